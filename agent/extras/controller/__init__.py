@@ -1,1 +1,1 @@
-"""One controller for a cluster: sends each call of the sidecars to the node that it is about."""
+"""One controller for a cluster: passes each call of the sidecars on to the node of its volume."""

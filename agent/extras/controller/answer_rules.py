@@ -1,10 +1,15 @@
-"""What each answer of a node must be: a row for each RPC that nodes answer, a rule for each field.
+"""Rules for the answers of nodes: a row for each RPC that nodes answer, a rule for each field.
 
-A node's word is enough for what is its own: its volumes' contents, health, room. What names
-something must follow from the request and from the node: ids are in a volume group that is that
-node's, with the name that the request's name gives; the topology is the node's, and nothing else;
-sizes and sources are those that were asked for. Each field of the wire has a rule; fields that
-this version does not know have none. What a node says of itself, GetPluginInfo, nodes.py judges.
+A rule refuses an answer that cannot be true. A node is believed about what is its own: contents of
+its volumes, their health, its free capacity. What names something must follow from the request and
+from the node:
+
+- Ids are in a volume group that is the node's own, with the name that follows from the request's.
+- The topology is the node's, and has nothing else.
+- Sizes and sources are those that were asked for.
+
+Each field of CSI's messages has a rule; fields that this version does not know have none. nodes.py
+checks what a node reports about itself (GetPluginInfo).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -21,29 +26,34 @@ from agent.requests.requests import MOST_ENTRIES, SizeRange
 from lvm import names
 from proto import csi_pb2 as csi
 
-# Characters that are shown of a value that is refused.
+# Largest number of characters that are shown of a refused value.
 _MOST_SHOWN = 200
-# The most bytes of a list's page, and of another answer: with more it is not even parsed. An honest
-# page has 500 entries of at most 5 KiB each; both are less than a sidecar takes (4 MiB in Go).
+# Largest size, in bytes, of a page of a list, and of another answer. A larger answer is not even
+# parsed. An honest page has 500 entries of at most 5 KiB each. Both limits are less than the 4 MiB
+# that a sidecar takes (gRPC in Go).
 MOST_PAGE_BYTES, _MOST_BYTES = 3 << 20, 1 << 20
-# The most ranges of a message about blocks, where the request names no number: 8 times what Carver
-# sends.
+# Largest number of ranges in a message about blocks, if the request sets no limit: 8 times what
+# Carver sends.
 _MOST_RANGES = 8192
-# The most keys and bytes of a volume_context and a publish_context (CSI spec, "Size Limits"), which
-# become a part of the PersistentVolume and of the VolumeAttachment.
+# Largest number of keys, and of bytes, of a volume_context and a publish_context (CSI spec, "Size
+# Limits"). The first becomes a part of the PersistentVolume, the second of the VolumeAttachment.
 _MOST_KEYS, _MOST_MAP_BYTES = 64, 4096
-# By how much a size is rounded up at most: to an extent on each stripe, beside a header, and to the
-# least size of a file system. 64 GiB are 16 stripes with extents of 4 GiB.
+# Largest number of bytes by which a size may be rounded up: to an extent on each stripe, beside a
+# header, and to the least size of a file system. 64 GiB are 16 stripes with extents of 4 GiB.
 _MOST_ROUNDING = 64 << 30
-# The most conditions of a volume, and characters of each: Carver has 31 reasons of at most 40
-# characters, and cuts a message to 1024 bytes.
+# Largest number of conditions of a volume, and of characters of a condition's reason and message.
+# Carver has 31 reasons of at most 40 characters, and cuts a message to 1024 bytes.
 _MOST_CONDITIONS, _MOST_REASON, _MOST_MESSAGE = 64, 128, 1024
-# Seconds of a Timestamp, from the year 1 to the end of 9999 (timestamp.proto), and its nanoseconds.
+# Valid seconds of a Timestamp, from the year 1 to the end of 9999 (timestamp.proto), and valid
+# nanoseconds.
 _SECONDS, _NANOSECONDS = range(-62_135_596_800, 253_402_300_800), range(10**9)
 
 
 class Untrue(Exception):
-    """An answer that cannot be true: the field that gives it away, and its value."""
+    """An error: a field of a node's answer cannot be true.
+
+    The error names the field and its value.
+    """
 
     def __init__(self, where: str, value: object, problem: str) -> None:
         super().__init__(f"{where} is {_shown(value)}: {problem}")
@@ -51,7 +61,7 @@ class Untrue(Exception):
 
 
 def _shown(value: Any) -> str:
-    """The beginning of a value, which a node may have made as long as a message can be."""
+    """Return the start of a value: a node may have made it as long as a message can be."""
     is_long = isinstance(value, Sequence) and len(value) > _MOST_SHOWN
     text = repr(value[:_MOST_SHOWN] if is_long else value)
     return text if not is_long and len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
@@ -59,35 +69,36 @@ def _shown(value: Any) -> str:
 
 @dataclass
 class Asked:
-    """A request, and what the controller knows of the node that it was sent to."""
+    """A request, with what the controller knows of the node that it was sent to."""
 
     request: Any
     node: str
     topology: csi.Topology
-    # The volume groups that are the node's, as ids name them: `group@uuid`.
+    # The volume groups that are the node's own, as volume ids name them: `group@uuid`.
     places: Set[str]
-    # Whether an id is in a volume group that is another node's.
+    # Function that returns whether an id is in a volume group of another node.
     is_elsewhere: Callable[[VolumeId], bool]
-    # Whether an id's own PersistentVolume names another node, where several have the group.
+    # Function that returns whether an id's own PersistentVolume names another node, for a volume
+    # group that several nodes may have.
     is_anothers: Callable[[VolumeId], bool]
-    # The answer, and that message of it which has the field to be judged.
+    # The answer, and the message in the answer that has the field whose rule runs.
     answer: Any = field(default=None, init=False)
     part: Any = field(default=None, init=False)
-    # What was left out of the answer, as it is another node's to tell.
+    # The ids that were left out of the answer, because another node lists them.
     left_out: Sequence[VolumeId] = field(default=(), init=False)
 
 
-# Judges a field's value: says what is wrong with it; empty if nothing is.
+# A rule: a function of a field's value that returns what is wrong with it; empty if nothing.
 Rule = Callable[[Any, Asked], str]
 
 
 def its_word(_value: Any, _asked: Asked) -> str:
-    """Accept what the node says: it is about its own volume, snapshot, or room."""
+    """Accept any value: the field is about the node's own volume, snapshot or capacity."""
     return ""
 
 
 def its_own(prefix: str) -> Rule:
-    """The id of a volume, snapshot or group snapshot, by the prefix of its name, on the node."""
+    """Make a rule: the value is an id on the node that answered, with this prefix in its name."""
     begins = f"{prefix}-", f"{prefix}."
 
     def judge(value: str, asked: Asked) -> str:
@@ -102,7 +113,7 @@ def its_own(prefix: str) -> Rule:
 
 
 def the_asked(key: str) -> Rule:
-    """The id in a field of the request, which must be on the node."""
+    """Make a rule: the value equals the id in a field of the request, and is on the node."""
 
     def judge(value: str, asked: Asked) -> str:
         if value != (wanted := getattr(asked.request, key)):
@@ -113,7 +124,7 @@ def the_asked(key: str) -> Rule:
 
 
 def if_asked(key: str, rule: Rule) -> Rule:
-    """What a rule accepts, and the id in a field of the request unless that is empty."""
+    """Make a rule: the value fits `rule`, and equals the id in a field of the request, if set."""
 
     def judge(value: str, asked: Asked) -> str:
         if value != (getattr(asked.request, key) or value):
@@ -124,7 +135,11 @@ def if_asked(key: str, rule: Rule) -> Rule:
 
 
 def named_as_asked(prefix: str, sources: str = "") -> Rule:
-    """The id that the name in the request gives: on the node, beside the sources that it names."""
+    """Make a rule: the value is an id on the node, with the name that the request's name gives.
+
+    With `sources`, a field of the request, the id must be in the volume group of one of the
+    sources.
+    """
 
     def judge(value: str, asked: Asked) -> str:
         place, _, name = value.partition("/")
@@ -140,7 +155,10 @@ def named_as_asked(prefix: str, sources: str = "") -> Rule:
 
 
 def member_as_asked(value: str, asked: Asked) -> str:
-    """The id of a group snapshot's member, by the request's name and the member's source."""
+    """Require the id of a snapshot in a group snapshot.
+
+    The id follows from the request's name and the snapshot's source.
+    """
     source = asked.part.source_volume_id
     name = ids.group_member(asked.request.name, source)
     wanted = f"{_place(source)}/{name}"
@@ -148,7 +166,10 @@ def member_as_asked(value: str, asked: Asked) -> str:
 
 
 def beside(key: str) -> Rule:
-    """An id in the volume group of another id in the same message."""
+    """Make a rule: the value is an id in the volume group of the id in field `key`.
+
+    Both fields are in the same message.
+    """
 
     def judge(value: str, asked: Asked) -> str:
         if VolumeId.parse(value) is None or _place(value) != _place(getattr(asked.part, key)):
@@ -159,20 +180,21 @@ def beside(key: str) -> Rule:
 
 
 def nothing(value: Any, _asked: Asked) -> str:
-    """An empty field."""
+    """Require an empty field."""
     return "it must be empty" if value else ""
 
 
 def of_its_group_snapshot(value: str, asked: Asked) -> str:
-    """The id of the answer's own group snapshot."""
+    """Require the id of the group snapshot that the answer is about."""
     wanted = asked.answer.group_snapshot.group_snapshot_id
     return "" if value == wanted else f"the group snapshot is {wanted!r}"
 
 
 def group_snapshot_or_none(value: str, asked: Asked) -> str:
-    """Empty, or a group snapshot's id that is not another node's.
+    """Require an empty value, or the id of a group snapshot that is not another node's.
 
-    One that spans several volume groups is named after one of them, which may be detached by now.
+    A group snapshot that spans several volume groups is named after one of them, which may be
+    detached from the node by now.
     """
     parsed = VolumeId.parse(value)
     if not value or (parsed and names.is_of(ids.GROUP_SNAPSHOT_PREFIX, parsed.name)):
@@ -181,7 +203,7 @@ def group_snapshot_or_none(value: str, asked: Asked) -> str:
 
 
 def any_volume(value: str, _asked: Asked) -> str:
-    """The id of a volume, on the node or not; `_leave_out` sees to those of other nodes."""
+    """Require the id of a volume, on any node: `_leave_out` removes those of other nodes."""
     parsed = VolumeId.parse(value)
     if parsed is not None and names.is_of(ids.VOLUME_PREFIX, parsed.name):
         return ""
@@ -189,19 +211,20 @@ def any_volume(value: str, _asked: Asked) -> str:
 
 
 def one_of_each(key: str, sources: str) -> Rule:
-    """A list with one message for each id in a field of the request."""
+    """Make a rule: the list has one message for each id in a field of the request."""
 
     def judge(value: Sequence[Any], asked: Asked) -> str:
         wanted = set(getattr(asked.request, sources))
-        is_whole = len(value) == len(wanted) and {getattr(one, key) for one in value} == wanted
+        is_whole = len(value) == len(wanted) and {getattr(entry, key) for entry in value} == wanted
         return "" if is_whole else f"it must have one for each of {sources}"
 
     return judge
 
 
 def own_topology(value: Sequence[csi.Topology], asked: Asked) -> str:
-    """The node's topology, alone."""
-    # Messages are compared fast, maps slowly. Fields that this version does not know may differ.
+    """Require exactly one topology: that of the node that answered."""
+    # Messages are compared first: that is fast, comparing maps is slow. The maps decide if the
+    # messages differ in fields that this version does not know.
     if len(value) == 1 and (
         value[0] == asked.topology or value[0].segments == asked.topology.segments
     ):
@@ -210,44 +233,50 @@ def own_topology(value: Sequence[csi.Topology], asked: Asked) -> str:
 
 
 def itself_only(value: Sequence[str], asked: Asked) -> str:
-    """Node ids: the node's own, or none."""
+    """Require a list of node ids with the node's own id, or an empty list."""
     if not value or (len(value) == 1 and value[0] == asked.node):
         return ""
     return "a volume of that node can be published there only"
 
 
 def of_itself(_value: Any, asked: Asked) -> str:
-    """What the node says of a volume that it attached to itself: only its own plugin reads it."""
+    """Require that the request attaches the volume to the node that answered; accept any content.
+
+    Only the node's own plugin reads the content.
+    """
     wanted = asked.request.node_id
     return "" if wanted == asked.node else f"it was to be attached to node {wanted!r}"
 
 
 def each_of(*rules: Rule) -> Rule:
-    """What all of the rules accept."""
+    """Make a rule: the value fits all these rules."""
 
     def judge(value: Any, asked: Asked) -> str:
-        return next(filter(None, (one(value, asked) for one in rules)), "")
+        return next(filter(None, (rule(value, asked) for rule in rules)), "")
 
     return judge
 
 
 def a_few_conditions(value: Sequence[csi.VolumeHealth.VolumeHealthEntry], _asked: Asked) -> str:
-    """What is wrong with one volume: not more, nor in longer texts, than Carver says of one."""
+    """Require conditions of a volume within the limits of number and length that Carver keeps."""
     if len(value) > _MOST_CONDITIONS:
         return f"there may be at most {_MOST_CONDITIONS}"
-    if any(len(one.reason) > _MOST_REASON or len(one.message) > _MOST_MESSAGE for one in value):
+    if any(
+        len(condition.reason) > _MOST_REASON or len(condition.message) > _MOST_MESSAGE
+        for condition in value
+    ):
         return f"a reason has at most {_MOST_REASON} characters, a message {_MOST_MESSAGE}"
     return ""
 
 
 def not_negative(value: Any, _asked: Asked) -> str:
-    """A number of bytes."""
+    """Require a number of bytes that is not negative."""
     number = value if isinstance(value, int) else value.value
     return "" if number >= 0 else "it must not be negative"
 
 
 def asked_size(value: int, asked: Asked) -> str:
-    """A size within the request's capacity range."""
+    """Require a size within the request's capacity range."""
     wanted = asked.request.capacity_range
     if SizeRange(wanted.required_bytes, wanted.limit_bytes).allows(value):
         return ""
@@ -257,9 +286,9 @@ def asked_size(value: int, asked: Asked) -> str:
 
 
 def made_size(value: int, asked: Asked) -> str:
-    """The size of a new volume: what was asked for, rounded up.
+    """Require the size of a new volume: the requested size, rounded up.
 
-    A copy is as large as its source, which the controller does not know.
+    A copy is as large as its source, whose size the controller does not know.
     """
     if problem := asked_size(value, asked):
         return problem
@@ -271,17 +300,20 @@ def made_size(value: int, asked: Asked) -> str:
 
 
 def a_context(value: Mapping[str, str], _asked: Asked) -> str:
-    """What Carver on the node reads of the volume: keys of Carver's, no longer than CSI allows."""
+    """Require a context with Carver's own keys only, within the limits of CSI.
+
+    Carver on the node reads the context when it publishes the volume.
+    """
     if not value:
         return ""
     if len(value) > _MOST_KEYS or not all(key.startswith(PREFIX) for key in value):
         return f"it has at most {_MOST_KEYS} keys, which begin with {PREFIX}"
-    size = sum(len(one.encode()) for pair in value.items() for one in pair)
+    size = sum(len(text.encode()) for pair in value.items() for text in pair)
     return "" if size <= _MOST_MAP_BYTES else f"it has more than {_MOST_MAP_BYTES} bytes"
 
 
 def asked_source(value: csi.VolumeContentSource, asked: Asked) -> str:
-    """The request's content source, or none where it has none."""
+    """Require the request's content source, or none if the request has none."""
     wanted, field = routes.source(asked.request.volume_content_source)
     if routes.source(value) == (wanted, field):
         return ""
@@ -289,41 +321,46 @@ def asked_source(value: csi.VolumeContentSource, asked: Asked) -> str:
 
 
 def a_time(value: Any, _asked: Asked) -> str:
-    """A moment that a timestamp can have."""
+    """Require a time that a Timestamp can have."""
     fits = value.seconds in _SECONDS and value.nanos in _NANOSECONDS
     return "" if fits else "it is no moment"
 
 
 def a_page(value: Sequence[Any], asked: Asked) -> str:
-    """At most as many entries as were asked for, or as Carver's own pages have."""
+    """Require at most as many entries as were asked for, or as Carver's own pages have."""
     most = asked.request.max_entries or MOST_ENTRIES
     return f"there may be at most {most}" if most < len(value) else ""
 
 
 def advances(value: str, asked: Asked) -> str:
-    """Empty at the end of the list; else further on than the request's token, after some entry."""
+    """Require an empty token at the end of the list, or one that is beyond the request's token.
+
+    A page with a token must have entries.
+    """
     if not value or (value > asked.request.starting_token and asked.part.entries):
         return ""
     return f"the page began at {asked.request.starting_token!r}"
 
 
 def ranges(value: Sequence[csi.BlockMetadata], asked: Asked) -> str:
-    """Ranges of the snapshot, at most as many as were asked for."""
+    """Require ranges within the snapshot, at most as many as were asked for."""
     most, size = asked.request.max_results or _MOST_RANGES, asked.part.volume_capacity_bytes
     if most < len(value):
         return f"there may be at most {most}"
-    if all(one.byte_offset >= 0 < one.size_bytes <= size - one.byte_offset for one in value):
+    if all(
+        block.byte_offset >= 0 < block.size_bytes <= size - block.byte_offset for block in value
+    ):
         return ""
     return f"the snapshot has {size} bytes"
 
 
 def _place(identity: str) -> str:
-    """The volume group in an id, as `group@uuid`."""
+    """Return the volume group in an id, as `group@uuid`."""
     return identity.partition("/")[0]
 
 
 def _not_there(identity: str, asked: Asked) -> str:
-    """Why an id is not the node's; empty if it may be."""
+    """Return why an id is not on the node that answered; empty if it may be there."""
     if _place(identity) not in asked.places:
         return _in_no_group(asked)
     if (parsed := VolumeId.parse(identity)) is not None and asked.is_anothers(parsed):
@@ -335,20 +372,21 @@ def _in_no_group(asked: Asked) -> str:
     return f"it is in no volume group of node {asked.node}"
 
 
-# Rules by the fields of a message.
+# Rules, by the fields of a message.
 Fields = Mapping[str, Rule]
 
 
 def _in(path: str, *fields: Fields) -> Fields:
-    """Rules of a message's fields, as the rules of what has the message in a field."""
-    return {f"{path}.{key}": rule for each in fields for key, rule in each.items()}
+    """Return rules whose fields have the path of their message before them."""
+    return {f"{path}.{key}": rule for part in fields for key, rule in part.items()}
 
 
 _VOLUME: Fields = {
     "volume_id": its_own(ids.VOLUME_PREFIX),
     "capacity_bytes": not_negative,
     "volume_context": a_context,
-    # Where it came from, for a person: it may have moved to another node since.
+    # Any content source is accepted, as it only shows people where the volume came from: the source
+    # may have moved to another node since.
     "content_source": its_word,
     "accessible_topology": own_topology,
 }
@@ -370,7 +408,7 @@ _BLOCKS: Fields = {
     "block_metadata": ranges,
 }
 
-# By service and RPC: the rule of each field of the answer. A list's entries have `[]`.
+# The rule of each field of an answer, by service and RPC. `[]` stands for the entries of a list.
 RULES: Mapping[str, Mapping[str, Fields]] = {
     "csi.v1.Controller": {
         "CreateVolume": _in(
@@ -466,17 +504,18 @@ RULES: Mapping[str, Mapping[str, Fields]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """The rules of an RPC's answer, by the messages that have the fields."""
+    """The rules of one RPC's answer, by the messages that have the fields."""
 
     answer: type[Message]
-    # The fields of the request that have ids, by the fields that lead to their message.
+    # The fields of the request that have ids: the fields that lead to their message, and the
+    # field's name.
     identities: Sequence[tuple[Sequence[str], str]]
     parts: Mapping[tuple[str, ...], Sequence[tuple[str, Rule]]]
     most_bytes: int
 
     @classmethod
     def of(cls, service: str, method: str) -> "Row":
-        """The row of an RPC. Raises KeyError for one without rules."""
+        """Return the rules of an RPC's answer. Raises KeyError for an RPC without rules."""
         parts: dict[tuple[str, ...], list[tuple[str, Rule]]] = {}
         for path, rule in RULES[service][method].items():
             *steps, key = path.split(".")
@@ -489,10 +528,17 @@ class Row:
         return cls(answer, identities, parts, MOST_PAGE_BYTES if is_list else _MOST_BYTES)
 
     def judge(self, asked: Asked, data: bytes) -> Any:
-        """The answer that has these bytes. Raises Untrue.
+        """Parse and check an answer, and return it. Raises Untrue.
 
-        The rules run in the event loop, so bytes and elements are counted before any is looked at:
-        the rule of a list comes before those of its elements, and begins with its length.
+        1. Refuse an answer with too many bytes, and parse it.
+        2. Refuse an answer to a request whose ids are not the node's: the node cannot have carried
+           it out.
+        3. Apply the rule of each field.
+        4. Leave out the health of other nodes' volumes.
+
+        The rules run in the event loop, so they must be fast. For that, lengths are checked before
+        contents: the rule of a list comes before those of its elements, and begins with the list's
+        length.
         """
         if len(data) > self.most_bytes:
             raise Untrue("the answer", data, f"it has more than {self.most_bytes} bytes")
@@ -516,42 +562,50 @@ class Row:
 
     @staticmethod
     def _judge_asked(value: Any, asked: Asked, key: str) -> None:
-        """Raise Untrue where the node has carried out what is about another's volume."""
-        for one in [value] if isinstance(value, str) else value:
-            # What is no id is no volume's: to delete it is done.
-            if VolumeId.parse(one) is not None and (problem := _not_there(one, asked)):
-                raise Untrue(f"the request's {key}", one, problem)
+        """Raise Untrue if an id in the request is another node's.
+
+        The node then answered that it carried out a call about another node's volume.
+        """
+        for identity in [value] if isinstance(value, str) else value:
+            # A text that is no volume id names no volume: deleting it succeeds.
+            if VolumeId.parse(identity) is not None and (problem := _not_there(identity, asked)):
+                raise Untrue(f"the request's {key}", identity, problem)
 
 
 def _leave_out(answer: csi.ControllerListVolumeHealthResponse, asked: Asked) -> None:
-    """Leave out the health of volumes that another node has by now: that one says it.
+    """Remove the health of other nodes' volumes from an answer: those nodes list it themselves.
 
-    A node goes on to say that the volumes of a group are missing which was attached to another.
+    A node goes on to report the volumes of a volume group as missing after the group was attached
+    to another node.
     """
-    every = [(one, parsed) for one in answer.entries if (parsed := VolumeId.parse(one.volume_id))]
-    asked.left_out = [parsed for _, parsed in every if asked.is_elsewhere(parsed)]
-    own = [one for one, parsed in every if parsed not in asked.left_out]
-    if len(own) < len(answer.entries):
-        kept = [one.SerializeToString() for one in own]
+    parsed_entries = [
+        (health, parsed)
+        for health in answer.entries
+        if (parsed := VolumeId.parse(health.volume_id))
+    ]
+    asked.left_out = [parsed for _, parsed in parsed_entries if asked.is_elsewhere(parsed)]
+    own_entries = [health for health, parsed in parsed_entries if parsed not in asked.left_out]
+    if len(own_entries) < len(answer.entries):
+        kept = [health.SerializeToString() for health in own_entries]
         del answer.entries[:]
         answer.entries.extend(map(csi.VolumeHealth.FromString, kept))
 
 
 def _identities(message: Any, steps: Sequence[str]) -> Iterator[tuple[Sequence[str], str]]:
     """The fields of a request that have ids of volumes, snapshots or group snapshots."""
-    for one in message.fields:
-        if one.message_type is not None:
-            if one.message_type.full_name.startswith("csi.v1.VolumeContentSource"):
-                yield from _identities(one.message_type, (*steps, one.name))
-        elif one.name.endswith(("volume_id", "snapshot_id", "volume_ids", "snapshot_ids")):
-            yield steps, one.name
+    for descriptor in message.fields:
+        if descriptor.message_type is not None:
+            if descriptor.message_type.full_name.startswith("csi.v1.VolumeContentSource"):
+                yield from _identities(descriptor.message_type, (*steps, descriptor.name))
+        elif descriptor.name.endswith(("volume_id", "snapshot_id", "volume_ids", "snapshot_ids")):
+            yield steps, descriptor.name
 
 
 def _parts(message: Any, steps: Sequence[str]) -> Sequence[Any]:
-    """The messages to which fields lead; those of a list each."""
-    found = [message]
+    """The messages to which a path of fields leads; for a list, each of its messages."""
+    messages = [message]
     for step in steps:
         name = step.removesuffix("[]")
-        values = [getattr(one, name) for one in found]
-        found = values if name == step else [each for one in values for each in one]
-    return found
+        values = [getattr(message, name) for message in messages]
+        messages = values if name == step else [entry for entries in values for entry in entries]
+    return messages

@@ -1,7 +1,8 @@
-"""Which node attaches a volume or detaches it, and what the controller itself answers.
+"""The choice of the node for ControllerPublishVolume and ControllerUnpublishVolume.
 
 A volume is attached to the node that has its disks, or to none. Detaching never waits for a node
-that is down: no other node can use what is on its disks, so nothing depends on its record.
+that is down: no other node can use the volumes on that node's disks, so nothing depends on the
+node's record of attached volumes.
 """
 
 import logging
@@ -13,14 +14,14 @@ from proto import csi_pb2 as csi
 
 _log = logging.getLogger(__name__)
 
-# How long a node that is to detach a volume is waited for: longer than Carver takes to be replaced.
-# The attach/detach controller asks for it after six minutes, or as an administrator says that the
-# node is out of service.
+# Time, in seconds, for which a detach waits for a silent node: longer than an upgrade of Carver on
+# the node takes. The attach/detach controller detaches after six minutes, or as soon as an
+# administrator marks the node as out of service.
 _PATIENCE_SECONDS = 60.0
 
 
 async def to_attach(nodes: Nodes, request: csi.ControllerPublishVolumeRequest) -> Node:
-    """The node to send ControllerPublishVolume to. Raises Refused."""
+    """Return the node to send a ControllerPublishVolume call to. Raises Refused."""
     volume_id, node_id = request.volume_id, request.node_id
     if node_id and nodes.get(node_id) is None:
         raise _refused(errors.NoSuchNode(node_id, f"the cluster has {len(nodes)} with Carver"))
@@ -31,31 +32,31 @@ async def to_attach(nodes: Nodes, request: csi.ControllerPublishVolumeRequest) -
 
 
 async def to_detach(nodes: Nodes, request: csi.ControllerUnpublishVolumeRequest) -> Node | None:
-    """The node to send ControllerUnpublishVolume to; None where the answer is OK without it.
+    """Return the node to send a ControllerUnpublishVolume call to.
 
-    Raises Refused.
+    None if the volume counts as detached without a call. Raises Refused.
     """
     volume_id, node_id = request.volume_id, request.node_id
-    named, parsed = nodes.get(node_id), VolumeId.parse(volume_id)
+    named_node, parsed = nodes.get(node_id), VolumeId.parse(volume_id)
     if parsed is None and volume_id:
         return None
     if parsed is None or not node_id:
         return await nodes.owner(volume_id, "volume_id")
-    if named is None:
+    if named_node is None:
         return None
     try:
         owner = await nodes.owner(volume_id, "volume_id")
     except Refused:
-        if not named.may_have_more and parsed.group_uuid not in named.groups:
+        if not named_node.may_have_more and parsed.group_uuid not in named_node.groups:
             return None
-        if named.silent_seconds < _PATIENCE_SECONDS:
+        if named_node.silent_seconds < _PATIENCE_SECONDS:
             raise
         _log.warning(
             "volume %s counts as detached from node %s, which has not answered for %.0f s",
-            *(volume_id, node_id, named.silent_seconds),
+            *(volume_id, node_id, named_node.silent_seconds),
         )
         return None
-    return owner if owner is named else None
+    return owner if owner is named_node else None
 
 
 def _refused(error: errors.AgentError) -> Refused:

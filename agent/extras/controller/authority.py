@@ -1,9 +1,11 @@
-"""The cluster's certificate authority: in a Secret of the controller's, published in a ConfigMap.
+"""The cluster's certificate authority: kept in a Secret, published to the nodes in a ConfigMap.
 
-No certificate is made or renewed by hand. Authorities overlap: a new one is published before it
-signs, and the one before it until the next, so that nodes which read the ConfigMap late trust both.
-Crash points: each step is one write, refused by the API server if another controller wrote first;
-the next look does what is left.
+The controller makes and renews all certificates; none is made by hand. Authorities overlap. A new
+authority is published before it signs. The authority before it stays published until its successor
+has a successor. So a node that reads the ConfigMap late trusts both authorities.
+
+Crash points: each step is one write to the API server, which refuses the write if another
+controller wrote first. The next refresh does the steps that are left.
 """
 
 import base64
@@ -24,39 +26,46 @@ from agent.extras.kubernetes.objects import Objects
 
 _log = logging.getLogger(__name__)
 
+# Lifetime of an authority in days, and of a certificate in hours.
 _AUTHORITY_DAYS, _CERTIFICATE_HOURS = 365, 24
-# How long before its end an authority gets a successor, and after what time that one signs: kubelet
-# brings a changed ConfigMap to pods within two minutes.
+# Time before the end of an authority at which its successor is made.
 _OVERLAP = datetime.timedelta(days=90)
+# Time between the publication of a new authority and its first signature. Kubelet brings a changed
+# ConfigMap to pods within two minutes.
 _PUBLISHED_FOR = datetime.timedelta(hours=1)
-# By how much an authority and a certificate begin before they are made: the clock that makes them
-# may be ahead of the others, as one set to local time until NTP corrects it. A certificate begins
-# later, as nodes of older versions renew theirs at half of its time.
+# Time by which the validity of a new authority begins before the present. The clock that makes the
+# authority may be ahead of other clocks, for instance set to local time until NTP corrects it.
 _BEFORE = datetime.timedelta(hours=24)
+# Time by which the validity of a new certificate begins before the present. The time is shorter
+# than for an authority, because nodes of older versions renew a certificate after half of its
+# lifetime.
 _CERTIFICATE_BEFORE = datetime.timedelta(hours=14)
 _PEM = serialization.Encoding.PEM
 _CURRENT, _NEXT, _PREVIOUS = "current", "next", "previous"
 
 
 def new_key() -> ec.EllipticCurvePrivateKey:
-    """A new private key."""
+    """Return a new private key, on the elliptic curve P-256."""
     return ec.generate_private_key(ec.SECP256R1())
 
 
 def key_as_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """A private key as it is stored."""
+    """Return a private key as PEM (PKCS #8, not encrypted)."""
     return key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
 
 
 def certificate_request(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """A request for a certificate for a key, without a name: the controller says which."""
-    made = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
-    return made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
+    """Return a certificate signing request, as DER, for a key.
+
+    The request has no subject name: the controller chooses the name in the certificate.
+    """
+    request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+    return request.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
 
 
 @dataclass(frozen=True)
 class _Signer:
-    """An authority's certificate and key, as PEM."""
+    """The certificate and the private key of one authority, both as PEM."""
 
     certificate: bytes
     key: bytes
@@ -65,7 +74,7 @@ class _Signer:
     def new(cls, now: datetime.datetime) -> Self:
         key = new_key()
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"carver {now.isoformat()}")])
-        made = (
+        builder = (
             _builder(
                 name,
                 key.public_key(),
@@ -75,7 +84,7 @@ class _Signer:
             .issuer_name(name)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         )
-        signed = made.sign(key, hashes.SHA256())
+        signed = builder.sign(key, hashes.SHA256())
         return cls(signed.public_bytes(_PEM), key_as_pem(key))
 
     @property
@@ -83,16 +92,21 @@ class _Signer:
         return x509.load_pem_x509_certificate(self.certificate)
 
     def is_valid(self, now: datetime.datetime) -> bool:
-        """Whether it has begun and has not ended."""
+        """Whether the authority is valid at the time `now`: begun, and not expired."""
         parsed = self.parsed
         return parsed.not_valid_before_utc <= now < parsed.not_valid_after_utc
 
     def sign(
         self, dns_name: str, public_key: ec.EllipticCurvePublicKey, now: datetime.datetime
     ) -> bytes:
+        """Return a certificate, as PEM, for a DNS name and a public key, signed by this authority.
+
+        The certificate serves for servers and for clients. Raises BadConfig if the authority's key
+        is of another kind than Carver's.
+        """
         key = serialization.load_pem_private_key(self.key, password=None)
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        made = (
+        builder = (
             _builder(
                 x509.Name([]),
                 public_key,
@@ -106,7 +120,7 @@ class _Signer:
         )
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise errors.BadConfig("the authority", "key", "is not one of Carver's")
-        return made.sign(key, hashes.SHA256()).public_bytes(_PEM)
+        return builder.sign(key, hashes.SHA256()).public_bytes(_PEM)
 
 
 def _builder(
@@ -126,7 +140,11 @@ def _builder(
 
 
 class Authority:
-    """Signs certificates with what is in the Secret."""
+    """The cluster's certificate authority, which signs with the keys in its Secret.
+
+    Up to three authorities are kept: the current one, which signs; the next one, which is published
+    only; and the previous one.
+    """
 
     def __init__(self, objects: Objects, namespace: str, name: str) -> None:
         self._objects, self._name = objects, name
@@ -135,40 +153,44 @@ class Authority:
         self._signers: Mapping[str, _Signer] = {}
 
     def refresh(self, now: datetime.datetime | None = None) -> None:
-        """Read the Secret, make or renew what is in it, and publish it. Raises ClusterRefused."""
+        """Create or renew the authorities in the Secret, and publish them in the ConfigMap.
+
+        Raises ClusterRefused, and BadConfig if the Secret cannot be parsed.
+        """
         now = now or _now()
         try:
             self._refresh(now)
         except errors.ClusterRefused:
-            # Another controller may have written first: what it wrote counts.
+            # Retry once: another controller may have written first, and what that controller wrote
+            # counts.
             self._refresh(now)
 
     def _refresh(self, now: datetime.datetime) -> None:
-        found = self._objects.find(f"{self._secrets}/{self._name}", "Secret")
-        if found is None:
-            made = {_CURRENT: _Signer.new(now)}
-            self._objects.create(self._secrets, self._object("Secret", _data(made)))
+        secret = self._objects.find(f"{self._secrets}/{self._name}", "Secret")
+        if secret is None:
+            renewed = {_CURRENT: _Signer.new(now)}
+            self._objects.create(self._secrets, self._object("Secret", _data(renewed)))
             _log.info("made the cluster's certificate authority, Secret %s", self._name)
         else:
             try:
-                known = _signers(found)
-                made = _renewed(known, now)
+                stored = _signers(secret)
+                renewed = _renewed(stored, now)
             except ValueError as error:
                 problem = f"cannot be read: {error}; delete it, and another is made"
                 raise errors.BadConfig("the cluster", f"Secret {self._name}", problem) from None
-            if made != known:
-                gone = dict.fromkeys(_data(known).keys() - _data(made).keys())
-                version = found["metadata"]["resourceVersion"]
-                change = {"data": {**_data(made), **gone}}
+            if renewed != stored:
+                dropped = dict.fromkeys(_data(stored).keys() - _data(renewed).keys())
+                version = secret["metadata"]["resourceVersion"]
+                change = {"data": {**_data(renewed), **dropped}}
                 self._objects.change(f"{self._secrets}/{self._name}", change, version)
-                _log.info("renewed the cluster's certificate authority: %s", ", ".join(made))
-        self._signers = made
+                _log.info("renewed the cluster's certificate authority: %s", ", ".join(renewed))
+        self._signers = renewed
         self._publish()
 
     @property
     def bundle(self) -> bytes:
-        """The certificates that a peer's certificate must come from, as PEM."""
-        return b"".join(sorted(one.certificate for one in self._signers.values()))
+        """The certificates of all authorities that nodes and controllers trust, as PEM."""
+        return b"".join(sorted(signer.certificate for signer in self._signers.values()))
 
     def sign(
         self,
@@ -176,72 +198,89 @@ class Authority:
         public_key: ec.EllipticCurvePublicKey,
         now: datetime.datetime | None = None,
     ) -> bytes:
-        """A certificate for a name and a key, as PEM."""
+        """Return a certificate, as PEM, for a DNS name and a public key.
+
+        The current authority signs it.
+        """
         return self._signers[_CURRENT].sign(dns_name, public_key, now or _now())
 
     def own(self, dns_name: str, now: datetime.datetime | None = None) -> Certificates:
-        """A certificate of the controller's own, with a new key, which is never written."""
+        """Return a certificate for the controller itself, with a new key.
+
+        The key is never written to disk.
+        """
         key = new_key()
         return Certificates(
             self.bundle, self.sign(dns_name, key.public_key(), now), key_as_pem(key)
         )
 
     def _publish(self) -> None:
-        """Have the ConfigMap say whom to trust."""
+        """Write the trusted authorities into the ConfigMap, unless it has them already."""
         path = f"{self._maps}/{self._name}"
         wanted = {"ca.crt": self.bundle.decode("ascii")}
-        found = self._objects.find(path, "ConfigMap")
-        if found is None:
+        published = self._objects.find(path, "ConfigMap")
+        if published is None:
             self._objects.create(self._maps, self._object("ConfigMap", wanted))
-        elif found.get("data") != wanted:
-            version = found["metadata"]["resourceVersion"]
+        elif published.get("data") != wanted:
+            version = published["metadata"]["resourceVersion"]
             self._objects.change(path, {"data": wanted}, version)
 
     def _object(self, kind: str, data: Mapping[str, str]) -> dict[str, Any]:
-        about = {"name": self._name}
-        return {"apiVersion": "v1", "kind": kind, "metadata": about, "data": dict(data)}
+        metadata = {"name": self._name}
+        return {"apiVersion": "v1", "kind": kind, "metadata": metadata, "data": dict(data)}
 
 
 def _renewed(known: Mapping[str, _Signer], now: datetime.datetime) -> dict[str, _Signer]:
-    """What the Secret is to hold now.
+    """Return the authorities that the Secret is to hold now, by role.
 
-    This clock may be wrong, and the other controllers' right. So what is not valid by it only
-    ceases to sign: it stays beside, as the previous one, until another takes that place. The next
-    controller with a right clock has it sign again.
+    1. If no current authority is there, or it is not valid: a valid previous or next authority
+       becomes the current one; if neither is valid, a new one is made. A current authority that is
+       not valid becomes the previous one.
+    2. Otherwise, if a valid next authority has been published for an hour, it becomes the current
+       one, and the current one becomes the previous one.
+    3. Otherwise, if no valid next authority is there and the current one ends within 90 days, a
+       next one is made.
+
+    The clock of this controller may be wrong, and the clocks of other controllers right. So an
+    authority that is not valid by this clock is not deleted: it only ceases to sign, and stays as
+    the previous authority until another authority takes that role. A controller with a right clock
+    makes it the current one again.
     """
-    made = dict(known)
-    if _CURRENT not in made or not made[_CURRENT].is_valid(now):
-        heirs = [one for one in (_PREVIOUS, _NEXT) if one in made and made[one].is_valid(now)]
-        signer = made.pop(heirs[0]) if heirs else _Signer.new(now)
-        if _CURRENT in made:
-            made[_PREVIOUS] = made[_CURRENT]
-        made[_CURRENT] = signer
-        return made
-    heir = made[_NEXT] if _NEXT in made and made[_NEXT].is_valid(now) else None
+    renewed = dict(known)
+    if _CURRENT not in renewed or not renewed[_CURRENT].is_valid(now):
+        heirs = [
+            role for role in (_PREVIOUS, _NEXT) if role in renewed and renewed[role].is_valid(now)
+        ]
+        signer = renewed.pop(heirs[0]) if heirs else _Signer.new(now)
+        if _CURRENT in renewed:
+            renewed[_PREVIOUS] = renewed[_CURRENT]
+        renewed[_CURRENT] = signer
+        return renewed
+    heir = renewed[_NEXT] if _NEXT in renewed and renewed[_NEXT].is_valid(now) else None
     if heir and heir.parsed.not_valid_before_utc + _BEFORE + _PUBLISHED_FOR <= now:
-        return {_PREVIOUS: made[_CURRENT], _CURRENT: heir}
-    if not heir and made[_CURRENT].parsed.not_valid_after_utc - _OVERLAP <= now:
-        made[_NEXT] = _Signer.new(now)
-    return made
+        return {_PREVIOUS: renewed[_CURRENT], _CURRENT: heir}
+    if not heir and renewed[_CURRENT].parsed.not_valid_after_utc - _OVERLAP <= now:
+        renewed[_NEXT] = _Signer.new(now)
+    return renewed
 
 
 def _data(signers: Mapping[str, _Signer]) -> dict[str, str]:
-    """As a Secret has it."""
-    found = {}
-    for role, one in signers.items():
-        found[f"{role}.crt"] = base64.b64encode(one.certificate).decode("ascii")
-        found[f"{role}.key"] = base64.b64encode(one.key).decode("ascii")
-    return found
+    """Return the authorities' certificates and keys as the `data` of a Secret."""
+    encoded = {}
+    for role, signer in signers.items():
+        encoded[f"{role}.crt"] = base64.b64encode(signer.certificate).decode("ascii")
+        encoded[f"{role}.key"] = base64.b64encode(signer.key).decode("ascii")
+    return encoded
 
 
 def _signers(secret: Mapping[str, Any]) -> dict[str, _Signer]:
     data = secret.get("data") or {}
-    found = {}
+    signers = {}
     for role in (_CURRENT, _NEXT, _PREVIOUS):
         if f"{role}.crt" in data and f"{role}.key" in data:
             parts = (base64.b64decode(data[f"{role}.{end}"]) for end in ("crt", "key"))
-            found[role] = _Signer(*parts)
-    return found
+            signers[role] = _Signer(*parts)
+    return signers
 
 
 def _now() -> datetime.datetime:

@@ -1,4 +1,4 @@
-"""`carver controller`, `carver controller status` and `carver controller orphans`."""
+"""The commands `carver controller`, `carver controller status` and `carver controller orphans`."""
 
 import argparse
 import os
@@ -14,6 +14,7 @@ from agent.settings import settings
 if TYPE_CHECKING:
     from proto import carver_pb2 as carver
 
+# Settings that are options of the command.
 _SETTINGS = (
     "endpoint",
     "driver_name",
@@ -36,8 +37,8 @@ _SETTINGS = (
 
 
 def add(line: CommandLine) -> None:
-    """Add the command."""
-    made = line.commands.add_parser(
+    """Add the command `controller` to the command line."""
+    parser = line.commands.add_parser(
         "controller",
         help="serve CSI for a whole cluster: pass each call on to its node",
         description="Serve CSI on a unix socket for the sidecars of a whole cluster: each call is"
@@ -45,14 +46,14 @@ def add(line: CommandLine) -> None:
         " controller that serves the socket; `orphans` lists volumes that nothing in the cluster"
         " refers to and objects of nodes that are gone, and deletes one by its name.",
     )
-    made.add_argument(
+    parser.add_argument(
         "verb", nargs="?", choices=("status", "orphans"), help="ask the one that serves, and end"
     )
-    made.add_argument("--json", action="store_true", help="status, orphans: as JSON")
-    made.add_argument("--delete", metavar="NAME", help="orphans: delete the one of that name")
-    made.add_argument("--yes", action="store_true", help="orphans: confirm --delete")
-    settings.add_arguments(made, _SETTINGS)
-    made.set_defaults(run=_controller)
+    parser.add_argument("--json", action="store_true", help="status, orphans: as JSON")
+    parser.add_argument("--delete", metavar="NAME", help="orphans: delete the one of that name")
+    parser.add_argument("--yes", action="store_true", help="orphans: confirm --delete")
+    settings.add_arguments(parser, _SETTINGS)
+    parser.set_defaults(run=_controller)
 
 
 def _controller(parsed: argparse.Namespace) -> int:
@@ -91,8 +92,8 @@ def _status(config: settings.Config, parsed: argparse.Namespace) -> int:
         )
         sys.stdout.write(f"{shown}\n")
     else:
-        sys.stdout.writelines(f"{one}\n" for one in lines(answer, time.time()))
-    return 1 if any(one.problem for one in answer.nodes) else 0
+        sys.stdout.writelines(f"{line}\n" for line in lines(answer, time.time()))
+    return 1 if any(node.problem for node in answer.nodes) else 0
 
 
 def _orphans(config: settings.Config, parsed: argparse.Namespace) -> int:
@@ -108,16 +109,16 @@ def _orphans(config: settings.Config, parsed: argparse.Namespace) -> int:
 
 
 def lines(answer: "carver.NodesResponse", now_seconds: float) -> list[str]:
-    """The table of nodes as lines of text."""
+    """Return the table of nodes as lines of text, for `carver controller status`."""
     days = (answer.certificate_ends_seconds - now_seconds) / 86400
-    found = [f"{len(answer.nodes)} nodes; the controller's certificate ends in {days:.0f} days"]
-    for one in answer.nodes:
-        groups = ", ".join(sorted(f"{name}@{uuid}" for uuid, name in one.groups.items()))
+    table = [f"{len(answer.nodes)} nodes; the controller's certificate ends in {days:.0f} days"]
+    for node in answer.nodes:
+        groups = ", ".join(sorted(f"{name}@{uuid}" for uuid, name in node.groups.items()))
         last = (
-            f"{now_seconds - one.answered_seconds:.0f} s ago" if one.answered_seconds else "never"
+            f"{now_seconds - node.answered_seconds:.0f} s ago" if node.answered_seconds else "never"
         )
-        state = one.problem or "answers"
-        found.append(
-            f"{one.name}  {one.address}  {one.version or '-'}  {last}  {groups or '-'}  {state}"
+        state = node.problem or "answers"
+        table.append(
+            f"{node.name}  {node.address}  {node.version or '-'}  {last}  {groups or '-'}  {state}"
         )
-    return found
+    return table

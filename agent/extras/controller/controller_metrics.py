@@ -1,4 +1,4 @@
-"""The controller's counters and gauges for Prometheus."""
+"""Prometheus metrics of the controller: counters, histograms and gauges of calls and nodes."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,15 +13,18 @@ from agent.daemon.extra import Gauge
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Call
 
-# Of each node, so a few.
+# Bounds, in seconds, of the buckets of a node's answers. The buckets are few, as each node has its
+# own histogram.
 _NODE_BUCKETS = (0.01, 0.05, 0.25, 1, 5, 30)
+# Bounds, in seconds, of the buckets of the durations of calls.
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Metrics:
-    """Calls as they end, by method, node and code; the nodes at each scrape.
+    """The metrics of the controller: of calls as they end, and of nodes at each scrape.
 
-    What was counted of a node that has left the cluster is dropped at the next scrape.
+    Calls are counted by method, node and gRPC code. The counters of a node that has left the
+    cluster are dropped at the next scrape.
     """
 
     CONTENT_TYPE = node_metrics.Metrics.CONTENT_TYPE
@@ -29,7 +32,7 @@ class Metrics:
     def __init__(self, nodes: Nodes, gauges: Callable[[], Iterable[Gauge]] = tuple) -> None:
         registry = self._registry = CollectorRegistry()
         self._nodes = nodes
-        # The labels of calls, by the node in them.
+        # The label values (method, node, code) of the calls that were counted, by the node's name.
         self._labels: dict[str, set[tuple[str, str, str]]] = {}
         self._calls = Counter(
             "carver_controller_calls",
@@ -62,7 +65,7 @@ class Metrics:
         ProcessCollector(registry=registry)
 
     def count_call(self, call: Call) -> None:
-        """Count a call that ended."""
+        """Count a call that ended, and observe its durations."""
         labels = call.method, call.node, call.code.name
         self._calls.labels(*labels).inc()
         self._labels.setdefault(call.node, set()).add(labels)
@@ -73,8 +76,8 @@ class Metrics:
         self._own_seconds.labels(call.method).observe(max(0.0, call.seconds - call.node_seconds))
 
     def text(self) -> bytes:
-        """All metrics, in Prometheus' text format."""
-        for node in [one for one in list(self._labels) if one and self._nodes.get(one) is None]:
+        """Return all metrics in Prometheus' text format."""
+        for node in [name for name in list(self._labels) if name and self._nodes.get(name) is None]:
             for labels in self._labels.pop(node):
                 self._calls.remove(*labels)
             self._node_seconds.remove(node)
@@ -82,6 +85,8 @@ class Metrics:
 
 
 class _OfNodes(Collector):
+    """Collects the metrics of nodes, and the gauges of extras, at each scrape."""
+
     def __init__(self, nodes: Nodes, gauges: Callable[[], Iterable[Gauge]]) -> None:
         self._nodes, self._gauges = nodes, gauges
 
@@ -107,12 +112,12 @@ class _OfNodes(Collector):
             labels=["node"],
         )
         now = time.monotonic()
-        for one in self._nodes:
-            answers.add_metric([one.name], 0.0 if one.problem else 1.0)
-            refused.add_metric([one.name], one.refused_answers)
-            contested.add_metric([one.name], self._nodes.contested(one))
-            if one.answered_seconds:
-                age.add_metric([one.name], now - one.answered_seconds)
+        for node in self._nodes:
+            answers.add_metric([node.name], 0.0 if node.problem else 1.0)
+            refused.add_metric([node.name], node.refused_answers)
+            contested.add_metric([node.name], self._nodes.contested(node))
+            if node.answered_seconds:
+                age.add_metric([node.name], now - node.answered_seconds)
         yield answers
         yield age
         yield refused

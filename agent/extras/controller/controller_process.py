@@ -1,4 +1,4 @@
-"""The process of the cluster's controller: serve the sidecars until a signal; one event loop."""
+"""The process of the cluster's controller: serves the sidecars in one event loop until a signal."""
 
 import asyncio
 import logging
@@ -30,72 +30,74 @@ from proto import carver_pb2 as carver
 
 _log = logging.getLogger(__name__)
 
-# How often the files are looked at, and the nodes that are due are asked.
+# Seconds between two reads of nodes and certificates, and between two checks which nodes to ask.
 _LOOK_SECONDS = 1.0
+# Time, in seconds, for which calls in flight may go on when the process stops.
 _DRAIN_SECONDS = 25.0
-# The process ends within this, though an API server hangs: kubelet's grace period is longer.
+# Time limit, in seconds, from the signal to the end of the process, also if an API server hangs.
+# Kubelet's grace period is longer.
 _STOP_SECONDS = 28.0
-# When orphans are first looked for: the nodes have enrolled by then.
+# Seconds from the start until orphans are first searched for, in which nodes enrol.
 _ORPHANS_SECONDS = 60.0
 
 
 class Source(Protocol):
-    """Where the controller has its nodes and its certificates from."""
+    """The source of the controller's nodes and certificates: files, or a cluster."""
 
     @property
     def serving(self) -> Mapping[str, Serving]:
-        """Where the nodes serve, by name."""
+        """The nodes by name, with their addresses and the UIDs of their Nodes."""
 
     @property
     def certificates(self) -> Certificates:
-        """What the controller shows to nodes."""
+        """The certificate that the controller shows to nodes, and the authorities it trusts."""
 
     @property
     def record(self) -> Record:
-        """What is known of volume groups beside what nodes say."""
+        """What the API server says about members and volume groups."""
 
     @property
     def questions(self) -> ClaimQuestions | None:
-        """Who asks the API server about claims; None where there is none."""
+        """The queue of look-ups of claims at the API server; None without an API server."""
 
     async def start(self) -> None:
-        """Read for the first time."""
+        """Read nodes and certificates for the first time."""
 
     async def look(self) -> None:
-        """Read again. Raises AgentError; then all is as it was."""
+        """Read nodes and certificates again. After an AgentError the last state stays in use."""
 
     async def stop(self) -> None:
-        """End."""
+        """Stop reading, and close servers."""
 
 
 class Files:
-    """Nodes and certificates from files, as where nodes run under systemd."""
+    """A source that reads nodes and certificates from files, for nodes under systemd."""
 
     record, questions = Record(), None
 
     def __init__(self, config: Config) -> None:
-        """Raises BadConfig for settings that are missing or files that cannot be read."""
+        """Read the files. Raises BadConfig for a missing setting or a file that cannot be read."""
         self._file = _required(config, "nodes_file")
         self._directory = _required(config, "tls_directory")
         self._read()
 
     def _read(self) -> None:
-        found = Certificates.read(self._directory)
+        read_certificates = Certificates.read(self._directory)
         addresses = nodes.read(self._file)
         self.serving: Mapping[str, Serving] = {
-            name: Serving(one) for name, one in addresses.items()
+            name: Serving(address) for name, address in addresses.items()
         }
-        self.certificates = found
+        self.certificates = read_certificates
 
     async def start(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the files were read when this object was made."""
 
     async def look(self) -> None:
         """Read the files again. Raises BadConfig."""
         self._read()
 
     async def stop(self) -> None:
-        """Nothing is to end."""
+        """Do nothing: a source of files has nothing to stop."""
 
 
 class ClusterController:
@@ -124,8 +126,8 @@ class ClusterController:
         self.take()
         server = self._server = grpc.aio.server()
         self._router.add_to(server)
-        own: dict[str, Any] = {"Nodes": grpc.unary_unary_rpc_method_handler(self._shown)}
-        handler: Any = grpc.method_handlers_generic_handler("carver.v2.Cluster", own)
+        methods: dict[str, Any] = {"Nodes": grpc.unary_unary_rpc_method_handler(self._shown)}
+        handler: Any = grpc.method_handlers_generic_handler("carver.v2.Cluster", methods)
         server.add_generic_rpc_handlers((handler,))
         umask = os.umask(0o177)
         try:
@@ -135,14 +137,17 @@ class ClusterController:
         await server.start()
 
     async def stop(self) -> None:
-        """Let calls in flight end."""
+        """Stop the server once the calls in flight have ended, then the source and connections."""
         if self._server is not None:
             await self._server.stop(_DRAIN_SECONDS)
         await self._source.stop()
         await self.nodes.close()
 
     async def look(self) -> None:
-        """Learn which nodes there are. An API server that hangs holds up nothing else."""
+        """Read nodes and certificates again, and log a change between success and failure.
+
+        The main loop does not wait for this: an API server that hangs delays nothing else.
+        """
         problem, unexpected = "", None
         try:
             await self._source.look()
@@ -158,7 +163,7 @@ class ClusterController:
         self.take()
 
     def take(self) -> None:
-        """Take over the source's nodes and certificates, and ask the nodes that are due."""
+        """Take over the source's nodes and certificates, and ask nodes whose interval is over."""
         if self._source.certificates != self._certificates:
             self._certificates = self._source.certificates
             self.nodes.reconnect()
@@ -169,30 +174,31 @@ class ClusterController:
     def _connect(self, name: str, address: str) -> grpc.aio.Channel:
         server_name = certificates.node_name(name, self._config.driver_name)
         credentials = self._certificates.for_client()
-        # With the scheme no part of an address, which a node says of itself, is taken for one.
+        # The scheme `dns:` is explicit, so that gRPC takes no part of the address for a scheme: the
+        # address comes from the node.
         target = f"dns:///{address}"
         return grpc.aio.secure_channel(target, credentials, certificates.options(server_name))
 
     async def _shown(self, _request: bytes, _context: Any) -> bytes:
-        """Answer `carver controller status`."""
+        """Answer `carver controller status`: the nodes as the controller knows them."""
         now, monotonic = time.time(), time.monotonic()
         answer = carver.NodesResponse(certificate_ends_seconds=self._certificates.ends_seconds)
-        for one in self.nodes:
-            answered = now - (monotonic - one.answered_seconds) if one.answered_seconds else 0.0
+        for node in self.nodes:
+            answered = now - (monotonic - node.answered_seconds) if node.answered_seconds else 0.0
             answer.nodes.add(
-                name=one.name,
-                address=one.address,
-                version=one.version,
-                problem=one.problem or self.nodes.conflict(one),
+                name=node.name,
+                address=node.address,
+                version=node.version,
+                problem=node.problem or self.nodes.conflict(node),
                 answered_seconds=answered,
-                groups=one.groups,
+                groups=node.groups,
             )
         return answer.SerializeToString()
 
 
 def run(config: Config) -> None:
     """Serve until SIGTERM or SIGINT. Raises BadConfig, SocketTaken."""
-    # Secrets of requests may be in memory.
+    # Dumps of this process are forbidden, as secrets of requests may be in its memory.
     calls.forbid_dumps()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with (
@@ -222,7 +228,7 @@ def run(config: Config) -> None:
 
 
 def _source(config: Config) -> Source:
-    """The files that are configured, or else the cluster whose pod this is."""
+    """Return the source that the settings name: files, or the cluster whose pod this is."""
     if config.nodes_file is not None:
         return Files(config)
     from agent.extras.controller.enrolment import Enrolment
@@ -234,7 +240,7 @@ def _source(config: Config) -> Source:
 
 
 def orphan_watch(config: Config) -> Extra:
-    """The periodic look for orphans, if the settings ask for it."""
+    """Return the periodic search for orphans; an extra that does nothing if it is disabled."""
     if not config.orphan_interval_seconds:
         return Extra()
     from agent.extras.controller.orphans import ClusterFinder
@@ -246,7 +252,10 @@ def orphan_watch(config: Config) -> Extra:
 
 
 def health_events(config: Config, known: Nodes) -> Extra:
-    """The Events about unhealthy volumes, if the settings ask for them. Raises BadConfig."""
+    """Return the task that writes Events about unhealthy volumes. Raises BadConfig.
+
+    If the settings disable the task, return an extra that does nothing.
+    """
     if not config.health_interval_seconds:
         return Extra()
     from agent.extras.controller.health_events import HealthEvents
@@ -258,8 +267,8 @@ def health_events(config: Config, known: Nodes) -> Extra:
 
 
 def _tell(observers: Sequence[Callable[[Call], None]], call: Call) -> None:
-    for one in observers:
-        one(call)
+    for observer in observers:
+        observer(call)
 
 
 async def _serve(
@@ -287,7 +296,8 @@ async def _serve(
     events.stop()
     await controller.stop()
     _log.info("stopped")
-    # A thread that waits for the API server would hold up the end of the loop.
+    # The process ends by `ender`, as a thread that waits for the API server would delay the end of
+    # the event loop.
     ender.exit_code = 0
     ender.is_stopped.set()
 

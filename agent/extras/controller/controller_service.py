@@ -1,6 +1,7 @@
-"""The node's side: CSI for the cluster's controller over mutual TLS, beside the unix socket.
+"""The node's server for the cluster's controller: CSI over mutual TLS, beside the unix socket.
 
-Identity, Controller, GroupController and SnapshotMetadata only: never Node, nor Carver's own calls.
+The server offers Identity, Controller, GroupController and SnapshotMetadata only: neither CSI's
+Node service nor Carver's own calls.
 """
 
 import json
@@ -31,33 +32,35 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# As the service's own server.
+# Time, in seconds, for which calls in flight may go on when the server stops; as for the service's
+# own server.
 _DRAIN_SECONDS = 25.0
-# How soon an address that another process has is tried again, and how often other groups are
-# looked for.
+# Seconds until an address that another process uses is tried again.
 _TAKEN_SECONDS = 15.0
+# Seconds between two searches for other volume groups of Carver's.
 _GROUPS_SECONDS = 600.0
 
 
 class NotListening(errors.AgentError):
-    """The address for the controller cannot be had."""
+    """An error: the server cannot listen on the address for the controller."""
 
 
 class OtherGroups(errors.AgentError):
-    """Some volume groups cannot be read, or some disks may have one that is not known."""
+    """An error: volume groups cannot be read, or disks may have an unknown volume group."""
 
 
 class Listener(Extra):
-    """The extra of a running service: does nothing unless `controller_address` is set."""
+    """The extra of a running service that serves the controller, if `controller_address` is set."""
 
     def __init__(self, service: Service) -> None:
-        """Raises BadConfig for settings that are missing: at the start, before calls are served."""
+        """Check the settings. Raises BadConfig if one is missing, before calls are served."""
         self._service = service
         config, address = service.configuration.now, self._address
         self._server: grpc.Server | None = None
         self._enroller: Enroller | None = None
         failure = "not all volume groups on this node's disks are known: %s"
-        # A disk that hangs delays neither the start nor enrolment.
+        # The search for other volume groups is a background task: a disk that hangs delays neither
+        # the start nor enrolment.
         self._tasks = [
             PeriodicTask(
                 *("other groups", self.find_other_groups, _GROUPS_SECONDS, failure),
@@ -65,9 +68,10 @@ class Listener(Extra):
                 longest_retry_seconds=_GROUPS_SECONDS,
             )
         ]
-        # Where it listens, after its start.
+        # The port of the server; 0 before it started.
         self.port = 0
-        # Whether by the last look at the disks each group of Carver's there is known; see routes.
+        # Whether each volume group of Carver's on the disks is known, by the last search; the
+        # values are those of routes.IS_WHOLE.
         self._is_whole = ""
         if address is None:
             return
@@ -94,13 +98,13 @@ class Listener(Extra):
         return self._service.configuration.now.controller_address
 
     def start(self) -> None:
-        """Listen, once there is a certificate."""
+        """Start the background tasks; the server listens once there is a certificate."""
         if self._address is not None:
-            for one in self._tasks:
-                one.start()
+            for task in self._tasks:
+                task.start()
 
     def _certificates(self) -> Certificates:
-        """What this node shows to the controller. Raises BadConfig."""
+        """Return the certificate that this node shows to the controller. Raises BadConfig."""
         if self._enroller is not None:
             return self._enroller.certificates
         directory = self._service.configuration.now.tls_directory
@@ -109,7 +113,7 @@ class Listener(Extra):
         return Certificates.read(directory)
 
     def serve(self) -> None:
-        """Listen; does nothing where it does already. Raises NotListening, BadConfig."""
+        """Start the server, unless it listens already. Raises NotListening, BadConfig."""
         if self._server is not None:
             return
         service, name = self._service, self._service.configuration.now.driver_name
@@ -136,18 +140,19 @@ class Listener(Extra):
         _log.info("serving the cluster's controller on %s", self._address)
 
     def stop(self) -> None:
-        """Let calls in flight end."""
-        for one in self._tasks:
-            one.stop()
+        """Stop the server once the calls in flight have ended."""
+        for task in self._tasks:
+            task.stop()
         if self._server is not None:
             self._server.stop(_DRAIN_SECONDS).wait(_DRAIN_SECONDS + 1)
 
     def find_other_groups(self) -> None:
-        """Locate groups with Carver's tags that are not known, so that calls reach them, too.
+        """Find volume groups with Carver's tags that the service does not know.
 
-        Such as no class names, and such as a class names but are not recovered yet. Raises
-        OtherGroups with those that cannot be read, and the disks of which it is not known whether
-        they have such a group: then the node does not say that it has looked at all its disks.
+        Calls then reach these volume groups, too. Such a group is named by no class, or by a class
+        but not recovered yet. Raises OtherGroups with the groups that cannot be read, and with the
+        disks that may have such a group. The node then does not report that it has scanned all its
+        disks.
         """
         is_whole = routes.IN_PART
         try:
@@ -158,29 +163,29 @@ class Listener(Extra):
 
     def _find_other_groups(self) -> None:
         groups, problems = self._service.volume_groups, []
-        for one in groups.scan().values():
-            found = one.group if isinstance(one, PhysicalLabel) else None
-            if found is None or not found.has_own_tags or found.uuid in groups.uuids().values():
+        for label in groups.scan().values():
+            group = label.group if isinstance(label, PhysicalLabel) else None
+            if group is None or not group.has_own_tags or group.uuid in groups.uuids().values():
                 continue
             try:
-                if (volume_group := groups.of(found.name)) is not None:
+                if (volume_group := groups.of(group.name)) is not None:
                     volume_group.state()
             except (errors.AgentError, mount_errors.CommandError) as error:
-                problems.append(f"{found.name}: {error}")
+                problems.append(f"{group.name}: {error}")
         problems += [f"{path}: {why}" for path, why in groups.unknown_disks()]
         if problems:
             raise OtherGroups("; ".join(sorted(set(problems))))
 
 
 def _enroller(config: Config, address: str, begin: Callable[[], None]) -> "Enroller":
-    # Imported where it is needed: its library takes memory.
+    # Imported here, as the library `cryptography` takes memory.
     from agent.extras.controller.enrolling import Enroller
 
     return Enroller(config, address, begin)
 
 
 class _Routed(Identity):
-    """Identity, which also says what the controller must know of a node."""
+    """CSI's Identity service, which also reports what the controller must know of a node."""
 
     def __init__(self, service: Service, is_whole: Callable[[], str]) -> None:
         self._configuration, self._is_whole = service.configuration, is_whole
@@ -191,21 +196,24 @@ class _Routed(Identity):
     def GetPluginInfo(  # noqa: N802
         self, request: csi.GetPluginInfoRequest, context: grpc.ServicerContext
     ) -> csi.GetPluginInfoResponse:
-        """Name and version; in the manifest the node, its topology and its groups. No command."""
+        """Return the name and version; in the manifest the node, its topology and volume groups.
+
+        Runs no command.
+        """
         answer = super().GetPluginInfo(request, context)
         answer.manifest[routes.NODE_ID] = self._configuration.now.node_id
         answer.manifest[routes.SEGMENTS] = json.dumps(self._configuration.now.here)
         answer.manifest[routes.IS_WATCHED] = routes.YES if self._storage.is_watched() else ""
-        # Before the groups, which may become more meanwhile.
+        # IS_WHOLE is read before the volume groups: more groups may become known in between.
         answer.manifest[routes.IS_WHOLE] = self._is_whole()
         answer.manifest[routes.GROUPS] = json.dumps(self._groups())
         return answer
 
     def _groups(self) -> Mapping[str, str]:
-        """The names of the groups that are here, by the start of their UUIDs as ids have it."""
+        """Return the names of this node's volume groups, by the start of their UUIDs."""
         return {ids.start_of(uuid): name for name, uuid in self._volume_groups.uuids().items()}
 
 
 def add(service: Service) -> Listener:
-    """Make the extra of a service."""
+    """Return the extra of a service that serves the controller."""
     return Listener(service)

@@ -1,7 +1,8 @@
-"""The node's side of enrolment: tell each controller where this node serves, and get certificates.
+"""The node's side of enrolment: send its address to each controller, and get certificates.
 
-The token and the controllers' authority are files that kubelet renews; the node has no rights in
-the cluster's API. The key is made here, never leaves memory, and is new with each certificate.
+The node's token and the controllers' authority are files that kubelet renews; the node has no
+rights in the cluster's API. The private key is made here, never leaves memory, and is new with each
+certificate.
 """
 
 import logging
@@ -25,28 +26,32 @@ from proto import carver_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
+# Seconds between two enrolments.
 _INTERVAL_SECONDS = 15.0
+# Seconds until a failed enrolment is retried: the first time, and at most.
 _RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 2.0, 15.0
+# Time limit of one enrolment at one controller, in seconds.
 _PATIENCE_SECONDS = 5.0
-# The least time between two certificates.
+# Least time between two certificates, in seconds.
 _LEAST_SECONDS = 3600.0
+# Names of the files with the token and the controllers' authorities.
 _TOKEN, _AUTHORITY = "token", "ca.crt"
 
 
 class NotEnrolled(errors.AgentError):
-    """No controller took this node."""
+    """An error: no controller accepted this node's enrolment."""
 
 
 class Enroller:
-    """Enrols at all controllers behind a Service, for as long as the service runs.
+    """The background task that enrols this node at all controllers behind a Service.
 
-    `begin` is called once, with the first certificate.
+    `begin` is called once, when the node has its first certificate.
     """
 
     def __init__(self, config: Config, address: str, begin: Callable[[], None]) -> None:
         self._config, self._address, self._begin = config, address, begin
         self._directory = config.enrolment_directory
-        # The certificate and its key as PEM, replaced together: gRPC's threads read them.
+        # The certificate and its key as PEM, replaced together because gRPC's threads read them.
         self._own = (b"", b"")
         self._renew_at = 0.0
         self._began = False
@@ -62,20 +67,23 @@ class Enroller:
 
     @property
     def certificates(self) -> Certificates:
-        """What this node shows, and whom it lets in. Raises BadConfig where ca.crt is missing."""
+        """The certificate that this node shows, and the authorities that it trusts.
+
+        Raises BadConfig if ca.crt is missing.
+        """
         authority = certificates.read_pem(self._directory / _AUTHORITY)
         return Certificates(authority, *self._own)
 
     def _enrol(self) -> None:
-        """Enrol once. Raises NotEnrolled with the reasons of all controllers if none took it."""
+        """Enrol at all controllers once. Raises NotEnrolled with all reasons if each failed."""
         problems, controllers = [], self._controllers()
-        for gone in [one for one in self._channels if one[0] not in controllers]:
-            self._channels.pop(gone).close()
-        for one in controllers:
+        for stale_key in [key for key in self._channels if key[0] not in controllers]:
+            self._channels.pop(stale_key).close()
+        for controller in controllers:
             try:
-                self._enrol_at(one)
+                self._enrol_at(controller)
             except grpc.RpcError as error:
-                problems.append(f"{one}: {error.code().name}: {error.details()}")
+                problems.append(f"{controller}: {error.code().name}: {error.details()}")
         if len(problems) == len(controllers):
             raise NotEnrolled("; ".join(problems) or "the Service has no address")
         if not self._began:
@@ -83,15 +91,15 @@ class Enroller:
             self._began = True
 
     def _controllers(self) -> list[str]:
-        """The addresses of the controllers that the Service has now. Raises NotEnrolled."""
+        """Return the addresses of the controllers behind the Service now. Raises NotEnrolled."""
         service = self._config.controllers
         if service is None:
             return []
         try:
-            found = socket.getaddrinfo(service.host, service.port, type=socket.SOCK_STREAM)
+            addresses = socket.getaddrinfo(service.host, service.port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise NotEnrolled(f"{service.host}: {error.strerror or error}") from None
-        return sorted({str(Address(str(one[4][0]), service.port)) for one in found})
+        return sorted({str(Address(str(address[4][0]), service.port)) for address in addresses})
 
     def _enrol_at(self, controller: str) -> None:
         request = carver.EnrolRequest(token=self._token(), address=self._address)
@@ -103,46 +111,52 @@ class Enroller:
         answer = stub.Enrol(request, timeout=_PATIENCE_SECONDS)
         if key is None:
             return
-        made = x509.load_pem_x509_certificate(answer.certificate)
-        now, ends = time.time(), made.not_valid_after_utc.timestamp()
+        certificate = x509.load_pem_x509_certificate(answer.certificate)
+        now, ends = time.time(), certificate.not_valid_after_utc.timestamp()
         self._own = (answer.certificate, key_as_pem(key))
-        # Half of what is left of it; not at each enrolment where this node's clock is wrong.
+        # Renew after half of the remaining time, but not at each enrolment if this node's clock is
+        # wrong.
         self._renew_at = now + max(_LEAST_SECONDS, (ends - now) / 2)
-        _log.info("this node has a certificate until %s", made.not_valid_after_utc)
+        _log.info("this node has a certificate until %s", certificate.not_valid_after_utc)
 
     def _needs_certificate(self) -> bool:
-        """Whether the certificate is half over, or no authority that is trusted now issued it.
+        """Whether this node needs a new certificate.
 
-        So it is where the authority was lost or restored: controllers trust the other one alone.
-        And where a controller made it whose clock was ahead: it has not begun.
+        There are three reasons:
+
+        1. Half of the certificate's time is over.
+        2. No trusted authority issued the certificate: the authority was lost or restored, and
+           controllers trust the new one alone.
+        3. The certificate has not begun: the clock of the controller that made it was ahead.
         """
         if time.time() >= self._renew_at:
             return True
-        made = x509.load_pem_x509_certificate(self._own[0])
-        if made.not_valid_before_utc.timestamp() > time.time():
+        certificate = x509.load_pem_x509_certificate(self._own[0])
+        if certificate.not_valid_before_utc.timestamp() > time.time():
             return True
         try:
             trusted = x509.load_pem_x509_certificates(
                 certificates.read_pem(self._directory / _AUTHORITY)
             )
         except ValueError:
-            # Then no controller is trusted either, and its call fails.
+            # Without a readable authority no controller is trusted either, and the enrolment itself
+            # fails.
             return True
-        return not any(_issued(one, made) for one in trusted)
+        return not any(_issued(authority, certificate) for authority in trusted)
 
     def _channel(self, controller: str) -> grpc.Channel:
-        """A channel to a controller, which must have a certificate of the authority's."""
+        """Return a channel to a controller, which must show a trusted authority's certificate."""
         authority = certificates.read_pem(self._directory / _AUTHORITY)
-        wanted = (controller, authority)
-        if wanted not in self._channels:
-            for known in [one for one in self._channels if one[0] == controller]:
-                self._channels.pop(known).close()
+        key = (controller, authority)
+        if key not in self._channels:
+            for old_key in [key for key in self._channels if key[0] == controller]:
+                self._channels.pop(old_key).close()
             credentials = grpc.ssl_channel_credentials(authority)
             name = certificates.controller_name(self._config.driver_name)
-            self._channels[wanted] = grpc.secure_channel(
+            self._channels[key] = grpc.secure_channel(
                 controller, credentials, certificates.options(name)
             )
-        return self._channels[wanted]
+        return self._channels[key]
 
     def _token(self) -> str:
         try:
@@ -152,7 +166,7 @@ class Enroller:
 
 
 def _issued(authority: x509.Certificate, made: x509.Certificate) -> bool:
-    """Whether a certificate is of an authority, by name and signature."""
+    """Whether an authority issued a certificate, by its name and signature."""
     try:
         made.verify_directly_issued_by(authority)
     except (ValueError, TypeError, InvalidSignature):

@@ -1,8 +1,9 @@
-"""How the controller learns of the nodes in a cluster: each proves which it is by its pod's token.
+"""Enrolment at the controller: each node proves by its pod's token which node it is.
 
-A node enrols at every controller again and again. The API server says whose a token is, and of
-which pod and node (TokenReview); so a certificate has the name of the node that the pod runs on,
-and no other. Nothing is kept but in memory: a new controller knows each node within seconds.
+A node enrols at each controller, again and again. The API server reviews the token (TokenReview)
+and says which service account, pod and node it is of. So a certificate has the name of the node
+that the pod runs on, and no other name. Enrolments are kept in memory only: a new controller learns
+of each node within seconds.
 """
 
 import asyncio
@@ -35,50 +36,64 @@ from proto import carver_pb2 as carver
 _log = logging.getLogger(__name__)
 
 _REVIEWS = "/apis/authentication.k8s.io/v1/tokenreviews"
-# Of the pod whose token it is (kubernetes.io/docs: "Bound service account tokens"), and of its Node
-# when the token was made: these two since Kubernetes 1.32, and compared by no API server.
+# Keys of a token's review: the name of the token's node, and the UID of that Node when the token
+# was made. Both keys exist since Kubernetes 1.32, and no API server compares the UID with the
+# present Node's. Source: kubernetes.io/docs, "Bound service account tokens".
 _NODE_NAME = "authentication.kubernetes.io/node-name"
 _NODE_UID = "authentication.kubernetes.io/node-uid"
+# Keys of a token's review: the name and the UID of the pod that the token is bound to.
 _POD_NAME = "authentication.kubernetes.io/pod-name"
 _POD_UID = "authentication.kubernetes.io/pod-uid"
-# A token that was reviewed is not reviewed again for so long.
+# Time, in seconds, for which the review of a token is used again.
 _REVIEW_SECONDS = 300.0
+# Largest number of reviewed tokens that are kept, and of nodes whose certificates are counted.
 _MOST_REVIEWED = 20_000
-# How many certificates a node gets at once, and how soon there is another for it. A node whose
-# clock is far behind asks each 15 seconds, one that enrols in vain some times in the first minute.
+# Largest number of certificates that a node gets at once, and seconds until it may have another
+# one. A node whose clock is far behind asks each 15 seconds; a node that enrols in vain asks
+# several times in the first minute.
 _CERTIFICATES_AT_ONCE, _CERTIFICATE_SECONDS = 10, 10.0
-# As many lines of the log say why some caller is not enrolled: any pod can ask.
+# Name under which log lines about refused enrolments are counted, with the same limit as a node's
+# certificates. The limit is there because any pod can cause such lines.
 _REFUSED = "why nodes were not enrolled"
-# Reviews at once; each host has one of them, so that one that sends what is no token delays none.
+# Largest number of token reviews at once. Each host has at most one, so a host that sends invalid
+# tokens delays no other host.
 _REVIEWS_AT_ONCE = 16
-# A request is a token and a signing request. Who asks for more is none of Carver's nodes.
+# Options of the enrolment server. A request consists of a token and a signing request, so it is
+# small; Carver's nodes never send a larger one.
 _OPTIONS = (
     *certificates.SERVER_OPTIONS,
     ("grpc.max_receive_message_length", 64 << 10),
     ("grpc.max_concurrent_streams", 4),
 )
-# How often the authority is looked at: for as long another one in its Secret is not known.
+# Seconds between two reads of the authority's Secret. For that long, a change of the Secret by
+# another controller is not known.
 _AUTHORITY_SECONDS = 60.0
-# A node is deleted for so long before its volumes are forgotten.
+# Grace period, in seconds, for which a node is deleted before its volumes count as deleted, too.
 _DELETED_SECONDS = 600.0
-# The controller's own certificate lasts a day. It is renewed after so long, and where less than so
-# much is left of it or it has not begun: this clock was set, and nodes with a right one refuse it.
+# Age, in seconds, at which the controller's own certificate, which lasts a day, is renewed.
 _OWN_SECONDS = 6 * 3600.0
+# Remaining time of the controller's own certificate below which it is renewed. A certificate with
+# less time, or one that has not begun, shows that this machine's clock was set: nodes with a right
+# clock refuse such a certificate.
 _OWN_LEFT = datetime.timedelta(hours=12)
 
 
 @dataclass(frozen=True)
 class _Reviewed:
-    """What a token proved. It counts while the Node is the same, and no other token came for it."""
+    """What a token proved: the node that it is of.
+
+    The review counts while the Node object is the same, and no other token came for the node.
+    """
 
     node: str
-    # The UID of the Node.
+    # The UID of the Node object.
     uid: str
+    # Until when the review may be used (monotonic, seconds).
     until: float
 
 
 class Enrolment:
-    """The nodes that enrolled, and what the controller shows to them."""
+    """The enrolment server, and the controller's own certificate."""
 
     def __init__(self, config: Config, objects: Objects, lists: Lists, namespace: str) -> None:
         self._config, self._objects, self._lists = config, objects, lists
@@ -90,63 +105,73 @@ class Enrolment:
             Claims(objects, lists, config.driver_name, config.topology_key)
         )
         self._account = f"system:serviceaccount:{namespace}:{config.node_account}"
-        # By the digest of the token; and the digest of each node's last token.
+        # The reviews, by the digest of the token; and the digest of each node's last token.
         self._reviewed: dict[str, _Reviewed] = {}
         self._last: dict[str, str] = {}
-        # Until when each node has had its certificates (monotonic, seconds): more of them, later.
-        # So the log its lines.
+        # Until when each node has had its certificates (monotonic, seconds): each certificate adds
+        # ten seconds, and a node may be 100 seconds ahead. The log's lines about refusals are
+        # counted here, too.
         self._signed: dict[str, float] = {}
         self._reviewing: set[str] = set()
         self._reviewers = ThreadPoolExecutor(_REVIEWS_AT_ONCE, thread_name_prefix="review")
-        # Why a node was not enrolled last.
+        # The last refusal of an enrolment that was logged.
         self._refusal = ""
         self._refreshed = self._own_made = 0.0
         self.certificates = Certificates(b"", b"", b"")
         self._server: grpc.aio.Server | None = None
-        # Where it listens, after its start.
+        # The port of the enrolment server; 0 before it started.
         self.port = 0
 
     @property
     def audience(self) -> str:
-        """For whom a node's token must be: no other service's token is taken."""
+        """The audience that a node's token must have.
+
+        A token for another service is refused.
+        """
         return certificates.controller_name(self._config.driver_name)
 
     @property
     def serving(self) -> Mapping[str, Serving]:
-        """The nodes of the cluster, and where they serve."""
+        """The members of the cluster by name, with their addresses and the UIDs of their Nodes."""
         return self.record.serving
 
     async def start(self) -> None:
-        """Serve enrolment. Raises ClusterRefused if the authority cannot be read or made."""
+        """Start the enrolment server.
+
+        Raises ClusterRefused if the authority cannot be read or made.
+        """
         await self.look()
         server = self._server = grpc.aio.server(options=_OPTIONS)
-        own: dict[str, Any] = {"Enrol": grpc.unary_unary_rpc_method_handler(self._enrol)}
-        handler: Any = grpc.method_handlers_generic_handler("carver.v2.Enrolment", own)
+        methods: dict[str, Any] = {"Enrol": grpc.unary_unary_rpc_method_handler(self._enrol)}
+        handler: Any = grpc.method_handlers_generic_handler("carver.v2.Enrolment", methods)
         server.add_generic_rpc_handlers((handler,))
         credentials = certificates.server_credentials(lambda: self.certificates, of_any=True)
         self.port = server.add_secure_port(str(self._config.enrolment_address), credentials)
         await server.start()
 
     async def stop(self) -> None:
-        """Serve no more."""
+        """Stop the enrolment server."""
         if self._server is not None:
             await self._server.stop(1)
         self._reviewers.shutdown(wait=False, cancel_futures=True)
         self.questions.stop()
 
     async def look(self) -> None:
-        """Refresh what is old. Raises ClusterRefused, ClusterSilent; what was known stays."""
+        """Refresh the authority, the Nodes and PersistentVolumes, each if its time has come.
+
+        Raises ClusterRefused, ClusterSilent. After an error the last state stays in use.
+        """
         try:
             await self._look_at_authority()
         finally:
-            # Also where the Secret cannot be read.
+            # Read the cluster's objects also if the authority's Secret cannot be read.
             if self.record.is_due:
                 await asyncio.to_thread(self.record.look)
 
     async def _look_at_authority(self) -> None:
         now = time.monotonic()
         if self._refreshed and (now - self._own_made >= _OWN_SECONDS or not self._own_lasts()):
-            # Also while the API server does not answer.
+            # Renew the own certificate also while the API server does not answer.
             self.certificates, self._own_made = self._authority.own(self.audience), now
         if not self._refreshed or now - self._refreshed >= _AUTHORITY_SECONDS:
             before = self._authority.bundle
@@ -156,13 +181,15 @@ class Enrolment:
                 self.certificates, self._own_made = self._authority.own(self.audience), now
 
     def _own_lasts(self) -> bool:
-        """Whether the controller's own certificate has begun, and lasts for a while."""
-        made = x509.load_pem_x509_certificate(self.certificates.certificate)
+        """Whether the controller's own certificate has begun, and lasts for 12 more hours."""
+        certificate = x509.load_pem_x509_certificate(self.certificates.certificate)
         now = datetime.datetime.now(datetime.UTC)
-        return made.not_valid_before_utc <= now <= made.not_valid_after_utc - _OWN_LEFT
+        return (
+            certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc - _OWN_LEFT
+        )
 
     async def _enrol(self, data: bytes, context: Any) -> bytes:
-        """Answer a node. Its token is neither kept nor logged."""
+        """Enrol a node, and sign its certificate if it asks for one. The token is not logged."""
         try:
             request = carver.EnrolRequest.FromString(data)
         except DecodeError:
@@ -192,27 +219,29 @@ class Enrolment:
         return answer.SerializeToString()
 
     def _takes_more(self, node: str) -> bool:
-        """Whether a node may ask for a certificate now, which then counts; or the log for a line.
+        """Count one more certificate for a node, and return whether the node may have it now.
 
-        Signing holds up the other nodes' enrolments: who has one node's token may not ask for
-        thousands.
+        The log's lines about refusals are limited in the same way. The limit is there because
+        signing delays the enrolment of other nodes: a stolen token of one node must not get
+        thousands of certificates.
         """
         now = time.monotonic()
         until = max(self._signed.get(node, now), now) + _CERTIFICATE_SECONDS
         if until - now > _CERTIFICATES_AT_ONCE * _CERTIFICATE_SECONDS:
             return False
         if len(self._signed) >= _MOST_REVIEWED:
-            self._signed = {one: moment for one, moment in self._signed.items() if moment > now}
+            self._signed = {name: moment for name, moment in self._signed.items() if moment > now}
         self._signed[node] = until
         return True
 
     async def _node_of(self, token: str, context: Any) -> _Reviewed:
-        """The node of the pod that a token is bound to; ends the call if it proves none."""
+        """Return the node of the pod that a token is bound to; abort the call without one."""
         digest = hashlib.sha256(token.encode()).hexdigest()
-        known = self._reviewed.get(digest)
-        if known is not None and self._counts(known, digest):
-            return known
-        # gRPC's name of a peer, such as ipv4:10.0.0.1:40000.
+        reviewed = self._reviewed.get(digest)
+        if reviewed is not None and self._counts(reviewed, digest):
+            return reviewed
+        # gRPC's name of a peer is, for instance, ipv4:10.0.0.1:40000; the host is the part before
+        # the port.
         host = context.peer().rpartition(":")[0]
         if host in self._reviewing:
             await context.abort(
@@ -224,7 +253,8 @@ class Enrolment:
         )
 
         def ended(reviewed: "asyncio.Future[_Reviewed]") -> None:
-            # Also where the caller has gone, and does not read the error.
+            # The host may send another token, also if this caller has gone and does not read the
+            # error.
             self._reviewing.discard(host)
             _ = reviewed.cancelled() or reviewed.exception()
 
@@ -244,36 +274,36 @@ class Enrolment:
         raise AssertionError
 
     def _counts(self, known: _Reviewed, digest: str) -> bool:
-        """Whether a review need not be repeated."""
+        """Whether the review of a token need not be repeated."""
         is_last = self._last.get(known.node) == digest
         is_same = self.record.uid_of(known.node) == known.uid
         return is_last and is_same and known.until > time.monotonic()
 
     def _review(self, token: str, digest: str) -> _Reviewed:
-        """What a token proves by the API server.
+        """Have the API server review a token, and keep the result.
 
-        It is kept for the next call: a slow API server answers when this one has given up. Raises
-        ValueError, ClusterRefused, ClusterSilent.
+        The result is kept for the node's next call: a slow API server answers when this call has
+        ended. Raises ValueError for a token that proves nothing, ClusterRefused, ClusterSilent.
         """
         asked_seconds = time.monotonic()
-        asked = {
+        request = {
             "apiVersion": "authentication.k8s.io/v1",
             "kind": "TokenReview",
             "spec": {"token": token, "audiences": [self.audience]},
         }
-        node, uid = self._proved(self._objects.review(_REVIEWS, asked))
+        node, uid = self._proved(self._objects.review(_REVIEWS, request))
         if len(self._reviewed) >= _MOST_REVIEWED:
             self._reviewed.clear()
             self._last.clear()
-        found = _Reviewed(node, uid, asked_seconds + _REVIEW_SECONDS)
-        self._reviewed[digest] = found
+        reviewed = _Reviewed(node, uid, asked_seconds + _REVIEW_SECONDS)
+        self._reviewed[digest] = reviewed
         self._last[node] = digest
-        return found
+        return reviewed
 
     def _proved(self, review: Mapping[str, Any]) -> tuple[str, str]:
-        """The node that a review proves, and the UID of its Node.
+        """Return the node that a review proves, and the UID of its Node object.
 
-        Raises ValueError, ClusterRefused, ClusterSilent.
+        Raises ValueError for a token that proves nothing, ClusterRefused, ClusterSilent.
         """
         status = review.get("status") or {}
         if not status.get("authenticated") or self.audience not in status.get("audiences", ()):
@@ -291,12 +321,12 @@ class Enrolment:
         if pod is None or pod["metadata"].get("uid") != uids[0]:
             raise ValueError(f"its pod {pods[0]} is gone")
         node = str(pod.get("spec", {}).get("nodeName") or "")
-        named = extra.get(_NODE_NAME) or [node]
-        if not node or list(named) != [node]:
-            raise ValueError(f"it is bound to node {', '.join(named)}, its pod is on {node}")
-        # A pod outlives its Node for a while, and also where that is made anew at once.
-        found = self._lists.metadata(NODES, fieldSelector=f"metadata.name={node}").items
-        uid = str(found[0]["metadata"]["uid"]) if found else ""
+        node_names = extra.get(_NODE_NAME) or [node]
+        if not node or list(node_names) != [node]:
+            raise ValueError(f"it is bound to node {', '.join(node_names)}, its pod is on {node}")
+        # A pod outlives its Node for a while, also if that Node is deleted and made anew at once.
+        items = self._lists.metadata(NODES, fieldSelector=f"metadata.name={node}").items
+        uid = str(items[0]["metadata"]["uid"]) if items else ""
         if not uid:
             raise ValueError(f"its node {node} has no Node object")
         if list(extra.get(_NODE_UID) or [uid]) != [uid]:
@@ -308,7 +338,10 @@ class Enrolment:
 
 
 async def _public_key(request: bytes, context: Any) -> ec.EllipticCurvePublicKey:
-    """The key of a certificate signing request, which proves that the caller has it."""
+    """Return the public key of a certificate signing request; abort the call if it is invalid.
+
+    The signature of the request proves that the caller has the private key.
+    """
     problem = "is no signing request for a key on an elliptic curve"
     try:
         parsed = x509.load_der_x509_csr(request)

@@ -1,9 +1,10 @@
-"""Kubernetes Events about volumes that are not healthy, for kubelets that do not ask themselves.
+"""Kubernetes Events about unhealthy volumes, for kubelets that do not ask for volume health.
 
-Each node that answers lists its unhealthy volumes. A condition is said once, on the claim and on
-the pods that use it then, and once more when the node says that it is over. Nothing is kept on
-disk: after a start an Event that is still in the cluster counts as said. A node that does not
-answer has no conditions begin or end.
+Each node that answers is asked periodically for its unhealthy volumes. A condition of a volume has
+one Event when it begins, on the claim and on the pods that use the claim then, and one Event when
+the node reports that the condition is over. Nothing is kept on disk: after a start, an Event that
+is still in the cluster counts as written. While a node does not answer, its volumes' conditions
+neither begin nor end.
 """
 
 import asyncio
@@ -37,30 +38,36 @@ T = TypeVar("T")
 
 _LIST = "/csi.v1.Controller/ControllerListVolumeHealth"
 _GET = "/csi.v1.Controller/ControllerGetVolumeHealth"
-# The reason of the Event that says that a condition is over.
+# Reason of the Event that says that a condition is over.
 ENDED = "ConditionEnded"
-# The reason of the Event on a Node one of whose volume groups other nodes have, too.
+# Reason of the Event on a Node that shares a volume group with other nodes.
 CONTESTED = "VolumeGroupContested"
-# When nodes are first asked: they have enrolled by then.
+# Seconds from the start until nodes are first asked, in which nodes enrol.
 _FIRST_SECONDS = 30.0
+# Time limit, in seconds, of one request to a node, and of all pages of its list.
 _PATIENCE_SECONDS = 10.0
+# Largest number of nodes that are asked at the same time.
 _AT_ONCE = 16
-# A condition is over if no look found it for so long, so that one that comes and goes is said once.
+# Time, in seconds, for which a condition must not be found before it counts as over. So a condition
+# that comes and goes has one Event.
 _CALM_SECONDS = 300.0
-# What could not be said, as of a volume without a claim, is tried again after so long.
+# Seconds until an Event that could not be written is tried again, for instance of a volume without
+# a claim.
 _AGAIN_SECONDS = 600.0
-# How long what is over is remembered, to count how often it was: as long as the API server keeps
-# Events by default.
+# Time, in seconds, for which conditions that are over are remembered, to count how often they
+# occurred. The API server keeps Events for the same time by default.
 _COUNTED_SECONDS = 3600.0
-# Of one look: conditions that begin or end; failures after which the API server is left alone, and
-# refused Events after which no more are written in a namespace, as in one that is being deleted.
+# Limits of one round: the number of conditions that begin or end, and the number of failures. After
+# so many failures of the API server the round ends. After so many refusals in a namespace, which
+# may be being deleted, no more Events are written there.
 _MOST_SAID, _MOST_FAILURES = 200, 5
-# What a node may say: of Kubernetes' own events a reason has 128 bytes, a note 1,024.
+# Largest number of characters of a condition's reason and message. In Kubernetes' own Events a
+# reason has at most 128 bytes, a note 1,024.
 _REASON_CHARACTERS, _MESSAGE_CHARACTERS = 128, 1024
-# How many entries a node is asked for at once, and how many conditions of one node are kept: what
-# it says beyond that has no Event.
+# Largest number of entries of one page of a node's list; and of conditions of one node that are
+# kept. Further conditions have no Events.
 _OF_A_PAGE, _MOST_OF_A_NODE = 500, 10_000
-# A topology segment that no node has.
+# Topology segment that no node has, for a node whose segment is not known.
 _NOWHERE = "?"
 
 
@@ -79,26 +86,27 @@ class _Fate(enum.Enum):
 
 @dataclass
 class _Condition:
-    """A condition that was found, and is not known to be over. Seconds are monotonic."""
+    """A condition that was found, and is not known to be over. Times are monotonic, in seconds."""
 
     key: _Key
     node: str
-    # The node's topology segment, if the group is not known to be there; else empty.
+    # The node's topology segment if the volume group is not known to be on the node; else empty.
+    # With a segment, an Event is written only if the PersistentVolume names that segment.
     segment: str
     status: str
     message: str
-    # Whether an earlier look at the node did not find it.
+    # Whether the node was asked before, and did not report the condition.
     is_new: bool
-    # The last look that found it.
+    # When a node last reported the condition.
     seen_seconds: float = 0.0
-    # Not before this it is tried to say that it began, or is over.
+    # Earliest time of the next attempt to write the Event that the condition began, or is over.
     due_seconds: float = 0.0
-    # What has an Event about it; None before that.
+    # The objects that have an Event about the condition. None before that Event was written.
     subjects: Sequence[Subject] | None = None
 
 
 class HealthEvents(Extra):
-    """Asks the nodes periodically, and writes the Events."""
+    """The periodic background task that asks the nodes for unhealthy volumes and writes Events."""
 
     def __init__(
         self,
@@ -109,21 +117,25 @@ class HealthEvents(Extra):
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` returns the seconds of the epoch, which Events show, and which may be set."""
+        """Make the task. `clock` returns the seconds since the epoch for the times in Events.
+
+        `monotonic` is a clock that is never set, for all intervals.
+        """
         self._config, self._nodes, self._monotonic = config, nodes, monotonic
         self._answers = Answers(nodes)
         self._objects, self._lists = objects, lists
         self._events = Events(objects, config.driver_name, clock)
-        # The nodes' event loop, after the start.
+        # The event loop of the nodes; set by `start`.
         self._loop: asyncio.AbstractEventLoop
         self._conditions: dict[_Key, _Condition] = {}
-        # The nodes whose volumes were listed before.
+        # The names of the nodes whose volumes were listed before.
         self._looked: frozenset[str] = frozenset()
-        # How often a condition was over, and when it was last.
+        # How often a condition was over, and when it last was.
         self._ends: dict[_Key, tuple[int, float]] = {}
-        # What was said of nodes whose groups other nodes have, too.
+        # The text of the last Event about nodes that share a volume group, by the node's name.
         self._conflicts: dict[str, str] = {}
-        # The nodes whose list failed, and whether an Event could not be written.
+        # The nodes whose list failed in the last round; and whether the API server refused an
+        # Event.
         self._silent: frozenset[str] = frozenset()
         self._is_refused = False
         self.task = PeriodicTask(
@@ -135,21 +147,24 @@ class HealthEvents(Extra):
         )
 
     def start(self) -> None:
-        """Begin; called in the event loop of the nodes."""
+        """Start the task. Call this in the event loop of the nodes."""
         self._loop = asyncio.get_running_loop()
         self.task.start()
 
     def stop(self) -> None:
-        """Begin no further look."""
+        """Begin no further round."""
         self.task.stop()
 
     def look(self) -> None:
-        """Ask the nodes once, and write what is new; waits for the API server, so not in a loop."""
+        """Ask the nodes once, and write Events about what changed.
+
+        The call waits for the API server, so it must not run in the event loop.
+        """
         try:
-            found = self._in_loop(self._ask_all())
+            reported = self._in_loop(self._ask_all())
             now = self._monotonic()
-            self._note(found, now)
-            self._say(found, now)
+            self._note(reported, now)
+            self._say(reported, now)
             self._warn(self._in_loop(self._found_conflicts()))
         except CancelledError:
             _log.debug("a look at the volumes' health was cut off")
@@ -157,18 +172,18 @@ class HealthEvents(Extra):
     def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    # What the nodes say
+    # Ask the nodes
 
     async def _ask_all(self) -> Mapping[str, Sequence[_Condition]]:
-        """The conditions of volumes by their node's name, of the nodes that answer."""
-        turn, found = asyncio.Semaphore(_AT_ONCE), dict[str, Sequence[_Condition]]()
+        """Return the conditions of volumes by the name of their node, of the nodes that answer."""
+        turn, conditions = asyncio.Semaphore(_AT_ONCE), dict[str, Sequence[_Condition]]()
         problems: dict[str, str] = {}
 
         async def ask(node: Node) -> None:
             async with turn:
                 try:
                     async with asyncio.timeout(_PATIENCE_SECONDS):
-                        found[node.name] = await self._listed(node)
+                        conditions[node.name] = await self._listed(node)
                 except (Exception, asyncio.CancelledError) as error:
                     problems[node.name] = problem_of(error)
 
@@ -177,28 +192,29 @@ class HealthEvents(Extra):
             text = "node %s does not say which of its volumes are healthy: %s"
             _log.warning(text, name, problems[name])
         self._silent = frozenset(problems)
-        return found
+        return conditions
 
     async def _listed(self, node: Node) -> Sequence[_Condition]:
-        """The conditions of one node's volumes, of all pages; the first ones of too many."""
-        found = list[_Condition]()
+        """Return the conditions of one node's volumes, of all pages, up to the limit."""
+        conditions = list[_Condition]()
         request = csi.ControllerListVolumeHealthRequest(max_entries=_OF_A_PAGE)
         while True:
             answer = await self._asked(node, _LIST, request)
-            for one in answer.entries:
-                parsed = VolumeId.parse(one.volume_id)
+            for health in answer.entries:
+                parsed = VolumeId.parse(health.volume_id)
                 if parsed is not None:
-                    found += self._of_volume(node, parsed, one)
-                if len(found) >= _MOST_OF_A_NODE:
-                    return found[:_MOST_OF_A_NODE]
+                    conditions += self._of_volume(node, parsed, health)
+                if len(conditions) >= _MOST_OF_A_NODE:
+                    return conditions[:_MOST_OF_A_NODE]
             if not answer.next_token:
-                return found
+                return conditions
             request.starting_token = answer.next_token
 
     async def _asked(self, node: Node, path: str, request: Message) -> Any:
-        """A node's answer. Raises AioRpcError, Refused."""
+        """Send a request to a node, and return the checked answer. Raises AioRpcError, Refused."""
         data = request.SerializeToString()
-        # What two nodes may have costs no Event about what one of them has alone.
+        # Volumes that another node may have are left out (`in_part`): they must not prevent Events
+        # about the node's own volumes.
         _, answer = await self._answers.of(
             *(node, path, request, data, _PATIENCE_SECONDS), in_part=True
         )
@@ -211,69 +227,92 @@ class HealthEvents(Extra):
         segment = "" if is_there else node.segments.get(self._config.topology_key, _NOWHERE)
         return [
             _Condition(
-                _Key(health.volume_id, one.reason[:_REASON_CHARACTERS]),
+                _Key(health.volume_id, entry.reason[:_REASON_CHARACTERS]),
                 node.name,
                 segment,
-                _status(one.status),
-                one.message[:_MESSAGE_CHARACTERS],
+                _status(entry.status),
+                entry.message[:_MESSAGE_CHARACTERS],
                 is_new=node.name in self._looked,
             )
-            for one in health.health_statuses
+            for entry in health.health_statuses
         ]
 
-    # What is said of it
+    # Write Events
 
     def _note(self, found: Mapping[str, Sequence[_Condition]], now: float) -> None:
-        """Take the conditions that were found."""
+        """Take over the conditions that nodes reported in this round."""
         for conditions in found.values():
-            for one in conditions:
-                known = self._conditions.setdefault(one.key, one)
-                known.node, known.segment = one.node, one.segment
-                known.status, known.message, known.seen_seconds = one.status, one.message, now
+            for condition in conditions:
+                kept = self._conditions.setdefault(condition.key, condition)
+                kept.node, kept.segment = condition.node, condition.segment
+                kept.status, kept.message, kept.seen_seconds = (
+                    condition.status,
+                    condition.message,
+                    now,
+                )
         self._forget(found)
         looked = self._looked.union(found)
-        self._looked = frozenset(one for one in looked if self._nodes.get(one) is not None)
+        self._looked = frozenset(name for name in looked if self._nodes.get(name) is not None)
         lately = now - _COUNTED_SECONDS
-        self._ends = {key: one for key, one in self._ends.items() if one[1] > lately}
+        self._ends = {key: end for key, end in self._ends.items() if end[1] > lately}
 
     def _forget(self, nodes: Iterable[str]) -> None:
-        """Forget of each node, above the most, what it named the longest ago."""
+        """Forget the conditions above a node's limit that were reported the longest ago."""
         of = {name: list[_Condition]() for name in nodes}
-        for one in self._conditions.values():
-            if one.node in of:
-                of[one.node].append(one)
-        for every in of.values():
-            every.sort(key=lambda one: one.seen_seconds, reverse=True)
-            for one in every[_MOST_OF_A_NODE:]:
-                del self._conditions[one.key]
+        for condition in self._conditions.values():
+            if condition.node in of:
+                of[condition.node].append(condition)
+        for conditions in of.values():
+            conditions.sort(key=lambda condition: condition.seen_seconds, reverse=True)
+            for condition in conditions[_MOST_OF_A_NODE:]:
+                del self._conditions[condition.key]
 
     def _say(self, found: Mapping[str, Sequence[_Condition]], now: float) -> None:
-        """Write what began and what is over; what fails is tried again later."""
-        every = sorted(self._conditions.values(), key=lambda one: one.due_seconds)
-        due = [one for one in every if one.due_seconds <= now]
-        begun = [one for one in due if one.subjects is None and one.seen_seconds == now]
-        # Only what its node did not name although it answered, or whose node left the cluster.
-        left = [one for one in due if one.node in found or self._nodes.get(one.node) is None]
-        ending = [one for one in left if now - one.seen_seconds >= _CALM_SECONDS]
-        work = [(one, self._beginning(one)) for one in _in_turn(begun)]
+        """Write Events of conditions that began and that are over.
+
+        1. A condition begins if this round found the condition and it has no Event yet.
+        2. A condition may be over if no round found the condition for five minutes, and its node
+           answered in this round or left the cluster. `_ended` asks the nodes about such
+           conditions.
+        3. Write the Events. After a failure, the condition waits for ten minutes. After several
+           refusals in a namespace, no more Events are written there in this round; after several
+           failures, none at all.
+        """
+        conditions = sorted(self._conditions.values(), key=lambda condition: condition.due_seconds)
+        due = [condition for condition in conditions if condition.due_seconds <= now]
+        begun = [
+            condition
+            for condition in due
+            if condition.subjects is None and condition.seen_seconds == now
+        ]
+        # A condition may end only if its node answered without naming it, or left the cluster.
+        answered = [
+            condition
+            for condition in due
+            if condition.node in found or self._nodes.get(condition.node) is None
+        ]
+        ending = [
+            condition for condition in answered if now - condition.seen_seconds >= _CALM_SECONDS
+        ]
+        work = [(condition, self._beginning(condition)) for condition in _in_turn(begun)]
         if ending:
             work += self._in_loop(self._ended(_in_turn(ending)))
         users = VolumeUsers(
             self._objects, self._lists, self._config.driver_name, self._config.topology_key
         )
         problems, refusals = 0, Counter[str]()
-        for one, event in work:
-            # Unless this succeeds.
-            one.due_seconds = now + _AGAIN_SECONDS
+        for condition, event in work:
+            # The next attempt, if this one fails.
+            condition.due_seconds = now + _AGAIN_SECONDS
             namespace = ""
             try:
-                subjects = self._subjects(one, users)
+                subjects = self._subjects(condition, users)
                 namespace = subjects[0].namespace if subjects else ""
                 if refusals[namespace] >= _MOST_FAILURES:
-                    # At the next look, after what was not tried yet.
-                    one.due_seconds = now
+                    # Tried again in the next round, after the conditions that were not tried yet.
+                    condition.due_seconds = now
                     continue
-                self._write(one, event, subjects)
+                self._write(condition, event, subjects)
             except (errors.ClusterRefused, errors.ClusterSilent) as error:
                 if namespace and error.is_refusal:
                     refusals[namespace] += 1
@@ -290,31 +329,32 @@ class HealthEvents(Extra):
             self._is_refused = False
 
     async def _found_conflicts(self) -> Mapping[str, str]:
-        """What is wrong with nodes' groups that other nodes have, too."""
-        every = {one.name: self._nodes.conflict(one, is_lasting=True) for one in self._nodes}
-        return {name: problem for name, problem in every.items() if problem}
+        """Return the error text for each node whose volume groups others have, too, by its name."""
+        conflicts = {node.name: self._nodes.conflict(node, is_lasting=True) for node in self._nodes}
+        return {name: problem for name, problem in conflicts.items() if problem}
 
     def _warn(self, conflicts: Mapping[str, str]) -> None:
-        """Write an Event on each Node whose groups other nodes have, too; once while it lasts.
+        """Write a warning Event, once, on each Node whose volume groups other nodes have, too.
 
-        Raises ClusterRefused; what could not be written is tried again with the next look.
+        Raises ClusterRefused. An Event that could not be written is tried again in the next round.
         """
         for name in self._conflicts.keys() - conflicts.keys():
             del self._conflicts[name]
         for name, problem in list(conflicts.items())[:_MOST_SAID]:
             if self._conflicts.get(name) == problem:
                 continue
-            # Of a Node kubectl shows the Events of this UID, which are kubelet's, too.
+            # The subject has the Node's name as its UID, as in kubelet's Events: kubectl shows the
+            # Events of a Node by that UID.
             subject = Subject("Node", "", name, name)
             event = Event(WARNING, CONTESTED, problem[:_MESSAGE_CHARACTERS], CONTESTED)
             self._events.ensure(subject, event, is_new=True)
             self._conflicts[name] = problem
 
     async def _ended(self, ending: Sequence[_Condition]) -> list[tuple[_Condition, Event]]:
-        """The Events of conditions that are over by the word of the volumes' nodes.
+        """Return the Events of conditions that are over according to their nodes.
 
-        Those that nothing is to be said of are forgotten. A node that takes its time for each has
-        no more of it than one answer may take: the Events of all others wait for this.
+        Conditions that are over, and have no Event yet, are forgotten. Each node has at most ten
+        seconds for all its conditions in a round, as the Events of all other nodes wait for this.
         """
         turn, over = asyncio.Semaphore(_AT_ONCE), list[tuple[_Condition, Event]]()
         loop, spent = asyncio.get_running_loop(), defaultdict[str, float](float)
@@ -322,7 +362,8 @@ class HealthEvents(Extra):
         async def judge(one: _Condition) -> None:
             async with turn:
                 if spent[one.node] >= _PATIENCE_SECONDS:
-                    # Its turn is over; what is left has one at the next look.
+                    # The node's time limit for this round is used up; its other conditions are
+                    # judged in the next round.
                     return
                 begun = loop.time()
                 fate, others = await self._fate(one)
@@ -338,9 +379,10 @@ class HealthEvents(Extra):
         return over
 
     async def _fate(self, one: _Condition) -> tuple[_Fate, Sequence[str]]:
-        """What became of a condition that a list lacks, and the reasons that the volume has.
+        """Return what became of a condition that the node's list lacks, and the volume's reasons.
 
-        A list lacks it also where a node was restarted and has not seen the group since.
+        A list also lacks the condition if the node was restarted and has not scanned the volume
+        group since.
         """
         request = csi.ControllerGetVolumeHealthRequest(volume_id=one.key.volume_id)
         try:
@@ -361,13 +403,13 @@ class HealthEvents(Extra):
         return (_Fate.LASTS if one.key.reason in reasons else _Fate.OVER), reasons
 
     def _subjects(self, one: _Condition, users: VolumeUsers) -> Sequence[Subject]:
-        """What a condition concerns. Raises ClusterRefused, ClusterSilent."""
+        """Return the objects that a condition concerns. Raises ClusterRefused, ClusterSilent."""
         node = self._nodes.get(one.node)
         is_watched = node is not None and node.is_watched
         return users.of(one.key.volume_id, one.node, one.segment, is_watched=is_watched)
 
     def _write(self, one: _Condition, event: Event, found: Sequence[Subject]) -> None:
-        """Write one Event on all that it concerns. Raises ClusterRefused."""
+        """Write the Event of a condition on each of these objects. Raises ClusterRefused."""
         if one.subjects is None:
             for subject in found:
                 self._events.ensure(subject, event, is_new=one.is_new)
@@ -396,15 +438,18 @@ class HealthEvents(Extra):
 
 
 def _in_turn(conditions: Iterable[_Condition]) -> Sequence[_Condition]:
-    """As many as one look says: the first of each node, then the second of each."""
+    """Return the conditions of one round: the first of each node, then the second of each.
+
+    At most 200 are returned, so that no node takes up the whole round.
+    """
     of: dict[str, list[_Condition]] = {}
-    for one in conditions:
-        of.setdefault(one.node, []).append(one)
+    for condition in conditions:
+        of.setdefault(condition.node, []).append(condition)
     rows = chain.from_iterable(zip_longest(*of.values()))
     return list(islice(filter(None, rows), _MOST_SAID))
 
 
 def _status(value: int) -> str:
-    """CSI's word, or the number of a newer one."""
-    found = csi.VolumeHealthErrorType.DESCRIPTOR.values_by_number.get(value)
-    return str(value) if found is None else found.name
+    """Return CSI's name of a volume health error type; its number if a newer CSI defined it."""
+    value_descriptor = csi.VolumeHealthErrorType.DESCRIPTOR.values_by_number.get(value)
+    return str(value) if value_descriptor is None else value_descriptor.name

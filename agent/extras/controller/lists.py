@@ -1,12 +1,16 @@
-"""One list of all nodes' lists, page by page.
+"""One list of what all nodes have, made of the nodes' own lists, page by page.
 
-The nodes come in the order of their names. A token is `NODE:COUNT:TOKEN`: the node to go on with,
-for how many entries it was asked before, and its own token. A list is whole or refused: if
-a node does not answer, or with what cannot be true, its name is the error. So no node can hide or
-replace what others say; what they have is still found by its id. Each list ends: a page has as many
-entries as asked for at most, its token is beyond the one before (answer_rules.py), and one node is
-asked for so many entries of a list at most, whatever it answers. A node that has more to say is
-asked alone, so that the number of its pages has no other node list anything again.
+The nodes come in the order of their names. A page's token is `NODE:COUNT:TOKEN`: the node to go on
+with, the number of entries for which that node was asked before, and the node's own token.
+
+A list is complete or refused. If a node does not answer, or answers what cannot be true, the call
+fails with the node's name. So no node can hide or replace what others list. What the other nodes
+have is still found by its id.
+
+Each list ends. A page has at most as many entries as asked for, a node's token is beyond the one
+before (answer_rules.py), and one node is asked for a limited number of entries in a list, whatever
+it answers. A node that has further pages is asked alone, so no other node lists anything again
+because of them.
 """
 
 import asyncio
@@ -19,15 +23,16 @@ from agent.extras.controller.answer_rules import MOST_PAGE_BYTES
 from agent.extras.controller.nodes import Node, Nodes, Refused, unavailable
 from agent.requests.requests import MOST_ENTRIES
 
-# The most entries that one node is asked for at once. What it answers fits into a page
-# (answer_rules.py), and a page has no more bytes, however many nodes' answers are in it.
+# Largest number of entries that one node is asked for at once. An answer with so many entries fits
+# into a page (answer_rules.py), and a page has no more bytes, however many nodes' answers it has.
 _OF_A_NODE = 500
+# Largest number of nodes that are asked at the same time.
 _AT_ONCE = 16
-# The most entries that a node is asked for in one list: ten times what a volume group's metadata
-# have room for.
+# Largest number of entries that a node is asked for in one list: ten times what the metadata of a
+# volume group have space for.
 _MOST_OF_A_NODE = 100_000
 
-# Calls a node: its answer.
+# A function that calls a node and returns its answer.
 Ask = Callable[[Node, Any], Awaitable[Any]]
 
 
@@ -36,61 +41,76 @@ async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
 
     `ask` sends a request for a list to one node. Raises Refused for a bad token, and what `ask`
     raises.
+
+    1. Ask the node of the token alone, or up to 16 nodes at once without a node's token.
+    2. Append the nodes' answers in order, while they fit into the page. A node whose answer does
+       not fit is asked again, for fewer entries or on the next page.
+    3. If a node has a further page, go on with that node; else with the next one.
+    4. The page ends if it is full, or if no node is left. A full page has a token.
     """
     if request.max_entries < 0:
         raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "max_entries: must not be negative")
     most = min(request.max_entries or MOST_ENTRIES, MOST_ENTRIES)
-    left, count, token = _from(nodes, request.starting_token)
+    rest, count, token = _from(nodes, request.starting_token)
     size_bytes = 0
-    while left:
-        now = left[: 1 if token else _AT_ONCE]
+    while rest:
+        batch = rest[: 1 if token else _AT_ONCE]
         room = most - len(answer.entries)
         first = _request(request, token, room)
-        others = [_request(request, "", room)] * (len(now) - 1)
+        others = [_request(request, "", room)] * (len(batch) - 1)
         answers = await asyncio.gather(
-            *(ask(node, one) for node, one in zip(now, [first, *others], strict=True))
+            *(
+                ask(node, part_request)
+                for node, part_request in zip(batch, [first, *others], strict=True)
+            )
         )
-        for found in answers:
-            more_bytes = found.ByteSize()
+        for part in answers:
+            more_bytes = part.ByteSize()
             is_full = size_bytes > 0 and size_bytes + more_bytes > MOST_PAGE_BYTES
-            if len(answer.entries) + len(found.entries) > most or is_full:
-                # It is asked again: for fewer, or on the next page.
+            if len(answer.entries) + len(part.entries) > most or is_full:
+                # An answer that does not fit is dropped. The node is asked again: for fewer
+                # entries, or on the next page.
                 break
-            answer.entries.extend(found.entries)
+            answer.entries.extend(part.entries)
             size_bytes += more_bytes
-            # Not what it answered: a page may be short, or have what another node is to tell.
-            token, count = found.next_token, count + first.max_entries
+            # The count is of requested entries, not of returned ones: a page may be short, or lack
+            # entries that another node must list.
+            token, count = part.next_token, count + first.max_entries
             if token and count > _MOST_OF_A_NODE:
                 raise unavailable(
-                    f"node {left[0].name} lists more than {_MOST_OF_A_NODE} entries, and no end"
+                    f"node {rest[0].name} lists more than {_MOST_OF_A_NODE} entries, and no end"
                 )
             if token:
                 break
-            left, count = left[1:], 0
-        if left and (len(answer.entries) >= most or is_full):
-            answer.next_token = f"{left[0].name}:{count}:{token}"
+            rest, count = rest[1:], 0
+        if rest and (len(answer.entries) >= most or is_full):
+            answer.next_token = f"{rest[0].name}:{count}:{token}"
             return answer
     return answer
 
 
 def _from(nodes: Nodes, token: str) -> tuple[Sequence[Node], int, str]:
-    """The nodes that a page is of; for how many entries the first was asked, and its token."""
-    every = nodes.require_all()
+    """Parse a page's token: return the nodes to list, and the position in the first one's list.
+
+    The position is the number of entries that the first node was asked for before, and that node's
+    own token. Raises Refused.
+    """
+    all_nodes = nodes.require_all()
     if not token:
-        return every, 0, ""
+        return all_nodes, 0, ""
     name, count, inner = (*token.split(":", 2), "", "")[:3]
     if not (count.isascii() and count.isdigit()) or nodes.get(name) is None:
-        # CSI spec, ListVolumes errors: the caller begins anew.
+        # The caller begins a new list after this code (CSI spec, ListVolumes errors).
         raise Refused(
             grpc.StatusCode.ABORTED,
             f"starting_token: {token!r} names no node of the cluster; list from the start",
         )
-    return [one for one in every if one.name >= name], int(count), inner
+    return [node for node in all_nodes if node.name >= name], int(count), inner
 
 
 def _request(request: Any, token: str, room: int) -> Any:
-    made = type(request)()
-    made.CopyFrom(request)
-    made.starting_token = token
-    made.max_entries = min(room, _OF_A_NODE)
-    return made
+    copy = type(request)()
+    copy.CopyFrom(request)
+    copy.starting_token = token
+    copy.max_entries = min(room, _OF_A_NODE)
+    return copy

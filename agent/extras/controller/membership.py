@@ -1,10 +1,18 @@
-"""Who belongs to the cluster, and which nodes a volume group is of by the API server's objects.
+"""The members of the cluster, and the nodes of each volume group, by the API server's objects.
 
-A node belongs while its Node object exists and Carver was on it once: kubelet gave the Node the
-driver's topology label, which it never removes (kubernetes, pkg/volume/csi/nodeinfomanager), a
-PersistentVolume names the node, or the node enrolled at this controller. Whether the node answers,
-has enrolled here or is ready is a state of a member. Nothing is kept on disk: a controller that
-starts reads the same from the API server.
+A node is a member while its Node object exists, and Carver was on the node once. Any of these facts
+proves that Carver was on the node:
+
+- Kubelet gave the Node the driver's topology label, which kubelet never removes (kubernetes,
+  pkg/volume/csi/nodeinfomanager).
+- A PersistentVolume names the node.
+- The node enrolled at this controller.
+
+A member stays a member while it does not answer, has not enrolled here, or is not ready. Nothing is
+kept on disk: a controller that starts reads the same objects from the API server.
+
+A *segment* is the value of the driver's topology label, which follows from a node's name
+(`ids.node_segment`).
 """
 
 import threading
@@ -30,27 +38,30 @@ from agent.extras.kubernetes.objects import (
 from agent.extras.orphans import references
 from lvm import names
 
-# Before the UID of a VolumeSnapshot: names of its snapshot and of its VolumeSnapshotContent; before
-# that of a VolumeGroupSnapshot: the name of its group snapshot (external-snapshotter, pkg/utils,
-# GetDynamicSnapshotContentNameForSnapshot, and its flags --snapshot-name-prefix and
-# --groupsnapshot-name-prefix by default).
+# Prefixes of names that end with an object's UID: of a snapshot and of a VolumeSnapshotContent,
+# with the UID of the VolumeSnapshot; of a group snapshot, with the UID of the VolumeGroupSnapshot.
+# Source: external-snapshotter, pkg/utils, GetDynamicSnapshotContentNameForSnapshot, and the
+# defaults of its flags --snapshot-name-prefix and --groupsnapshot-name-prefix.
 _SNAPSHOT, _CONTENT, _GROUP_SNAPSHOT = "snapshot-", "snapcontent-", "groupsnapshot-"
-# The prefixes of what is taken of volumes.
+# Prefixes of the names of snapshots and of group snapshots.
 _TAKEN = (ids.SNAPSHOT_PREFIX, ids.GROUP_SNAPSHOT_PREFIX)
-# How often the Nodes are listed; how soon for a node that enrolled and is not among them.
+# Seconds between two lists of the Nodes: usually; and while a node has enrolled that is not in the
+# last list.
 _NODES_SECONDS, _SOON_SECONDS = 60.0, 5.0
-# How often the Nodes are listed in the time of grace of a deleted one, which may come back.
+# Seconds between two lists of the Nodes while a deleted Node is in its grace period, in which it
+# may come back.
 _GRACE_INTERVAL_SECONDS = 15.0
-# How often PersistentVolumes are listed again while they may not agree with the nodes; how soon for
-# a claim that counts only then.
+# Seconds between two lists of PersistentVolumes: while the last list may not agree with the nodes'
+# reports; and while a node's claim to a volume group waits for the next list.
 _VOLUMES_SECONDS, _CLAIM_SECONDS = 120.0, 20.0
-# Age of the lists by which a node is said to be deleted for some seconds, or a volume to have no
-# PersistentVolume; of PersistentVolumes since their reading ended, which may itself take longer.
+# Largest age, in seconds, of the lists by which a node counts as deleted while grace is left, or a
+# volume as having no PersistentVolume. For PersistentVolumes the age counts from the end of the
+# read, as the read itself may take longer.
 _FRESH_SECONDS = 30.0
 
 
 class WrongSource(errors.AgentError):
-    """A content says that a snapshot was taken of what is no volume."""
+    """An error: the content of a snapshot names a source that is no volume."""
 
     def __init__(self, kind: str, name: str, source: VolumeId) -> None:
         super().__init__(
@@ -60,16 +71,16 @@ class WrongSource(errors.AgentError):
 
 
 class Deleted(NamedTuple):
-    """The topology segment of a node whose Node object is gone, and the seconds of grace left."""
+    """A node whose Node object is gone: its topology segment, and the seconds of grace left."""
 
     segment: str
     seconds: float
 
 
 class Serving(NamedTuple):
-    """Where a member serves, and the UID of its Node, both by one reading.
+    """The address at which a member serves, and the UID of its Node, both from one reading.
 
-    The address is empty for one that has not enrolled, the UID without an API server.
+    The address is empty for a member that has not enrolled, the UID if there is no API server.
     """
 
     address: str
@@ -77,76 +88,88 @@ class Serving(NamedTuple):
 
 
 class Record:
-    """What is known of volume groups beside what nodes say. Without an API server: nothing."""
+    """What the API server says about members and volume groups; nothing, without an API server.
 
-    # Whether what was on a deleted node is forgotten.
+    This class serves a controller without an API server. ClusterRecord, its subclass, serves
+    others.
+    """
+
+    # Whether a volume on a node that was deleted counts as deleted, too.
     forgets = False
 
     @property
     def members(self) -> frozenset[str]:
-        """The names of all nodes that belong, also of those that were not asked yet."""
+        """The names of all members, also of those that were not asked yet."""
         return frozenset()
 
     @property
     def named(self) -> frozenset[str]:
-        """The nodes with a Node object that PersistentVolumes name, for any group."""
+        """The names of the Nodes in the node affinity of any PersistentVolume of the driver."""
         return frozenset()
 
     def nodes_of(self, group_uuid: str) -> frozenset[str]:
-        """The nodes with a Node object that PersistentVolumes of a group name."""
+        """The names of the Nodes in the node affinity of a volume group's PersistentVolumes."""
         return frozenset()
 
     def names_deleted(self, group_uuid: str) -> bool:
-        """Whether a PersistentVolume of a group names a node that has no Node object."""
+        """Whether a PersistentVolume of a volume group names a node that has no Node object."""
         return False
 
     def names_another(self, identity: VolumeId, node: str) -> bool:
-        """Whether the last reading names another node for a volume of a group that several have."""
+        """Whether a volume's PersistentVolume named another node than `node` when it was last read.
+
+        Known only for volumes in volume groups that are named for several nodes, and for renamed
+        PersistentVolumes.
+        """
         return False
 
     def now(self) -> float:
-        """A moment, for `is_newer`."""
+        """The time on this Record's clock, to compare by `is_newer`."""
         return 0.0
 
     def is_newer(self, moment: float) -> bool:
-        """Whether PersistentVolumes were read since a moment."""
+        """Whether the last read of PersistentVolumes began at `moment` or later."""
         return True
 
     def doubt(self) -> None:
-        """Have PersistentVolumes read again: they may not agree with the nodes."""
+        """Have PersistentVolumes read again: they may not agree with the nodes' reports."""
 
     def doubt_claim(self) -> None:
-        """Have PersistentVolumes read soon: a claim counts only after that."""
+        """Have PersistentVolumes read again: a node's claim to a volume group waits for that."""
 
-    # Of these three `begun` is the moment (`now`) at which the call began. What was read since, for
-    # whatever call, need not be read again.
+    # In the next three methods `begun` is the time (`now`) at which the CSI call began. A result
+    # that was read since, for any call, is used again.
 
     def node_of(self, identity: VolumeId, begun: float) -> str | None:
-        """The node that a volume's own PersistentVolume names; None if there is none. Blocks.
+        """The node that a volume's own PersistentVolume names; None if it has none.
 
-        Empty for a node without a Node object. Of a snapshot it is that of its volume, of a group
-        snapshot that of its volumes. Raises ClusterRefused, ClusterSilent, WrongSource.
-        """
-        return None
-
-    def deleted(self, identity: VolumeId, begun: float) -> Deleted | None:
-        """Whether an id's node was deleted; None if it is not known to be. Blocks.
-
-        Where no grace is left, the Nodes were read after the call began. Raises ClusterRefused,
+        The node is empty if it has no Node object. A snapshot has the node of its volume, a group
+        snapshot that of its volumes. Waits for the API server. Raises ClusterRefused,
         ClusterSilent, WrongSource.
         """
         return None
 
-    def snapshots_of(self, identity: VolumeId, begun: float) -> Sequence[str]:
-        """The VolumeSnapshotContents that need a volume's PersistentVolume. Blocks.
+    def deleted(self, identity: VolumeId, begun: float) -> Deleted | None:
+        """The node of an id, if it is known to be deleted; else None.
 
-        Raises ClusterSilent.
+        If no grace is left in the result, the Nodes were read after the call began. Waits for the
+        API server. Raises ClusterRefused, ClusterSilent, WrongSource.
+        """
+        return None
+
+    def snapshots_of(self, identity: VolumeId, begun: float) -> Sequence[str]:
+        """The names of the VolumeSnapshotContents that need a volume's PersistentVolume.
+
+        Waits for the API server. Raises ClusterSilent.
         """
         return ()
 
 
 class _Enrolled(NamedTuple):
-    """Where a node serves, the UID of the Node that it proved to be, and when (of the clock)."""
+    """An enrolment: the node's address, the UID of its Node, and the time on the clock.
+
+    The node proved the UID.
+    """
 
     address: str
     uid: str
@@ -154,49 +177,55 @@ class _Enrolled(NamedTuple):
 
 
 class _Change:
-    """That other nodes have enrolled than before: equal to itself only."""
+    """A marker that stands for the enrolments at one time; equal to itself only."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """What the API server said last. Replaced as a whole: another thread reads it.
+    """What the API server said when it was last read; other threads may use it.
 
-    Equal to itself only.
+    An object of this class is replaced as a whole, and is equal to itself only.
     """
 
-    # The UID of each Node by its name, and its name by the topology segment that follows from it.
+    # The UID of each Node by the Node's name; and the Node's name by the topology segment that
+    # follows from the name.
     uids: Mapping[str, str] = field(default_factory=dict)
     nodes: Mapping[str, str] = field(default_factory=dict)
-    # All segments that a Node may have, by its labels too: a node can write those of its own Node,
-    # so they only keep what is there from being taken for deleted.
+    # All topology segments that a Node may have, by its labels, too. A node can write the labels of
+    # its own Node, so labels only keep an existing node from counting as deleted.
     existing: frozenset[str] = frozenset()
-    # The names of the Nodes with the driver's label.
+    # The names of the Nodes that have the driver's topology label.
     labelled: frozenset[str] = frozenset()
-    # The segments that PersistentVolumes name, by the start of the group's UUID as ids have it.
+    # The topology segments that PersistentVolumes name for a volume group, by the start of the
+    # group's UUID as in volume ids.
     named: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    # Of groups for which they name several, and of those that do not have the name that follows
-    # from the volume's: the PersistentVolume's name and segment by the volume's id.
+    # The name of a PersistentVolume, and the topology segment in it, by the volume's id. Kept only
+    # for volume groups with several segments, and for PersistentVolumes whose name does not follow
+    # from the volume's.
     placed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    # Since when (seconds of the clock) there is no Node with a segment.
+    # When a topology segment was first seen without a Node, on the Record's clock, by the segment.
     missing: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def every_named(self) -> frozenset[str]:
-        """The nodes with a Node object that PersistentVolumes name, for any group."""
+        """The names of the Nodes in the node affinity of any PersistentVolume of the driver."""
         return self.names(frozenset[str]().union(*self.named.values()))
 
     def names(self, segments: Collection[str]) -> frozenset[str]:
-        """The names of the Nodes with these segments; those without a Node are left out."""
-        return frozenset(self.nodes[one] for one in segments if one in self.nodes)
+        """The names of the Nodes with these topology segments.
+
+        Segments without a Node are left out.
+        """
+        return frozenset(self.nodes[segment] for segment in segments if segment in self.nodes)
 
     def has(self, enrolled: _Enrolled, name: str) -> bool:
-        """Whether who enrolled is the Node of that name: not an earlier one."""
+        """Whether the node that enrolled is the present Node of that name, not an earlier one."""
         uid = self.uids.get(name, "")
         return bool(uid) and enrolled.uid == uid
 
 
 class ClusterRecord(Record):
-    """The record of one controller, from Nodes, PersistentVolumes and enrolment."""
+    """The Record of a controller in a cluster, from Nodes, PersistentVolumes and enrolments."""
 
     def __init__(
         self,
@@ -207,68 +236,82 @@ class ClusterRecord(Record):
         grace_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """A node is deleted for `grace_seconds` before what was on it is forgotten; None: never."""
+        """Set the grace period, in seconds, of deleted nodes.
+
+        The volumes of a node that was deleted for that long count as deleted, too.
+
+        With None such volumes never count as deleted.
+        """
         self._objects, self._lists, self._clock = objects, lists, clock
         self._driver_name, self._topology_key = driver_name, ids.topology_key(driver_name)
         self._grace_seconds = grace_seconds
         self.forgets = grace_seconds is not None
         self._enrolled: dict[str, _Enrolled] = {}
-        # When other nodes enrolled last, and the members by what was seen and enrolled then.
+        # A marker of the present enrolments, replaced when they change; and a cache of the members'
+        # names, with the read and the marker that the names follow from.
         self._change = _Change()
         self._members: tuple[tuple[_Seen, _Change] | None, frozenset[str]] = None, frozenset()
         self._seen = _Seen()
-        # When they were last read: the beginning of that, and of PersistentVolumes the end, too.
+        # When the Nodes and PersistentVolumes were last read: the times at which the reads began,
+        # and for PersistentVolumes also the end.
         self._nodes_read = self._volumes_read = self._volumes_ended = float("-inf")
-        # When something was last found that only another reading can settle: in PersistentVolumes,
-        # for a claim, and for a node that enrolled and is not among the Nodes. It is settled by a
-        # reading that began later and succeeded.
+        # When a reason for another read was last found, by the reason: PersistentVolumes may not
+        # agree with the nodes' reports; a claim to a volume group waits for a read; a node enrolled
+        # that is not among the Nodes. A read that began later and succeeded removes the reason.
         self._doubted = self._claimed = self._strange = float("-inf")
         self._reading = threading.RLock()
         self._contents = SharedReading(self._read_contents, self.now)
         self._group_contents = SharedReading(self._read_group_contents, self.now)
 
-    # Who belongs
+    # Members
 
     @property
     def serving(self) -> Mapping[str, Serving]:
-        """The members, and where each serves.
+        """The members by name, each with its address and the UID of its Node.
 
-        The Nodes may be read by another thread meanwhile: an address that the earlier Node of a
-        name enrolled with is never beside the UID of the one that is there now.
+        Another thread may read the Nodes meanwhile. An address with which an earlier Node of that
+        name enrolled is never returned with the UID of the present Node.
         """
         seen, addresses = self._read_members()
         return {
-            one: Serving(addresses.get(one, ""), seen.uids.get(one, ""))
-            for one in seen.labelled.union(seen.every_named, addresses)
+            name: Serving(addresses.get(name, ""), seen.uids.get(name, ""))
+            for name in seen.labelled.union(seen.every_named, addresses)
         }
 
     @property
     def members(self) -> frozenset[str]:
-        """The names of all members; the same object until they change, as each call asks."""
+        """The names of all members.
+
+        The object stays the same until the members change, as each call reads it.
+        """
         by = self._seen, self._change
-        if (known := self._members)[0] != by:
+        if (cached := self._members)[0] != by:
             seen, addresses = self._read_members()
-            self._members = known = by, seen.labelled.union(seen.every_named, addresses)
-        return known[1]
+            self._members = cached = by, seen.labelled.union(seen.every_named, addresses)
+        return cached[1]
 
     def _read_members(self) -> tuple[_Seen, Mapping[str, str]]:
-        """What the API server said last, and the addresses of the Nodes in it that enrolled."""
+        """Return what was last read, and the addresses of the Nodes in it that enrolled."""
         seen, enrolled = self._seen, dict(self._enrolled)
-        return seen, {name: one.address for name, one in enrolled.items() if seen.has(one, name)}
+        return seen, {
+            name: enrolment.address
+            for name, enrolment in enrolled.items()
+            if seen.has(enrolment, name)
+        }
 
     @property
     def named(self) -> frozenset[str]:
-        """The nodes with a Node object that PersistentVolumes name, for any group."""
+        """The names of the Nodes in the node affinity of any PersistentVolume of the driver."""
         return self._seen.every_named
 
     def uid_of(self, name: str) -> str:
-        """The UID of a Node by the last reading; empty for one that was not there."""
+        """The UID of the Node of that name when the Nodes were last read; empty without one."""
         return self._seen.uids.get(name, "")
 
     def enrol(self, name: str, address: str, uid: str) -> None:
-        """Keep where a node serves that proved to be the Node with this UID.
+        """Keep the address of a node that proved to be the Node with this UID.
 
-        It counts once that Node was seen.
+        The address counts once a Node with this UID was read.
         """
         before, now = self._enrolled.get(name), self._clock()
         self._enrolled[name] = _Enrolled(address, uid, now)
@@ -279,7 +322,7 @@ class ClusterRecord(Record):
 
     @property
     def is_due(self) -> bool:
-        """Whether something is to be read."""
+        """Whether Nodes or PersistentVolumes are to be read again now."""
         return self._nodes_are_due or self._volumes_are_due
 
     @property
@@ -287,7 +330,7 @@ class ClusterRecord(Record):
         now, seconds = self._clock(), _NODES_SECONDS
         if self._strange >= self._nodes_read:
             seconds = _SOON_SECONDS
-        elif any(now - one < (self._grace_seconds or 0) for one in self._seen.missing.values()):
+        elif any(now - since < (self._grace_seconds or 0) for since in self._seen.missing.values()):
             seconds = _GRACE_INTERVAL_SECONDS
         return now - self._nodes_read >= seconds
 
@@ -301,7 +344,10 @@ class ClusterRecord(Record):
         return self._clock() - read >= seconds
 
     def look(self) -> None:
-        """Read what is due. Raises ClusterSilent; what was known stays, and what was doubted."""
+        """Read Nodes and PersistentVolumes, each if its time has come. Raises ClusterSilent.
+
+        After an error, what was last read stays in use, and the reasons for another read stay.
+        """
         with self._reading:
             try:
                 if self._volumes_are_due:
@@ -312,49 +358,56 @@ class ClusterRecord(Record):
 
     def _read_nodes(self) -> None:
         begun = self._clock()
-        found = self._lists.nodes().items
-        abouts = [one["metadata"] for one in found]
-        uids = {str(one["name"]): str(one.get("uid") or "") for one in abouts}
-        nodes = {ids.node_segment(one): one for one in uids}
-        existing = frozenset(references.names_of_nodes(found, self._topology_key))
+        items = self._lists.nodes().items
+        every_metadata = [metadata["metadata"] for metadata in items]
+        uids = {
+            str(metadata["name"]): str(metadata.get("uid") or "") for metadata in every_metadata
+        }
+        nodes = {ids.node_segment(name): name for name in uids}
+        existing = frozenset(references.names_of_nodes(items, self._topology_key))
         labelled = frozenset(
-            str(one["metadata"]["name"])
-            for one in found
-            if self._topology_key in (one["metadata"].get("labels") or {})
+            str(node["metadata"]["name"])
+            for node in items
+            if self._topology_key in (node["metadata"].get("labels") or {})
         )
         self._nodes_read = begun
         self._take(
             replace(self._seen, uids=uids, nodes=nodes, existing=existing, labelled=labelled)
         )
-        for name, one in list(self._enrolled.items()):
-            # One that was deleted and made again is another machine, which enrols itself.
-            if uids.get(name) != one.uid and one.seen < begun:
+        for name, enrolment in list(self._enrolled.items()):
+            # A Node that was deleted and made again is another machine, which enrols itself.
+            if uids.get(name) != enrolment.uid and enrolment.seen < begun:
                 del self._enrolled[name]
                 self._change = _Change()
 
     def _read_volumes(self) -> None:
         begun = self._clock()
-        named: dict[str, frozenset[str]] = {}
-        found = self._lists.whole(VOLUMES, "PersistentVolumeList", keep=self._place)
-        places = [one for one in found.items if one]
-        for one in places:
-            uuid = one["id"].group_uuid
-            named[uuid] = named.get(uuid, frozenset()) | {one["segment"]}
+        named_segments: dict[str, frozenset[str]] = {}
+        listing = self._lists.whole(VOLUMES, "PersistentVolumeList", keep=self._place)
+        volumes = [volume for volume in listing.items if volume]
+        for volume in volumes:
+            uuid = volume["id"].group_uuid
+            named_segments[uuid] = named_segments.get(uuid, frozenset()) | {volume["segment"]}
         placed = {
-            str(one["id"]): (one["name"], one["segment"])
-            for one in places
-            if one["is_renamed"] or len(named[one["id"].group_uuid]) > 1
+            str(volume["id"]): (volume["name"], volume["segment"])
+            for volume in volumes
+            if volume["is_renamed"] or len(named_segments[volume["id"].group_uuid]) > 1
         }
-        # What no PersistentVolume names any more was on no node: the missing ones have an end.
-        every = frozenset[str]().union(*named.values())
-        missing = {one: since for one, since in self._seen.missing.items() if one in every}
-        self._take(replace(self._seen, named=named, placed=placed, missing=missing))
+        # A topology segment that no PersistentVolume names has no volumes any more: forget since
+        # when it has no Node.
+        all_named = frozenset[str]().union(*named_segments.values())
+        missing = {
+            segment: since for segment, since in self._seen.missing.items() if segment in all_named
+        }
+        self._take(replace(self._seen, named=named_segments, placed=placed, missing=missing))
         self._volumes_read, self._volumes_ended = begun, self._clock()
 
     def _place(self, volume: Object) -> Mapping[str, Any]:
-        """The id, the segment and the name of a PersistentVolume; empty where it names no node.
+        """Return what is kept of a PersistentVolume: its id, its topology segment and its name.
 
-        And whether its name is another than that by which `_segment_of` finds it.
+        The result also has whether the name differs from the one by which `_segment_of_volume`
+        finds the PersistentVolume. The result is empty if the PersistentVolume names no node, or is
+        another driver's.
         """
         handle, segment = self._parsed(volume)
         if handle is None:
@@ -364,7 +417,11 @@ class ClusterRecord(Record):
         return {"id": handle, "segment": segment, "name": name, "is_renamed": is_renamed}
 
     def _parsed(self, volume: Object) -> tuple[VolumeId | None, str]:
-        """The id in a PersistentVolume and its topology segment; None unless it has one of each."""
+        """Return the volume id and the topology segment in a PersistentVolume.
+
+        The id is None for another driver's PersistentVolume, and for one without exactly one
+        segment.
+        """
         spec = volume.get("spec") or {}
         source = spec.get("csi") or {}
         handle = VolumeId.parse(str(source.get("volumeHandle")))
@@ -374,67 +431,81 @@ class ClusterRecord(Record):
         return handle, segments.pop()
 
     def _take(self, seen: _Seen) -> None:
-        """Keep what was read, and note since when segments have no Node.
+        """Keep what was read, and since when each topology segment has no Node.
 
-        A segment that has a Node again begins anew when that is deleted, too.
+        If a segment has a Node again, its time begins anew when that Node is deleted.
         """
         missing: Mapping[str, float] = {}
         if self._nodes_read > float("-inf"):
-            # Before that no Node is known to be there.
-            wanted, now = frozenset(seen.missing).union(*seen.named.values()), self._clock()
+            # Before the Nodes were first read, no topology segment is known to be without a Node.
+            segments, now = frozenset(seen.missing).union(*seen.named.values()), self._clock()
             missing = {
-                one: seen.missing.get(one, now) for one in wanted if one not in seen.existing
+                segment: seen.missing.get(segment, now)
+                for segment in segments
+                if segment not in seen.existing
             }
         self._seen = replace(seen, missing=missing)
 
-    # Whose a group is
+    # The nodes of a volume group
 
     def nodes_of(self, group_uuid: str) -> frozenset[str]:
-        """The nodes with a Node object that PersistentVolumes of a group name."""
+        """The names of the Nodes in the node affinity of a volume group's PersistentVolumes."""
         return self._seen.names(self._seen.named.get(group_uuid, frozenset()))
 
     def names_deleted(self, group_uuid: str) -> bool:
-        """Whether a PersistentVolume of a group names a node that has no Node object."""
+        """Whether a PersistentVolume of a volume group names a node that has no Node object."""
         return not self._seen.nodes.keys() >= self._seen.named.get(group_uuid, frozenset())
 
     def names_another(self, identity: VolumeId, node: str) -> bool:
-        """Whether the last reading names another node for a volume of a group that several have."""
+        """Whether a volume's PersistentVolume named another node than `node` when it was last read.
+
+        Known only for volumes in volume groups that are named for several nodes, and for renamed
+        PersistentVolumes.
+        """
         _, segment = self._seen.placed.get(str(identity), ("", ""))
         return self._seen.nodes.get(segment, node) != node
 
     def now(self) -> float:
-        """A moment, for `is_newer`."""
+        """The time on this Record's clock, to compare by `is_newer`."""
         return self._clock()
 
     def is_newer(self, moment: float) -> bool:
-        """Whether PersistentVolumes were read since a moment."""
+        """Whether the last read of PersistentVolumes began at `moment` or later."""
         return self._volumes_read >= moment
 
     def doubt(self) -> None:
-        """Have PersistentVolumes read again with the next look that is due."""
+        """Have PersistentVolumes read again, but no sooner than two minutes after the last read."""
         self._doubted = self._clock()
 
     def doubt_claim(self) -> None:
-        """Have PersistentVolumes read soon: a claim counts only after that."""
+        """Have PersistentVolumes read again, but no sooner than 20 seconds after the last read."""
         self._claimed = self._clock()
 
     def node_of(self, identity: VolumeId, begun: float) -> str | None:
-        """The node that a volume's own PersistentVolume names; None if there is none. Blocks."""
+        """The node that a volume's own PersistentVolume names; None if it has none."""
         segment = self._segment_of(identity, begun)
         return self._seen.nodes.get(segment, "") if segment else None
 
     def _segment_of(self, identity: VolumeId, begun: float) -> str:
-        """The segment in the PersistentVolume of a volume, or of a snapshot's volumes; or empty."""
-        if not any(names.is_of(one, identity.name) for one in _TAKEN):
+        """The topology segment in the PersistentVolume of a volume, or of a snapshot's volumes.
+
+        Empty if there is no PersistentVolume, or if a group snapshot's volumes have several
+        segments.
+        """
+        if not any(names.is_of(prefix, identity.name) for prefix in _TAKEN):
             return self._segment_of_volume(identity)
         sources = dict.fromkeys(self._sources_of(identity, begun))
-        segments = {self._segment_of_volume(one) for one in sources} - {""}
+        segments = {self._segment_of_volume(source) for source in sources} - {""}
         return segments.pop() if len(segments) == 1 else ""
 
     def _segment_of_volume(self, identity: VolumeId) -> str:
-        """The segment in the PersistentVolume of a volume; or empty.
+        """The topology segment in the PersistentVolume of a volume; empty if the volume has none.
 
-        It may have any name, which only the list tells.
+        1. Read the PersistentVolume that has the name that follows from the volume's.
+        2. If there is none, or it is another volume's, search the list of PersistentVolumes, as a
+           PersistentVolume may have any name. The list is read again if it is older than 30 s.
+        3. Read the PersistentVolume that was found in the list. If it has another segment than in
+           the list, read the list again.
         """
         if segment := self._segment_by(ids.readable_name(str(identity)), identity):
             return segment
@@ -442,8 +513,9 @@ class ClusterRecord(Record):
             if self._volumes_ended <= self._clock() - _FRESH_SECONDS:
                 self._read_volumes()
             name, segment = self._seen.placed.get(str(identity), ("", ""))
-        # The list says which one it is, and that one which node, as it may be new by now. It is
-        # read without the lock, for which calls about other groups and the list of Nodes wait.
+        # The list gives the PersistentVolume's name. The PersistentVolume itself is read, too,
+        # since it may have been replaced since the list was read. This read is without the lock,
+        # for which calls about other volume groups and the list of Nodes wait.
         if name and self._segment_by(name, identity) != segment:
             differed = self._clock()
             with self._reading:
@@ -453,45 +525,56 @@ class ClusterRecord(Record):
         return segment
 
     def _segment_by(self, name: str, identity: VolumeId) -> str:
-        """The segment in the PersistentVolume of that name; empty if it is not the volume's."""
-        found = find_named(self._objects, VOLUMES, name, "PersistentVolume")
-        handle, segment = (None, "") if found is None else self._parsed(found)
+        """The topology segment in the PersistentVolume of that name; empty if of another volume."""
+        volume = find_named(self._objects, VOLUMES, name, "PersistentVolume")
+        handle, segment = (None, "") if volume is None else self._parsed(volume)
         return segment if handle == identity else ""
 
     def _sources_of(self, identity: VolumeId, begun: float) -> Sequence[VolumeId]:
-        """The volumes of a snapshot or group snapshot in its volume group; none if imported.
+        """The volumes that a snapshot or group snapshot was taken of; empty for an imported one.
 
-        Raises WrongSource where its content names what is no volume, as another snapshot or itself.
+        Only volumes in the id's own volume group count. Raises WrongSource where the content names
+        something else than a volume, such as another snapshot or itself.
         """
         if source := self._source_of(identity):
             return [source]
         return self._sources_in_group(identity, begun)
 
     def _sources_in_group(self, identity: VolumeId, begun: float) -> Sequence[VolumeId]:
-        """The volumes of a group snapshot or of its member, by the group snapshots' contents.
+        """The source volumes of a group snapshot, or of one of its snapshots.
 
-        The ids follow from the group snapshot's name and the volume's id, so that a content is
-        believed about no others.
+        The volumes are found in the driver's VolumeGroupSnapshotContents. The id of each snapshot
+        in a group snapshot follows from the group snapshot's name and the volume's id. So a content
+        is believed only about its own snapshots.
         """
-        for one in self._group_contents.since(begun):
-            if sources := self._sources_by(one, identity):
+        for content in self._group_contents.since(begun):
+            if sources := self._sources_by(content, identity):
                 return sources
         return []
 
     def _read_group_contents(self) -> Sequence[Object]:
-        """The driver's VolumeGroupSnapshotContents."""
+        """The driver's VolumeGroupSnapshotContents, reduced by `_own_content`.
+
+        Raises ClusterSilent.
+        """
         kind = "VolumeGroupSnapshotContentList"
-        found = self._listed(GROUP_CONTENTS, kind, keep=self._own_content)
-        return [one for one in found if one]
+        contents = self._listed(GROUP_CONTENTS, kind, keep=self._own_content)
+        return [content for content in contents if content]
 
     def _read_contents(self) -> Sequence[Object]:
-        """The driver's VolumeSnapshotContents. Raises ClusterSilent also without the right."""
+        """The driver's VolumeSnapshotContents, reduced by `_own_content`.
+
+        Raises ClusterSilent, also without the right to list the contents.
+        """
         kind = "VolumeSnapshotContentList"
-        found = self._lists.whole(CONTENTS, kind, if_served=True, keep=self._own_content)
-        return [one for one in found.items if one]
+        listing = self._lists.whole(CONTENTS, kind, if_served=True, keep=self._own_content)
+        return [content for content in listing.items if content]
 
     def _own_content(self, content: Object) -> Object:
-        """What is kept of a content of this driver's; empty for another's."""
+        """Return what is kept of a snapshot's or group snapshot's content; or empty.
+
+        Contents of other drivers are empty.
+        """
         spec = content.get("spec") or {}
         if spec.get("driver") != self._driver_name:
             return {}
@@ -500,12 +583,12 @@ class ClusterRecord(Record):
         return {"name": str(name), "source": spec.get("source") or {}, "uid": uid}
 
     def _listed(
-        self, path: str, kind: str, *, keep: Keep = lambda one: one, **query: str
+        self, path: str, kind: str, *, keep: Keep = lambda item: item, **query: str
     ) -> Sequence[Object]:
-        """The contents of snapshots or group snapshots. Raises ClusterSilent.
+        """A list of VolumeSnapshotContents or VolumeGroupSnapshotContents. Raises ClusterSilent.
 
-        None without the right to list them, and where the cluster does not know them: the chart
-        grants that right only with snapshots, or group snapshots.
+        The list is empty without the right to list them, and if the cluster does not serve them:
+        the chart grants that right only with snapshots, or group snapshots.
         """
         try:
             return self._lists.whole(path, kind, if_served=True, keep=keep, **query).items
@@ -515,29 +598,37 @@ class ClusterRecord(Record):
             return []
 
     def _sources_by(self, content: Object, identity: VolumeId) -> Sequence[VolumeId]:
-        """The volumes of a group snapshot or of its member; none if the content is of another."""
+        """The source volumes of a group snapshot, or of one of its snapshots, by one content.
+
+        The result is empty if the VolumeGroupSnapshotContent is that of another group snapshot.
+        """
         if not content["uid"]:
             return []
         handles = content["source"].get("volumeHandles") or ()
-        parsed = (VolumeId.parse(str(one)) for one in handles)
-        sources = [one for one in parsed if one and one.group_uuid == identity.group_uuid]
+        parsed = (VolumeId.parse(str(text)) for text in handles)
+        sources = [
+            source for source in parsed if source and source.group_uuid == identity.group_uuid
+        ]
         name = f"{_GROUP_SNAPSHOT}{content['uid']}"
         if identity.name != names.logical_volume(ids.GROUP_SNAPSHOT_PREFIX, name):
-            sources = [one for one in sources if identity.name == ids.group_member(name, str(one))]
+            sources = [
+                source for source in sources if identity.name == ids.group_member(name, str(source))
+            ]
         return _volumes(sources, "VolumeGroupSnapshotContent", content["name"])
 
     def _source_of(self, identity: VolumeId) -> VolumeId | None:
-        """The volume of a snapshot, by the content that the snapshotter made for it.
+        """The volume of a snapshot, by the VolumeSnapshotContent that the snapshotter made for it.
 
-        None for one that was imported, for a group snapshot and for its member.
+        None for an imported snapshot, for a group snapshot, and for a snapshot in a group snapshot.
         """
         if not names.is_of(ids.SNAPSHOT_PREFIX, identity.name):
             return None
         uid = names.readable(ids.SNAPSHOT_PREFIX, identity.name).removeprefix(_SNAPSHOT)
-        # A list, as only that tells a cluster without snapshots from an API server that fails.
-        named, kind = f"metadata.name={_CONTENT}{uid}", "VolumeSnapshotContentList"
-        found = self._listed(CONTENTS, kind, keep=self._own_content, fieldSelector=named)
-        if not (content := next(iter(found), {})):
+        # A list is read, not the object: only a list distinguishes a cluster without snapshots from
+        # an API server that fails.
+        selector, kind = f"metadata.name={_CONTENT}{uid}", "VolumeSnapshotContentList"
+        contents = self._listed(CONTENTS, kind, keep=self._own_content, fieldSelector=selector)
+        if not (content := next(iter(contents), {})):
             return None
         source = VolumeId.parse(str(content["source"].get("volumeHandle")))
         if source is None or source.group_uuid != identity.group_uuid:
@@ -545,57 +636,68 @@ class ClusterRecord(Record):
         [volume] = _volumes([source], "VolumeSnapshotContent", content["name"])
         return volume
 
-    # What was deleted
+    # Deleted nodes
 
     def deleted(self, identity: VolumeId, begun: float) -> Deleted | None:
-        """Whether an id's node was deleted, by its PersistentVolume or those of its group."""
+        """The node of an id, if it was deleted; else None.
+
+        The node is that of the id's PersistentVolume, or else that of all PersistentVolumes in the
+        volume group.
+        """
         if self._grace_seconds is None:
             return None
-        asked = self._clock()
-        own = self._segment_of(identity, begun)
+        asked_at = self._clock()
+        segment = self._segment_of(identity, begun)
         with self._reading:
-            if not own and self._volumes_ended <= asked - _FRESH_SECONDS:
+            if not segment and self._volumes_ended <= asked_at - _FRESH_SECONDS:
                 self._read_volumes()
-            if self._nodes_read <= asked - _FRESH_SECONDS:
+            if self._nodes_read <= asked_at - _FRESH_SECONDS:
                 self._read_nodes()
-            found = self._deleted(identity, own, self._grace_seconds)
-            if found is not None and not found.seconds and self._nodes_read < begun:
-                # A node that joined since may have its disks; one that came back is one, too.
+            deleted = self._deleted(identity, segment, self._grace_seconds)
+            if deleted is not None and not deleted.seconds and self._nodes_read < begun:
+                # Read the Nodes again: a node that joined since may have the deleted node's disks,
+                # and the deleted node may have come back.
                 self._read_nodes()
-                found = self._deleted(identity, own, self._grace_seconds)
-        return found
+                deleted = self._deleted(identity, segment, self._grace_seconds)
+        return deleted
 
     def _deleted(self, identity: VolumeId, own: str, grace_seconds: float) -> Deleted | None:
-        """Whether an id's node was deleted, by what was read; `own` is its volume's segment."""
+        """The node of an id, if it was deleted according to what was last read; else None.
+
+        `own` is the topology segment of the id's volume, or empty. Of several segments, return the
+        one that was without a Node the shortest time.
+        """
         segments = {own} if own else self._seen.named.get(identity.group_uuid, frozenset())
         if not segments or not self._seen.existing.isdisjoint(segments):
             return None
         now = self._clock()
-        begun = {one: self._seen.missing.get(one, now) for one in segments}
+        begun = {segment: self._seen.missing.get(segment, now) for segment in segments}
         self._seen = replace(self._seen, missing={**self._seen.missing, **begun})
-        last = max(begun, key=lambda one: (begun[one], one))
+        last = max(begun, key=lambda segment: (begun[segment], segment))
         return Deleted(last, max(0.0, begun[last] + grace_seconds - now))
 
     def snapshots_of(self, identity: VolumeId, begun: float) -> Sequence[str]:
-        """The names of the VolumeSnapshotContents of a volume.
+        """The names of the VolumeSnapshotContents that need a volume's PersistentVolume.
 
-        Also those that were not made by a VolumeSnapshot, if they are in the volume's group: which
-        volume they are of is not known.
+        Contents that no VolumeSnapshot was made for count if they are in the volume's volume group,
+        since their volume is not known.
         """
-        found = self._contents.since(begun)
-        return sorted(one["name"] for one in found if _needs(one["source"], identity))
+        contents = self._contents.since(begun)
+        return sorted(
+            content["name"] for content in contents if _needs(content["source"], identity)
+        )
 
 
 def _volumes(sources: Sequence[VolumeId], kind: str, content: str) -> Sequence[VolumeId]:
-    """The sources that a content names, which are volumes. Raises WrongSource."""
-    for one in sources:
-        if not names.is_of(ids.VOLUME_PREFIX, one.name):
-            raise WrongSource(kind, content, one)
+    """Return the source volumes in a snapshot's content. Raises WrongSource for other sources."""
+    for source in sources:
+        if not names.is_of(ids.VOLUME_PREFIX, source.name):
+            raise WrongSource(kind, content, source)
     return sources
 
 
 def _needs(source: Object, identity: VolumeId) -> bool:
-    """Whether the source in a VolumeSnapshotContent is, or may be, a volume."""
+    """Whether the source in a VolumeSnapshotContent is, or may be, the volume of that id."""
     if of_volume := source.get("volumeHandle"):
         return bool(of_volume == str(identity))
     snapshot = VolumeId.parse(str(source.get("snapshotHandle")))

@@ -1,4 +1,4 @@
-"""What nodes answer, read before it is passed on: what cannot be true is refused, and counted.
+"""Calls to nodes whose answers are checked: an answer that cannot be true is refused and counted.
 
 The caller gets the bytes that the node sent, with the fields that this version does not know.
 """
@@ -17,7 +17,7 @@ from proto import csi_pb2 as csi
 
 _log = logging.getLogger(__name__)
 
-# By the path of an RPC.
+# The rules of each RPC's answer, by the path of the RPC.
 _ROWS = {
     f"/{service}/{method}": Row.of(service, method)
     for service, rows in RULES.items()
@@ -26,9 +26,9 @@ _ROWS = {
 
 
 class Answers:
-    """Calls nodes, and reads what they answer by the rules of agent/extras/controller/answer_rules.
+    """Calls nodes, and checks their answers by the rules of answer_rules.py.
 
-    A refused answer is INTERNAL, with the node's name and the field.
+    A refused answer becomes the error INTERNAL, with the node's name and the field.
     """
 
     def __init__(self, nodes: Nodes) -> None:
@@ -45,44 +45,56 @@ class Answers:
         owned: Sequence[str] = (),
         in_part: bool = False,
     ) -> tuple[bytes, Any]:
-        """Call a node with the bytes of a request: the bytes of its answer, and the answer.
+        """Call a node with the bytes of a request. Return the bytes of its answer, and the answer.
 
-        `owned` are the request's ids that the call goes to this node for.
-        Raises AioRpcError, Refused; the latter also where what another node is to tell was left out
-        and none does.
+        `owned` are those ids in the request because of which this node is called. With `in_part`,
+        entries that another node must list may be missing from the answer. Otherwise, Refused is
+        raised if an entry was left out that no other node lists. Raises AioRpcError, Refused.
         """
-        asked = self.asked(node, request, owned)
+        question = self.asked(node, request, owned)
         try:
             answer = await unary(node, path, data, timeout)
         except Untrue as error:
             raise _refused(node, path, error) from None
-        found = await self.read(node, path, asked, answer)
-        for one in () if in_part else asked.left_out:
-            self._nodes.require_elsewhere(node, one, "the answer")
-        return answer, found
+        parsed = await self.read(node, path, question, answer)
+        for identity in () if in_part else question.left_out:
+            self._nodes.require_elsewhere(node, identity, "the answer")
+        return answer, parsed
 
     def asked(self, node: Node, request: Message, owned: Sequence[str] = ()) -> Asked:
-        """By what the answers of a node to a request are read; to be had before it is sent.
+        """Return the request, with what a node's answers to it are checked by.
 
-        What the node had then is its own, even if a group is moved to another node meanwhile.
+        Call this before the request is sent: a volume group that the node has then counts as the
+        node's own, even if it is moved to another node before the answer.
         """
         return Asked(
             request,
             node.name,
             csi.Topology(segments=node.segments),
-            self._nodes.places(node).union(one.rpartition("/")[0] for one in owned if one),
-            lambda one: self._nodes.is_elsewhere(node, one),
-            # What the call goes there for is decided by a newer reading.
-            lambda one: str(one) not in owned and self._nodes.is_anothers(node, one),
+            self._nodes.places(node).union(
+                identity.rpartition("/")[0] for identity in owned if identity
+            ),
+            lambda identity: self._nodes.is_elsewhere(node, identity),
+            # The ids because of which this node is called are left out: a newer reading decided
+            # about them.
+            lambda identity: str(identity) not in owned and self._nodes.is_anothers(node, identity),
         )
 
     async def read(self, node: Node, path: str, asked: Asked, data: bytes) -> Any:
-        """An answer, or a message of a stream, that may be true. Raises Refused."""
+        """Check an answer, or a message of a stream, and return it parsed. Raises Refused.
+
+        1. Apply the rules.
+        2. If a rule refuses the answer, ask the node for its volume groups, and apply the rules
+           again if the node has more groups than before.
+        3. If the refused value is an id whose volume group other nodes may have, too, raise
+           UNAVAILABLE with that conflict.
+        4. Otherwise refuse the answer with INTERNAL.
+        """
         try:
             return _judged(path, asked, data)
         except Untrue as error:
-            # The node may have a volume group that it did not have when it was asked last. If it
-            # does not say so now, what is known counts.
+            # Ask the node for its volume groups: it may have one that it did not have when it was
+            # last asked. If the node does not report one now, the known groups count.
             await self._nodes.ask_anew(node)
             places, problem = asked.places | self._nodes.places(node), error
         if places != asked.places:
@@ -98,7 +110,7 @@ class Answers:
 
 
 def _judged(path: str, asked: Asked, data: bytes) -> Any:
-    """An answer by its RPC's rules. Raises Untrue, also where a rule itself fails."""
+    """Apply the rules of an RPC to an answer. Raises Untrue, also if a rule itself fails."""
     try:
         return _ROWS[path].judge(asked, data)
     except Untrue:
@@ -109,7 +121,7 @@ def _judged(path: str, asked: Asked, data: bytes) -> Any:
 
 
 def _refused(node: Node, path: str, error: Untrue) -> Refused:
-    """The refusal of a node's answer, which is counted."""
+    """Count a refused answer of a node, and return the error INTERNAL."""
     node.refused_answers += 1
     return Refused(
         grpc.StatusCode.INTERNAL,

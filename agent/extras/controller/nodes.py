@@ -1,16 +1,23 @@
-"""The nodes of the cluster as the controller knows them: which answers, and who has which group.
+"""The nodes of the cluster in the controller's memory: their connections and their volume groups.
 
-Nothing is kept on disk: each node is asked again after a start. A node claims the groups that it
-named in its last answer, for as long as it belongs to the cluster; and those of earlier answers
-while it has not looked at all its disks by its last look. PersistentVolumes name nodes, too
-(membership.py).
+Nothing is kept on disk: a controller that starts asks each node again for its volume groups
+(GetPluginInfo). The terms of this module:
 
-All that is in a group is a node's where that node alone claims it, PersistentVolumes name no other
-node for it, and each other member has reported its groups to this controller. Otherwise the id's
-own PersistentVolume, read for that call, decides who is called for what exists. So no order of
-events counts for that. Nothing new is made on nodes of which several may have a group; new volumes
-wait two minutes for a member that has reported no groups, and no longer: one broken node keeps no
-volume off the others.
+- A *member* is a node that belongs to the cluster (membership.py), whether it answers or not.
+- A node *claims* the volume groups that it named in its last answer to GetPluginInfo, for as long
+  as the node is a member. While a node has not scanned all its disks, it also claims the groups
+  that it named in earlier answers.
+- PersistentVolumes *name* nodes for a group, by their node affinity (membership.py).
+- A claim is *settled* if only that node claims the group, PersistentVolumes name no other node for
+  it, and each other member has reported its groups to this controller.
+
+If a claim is settled, everything in the group belongs to that node. Otherwise, for each call about
+an existing volume or snapshot, the PersistentVolume of that volume is read and decides which node
+is called. So the order of events does not matter.
+
+No new volume is made on nodes that share a group with another node. While a member has reported no
+groups, new volumes wait two minutes for its report, and no longer: one broken node does not keep
+new volumes off the other nodes.
 """
 
 import asyncio
@@ -38,35 +45,41 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _INFO = "/csi.v1.Identity/GetPluginInfo"
-# How often a node that answers is asked, and one that does not, or has not looked at its disks.
+# Seconds between two GetPluginInfo calls to a node that answers and has scanned all its disks; and
+# to any other node.
 _INTERVAL_SECONDS, _SILENT_INTERVAL_SECONDS = 60.0, 5.0
+# Time limit, in seconds, of a GetPluginInfo call, which asks a node for its volume groups.
 _PATIENCE_SECONDS = 3.0
-# A node's answer that is younger is not asked for again to find a group.
+# Age, in seconds, up to which a node's answer to GetPluginInfo is used to find a volume group
+# without another call.
 _FRESH_SECONDS = 10.0
-# Nodes that are asked at once.
+# Largest number of nodes that are asked at the same time.
 _AT_ONCE = 64
+# Largest number of names in an error message.
 _MOST_NAMED = 5
-# How long a question about an id may take in all: PersistentVolumes that are read for it are kept
-# for the call that repeats it.
+# Time limit, in seconds, of one look-up of an id at the API server. The limit is longer than that
+# of a call, as PersistentVolumes that are read for one call serve the call that repeats it.
 _QUESTION_SECONDS = 120.0
-# Characters that are shown of what a node says and cannot be so, of its version and its errors, and
-# the most that its topology and its groups may take.
+# Limits, in characters: of an impossible value that is shown; of a node's version and errors; of a
+# node's topology, and of its volume groups, as JSON.
 _MOST_SHOWN, _MOST_TEXT, _MOST_MANIFEST = 100, 1000, 1 << 16
-# The most bytes of all that a node says of itself: with more it is not even parsed.
+# Largest size, in bytes, of a node's answer to GetPluginInfo. A larger answer is not even parsed.
 _MOST_BYTES = 4 * _MOST_MANIFEST
-# The most groups of a node.
+# Largest number of volume groups of a node.
 _MOST_GROUPS = 200
-# For how long a member that came is waited for, until it has reported its groups.
+# Time, in seconds, for which new volumes wait for a new member of the cluster to report its volume
+# groups.
 _COMING_SECONDS = 120.0
 _NOT_ASKED = "it has not been asked yet"
-# How long calls in flight may take when their connection is replaced: a stream may last for hours.
+# Time limit, in seconds, of the calls in flight on a connection that is replaced. The limit is long
+# because a stream may last for hours.
 _GRACE_SECONDS = 24 * 3600.0
-# Makes a channel to a node by its name and address.
+# A function that makes a channel to a node, by the node's name and address.
 Connect = Callable[[str, str], grpc.aio.Channel]
 
 
 def read(path: Path) -> Mapping[str, str]:
-    """The addresses of the nodes, by their names, from the table `nodes` of a TOML file.
+    """Return the addresses of the nodes, by their names, from the table `nodes` of a TOML file.
 
     Raises BadConfig.
     """
@@ -84,7 +97,7 @@ def read(path: Path) -> Mapping[str, str]:
 
 
 class Refused(Exception):
-    """A call that the controller answers itself, with a code and a sentence."""
+    """An error with which the controller itself answers a call: a gRPC code and a sentence."""
 
     def __init__(self, code: grpc.StatusCode, problem: str) -> None:
         super().__init__(problem)
@@ -92,66 +105,76 @@ class Refused(Exception):
 
 
 class NoOwner(Refused):
-    """No node that answers has the volume group of an id."""
+    """The error UNAVAILABLE: no node that answers has the volume group of an id."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(grpc.StatusCode.UNAVAILABLE, problem)
 
 
 class Gone(Refused):
-    """What an id names does not exist: no volume has such an id, or its node was deleted."""
+    """The error NOT_FOUND: an id names nothing.
+
+    No volume can have such an id, or its node was deleted.
+    """
 
     def __init__(self, problem: str) -> None:
         super().__init__(grpc.StatusCode.NOT_FOUND, problem)
 
 
 class Forgotten(Gone):
-    """What an id names was on a node that was deleted, and is gone."""
+    """The error NOT_FOUND: what an id names was on a node that was deleted from the cluster."""
 
 
 def unavailable(problem: str) -> Refused:
-    """What a caller is to try again."""
+    """Return the error UNAVAILABLE, after which the caller retries."""
     return Refused(grpc.StatusCode.UNAVAILABLE, problem)
 
 
 @dataclass
 class Node:
-    """A node: its connection, and what it said of itself last."""
+    """A node of the cluster: its connection, and its last answer to GetPluginInfo."""
 
     name: str
-    # Empty while it is not known; then there is no channel.
+    # The node's address, `host:port`; empty until the node has enrolled. While the address is
+    # empty, `channel` is None.
     address: str
     channel: grpc.aio.Channel | None = None
-    # The UID of its Node; empty without an API server.
+    # The UID of the node's Node object; empty without an API server.
     uid: str = ""
     version: str = ""
     segments: Mapping[str, str] = field(default_factory=dict)
-    # The names of its volume groups, by the start of their UUIDs as ids have it.
+    # The names of the node's volume groups, by the start of their UUIDs as in volume ids.
     groups: Mapping[str, str] = field(default_factory=dict)
-    # Whether it has looked at all its disks by its last look; None for an older version, which does
-    # not say.
+    # Whether the node had scanned all its disks when it last answered. None for an older version of
+    # Carver, which does not report that.
     is_whole: bool | None = None
-    # Whether its kubelet asks for its volumes' health, and tells the pods that use them.
+    # Whether kubelet on the node asks for the health of its volumes, and shows it in the status of
+    # the pods that use them.
     is_watched: bool = False
-    # Whether it has reported its groups to this controller: all, as far as its version knows.
+    # Whether the node has reported its volume groups to this controller after a scan of its disks.
+    # True also for an older version of Carver, which does not say whether it has scanned them.
     has_reported: bool = False
-    # Since when (of the record) it claims each of its groups, and those whose claim is settled.
+    # The times at which the node began to claim each of its volume groups, on the clock of the
+    # Record; and the volume groups that the node has a settled claim to. Both by the start of the
+    # group's UUID.
     claimed: dict[str, float] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
-    # When it answered last, and when it was asked last (monotonic, seconds); 0 for never.
+    # When the node last answered, and was last asked, for its volume groups (monotonic, seconds); 0
+    # for never.
     answered_seconds: float = 0.0
     asked_seconds: float = 0.0
-    # Why it did not answer when it was asked last; empty if it did.
+    # Why the node did not answer the last GetPluginInfo call; empty if it answered.
     problem: str = _NOT_ASKED
-    # Answers that were not passed on, as they cannot be true.
+    # Number of the node's answers that were refused because they cannot be true.
     refused_answers: int = 0
-    # Since when it is known (monotonic, seconds).
+    # When the controller learned of the node (monotonic, seconds).
     joined_seconds: float = field(default_factory=lambda: time.monotonic())
+    # The task of the last GetPluginInfo call to the node, which may have ended.
     asking: "asyncio.Task[None] | None" = None
 
     @property
     def connected(self) -> grpc.aio.Channel:
-        """Its channel. Raises Refused for a node whose address is not known."""
+        """The channel to the node. Raises Refused if the node's address is not known."""
         if self.channel is None:
             raise unavailable(
                 f"node {self.name} has not enrolled at this controller: see Carver's log there"
@@ -159,7 +182,11 @@ class Node:
         return self.channel
 
     async def close(self, grace_seconds: float | None = None) -> None:
-        """Close its connection."""
+        """Cancel the GetPluginInfo call in flight, and close the connection.
+
+        With `grace_seconds`, calls in flight may go on for that time, and so may the GetPluginInfo
+        call.
+        """
         if self.asking is not None and grace_seconds is None:
             self.asking.cancel()
         if self.channel is not None:
@@ -167,34 +194,46 @@ class Node:
 
     @property
     def is_being_asked(self) -> bool:
-        """Whether a question is under way."""
+        """Whether a GetPluginInfo call to the node is in flight."""
         return self.asking is not None and not self.asking.done()
 
     @property
     def is_due(self) -> bool:
-        """Whether it is to be asked again."""
+        """Whether it is time for the next GetPluginInfo call to the node."""
         interval = _SILENT_INTERVAL_SECONDS if self.may_have_more else _INTERVAL_SECONDS
         return not self.asked_seconds or time.monotonic() - self.asked_seconds >= interval
 
     @property
     def may_have_more(self) -> bool:
-        """Whether it does not answer, or may have groups on disks that it has not looked at."""
+        """Whether the node may have more volume groups than it named.
+
+        True if the node does not answer, or has not scanned all its disks.
+        """
         return bool(self.problem) or self.is_whole is False
 
     @property
     def has_all_named(self) -> bool:
-        """Whether it answers, and has no group but those that it names."""
+        """Whether the node answers, and has scanned all its disks.
+
+        Such a node has no volume group but those that it named.
+        """
         return not self.problem and self.is_whole is True
 
     @property
     def silent_seconds(self) -> float:
-        """For how long it has not answered, since it is known; 0 where it answers."""
+        """Time, in seconds, for which the node has not answered; 0 if it answers.
+
+        The time counts from the last answer, or from when the controller learned of the node.
+        """
         if not self.problem:
             return 0.0
         return time.monotonic() - max(self.answered_seconds, self.joined_seconds)
 
     def require_answering(self) -> None:
-        """Raise Refused for a node that did not answer: a call would only wait for it."""
+        """Raise Refused if the node did not answer the last GetPluginInfo call.
+
+        Another call to such a node would only time out.
+        """
         if self.problem and self.connected:
             raise unavailable(
                 f"node {self.name} ({self.address}) does not answer: {self.problem}; see Carver's"
@@ -202,16 +241,19 @@ class Node:
             )
 
 
-# What gRPC says where it drops an answer or an error of a node's: with RESOURCE_EXHAUSTED, after
-# which the provisioner has a volume made elsewhere.
+# Texts in gRPC's error for a message from a node that is too large. The code of that error is
+# RESOURCE_EXHAUSTED, at which the external-provisioner would make the volume on another node.
 _DROPPED = ("larger than max", "metadata size exceeds")
 
 
 def require_said(node: Node, error: grpc.aio.AioRpcError) -> None:
-    """Raise Refused for an error that is no node's, but gRPC's: the call may have succeeded."""
+    """Raise Refused if a call failed in gRPC because the node's answer or error is too large.
+
+    The call may have been carried out, so RESOURCE_EXHAUSTED must not be passed on as the node's.
+    """
     details = error.details() or ""
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and any(
-        one in details for one in _DROPPED
+        text in details for text in _DROPPED
     ):
         raise unavailable(
             f"node {node.name} sends more than gRPC takes: {details}. The call may have been"
@@ -220,9 +262,10 @@ def require_said(node: Node, error: grpc.aio.AioRpcError) -> None:
 
 
 def problem_of(error: BaseException) -> str:
-    """What is wrong with one node by an error of its call; raises what ends the caller itself.
+    """Return what is wrong with a node, as text, by the error of a call to the node.
 
-    Where several nodes are asked, whatever one of them does costs no other.
+    Whatever one of several nodes does fails its own call only. An error that cancels the caller's
+    own task is raised again.
     """
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
@@ -238,9 +281,9 @@ def problem_of(error: BaseException) -> str:
 
 
 async def unary(node: Node, path: str, request: bytes, timeout: float | None) -> bytes:
-    """Call a node, with the bytes of a request and of its answer.
+    """Call a node with the bytes of a request, and return the bytes of its answer.
 
-    Raises AioRpcError, Refused; Untrue where the call ended well without an answer.
+    Raises AioRpcError, Refused, and Untrue if the call succeeded without an answer.
     """
     call: grpc.aio.UnaryUnaryMultiCallable[bytes, Any] = node.connected.unary_unary(path)
     try:
@@ -248,72 +291,83 @@ async def unary(node: Node, path: str, request: bytes, timeout: float | None) ->
     except grpc.aio.AioRpcError as error:
         require_said(node, error)
         raise
-    except grpc.aio.UsageError:  # the channel is closed
+    except grpc.aio.UsageError:  # raised if the channel is closed
         raise unavailable(f"node {node.name} left the cluster") from None
     if not isinstance(answer, bytes):
-        # grpcio's answer to trailers with the status OK and no message before them is None.
+        # grpcio returns None for trailers with the status OK and no message before them.
         raise Untrue("the answer", answer, "it has no message")
     return answer
 
 
 class Nodes:
-    """All nodes of the cluster, for one event loop."""
+    """All nodes of the cluster, used by one event loop."""
 
     def __init__(self, driver_name: str, connect: Connect, record: Record | None = None) -> None:
         self._driver_name, self._connect = driver_name, connect
         self._record = record or Record()
         self._nodes: dict[str, Node] = {}
-        # The names of the nodes that claim a group, by the start of the group's UUID.
+        # The names of the nodes that claim a volume group, by the start of the group's UUID.
         self._claims: dict[str, set[str]] = {}
-        # The nodes that no longer claim a group, and when they were last found to (of the record):
-        # until PersistentVolumes were read again they may name these nodes.
+        # The nodes that ceased to claim a volume group, each with the time at which it did so on
+        # the clock of the Record, by the start of the group's UUID. PersistentVolumes that were
+        # made since the last read may name these nodes.
         self._former: dict[str, dict[str, float]] = {}
-        # The members, and those that have reported no groups: asked for each group of each node.
-        # None where others may have reported since.
+        # A cache: the set of all members of the cluster, and the sorted names of those that have
+        # reported no volume groups. Each check of a claim needs these names. None if a node may
+        # have reported since.
         self._unheard: tuple[frozenset[str], Sequence[str]] | None = None
-        # What was logged of groups that several nodes have.
+        # The last error that was logged about a volume group of several nodes, by the start of its
+        # UUID.
         self._logged: dict[str, str] = {}
         self._turn = asyncio.Semaphore(_AT_ONCE)
         self._questions = Questions("owners", _QUESTION_SECONDS)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[Node]:
-        """The nodes in the order of their names; a scrape asks in a thread of its own."""
+        """The nodes in the order of their names.
+
+        A scrape of metrics calls this from its own thread.
+        """
         return iter([node for _, node in sorted(self._nodes.items())])
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def get(self, name: str) -> Node | None:
-        """A node by its name; None for one that is not in the cluster."""
+        """The node of that name; None if the cluster has no such node."""
         return self._nodes.get(name)
 
     def set(self, serving: Mapping[str, Serving]) -> None:
-        """Make these the nodes of the cluster.
+        """Make the nodes in `serving` the nodes of the cluster.
 
-        One that moved to another address keeps its groups until it says that it has them no more.
-        One whose Node was deleted and made anew is another machine, which has said nothing yet.
+        A node that moved to another address keeps its volume groups until it reports that it has
+        them no more. A node whose Node object was deleted and made anew is another machine: it
+        starts without groups.
         """
-        for name, known in list(self._nodes.items()):
-            if name not in serving or serving[name].uid != known.uid:
-                self._drop(known)
-            elif serving[name].address != known.address:
-                known.address = serving[name].address
-                # Here, as a node may enrol at thousands of addresses until they are taken over.
-                _log.info("node %s serves at %s", name, known.address or "no known address")
-                known.problem, known.asked_seconds = _NOT_ASKED, 0.0
-                self._replace_channel(known)
-        for name, one in serving.items():
+        for name, node in list(self._nodes.items()):
+            if name not in serving or serving[name].uid != node.uid:
+                self._drop(node)
+            elif serving[name].address != node.address:
+                node.address = serving[name].address
+                # Logged here, not at enrolment: a node may enrol at thousands of addresses, of
+                # which only the last one is taken over.
+                _log.info("node %s serves at %s", name, node.address or "no known address")
+                node.problem, node.asked_seconds = _NOT_ASKED, 0.0
+                self._replace_channel(node)
+        for name, served in serving.items():
             if name not in self._nodes:
-                channel = self._channel(name, one.address)
-                self._nodes[name] = Node(name, one.address, channel, one.uid)
-                if one.address:
-                    _log.info("node %s serves at %s", name, one.address)
+                channel = self._channel(name, served.address)
+                self._nodes[name] = Node(name, served.address, channel, served.uid)
+                if served.address:
+                    _log.info("node %s serves at %s", name, served.address)
 
     def reconnect(self) -> None:
-        """Connect to all nodes anew, as with other certificates; calls in flight end as they do."""
-        for one in self:
-            self._replace_channel(one)
+        """Replace the connections to all nodes, as after a change of certificates.
+
+        Calls in flight end on their old connections.
+        """
+        for node in self:
+            self._replace_channel(node)
 
     def _replace_channel(self, node: Node) -> None:
         old, node.channel = node.channel, self._channel(node.name, node.address)
@@ -324,47 +378,52 @@ class Nodes:
         return self._connect(name, address) if address else None
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something in the background; the task is kept until it has ended."""
+        """Run a coroutine in the background.
+
+        A reference to its task is kept until the task ends, against garbage collection.
+        """
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Close all connections, and ask the API server no more."""
+        """Close all connections, and send no more requests to the API server."""
         self._questions.stop()
-        for one in self:
-            await one.close()
+        for node in self:
+            await node.close()
 
     def ask_due(self) -> None:
-        """Ask those nodes that are due, without waiting for the others' answers."""
-        for one in self:
-            if one.address and one.is_due:
-                self.ask(one)
+        """Call GetPluginInfo of each node whose time has come, without waiting for the answers."""
+        for node in self:
+            if node.address and node.is_due:
+                self.ask(node)
 
     def ask(self, node: Node) -> "asyncio.Future[None]":
-        """Ask a node what it has; one question at a time, which all callers wait for together.
+        """Ask a node for its volume groups (GetPluginInfo).
 
-        A caller that is cancelled stops waiting. The question goes on for the other callers.
+        One such call per node is in flight at a time, and all callers wait for its answer. A caller
+        that is cancelled stops waiting, and the call goes on for the other callers.
         """
         if node.asking is None or node.asking.done():
             node.asking = asyncio.get_running_loop().create_task(self._ask(node))
         return asyncio.shield(node.asking)
 
     async def ask_anew(self, node: Node) -> None:
-        """Ask a node what it has, with a question that begins now."""
+        """Ask a node for its volume groups, by a GetPluginInfo call that begins after this call."""
         if node.is_being_asked:
             await self.ask(node)
         await self.ask(node)
 
     async def owner(self, identity: str, what: str) -> Node:
-        """The node that has the group of an id, which was read from the field `what`.
+        """Return the node of the volume or snapshot that an id names; `what` is the id's field.
 
-        Raises Refused if no node has it or if that one does not answer, and for an empty id; Gone
-        for one that no volume has, Forgotten if its node was deleted.
+        Raises Refused for an empty id, if no node has the volume group, or if its node does not
+        answer; Gone for a text that is no id; Forgotten if the node was deleted.
         """
         parsed = VolumeId.parse(identity)
         if parsed is None:
-            # The call goes to no node: it may have another node's secrets.
+            # The call is refused here and not passed on to any node, because the request may
+            # contain another node's secrets.
             raise _not_an_id(identity, what)
         node = self._agreed(parsed.group_uuid)
         if node is None:
@@ -379,15 +438,17 @@ class Nodes:
         return node
 
     def _agreed(self, uuid: str) -> Node | None:
-        """The node that has a group with all that is in it, where that is certain."""
+        """The node that everything in a volume group belongs to; None if that is not certain."""
         claiming = self._claims.get(uuid, ())
         node = self._nodes[next(iter(claiming))] if len(claiming) == 1 else None
         return node if node is not None and self._is_settled(node, uuid) else None
 
     def _is_settled(self, node: Node, uuid: str) -> bool:
-        """Whether all that is in a group is certainly on a node: from then on, while it is alone.
+        """Whether a node's claim to a volume group is settled, so everything in it is the node's.
 
-        No other node claims the group, and PersistentVolumes name no other, not even a deleted one.
+        No other node may claim the group, and PersistentVolumes may name no other node, not even a
+        deleted one. A settled claim stays settled for as long as these two conditions hold, also if
+        members join that have reported no groups.
         """
         if self._holders(uuid) != {node.name} or self._record.names_deleted(uuid):
             return False
@@ -396,9 +457,10 @@ class Nodes:
         return uuid in node.settled
 
     def _unsettled(self, node: Node, uuid: str, others: Sequence[str]) -> str:
-        """Why the only claim to a group does not count yet; empty where it does.
+        """Return why the only claim to a volume group does not count yet; empty if it counts.
 
-        The group may be that of `others`, which have reported no groups.
+        `others` are the members that have reported no groups, and may have this one. If
+        PersistentVolumes must be read first, the Record is asked to read them.
         """
         is_named = node.name in self._record.nodes_of(uuid)
         if not is_named and not self._record.is_newer(node.claimed.get(uuid, 0.0)):
@@ -412,55 +474,73 @@ class Nodes:
         return ""
 
     def _unreported(self, node: Node) -> Sequence[str]:
-        """The other members that may have any group: they have reported none to this controller."""
+        """The other members of the cluster that have reported no volume groups to this controller.
+
+        Each such member may have any volume group.
+        """
         members = self._record.members
         if self._unheard is None or self._unheard[0] is not members:
-            known = (one for one, each in self._nodes.items() if each.has_reported)
-            self._unheard = members, sorted(members.difference(known))
-        return [one for one in self._unheard[1] if one != node.name]
+            reported = (name for name, member in self._nodes.items() if member.has_reported)
+            self._unheard = members, sorted(members.difference(reported))
+        return [name for name in self._unheard[1] if name != node.name]
 
     def _coming(self, node: Node) -> Sequence[str]:
-        """Those of the other members without reported groups that came a moment ago.
+        """The other members that joined less than two minutes ago and reported no volume groups.
 
-        Not those that PersistentVolumes name: at a controller's start they keep no volume off a
-        node whose groups are new.
+        Members that PersistentVolumes name for some group are left out: at a controller's start
+        they would otherwise delay volumes on nodes whose groups are new.
         """
-        others = (one for one in self._unreported(node) if one not in self._record.named)
-        return [one for one in others if self.is_new(one)]
+        others = (name for name in self._unreported(node) if name not in self._record.named)
+        return [name for name in others if self.is_new(name)]
 
     def _must_ask(self, uuid: str) -> bool:
-        """Whether nodes are to be asked once more who has a group, before a call is refused."""
-        named, claiming = self._named(uuid), self._claims.get(uuid, set())
-        if not named:
+        """Whether all nodes are to be asked for a volume group again, before a call is refused.
+
+        True if no node claims the group and PersistentVolumes name none for it; or if a node that
+        PersistentVolumes name answers, and does not claim the group.
+        """
+        named_nodes, claiming = self._named(uuid), self._claims.get(uuid, set())
+        if not named_nodes:
             return not claiming
-        return any(not self._nodes[one].problem for one in named - claiming)
+        return any(not self._nodes[name].problem for name in named_nodes - claiming)
 
     async def _owner(self, parsed: VolumeId, what: str) -> Node:
-        """The node that an id belongs to. Raises Refused where that is not certain.
+        """Return the node of the volume or snapshot that an id names.
 
-        Where more than one node may have the group, its own PersistentVolume decides, or that of a
-        snapshot's volume.
+        Raises Refused where the node is not certain.
+
+        1. If a node's claim to the volume group is settled, return that node.
+        2. Read the PersistentVolume of the volume; for a snapshot, the PersistentVolume of its
+           volume. The node that this PersistentVolume names is the id's node.
+        3. If there is no such PersistentVolume, no node claims the group, and the group's other
+           PersistentVolumes name one node, that is the id's node.
+        4. If there is no such PersistentVolume, and no PersistentVolume of the group names a
+           deleted node, return the only node that can have the group.
+        5. If the id's node was deleted, raise NoOwner.
+        6. If the id's node claims the group, or does not answer, return that node.
+        7. Otherwise the id's node reports that it does not have the group. Raise NoOwner; or
+           Refused if the group may be on a disk that the node has not scanned, or on another node.
         """
         uuid = parsed.group_uuid
         if (agreed := self._agreed(uuid)) is not None:
             return agreed
-        own = await self._asked(self._record.node_of, parsed)
-        # Nodes may have come or left meanwhile.
-        named, claiming = self._named(uuid), self._claims.get(uuid, set())
+        owner_name = await self._asked(self._record.node_of, parsed)
+        # Read again: nodes may have joined or left during the look-up.
+        named_nodes, claiming = self._named(uuid), self._claims.get(uuid, set())
         self._record.doubt()
-        if own is None and not claiming and len(named) == 1:
-            [own] = named
-        if own is None and not self._record.names_deleted(uuid):
+        if owner_name is None and not claiming and len(named_nodes) == 1:
+            [owner_name] = named_nodes
+        if owner_name is None and not self._record.names_deleted(uuid):
             return self._only_holder(parsed, what)
-        if not own:
+        if not owner_name:
             raise NoOwner(self._deleted(parsed, what))
-        if (node := self._nodes.get(own)) is None:
-            raise unavailable(f"{what}: node {own}, which has {parsed}, is not known yet")
-        if own in claiming or node.problem:
+        if (node := self._nodes.get(owner_name)) is None:
+            raise unavailable(f"{what}: node {owner_name}, which has {parsed}, is not known yet")
+        if owner_name in claiming or node.problem:
             return node
         if node.is_whole is False:
             raise unavailable(
-                f"{what}: node {own} has not looked at all its disks by its last look, and"
+                f"{what}: node {owner_name} has not looked at all its disks by its last look, and"
                 f" volume group {parsed.group} ({uuid}) may be on one: see Carver's log there"
             )
         if claiming:
@@ -468,16 +548,20 @@ class Nodes:
         raise NoOwner(self._unknown(parsed, what))
 
     def _only_holder(self, parsed: VolumeId, what: str) -> Node:
-        """The node of what no PersistentVolume names: that which alone can have its group.
+        """Return the only node that can have the volume group of an id.
 
-        Raises Refused where another may have it, too.
+        The method is for ids that no PersistentVolume names.
+
+        Raises Refused where another node may have the group, too.
         """
         uuid = parsed.group_uuid
-        named, claiming = self._named(uuid), self._claims.get(uuid, set())
-        if not named and not claiming:
+        named_nodes, claiming = self._named(uuid), self._claims.get(uuid, set())
+        if not named_nodes and not claiming:
             raise NoOwner(self._unknown(parsed, what))
-        is_possible = len(claiming) == 1 and (not named or claiming <= named)
-        if not is_possible or not all(self._nodes[one].has_all_named for one in named - claiming):
+        is_possible = len(claiming) == 1 and (not named_nodes or claiming <= named_nodes)
+        if not is_possible or not all(
+            self._nodes[name].has_all_named for name in named_nodes - claiming
+        ):
             raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
         node = self._nodes[next(iter(claiming))]
         if self._unsettled(node, uuid, others := self._unreported(node)):
@@ -485,7 +569,10 @@ class Nodes:
         return node
 
     def _unproved(self, node: Node, uuid: str, others: Sequence[str]) -> str:
-        """Why the only claim to a group, which may be that of `others`, does not count yet."""
+        """Return the error text for a volume group whose only claim does not count yet.
+
+        `others` are the members of the cluster that may have the group, too.
+        """
         return (
             f"node {node.name} alone claims volume group {node.groups[uuid]} ({uuid}), and that"
             " does not count yet for what has no PersistentVolume of its own:"
@@ -493,40 +580,53 @@ class Nodes:
         )
 
     def _deleted(self, parsed: VolumeId, what: str) -> str:
-        """What is wrong with an id whose PersistentVolume names a node that was deleted."""
-        found = sorted(self._claims.get(parsed.group_uuid, ()))
-        if not found:
+        """Return the error text for an id whose PersistentVolume names a node that was deleted."""
+        claiming = sorted(self._claims.get(parsed.group_uuid, ()))
+        if not claiming:
             return self._unknown(parsed, what)
         return (
             f"{what}: the node that PersistentVolumes name for {parsed} was deleted, and its volume"
-            f" group is on node {' and '.join(found)} by now: write its PersistentVolumes anew"
+            f" group is on node {' and '.join(claiming)} by now: write its PersistentVolumes anew"
             " (docs/operations.md, Move a group to another node)"
         )
 
     def _named(self, uuid: str) -> frozenset[str]:
-        """The nodes of the cluster that PersistentVolumes of a group name, or may name.
+        """The nodes of the cluster that PersistentVolumes of a volume group name, or may name.
 
-        It changes nothing: a scrape asks in a thread of its own.
+        Nodes that ceased to claim the group after PersistentVolumes were last read may be named by
+        new ones. A scrape of metrics calls this from its own thread, so nothing may be changed
+        here.
         """
-        named = self._record.nodes_of(uuid)
+        named_nodes = self._record.nodes_of(uuid)
         if former := self._former.get(uuid):
-            every = tuple(former.items())
-            named = named.union(one for one, at in every if not self._record.is_newer(at))
-        return frozenset(one for one in named if one in self._nodes)
+            former_nodes = tuple(former.items())
+            named_nodes = named_nodes.union(
+                name for name, at in former_nodes if not self._record.is_newer(at)
+            )
+        return frozenset(name for name in named_nodes if name in self._nodes)
 
     def _holders(self, uuid: str) -> frozenset[str]:
-        """All nodes that a group may be on: those that claim it and those that are named."""
+        """The nodes that a volume group may be on.
+
+        These are the nodes that claim the group, and those that PersistentVolumes name, or may
+        name.
+        """
         return self._named(uuid).union(self._claims.get(uuid, ()))
 
     def _lasting_holders(self, uuid: str) -> frozenset[str]:
-        """The nodes that claim a group, and those that the last reading names."""
-        named = self._record.nodes_of(uuid) & self._nodes.keys()
-        return named.union(self._claims.get(uuid, ()))
+        """The nodes that a volume group may be on, by the last read of PersistentVolumes.
+
+        These are the nodes that claim the group, and those that PersistentVolumes name. Nodes that
+        PersistentVolumes only may name, as they had the group until lately, are left out.
+        """
+        named_nodes = self._record.nodes_of(uuid) & self._nodes.keys()
+        return named_nodes.union(self._claims.get(uuid, ()))
 
     def conflict(self, node: Node, *, is_lasting: bool = False) -> str:
-        """What is wrong with a node's groups that others may have, too; empty if nothing is.
+        """Return the error text for those of a node's volume groups that others may have; or empty.
 
-        With `is_lasting` without what is over if PersistentVolumes that are read again say so.
+        With `is_lasting`, conflicts are left out that may end once PersistentVolumes are read
+        again.
         """
         holders = self._lasting_holders if is_lasting else self._holders
         disputed = [
@@ -535,12 +635,15 @@ class Nodes:
         return "; ".join(self._dispute(group, uuid) for uuid, group in disputed[:_MOST_NAMED])
 
     def no_new(self, node: Node) -> str:
-        """Why no volume is made on a node; empty if one may be.
+        """Return why no new volume may be made on a node; empty if one may be made.
 
-        Either another node may have one of its groups: which group a class uses, only the node
-        knows. Or each of its groups may be that of a member that came a moment ago, and may report
-        it yet. One that stays silent keeps no volume off another node: if both have the same group,
-        PersistentVolumes name the node that has volumes.
+        There are two reasons:
+
+        1. Another node may have one of the node's volume groups. All of the node's groups count,
+           since only the node knows which group a StorageClass uses.
+        2. A member that joined a moment ago may still report the node's groups as its own. A member
+           that stays silent is not waited for: if both nodes have the same group, PersistentVolumes
+           name the node that has volumes in it.
         """
         if problem := self.conflict(node):
             return problem
@@ -549,10 +652,10 @@ class Nodes:
         return self._unproved(node, min(node.groups), coming)
 
     def has_no_room(self, node: Node) -> bool:
-        """Whether a node's capacity is 0 because no volume is made on it.
+        """Whether a node's capacity is 0 because no new volume may be made on it.
 
-        Raises Refused where that may be over in a moment: the external-provisioner asks again at
-        once, but keeps a 0 for minutes.
+        Raises Refused where the reason may be over in a moment: the external-provisioner retries an
+        error at once, but keeps a capacity of 0 for minutes.
         """
         problem = self.no_new(node)
         if problem and self._may_pass(node):
@@ -560,22 +663,25 @@ class Nodes:
         return bool(problem)
 
     def _may_pass(self, node: Node) -> bool:
-        """Whether what keeps volumes off a node may be over in a moment.
+        """Whether the reason why no new volume may be made on a node may be over in a moment.
 
-        So it is where only PersistentVolumes that are read again may name another for its groups,
-        or while members that came a moment ago have not reported theirs.
+        True if PersistentVolumes, once they are read again, may end the conflict; or if members
+        that joined a moment ago have not reported their volume groups.
         """
         if self.conflict(node):
             return not self.conflict(node, is_lasting=True)
         return bool(self._coming(node))
 
     def is_new(self, name: str) -> bool:
-        """Whether a member came a moment ago: one that is not taken over yet, too."""
+        """Whether a member joined less than two minutes ago.
+
+        True also for a member that is not in this list of nodes yet.
+        """
         node = self._nodes.get(name)
         return node is None or time.monotonic() - node.joined_seconds < _COMING_SECONDS
 
     def require_own(self, node: Node) -> None:
-        """Raise Refused for a node that has groups, of which none counts as its own yet."""
+        """Raise Refused for a node that has volume groups, but none that counts as its own yet."""
         if not self._has_own(node):
             raise unavailable(self._unproved(node, min(node.groups), self._coming(node)))
 
@@ -583,22 +689,22 @@ class Nodes:
         return not node.groups or any(self._is_own(node, uuid) for uuid in node.groups)
 
     def contested(self, node: Node) -> int:
-        """How many of a node's groups other nodes have, too."""
+        """The number of a node's volume groups that other nodes may have, too."""
         return sum(len(self._holders(uuid)) > 1 for uuid in node.groups)
 
     def _dispute(self, group: str, uuid: str) -> str:
-        """What is wrong with a group that several nodes may have, and what to do."""
-        named, claiming = sorted(self._named(uuid)), sorted(self._claims.get(uuid, ()))
-        said = f"PersistentVolumes name {' and '.join(named) or 'none of them'}"
+        """Return the error text for a volume group that several nodes may have, with its remedy."""
+        named_nodes, claiming = sorted(self._named(uuid)), sorted(self._claims.get(uuid, ()))
+        text = f"PersistentVolumes name {' and '.join(named_nodes) or 'none of them'}"
         if len(claiming) < 2:
             return (
                 f"volume group {group} ({uuid}) is on node {' and '.join(claiming) or 'none'}, but"
-                f" {said}, where it is not known to be, and no volume is made in it: attach its"
+                f" {text}, where it is not known to be, and no volume is made in it: attach its"
                 " disks where they were, or write its PersistentVolumes anew (docs/operations.md,"
                 " Move a group to another node)"
             )
         return (
-            f"nodes {' and '.join(claiming)} both claim volume group {group} ({uuid}), {said}, and"
+            f"nodes {' and '.join(claiming)} both claim volume group {group} ({uuid}), {text}, and"
             " no volume is made on any of these nodes: one has a copy, as of a machine template"
             " or a restored disk. Find out which, and give the copy another UUID (vgchange"
             " --uuid, or vgimportclone); change nothing on a node that PersistentVolumes name"
@@ -606,47 +712,54 @@ class Nodes:
         )
 
     def require_undisputed(self, parsed: VolumeId, what: str) -> None:
-        """Raise Refused for a group that several nodes may have."""
+        """Raise Refused for an id whose volume group several nodes may have.
+
+        Refused is raised also if only one node claims the group, and the claim does not count yet.
+        """
         holders = self._holders(uuid := parsed.group_uuid)
         if len(holders) > 1:
             raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
-        for one in map(self._nodes.__getitem__, holders):
-            if uuid in one.groups and not self._is_own(one, uuid):
-                raise unavailable(f"{what}: {self._unproved(one, uuid, self._coming(one))}")
+        for holder in map(self._nodes.__getitem__, holders):
+            if uuid in holder.groups and not self._is_own(holder, uuid):
+                raise unavailable(f"{what}: {self._unproved(holder, uuid, self._coming(holder))}")
 
     def require_elsewhere(self, node: Node, identity: VolumeId, what: str) -> None:
-        """Raise Refused unless another node has the group of an id, and tells of it itself."""
+        """Raise Refused unless another node than `node` has the volume group of an id as its own.
+
+        That is required where `node` leaves out a volume that the other node must list.
+        """
         uuid = identity.group_uuid
-        others = [self._nodes[one] for one in self._claims.get(uuid, ()) if one != node.name]
-        if not any(self._is_own(one, uuid) for one in others):
+        others = [self._nodes[name] for name in self._claims.get(uuid, ()) if name != node.name]
+        if not any(self._is_own(other, uuid) for other in others):
             self.require_undisputed(identity, what)
             raise unavailable(f"{what}: {self._dispute(identity.group, uuid)}")
 
     def places(self, node: Node) -> frozenset[str]:
-        """The volume groups that are a node's own, as ids name them: `group@uuid`."""
+        """The volume groups that are a node's own, as volume ids name them: `group@uuid`."""
         return frozenset(
             f"{group}@{uuid}" for uuid, group in node.groups.items() if self._is_own(node, uuid)
         )
 
     def _is_own(self, node: Node, uuid: str) -> bool:
-        """Whether a group is a node's for what is made there from now on, and for what it lists.
+        """Whether a volume group is a node's own, for new volumes and for what the node lists.
 
-        PersistentVolumes name that node; or they name none, and only this node claims the group,
-        while no member that may have it too is still expected to report. That they may name a
-        node, as it had the group until lately, proves nothing for that node.
+        Either PersistentVolumes name that node. Or they name no node, only this node claims the
+        group, and no new member is expected to report that group. A node that PersistentVolumes
+        only may name, as it had the group until lately, does not have the group as its own.
         """
-        named = self._record.nodes_of(uuid) & self._nodes.keys()
-        if named:
-            return node.name in named
+        named_nodes = self._record.nodes_of(uuid) & self._nodes.keys()
+        if named_nodes:
+            return node.name in named_nodes
         return self._is_settled(node, uuid) or (
             self._holders(uuid) == {node.name}
             and not self._unsettled(node, uuid, self._coming(node))
         )
 
     async def moved_on(self, node: Node, identity: str, what: str) -> Node | None:
-        """The node that has the group of an id by now, if that is another; asks the first again.
+        """Return the other node that now has an id's volume group; None if `node` may have it.
 
-        Raises NoOwner if the first one no longer has it, and no other does.
+        `node` is asked again first. Raises NoOwner if neither `node` nor another node has the
+        group, and Refused where that is not certain.
         """
         parsed = VolumeId.parse(identity)
         if parsed is None:
@@ -659,9 +772,10 @@ class Nodes:
         return other if other is not node else None
 
     def is_elsewhere(self, node: Node, identity: VolumeId) -> bool:
-        """Whether what an id names is, or may be, another node's; False if no node has its group.
+        """Whether what an id names belongs, or may belong, to another node than `node`.
 
-        Of a group that PersistentVolumes of two nodes name, each volume is its own one's.
+        False if no node has the id's volume group. If PersistentVolumes of two nodes name the
+        group, each volume belongs to the node that its own PersistentVolume names.
         """
         uuid = identity.group_uuid
         if bool(self._holders(uuid)) and not self._is_own(node, uuid):
@@ -669,33 +783,46 @@ class Nodes:
         return self.is_anothers(node, identity)
 
     def is_anothers(self, node: Node, identity: VolumeId) -> bool:
-        """Whether a volume's own PersistentVolume names another node, by the last reading."""
+        """Whether a volume's own PersistentVolume named another node when it was last read."""
         return self._record.names_another(identity, node.name)
 
     def may_have(self, node: Node, identity: VolumeId) -> bool:
-        """Whether the group of an id may be a node's: it claims it, or is named for it."""
+        """Whether a node may have the volume group of an id.
+
+        True if the node claims the group, or PersistentVolumes name, or may name, the node for the
+        group.
+        """
         return node.name in self._holders(identity.group_uuid)
 
     async def _require_not_forgotten(self, parsed: VolumeId, problem: str) -> None:
-        """Raise Forgotten for what was on a deleted node; Refused while that is not certain.
+        """Raise Forgotten if an id's node was deleted from the cluster.
 
-        Certain is: a PersistentVolume names a node without a Node object, for a while, and all
-        members say that they have looked at all their disks, and none of them has the group, or
-        had it until lately.
+        Raises Refused while that is not certain.
+
+        Forgotten is raised once all of these hold:
+
+        1. A PersistentVolume names a node that has had no Node object for the grace period.
+        2. All members answer, and have scanned all their disks.
+        3. No member claims the volume group, or claimed it until a moment ago.
+
+        `problem` is why the id has no owner, for the error. If no node is known to be deleted,
+        nothing is raised.
         """
         if not self._record.forgets:
             return
-        found = await self._asked(self._record.deleted, parsed, problem)
-        if found is None:
+        gone = await self._asked(self._record.deleted, parsed, problem)
+        if gone is None:
             return
-        # Also members that were found only now.
-        every = self._record.members.union(self._nodes)
+        # The record's members include those that are not in this list of nodes yet.
+        members = self._record.members.union(self._nodes)
         unsure = sorted(
-            one for one in every if (m := self._nodes.get(one)) is None or not m.has_all_named
+            name
+            for name in members
+            if (member := self._nodes.get(name)) is None or not member.has_all_named
         )
         if unsure:
             raise unavailable(
-                f"node {found.segment} was deleted, but {parsed} may be on another node by now"
+                f"node {gone.segment} was deleted, but {parsed} may be on another node by now"
                 f"{self._why_unsure(unsure)}; that it is gone is believed once all nodes answer"
             )
         uuid = parsed.group_uuid
@@ -705,39 +832,39 @@ class Nodes:
         if not all(map(self._record.is_newer, former.values())):
             self._record.doubt_claim()
             raise unavailable(
-                f"node {found.segment} was deleted, but volume group {parsed.group} ({uuid}) was on"
+                f"node {gone.segment} was deleted, but volume group {parsed.group} ({uuid}) was on"
                 f" another node until a moment ago: {_several(sorted(former))}"
             )
-        if found.seconds:
+        if gone.seconds:
             raise unavailable(
-                f"node {found.segment} was deleted, and {parsed} with it: that is believed in"
-                f" {found.seconds:.0f} s, unless the node comes back"
+                f"node {gone.segment} was deleted, and {parsed} with it: that is believed in"
+                f" {gone.seconds:.0f} s, unless the node comes back"
             )
-        raise Forgotten(f"{parsed} is forgotten: its node {found.segment} was deleted")
+        raise Forgotten(f"{parsed} is forgotten: its node {gone.segment} was deleted")
 
     async def require_no_snapshots(self, identity: str) -> None:
-        """Raise Refused if snapshots need the PersistentVolume of a volume that was forgotten.
+        """Raise Refused if snapshots still need the PersistentVolume of a forgotten volume.
 
-        As of a volume that is there: its snapshots are deleted first. The PersistentVolume is the
-        proof that they, too, were on the node that was deleted.
+        Snapshots are deleted before their volume, as on a node that exists: the PersistentVolume is
+        the only proof that the snapshots, too, were on the node that was deleted.
         """
         parsed = VolumeId.parse(identity)
         if parsed is None:
             return
-        found = await self._asked(self._record.snapshots_of, parsed)
-        if found:
+        contents = await self._asked(self._record.snapshots_of, parsed)
+        if contents:
             raise Refused(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"cannot forget {identity} yet: its node was deleted, and it goes after its"
-                f" snapshots, of which these VolumeSnapshotContents are left: {_several(found)}",
+                f" snapshots, of which these VolumeSnapshotContents are left: {_several(contents)}",
             )
 
     async def _asked(
         self, ask: Callable[[VolumeId, float], T], identity: VolumeId, problem: str = ""
     ) -> T:
-        """Ask the API server about an id, for each volume group one question at a time.
+        """Ask the API server about an id; one question per volume group is in flight at a time.
 
-        Raises Refused if the API server does not answer.
+        Raises Refused if the API server does not answer. `problem` is put before that error.
         """
         before = f"{problem}; and " if problem else ""
         key, begun = f"volume group {identity.group_uuid}", self._record.now()
@@ -751,39 +878,43 @@ class Nodes:
             raise unavailable(f"{before}cannot look up {identity}: {error}") from None
 
     def of_segments(self, segments: Mapping[str, str]) -> Node:
-        """The node with these topology segments. Raises Refused if there is none that answers."""
-        for one in self._nodes.values():
-            if one.segments and segments.items() <= one.segments.items():
-                one.require_answering()
-                return one
-        silent = [one.name for one in self if not one.segments]
+        """The node with these topology segments. Raises Refused if no such node answers."""
+        for node in self._nodes.values():
+            if node.segments and segments.items() <= node.segments.items():
+                node.require_answering()
+                return node
+        silent = [node.name for node in self if not node.segments]
         raise unavailable(f"no node says that its topology is {dict(segments)}{_not_asked(silent)}")
 
     def answering(self) -> Sequence[Node]:
-        """The nodes that answered last."""
-        return [one for one in self if not one.problem]
+        """The nodes that answered their last GetPluginInfo call."""
+        return [node for node in self if not node.problem]
 
     def require_asked(self) -> None:
-        """Raise Refused while members that came a moment ago have not answered at all.
+        """Raise Refused while members of the cluster that joined a moment ago have never answered.
 
-        So it is at a controller's start: an earlier one may have begun anything on them.
+        At a controller's start these are all nodes; an earlier controller may have begun to make a
+        volume on any of them.
         """
-        silent = [one.name for one in self if not one.answered_seconds and self.is_new(one.name)]
+        silent = [
+            node.name for node in self if not node.answered_seconds and self.is_new(node.name)
+        ]
         if silent:
             raise unavailable(f"not all nodes have answered this controller{_not_asked(silent)}")
 
     def require_all(self) -> Sequence[Node]:
-        """All nodes; raises Refused if one of them does not answer."""
-        for one in self:
-            one.require_answering()
+        """All nodes. Raises Refused if one of them does not answer."""
+        for node in self:
+            node.require_answering()
         return list(self)
 
     async def _ask_all(self, fresh_seconds: float = _FRESH_SECONDS) -> None:
-        """Ask all nodes but those that were asked so lately."""
+        """Ask all nodes for their volume groups, unless asked less than `fresh_seconds` ago."""
         since = time.monotonic() - fresh_seconds
-        known = [one for one in self if one.address]
-        due = [one for one in known if one.is_being_asked or one.asked_seconds <= since]
-        # A question is cancelled where its node leaves the cluster: the other nodes' answers count.
+        reachable = [node for node in self if node.address]
+        due = [node for node in reachable if node.is_being_asked or node.asked_seconds <= since]
+        # The exceptions are ignored: a GetPluginInfo call is cancelled if its node leaves the
+        # cluster, and the answers of the other nodes count.
         await asyncio.gather(*map(self.ask, due), return_exceptions=True)
 
     async def _ask(self, node: Node) -> None:
@@ -794,12 +925,12 @@ class Nodes:
                 answer = await unary(node, _INFO, b"", _PATIENCE_SECONDS)
                 if len(answer) > _MOST_BYTES:
                     raise unavailable(f"it says more of itself than {_MOST_BYTES} bytes")
-                said = csi.GetPluginInfoResponse.FromString(answer)
+                report = csi.GetPluginInfoResponse.FromString(answer)
             if self._nodes.get(node.name) is not node:
                 raise unavailable(f"node {node.name} left the cluster")
             if node.address != address:
                 raise unavailable(_NOT_ASKED)
-            self._believe(node, said)
+            self._believe(node, report)
         except Exception as error:
             problem = problem_of(error)
         else:
@@ -811,7 +942,7 @@ class Nodes:
         node.problem = problem
 
     def _believe(self, node: Node, said: csi.GetPluginInfoResponse) -> None:
-        """Take what a node says of itself. Raises ValueError where it cannot be so."""
+        """Take over a node's answer to GetPluginInfo. Raises ValueError if it cannot be true."""
         manifest = said.manifest
         name = manifest.get(routes.NODE_ID)
         node.version = _printable(said.vendor_version)
@@ -826,20 +957,21 @@ class Nodes:
                 f" of {self._driver_name!r}"
             )
         segments, groups = (_texts(manifest, key) for key in (routes.SEGMENTS, routes.GROUPS))
-        if segments != (own := ids.topology(node.name, self._driver_name)):
-            raise ValueError(f"its topology is {str(segments)[:_MOST_SHOWN]!r}, not {own}")
+        if segments != (expected := ids.topology(node.name, self._driver_name)):
+            raise ValueError(f"its topology is {str(segments)[:_MOST_SHOWN]!r}, not {expected}")
         for uuid, group in groups.items():
             if VolumeId.parse(f"{group}@{uuid}/any") is None:
                 raise ValueError(f"{f'{group}@{uuid}'[:_MOST_SHOWN]!r} is no volume group")
-        # An older version does not say whether these are all.
+        # An older version of Carver does not report whether these are all its volume groups.
         whole = manifest.get(routes.IS_WHOLE)
         is_whole = None if whole is None else whole == routes.YES
         if is_whole is False:
-            # Those that it had may be on disks that it has not looked at.
+            # Volume groups that the node named before may be on disks that it has not scanned.
             groups = {**node.groups, **groups}
         if len(groups) > _MOST_GROUPS:
             raise ValueError(f"it has more than {_MOST_GROUPS} volume groups")
-        # One that looked, and found a disk that it cannot read, has reported all that it can.
+        # A node that scanned its disks, and found one that it cannot read, has reported all that it
+        # can.
         has_reported = node.has_reported or whole != ""
         if has_reported != node.has_reported:
             node.has_reported, self._unheard = has_reported, None
@@ -859,27 +991,29 @@ class Nodes:
             if uuid not in node.claimed:
                 node.claimed[uuid] = self._record.now()
                 if not self._record.nodes_of(uuid):
-                    # They may have been made since the last reading.
+                    # PersistentVolumes of the volume group may have been made since
+                    # PersistentVolumes were last read.
                     self._record.doubt_claim()
             self._claims.setdefault(uuid, set()).add(node.name)
-            # It claims the group again, and is believed no more than at first.
+            # The node claims the volume group again, so it is no longer one that ceased to claim
+            # it.
             self._former.get(uuid, {}).pop(node.name, None)
             self._note_conflict(uuid, groups[uuid])
             self._is_settled(node, uuid)
 
     def _note_conflict(self, uuid: str, group: str) -> None:
-        """Log once that several nodes have a group, unless that may be over in a moment."""
+        """Log once that several nodes may have a volume group, if that is likely to last."""
         if len(self._holders(uuid)) < 2:
             self._logged.pop(uuid, None)
             return
         self._record.doubt()
-        said = self._dispute(group, uuid)
-        if len(self._lasting_holders(uuid)) > 1 and self._logged.get(uuid) != said:
-            self._logged[uuid] = said
-            _log.error("%s", said)
+        problem = self._dispute(group, uuid)
+        if len(self._lasting_holders(uuid)) > 1 and self._logged.get(uuid) != problem:
+            self._logged[uuid] = problem
+            _log.error("%s", problem)
 
     def _give_up(self, node: Node, uuid: str) -> None:
-        """Take a group from a node that no longer claims it."""
+        """Remove a node's claim to a volume group."""
         claiming = self._claims.get(uuid, set())
         claiming.discard(node.name)
         if not claiming:
@@ -887,7 +1021,7 @@ class Nodes:
             self._logged.pop(uuid, None)
 
     def _forget_former(self) -> None:
-        """Forget who gave up which group before PersistentVolumes were read last."""
+        """Forget claims to volume groups that ended before PersistentVolumes were last read."""
         for uuid, former in list(self._former.items()):
             for name, moment in list(former.items()):
                 if self._record.is_newer(moment):
@@ -903,42 +1037,42 @@ class Nodes:
         self._later(node.close())
 
     def _unknown(self, parsed: VolumeId, what: str) -> str:
-        unsure = [one.name for one in self if one.may_have_more]
+        unsure = [node.name for node in self if node.may_have_more]
         return (
             f"{what}: no node that answers has volume group {parsed.group} ({parsed.group_uuid})"
             f"{self._why_unsure(unsure)}. Start Carver on its node, or attach its disks to one"
         )
 
     def _why_unsure(self, unsure: Sequence[str]) -> str:
-        """The names of nodes that may have more than they said, by why they may."""
-        looking = [one for one in unsure if (m := self._nodes.get(one)) and not m.problem]
-        silent = _not_asked([one for one in unsure if one not in looking])
+        """Return the names of nodes that may have volume groups they did not name, and why."""
+        looking = [name for name in unsure if (node := self._nodes.get(name)) and not node.problem]
+        silent = _not_asked([name for name in unsure if name not in looking])
         if not looking:
             return silent
         return f"{silent}; nodes that have not looked at all their disks: {_several(looking)}"
 
 
 def _not_an_id(identity: str, what: str) -> Refused:
-    """The answer about a text that is no id, as a node gives it."""
+    """Return the error for a text that is no volume id; a node would answer the same."""
     if not identity:
         return Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{what}: is required")
     return Gone(f"{what}: there is no volume or snapshot {identity[:_MOST_SHOWN]!r}")
 
 
 def _texts(manifest: Mapping[str, str], key: str) -> Mapping[str, str]:
-    """A JSON object of texts. Raises ValueError, RecursionError."""
+    """Parse a JSON object whose values are texts. Raises ValueError, RecursionError."""
     text = manifest.get(key, "")
     if len(text) > _MOST_MANIFEST:
         raise ValueError(f"its {key} is longer than {_MOST_MANIFEST} characters")
-    found = json.loads(text)
-    if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+    texts = json.loads(text)
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
         raise ValueError(f"{text[:100]!r} is no JSON object of texts")
-    return found
+    return texts
 
 
 def _printable(text: str) -> str:
-    """The beginning of a node's text for log and terminal, with spaces for control characters."""
-    return "".join(one if one.isprintable() else " " for one in text[:_MOST_TEXT])
+    """Return the start of a node's text for logs and terminals, spaces for control characters."""
+    return "".join(character if character.isprintable() else " " for character in text[:_MOST_TEXT])
 
 
 def _not_asked(silent: Sequence[str]) -> str:

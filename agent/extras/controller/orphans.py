@@ -1,7 +1,8 @@
-"""Orphans of the whole cluster: volumes that nothing refers to, and objects of nodes that are gone.
+"""Orphans of the whole cluster: volumes that nothing refers to, and objects of deleted nodes.
 
-The volumes are those that the controller lists over its own socket. What only a node's kernel or
-LVM tells stays with `carver orphans` there: directories, inline volumes, what is half-made.
+The volumes are those that the controller lists over its own socket. Directories, inline volumes and
+unfinished volumes are known only to a node's kernel or LVM; `carver orphans` on the node finds
+orphans among them.
 """
 
 import os
@@ -26,11 +27,12 @@ from lvm import names
 from proto import csi_pb2 as csi
 from proto.carver_pb2_grpc import ClusterStub
 
+# Command that deletes an orphaned volume, as shown to users.
 _DELETE = "carver controller orphans --delete {name} --yes"
 
 
 class _Listed(NamedTuple):
-    """What is kept of a volume in a list: a node may say kilobytes more of each."""
+    """What is kept of a volume in a list: a node may send kilobytes more for each volume."""
 
     volume_id: str
     capacity_bytes: int
@@ -38,8 +40,8 @@ class _Listed(NamedTuple):
 
     @classmethod
     def of(cls, volume: csi.Volume) -> Self:
-        places = (each.segments.values() for each in volume.accessible_topology)
-        where = ", ".join(value for each in places for value in each)
+        places = (topology.segments.values() for topology in volume.accessible_topology)
+        where = ", ".join(value for segments in places for value in segments)
         return cls(volume.volume_id, volume.capacity_bytes, where)
 
 
@@ -51,32 +53,35 @@ class ClusterFinder:
         self._history = History(config.endpoint.parent / "orphans.json")
 
     def look(self) -> Sequence[Orphan]:
-        """Return all candidates, the sure ones first.
+        """Return all candidates, those that are certainly orphans first.
 
-        Raises ClusterSilent where a list is not whole or a node does not answer, BadConfig,
-        NotReady; nothing is recorded then.
+        Raises ClusterSilent if a list is incomplete or a node does not answer; BadConfig; NotReady.
+        After an error nothing is recorded.
         """
         config = self._config
-        # Before the cluster's objects: what refers to a volume is made after it.
+        # Volumes are listed before the cluster's objects: an object that refers to a volume is made
+        # after the volume, so it is in the later list.
         volumes, taken, node_ids = self._listed()
-        wanted = references.read(
+        cluster = references.read(
             Lists(access.find(config.kubeconfig, os.environ)),
             config.driver_name,
             config.topology_key,
             node_ids,
         )
-        found = [*_of_volumes(volumes, taken, wanted), *candidates.of_objects(wanted)]
-        return judged(found, self._history, wanted, config.orphan_grace_seconds)
+        orphans = [*_of_volumes(volumes, taken, cluster), *candidates.of_objects(cluster)]
+        return judged(orphans, self._history, cluster, config.orphan_grace_seconds)
 
     def _listed(self) -> tuple[Iterable[_Listed], Counter[str], Sequence[str]]:
-        """All volumes, how many snapshots each has, and all nodes that may have had them."""
+        """Return all volumes, how many snapshots each has, and the names of all nodes."""
         try:
             with Client(self._config.endpoint) as caller:
-                # A group that moves from node to node while pages are read is in two of them.
-                volumes = {one.volume_id: _Listed.of(one) for one in caller.every_volume()}
-                taken = Counter(one.source_volume_id for one in caller.every_snapshot())
-                # Afterwards: also a node that joined meanwhile must be of this cluster.
-                nodes = [one.name for one in caller.stub(ClusterStub).Nodes(Empty()).nodes]
+                # A dictionary, as a volume group that moves to another node between two pages is in
+                # both.
+                volumes = {volume.volume_id: _Listed.of(volume) for volume in caller.every_volume()}
+                taken = Counter(snapshot.source_volume_id for snapshot in caller.every_snapshot())
+                # Nodes are listed after the volumes: a node that joined meanwhile must be of this
+                # cluster, too.
+                nodes = [node.name for node in caller.stub(ClusterStub).Nodes(Empty()).nodes]
         except grpc.RpcError as error:
             problem = f"{error.details()} ({error.code().name})"
             raise errors.ClusterSilent("the nodes' volumes", problem) from None
@@ -88,18 +93,20 @@ class ClusterFinder:
 def _of_volumes(
     volumes: Iterable[_Listed], taken: Counter[str], wanted: References
 ) -> Iterator[Candidate]:
-    """Find the volumes that nothing in the cluster refers to.
+    """Yield the volumes that nothing in the cluster refers to.
 
-    A list has no LVM UUIDs: a volume that was made again under its name is taken for the first.
+    A list has no LVM UUIDs, so a volume that was deleted and made again under its name counts as
+    the first one.
     """
-    # Of a long name only the digest is in the id.
-    spoken_for = {names.logical_volume(ids.VOLUME_PREFIX, one) for one in wanted.spoken_for}
-    for one in volumes:
-        parsed = VolumeId.parse(one.volume_id)
+    # Names are compared as names of logical volumes, since an id has only the digest of a long
+    # name.
+    spoken_for = {names.logical_volume(ids.VOLUME_PREFIX, name) for name in wanted.spoken_for}
+    for volume in volumes:
+        parsed = VolumeId.parse(volume.volume_id)
         if parsed is None or parsed.name in spoken_for or wanted.names(parsed.name):
             continue
-        about = f"{one.capacity_bytes} bytes on {one.where}"
-        if count := taken[one.volume_id]:
-            about += f", with {count} snapshots, which must be deleted first"
-        handle = one.volume_id
-        yield Candidate(Kind.VOLUME, handle, "", about, handle, remedy=_DELETE)
+        description = f"{volume.capacity_bytes} bytes on {volume.where}"
+        if count := taken[volume.volume_id]:
+            description += f", with {count} snapshots, which must be deleted first"
+        handle = volume.volume_id
+        yield Candidate(Kind.VOLUME, handle, "", description, handle, remedy=_DELETE)

@@ -1,20 +1,27 @@
-"""Which node a new volume goes to, and how much room there is.
+"""The choice of a new volume's node, and the free capacity of nodes.
 
-With a content source it is the source's node, whatever the scheduler chose: the answer's topology
-becomes the PersistentVolume's, and the scheduler puts the pod there in its next cycle (binder.go of
-its plugin volumebinding, checkBindings). Without one it is the first preferred node, and no other:
-the pod might not be able to follow. If the cluster has no such Node any more the scheduler is to
-choose again (RESOURCE_EXHAUSTED), as the provisioner asks for the same node until a final answer.
-It is to choose again also where another volume of the same pod is, or will be, on another node:
-once that one is bound, the scheduler puts the pod there.
+There are three cases:
 
-A class that binds immediately has no such choice, and the preferred nodes of its allowedTopologies
-are in the order of a hash: it is the node with the most room of those that answer and are allowed,
-and that one again until it says how the call ended: if it no longer answers the volume may be
-there. Another controller does not know that. So one that starts waits two minutes for nodes that
-have not answered it yet, and asks all that answer whether they have the volume, also those on which
-no other is made by now. Asked at the same time, or later while that node does not answer, it may
-choose another node, and one volume is an orphan.
+1. A volume with a content source is made on the source's node, whatever the scheduler chose. The
+   topology in the answer becomes the PersistentVolume's, and the scheduler puts the pod on that
+   node in its next cycle (checkBindings in binder.go of its plugin volumebinding).
+2. A volume without a source is made on the first preferred node, which the scheduler chose, and on
+   no other: the pod could not follow. If the cluster has no such Node any more, the answer is
+   RESOURCE_EXHAUSTED, which makes the scheduler choose again; after other errors the
+   external-provisioner repeats the call for the same node. The answer is the same if another volume
+   of the same pod is, or will be, on another node: once that volume is bound, the scheduler puts
+   the pod there.
+3. A class with immediate binding has no such choice: the preferred nodes come from its
+   allowedTopologies, in the order of a hash. The volume is made on the allowed node that answers
+   and has the most free capacity.
+
+In the third case a volume whose outcome is not known may be on the node that was called. So a
+repeated call goes to the same node, until that node says how the call ended. A controller that
+starts does not know the calls of an earlier one. So it waits two minutes for nodes that have not
+answered it yet, and asks all nodes that answer whether they have the volume, also those on which no
+other volume may be made. Two controllers that are called at the same time may still choose
+different nodes, and so may a new controller while the first node does not answer. One of the two
+volumes is then an orphan.
 """
 
 import asyncio
@@ -34,32 +41,42 @@ from agent.extras.controller.nodes import Node, Nodes, Refused, problem_of, unav
 from lvm import names
 from proto import csi_pb2 as csi
 
-# After these a volume is on the node that was called, or on none.
+# gRPC codes of CreateVolume's errors after which the outcome is known: the volume is on the node
+# that was called, or on none.
 _KNOWN = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
-# After these, of ControllerGetVolume, a volume may be there.
+# gRPC codes of ControllerGetVolume's errors after which the node may have the volume.
 _UNKNOWN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-# How long a node is waited for that is asked what it has.
+# Time limit, in seconds, of the questions to nodes about one volume or their free capacity.
 _PATIENCE_SECONDS = 5.0
-# The largest number of the field, which nodes may reach together.
+# Largest value of the field available_capacity, which the sum over all nodes could exceed.
 _MOST_BYTES = (1 << 63) - 1
-# Volumes whose outcome is not known; the provisioner repeats the calls of all, a hundred at once.
+# Largest number of volumes whose node is kept because their outcome is not known. The provisioner
+# repeats the calls of all of them, a hundred at once.
 _MOST_ATTEMPTS = 10_000
 
-# Sends a request to a node: the call's name, the node, the request; returns the answer.
+# A function that sends a request to a node, by the call's name, the node and the request, and
+# returns the answer.
 Ask = Callable[[str, Node, Any], Awaitable[Any]]
 
 
 class Attempts:
-    """Where volumes that may be anywhere are being created, until their outcome is known."""
+    """The nodes on which volumes are being created, until the outcome of the call is known.
+
+    The node is kept only for volumes that any node may have, so that a repeated call goes to the
+    same node.
+    """
 
     def __init__(self) -> None:
-        # The name of the node by the volume's; the oldest first.
+        # The name of the node by the volume's name, the oldest first.
         self._nodes: dict[str, str] = {}
         self._under_way: set[str] = set()
 
     @asynccontextmanager
     async def only(self, name: str) -> AsyncIterator[None]:
-        """Run the only call about a volume. Raises Refused for a second one at the same time."""
+        """Run the block as the only call about a volume; forget its node if the outcome is known.
+
+        Raises Refused for a second call at the same time.
+        """
         if name in self._under_way:
             raise Refused(grpc.StatusCode.ABORTED, f"{name!r} is being created by another call")
         self._under_way.add(name)
@@ -75,11 +92,11 @@ class Attempts:
             self._under_way.discard(name)
 
     def node(self, name: str) -> str:
-        """The node that an earlier call was sent to; empty if there was none."""
+        """The node that an earlier call about a volume was sent to; empty without one."""
         return self._nodes.get(name, "")
 
     def begin(self, name: str, node: str) -> None:
-        """Keep the node that a call is sent to."""
+        """Keep the node that a call about a volume is sent to."""
         self._nodes[name] = node
         if len(self._nodes) > _MOST_ATTEMPTS:
             del self._nodes[next(iter(self._nodes))]
@@ -87,10 +104,11 @@ class Attempts:
 
 @dataclass(frozen=True)
 class _Apart:
-    """Another volume of a pod, which is, or will be, on another node than the new one."""
+    """Another volume of the same pod, which is, or will be, on another node than the new volume."""
 
     other: OtherVolume
-    # Its node's topology segments or name; empty if no node that answers has its source.
+    # The topology segments, or the names, of the other volume's nodes. Empty if no node that
+    # answers has the other volume's source.
     place: frozenset[str]
 
     @property
@@ -107,9 +125,9 @@ class _Apart:
 class Placement:
     """Chooses nodes for CreateVolume, and answers GetCapacity.
 
-    Without `questions` the API server is not asked: preferred nodes are the scheduler's choice, and
-    a pod's other volumes are not known. So it is where the API server refuses a question for good;
-    where it does not answer one Refused is raised.
+    Without `questions` the API server is not asked. Preferred nodes then count as the scheduler's
+    choice, and a pod's other volumes are not known. The same holds if the API server refuses a
+    question for good. If it does not answer, Refused is raised.
     """
 
     def __init__(
@@ -119,9 +137,9 @@ class Placement:
         self._questions = questions
 
     async def given(self, request: csi.CreateVolumeRequest) -> Node | None:
-        """The node that the source is on, or that the scheduler chose; None without either.
+        """Return the node that the source is on, or that the scheduler chose; None without either.
 
-        Raises Refused also where a pod could not use the volume there.
+        Raises Refused, also if a pod could not use the volume on that node.
         """
         source, field = routes.source_of(request)
         claim, preferred = ClaimName.of(request), request.accessibility_requirements.preferred
@@ -147,9 +165,9 @@ class Placement:
         return node
 
     async def anywhere(self, request: csi.CreateVolumeRequest) -> Node:
-        """The node for a new volume that may be on any, or on any that is allowed. Raises Refused.
+        """Return the node for a new volume that any node, or any allowed node, may have.
 
-        Only one call about a volume may be under way.
+        Only one call about a volume may be under way. Raises Refused.
         """
         node = self._nodes.get(self._attempts.node(request.name)) or await self._roomiest(request)
         node = self._undisputed(node)
@@ -157,16 +175,21 @@ class Placement:
         return node
 
     def _undisputed(self, node: Node) -> Node:
-        """The node, unless another may have its groups. Raises Refused."""
+        """Return the node, unless another node may have its volume groups.
+
+        Raises Refused.
+        """
         if problem := self._nodes.no_new(node):
             raise unavailable(problem)
         self._nodes.require_own(node)
         return node
 
     async def _require_new(self, node: Node, request: csi.CreateVolumeRequest) -> None:
-        """Raise Refused if no volume is made on the scheduler's choice, which may choose another.
+        """Raise Refused if no new volume may be made on the node that the scheduler chose.
 
-        Not if the volume is there, or may be, by an earlier call: it would stay as an orphan.
+        The code is RESOURCE_EXHAUSTED, which makes the scheduler choose another node. If an earlier
+        call made the volume on this node, or may have, the code is UNAVAILABLE: on another node the
+        volume would be made twice, and this one would be an orphan.
         """
         if problem := self._nodes.no_new(node):
             name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
@@ -178,9 +201,10 @@ class Placement:
     async def _is_scheduled(
         self, request: csi.CreateVolumeRequest, claim: ClaimName | None
     ) -> bool:
-        """Whether the first preferred node is the scheduler's choice, not one of several by a hash.
+        """Whether the first preferred node is the scheduler's choice.
 
-        Where the API server refuses to say, it is taken for the scheduler's.
+        Otherwise it is only the first of several nodes in the order of a hash. If the API server
+        refuses to say, the node counts as the scheduler's choice.
         """
         several = len(request.accessibility_requirements.preferred) > 1
         if self._questions is None or claim is None or not several:
@@ -189,120 +213,136 @@ class Placement:
         return await self._questions.ask(claim.namespace, is_scheduled, claim) is not False
 
     async def _preferred(self, segments: Mapping[str, str], claim: ClaimName | None) -> Node:
-        """The node that the scheduler chose. Raises Refused if it is silent, or has left."""
+        """Return the node that the scheduler chose. Raises Refused if it is silent, or has left."""
         try:
             return self._nodes.of_segments(segments)
         except Refused as error:
-            named = ", ".join(segments.values())
+            where = ", ".join(segments.values())
             if await self._has_left(segments, claim):
                 raise Refused(
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
-                    f"node {named} has left the cluster: the scheduler is to choose another",
+                    f"node {where} has left the cluster: the scheduler is to choose another",
                 ) from None
             raise unavailable(
-                f"{error}. The claim waits for node {named}: start it; if it will not come back,"
+                f"{error}. The claim waits for node {where}: start it; if it will not come back,"
                 " delete its Node object, and the scheduler chooses another"
             ) from None
 
     async def _has_left(self, segments: Mapping[str, str], claim: ClaimName | None) -> bool:
-        """Whether the cluster has no such node: no Node object, or none in the file of nodes."""
+        """Whether the cluster has no node with these topology segments.
+
+        With an API server: no Node object. Without: no node in the file of nodes, once all of these
+        have answered.
+        """
         if self._questions is not None:
             claims = self._questions.claims
             if not (segment := segments.get(claims.topology_key, "")):
                 return False
             namespace = claim.namespace if claim is not None else ""
-            asked = claims.has_node, segment, time.monotonic()
-            return await self._questions.ask(namespace, *asked) is False
-        known = list(self._nodes)
-        is_one_of_them = any(segments.items() <= one.segments.items() for one in known)
-        return bool(known) and all(one.segments for one in known) and not is_one_of_them
+            question_parts = claims.has_node, segment, time.monotonic()
+            return await self._questions.ask(namespace, *question_parts) is False
+        nodes = list(self._nodes)
+        is_one_of_them = any(segments.items() <= node.segments.items() for node in nodes)
+        return bool(nodes) and all(node.segments for node in nodes) and not is_one_of_them
 
     async def _apart(
         self, request: csi.CreateVolumeRequest, claim: ClaimName | None, node: Node
     ) -> "_Apart | None":
-        """Another volume of the same pod that is not on this node; None if there is none.
+        """Return another volume of the same pod that is not on this node; None if there is none.
 
-        Also None where several pods use the claim and one of them has its others on this node: no
-        node serves all. And where the new volume is on the node already, by an earlier call.
+        None also in two cases in which another node would be no better: several pods use the claim,
+        and one of them has its other volumes on this node, so that no node serves all pods; or the
+        new volume is on this node already, by an earlier call.
         """
         if self._questions is None or claim is None:
             return None
-        asked = self._questions.claims.others
-        others = await self._questions.ask(claim.namespace, asked, claim) or ()
+        question = self._questions.claims.others
+        others = await self._questions.ask(claim.namespace, question, claim) or ()
         apart: dict[str, _Apart] = {}
-        for one in others:
-            place = await self._place(one)
+        for other in others:
+            place = await self._place(other)
             if node.name not in place and place.isdisjoint(node.segments.values()):
-                apart.setdefault(one.pod, _Apart(one, place))
-        if not apart or len(apart) < len({one.pod for one in others}):
+                apart.setdefault(other.pod, _Apart(other, place))
+        if not apart or len(apart) < len({other.pod for other in others}):
             return None
         name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
         is_there = await self._has(node, name)
         return None if is_there else next(iter(apart.values()))
 
     async def _place(self, other: OtherVolume) -> frozenset[str]:
-        """The topology segments, or the names, of the nodes of a volume; empty if none has it."""
+        """Return the topology segments, or the names, of a volume's nodes; empty if none has it."""
         if other.source is None:
             return other.segments
-        with suppress(Refused):  # it asks all nodes, if none is known to have the group
+        with suppress(Refused):  # if no node is known to have the volume group, all nodes are asked
             await self._nodes.owner(str(other.source), "source")
         uuid = other.source.group_uuid
-        return frozenset(one.name for one in self._nodes if uuid in one.groups)
+        return frozenset(node.name for node in self._nodes if uuid in node.groups)
 
     async def _roomiest(self, request: csi.CreateVolumeRequest) -> Node:
-        """The node that has the volume from an earlier call, or else the one with the most room.
+        """Return the node that has the volume from an earlier call, or the one with most capacity.
 
-        It may have it, too, though no other volume is made there by now. Raises Refused.
+        A node that has the volume counts, also if no other volume may be made on it. Raises
+        Refused, also while new members have not answered this controller.
+
+        1. Ask all allowed nodes that answer whether they have the volume; return the one that does.
+        2. Leave out nodes that do not say. Raise the error of such a node if it is a new member, or
+           if no node says that it lacks the volume.
+        3. Leave out nodes on which no new volume may be made.
+        4. Return the node that has space for the largest volume.
         """
-        allowed = [dict(one.segments) for one in request.accessibility_requirements.requisite]
+        allowed = [
+            dict(topology.segments) for topology in request.accessibility_requirements.requisite
+        ]
         nodes = [
-            one
-            for one in self._nodes.answering()
-            if not allowed or any(each.items() <= one.segments.items() for each in allowed)
+            node
+            for node in self._nodes.answering()
+            if not allowed or any(segments.items() <= node.segments.items() for segments in allowed)
         ]
         if not nodes:
             raise unavailable("accessibility_requirements: no node that is allowed answers")
         self._nodes.require_asked()
         name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
-        asked = (self._has(one, name) for one in nodes)
-        # One that has it counts, whatever others do not say.
-        said = await asyncio.gather(*asked, return_exceptions=True)
-        seen = list(zip(nodes, said, strict=True))
+        questions = (self._has(node, name) for node in nodes)
+        # The node that has the volume counts, whatever other nodes fail to say.
+        answers = await asyncio.gather(*questions, return_exceptions=True)
+        seen = list(zip(nodes, answers, strict=True))
         for node, has in seen:
             if has is True:
                 return node
         unknown = [(node, error) for node, error in seen if isinstance(error, BaseException)]
         nodes = [node for node, has in seen if has is False]
         for node, error in unknown:
-            # An earlier controller may have begun it there. Later a group that hangs holds up none.
+            # An earlier controller may have begun to make the volume on a new member. On other
+            # nodes a volume group that hangs must not delay new volumes.
             if not nodes or not isinstance(error, Refused) or self._nodes.is_new(node.name):
                 raise error
-        problems = [self._nodes.no_new(one) for one in nodes]
-        nodes = [one for one, problem in zip(nodes, problems, strict=True) if not problem]
+        problems = [self._nodes.no_new(node) for node in nodes]
+        nodes = [node for node, problem in zip(nodes, problems, strict=True) if not problem]
         if not nodes:
             raise unavailable(f"no volume is made on any node that is allowed: {problems[0]}")
-        wanted = csi.GetCapacityRequest(
+        capacity_request = csi.GetCapacityRequest(
             volume_capabilities=request.volume_capabilities, parameters=request.parameters
         )
-        rooms = await asyncio.gather(*(self._room(one, wanted) for one in nodes))
-        room, node = max(zip(rooms, nodes, strict=True), key=lambda one: one[0])
+        rooms = await asyncio.gather(*(self._room(node, capacity_request) for node in nodes))
+        room, node = max(zip(rooms, nodes, strict=True), key=lambda pair: pair[0])
         if room < 0:
             raise unavailable("none of the nodes said how much room it has")
         return node
 
     async def _has(self, node: Node, name: str) -> bool:
-        """Whether one of a node's groups has a logical volume of that name, also an unfinished one.
+        """Whether one of a node's volume groups has a logical volume of that name, finished or not.
 
-        Raises Refused where it may be there.
+        Raises Refused if the node may have the volume.
         """
         unknown: Refused | None = None
         for uuid, group in node.groups.items():
-            wanted = csi.ControllerGetVolumeRequest(volume_id=str(VolumeId(group, uuid, name)))
+            request = csi.ControllerGetVolumeRequest(volume_id=str(VolumeId(group, uuid, name)))
             try:
                 async with asyncio.timeout(_PATIENCE_SECONDS):
-                    await self._ask("ControllerGetVolume", node, wanted)
+                    await self._ask("ControllerGetVolume", node, request)
             except TimeoutError:
-                # It is asked whether it answers at all; if not it is passed over next time.
+                # The cancelled call makes the controller ask the node whether it still answers; a
+                # node that does not answer is passed over next time.
                 raise unavailable(
                     f"node {node.name} does not say in time whether it has {name!r}; ask again"
                 ) from None
@@ -315,14 +355,14 @@ class Placement:
                     )
                 if _code(error) is not grpc.StatusCode.ABORTED:
                     continue
-                # It is there, and is being filled.
+                # ABORTED means that the volume exists, and is being filled.
             return True
         if unknown is not None:
             raise unknown
         return False
 
     async def _room(self, node: Node, wanted: csi.GetCapacityRequest) -> int:
-        """The largest volume that a node has room for, in bytes; -1 if it does not say."""
+        """Return the size, in bytes, of the largest volume a node has space for; -1 if unknown."""
         try:
             async with asyncio.timeout(_PATIENCE_SECONDS):
                 answer = await self._ask("GetCapacity", node, wanted)
@@ -332,31 +372,41 @@ class Placement:
             return -1
 
     async def capacity(self, request: csi.GetCapacityRequest) -> csi.GetCapacityResponse:
-        """The capacity of the node that a topology names, or of all nodes that answer together."""
+        """Return the capacity of the node that a topology names, or the sum of all nodes'.
+
+        Raises Refused if one of these nodes does not answer. Nodes on which no new volume may be
+        made have no capacity.
+        """
         if request.HasField("accessible_topology"):
             node = self._nodes.of_segments(request.accessible_topology.segments)
             if self._nodes.has_no_room(node):
                 return _no_capacity()
             answer: csi.GetCapacityResponse = await self._ask("GetCapacity", node, request)
             return answer
-        found: Sequence[Any] = await asyncio.gather(
+        capacities: Sequence[Any] = await asyncio.gather(
             *(
-                self._ask("GetCapacity", one, request)
-                for one in self._nodes.require_all()
-                if not self._nodes.has_no_room(one)
+                self._ask("GetCapacity", node, request)
+                for node in self._nodes.require_all()
+                if not self._nodes.has_no_room(node)
             )
         )
         answer = csi.GetCapacityResponse(
-            available_capacity=min(_MOST_BYTES, sum(one.available_capacity for one in found))
+            available_capacity=min(
+                _MOST_BYTES, sum(capacity.available_capacity for capacity in capacities)
+            )
         )
-        if found:
-            answer.maximum_volume_size.value = max(one.maximum_volume_size.value for one in found)
-            answer.minimum_volume_size.value = min(one.minimum_volume_size.value for one in found)
+        if capacities:
+            answer.maximum_volume_size.value = max(
+                capacity.maximum_volume_size.value for capacity in capacities
+            )
+            answer.minimum_volume_size.value = min(
+                capacity.minimum_volume_size.value for capacity in capacities
+            )
         return answer
 
 
 def _code(error: BaseException) -> grpc.StatusCode:
-    """The code of a node's error; UNAVAILABLE for one without."""
+    """Return the gRPC code of a node's error; UNAVAILABLE for an error without a code."""
     if isinstance(error, Refused):
         return error.code
     if isinstance(error, grpc.aio.AioRpcError):

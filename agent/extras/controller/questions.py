@@ -1,8 +1,10 @@
-"""Questions to the API server from the event loop: few threads, and a queue for each key.
+"""Run blocking requests to the API server in threads, with a queue for each key.
 
-Of one key one question is asked at a time: what takes long for it holds up its own questions only.
-A question that no call waits for any more keeps its place until it ends, so that callers who repeat
-it have no more threads wait for the API server.
+The event loop of the controller must not block, so 32 threads wait for the API server.
+
+At most one request for a key runs at a time. So what takes long for one key, such as a namespace,
+delays the requests for that key only. A request whose caller has given up keeps its place in the
+queue until it ends, so a caller that retries does not occupy more threads.
 """
 
 import asyncio
@@ -18,61 +20,69 @@ from mount import command
 
 _T = TypeVar("_T")
 
-# How many questions are asked at once.
+# Number of requests that run at once, and of threads.
 _AT_ONCE = 32
-# How long a call waits until its question begins, and for the answer. It is a third of what the
-# provisioner waits for the call in all: what is not answered in this time is asked for anew.
+# Time limit, in seconds, of the wait until a request begins, and again of the wait for its answer.
+# The limit is a third of the time that the external-provisioner waits for a CSI call; a call that
+# fails by this limit is retried by the provisioner.
 PATIENCE_SECONDS = 20.0
 
 
 class NotInTime(errors.AgentError):
-    """A question did not begin in time, or was not answered in time."""
+    """A request to the API server did not begin, or did not end, within its time limit."""
 
 
 class SharedReading(Generic[_T]):
-    """Something that takes long to read, for all questions of calls that began before its reading.
+    """A slow read whose result is shared by the calls that began before the read began.
 
-    So a hundred calls at once have it read once or twice, and none goes by what was read before it
-    began. A reading that fails has failed for all of these, too: they do not fail one by one.
+    A hundred concurrent calls cause one or two reads. No call uses a result that was read before
+    the call began. If a read fails, all calls that share the read get its error; they do not retry
+    one after the other.
     """
 
     def __init__(self, read: Callable[[], _T], clock: Callable[[], float]) -> None:
         self._read, self._clock = read, clock
         self._lock = threading.Lock()
-        # When the last reading began, and what came of it.
+        # When the last read began, and its result or its error.
         self._begun = float("-inf")
         self._found: _T | errors.AgentError
 
     def since(self, moment: float) -> _T:
-        """What a reading found that began after a moment. Raises what the reading raised."""
+        """Return the result of a read that began after `moment`, reading again if necessary.
+
+        Raises the error of that read.
+        """
         with self._lock:
             if self._begun <= moment:
                 begun = self._clock()
                 try:
                     self._found = self._read()
                 except errors.AgentError as error:
-                    # Without what was read, which a traceback would keep.
+                    # Drop the traceback, whose frames would keep the partly read data in memory.
                     self._found = error.with_traceback(None)
                 self._begun = begun
-            found = self._found
-        if isinstance(found, errors.AgentError):
-            raise found
-        return found
+            result = self._found
+        if isinstance(result, errors.AgentError):
+            raise result
+        return result
 
 
 class Questions:
-    """Asks questions that wait for the API server. For one event loop."""
+    """A pool of threads that wait for the API server on behalf of one event loop."""
 
     def __init__(self, name: str, limit_seconds: float) -> None:
-        """Each question's requests end soon after `limit_seconds`; `name` is its threads'."""
+        """Set the time limit of each request, and `name` as the prefix of the threads' names.
+
+        The requests that a question sends to the API server end soon after `limit_seconds`.
+        """
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix=name)
         self._limit_seconds = limit_seconds
         self._free = asyncio.Semaphore(_AT_ONCE)
-        # By the key; kept by those that wait for it or have it.
+        # The lock of each key. An entry exists only while a request waits for its lock or holds it.
         self._queues = WeakValueDictionary[str, asyncio.Lock]()
 
     async def ask(self, key: str, question: Callable[..., _T], *about: object) -> _T:
-        """Run a question in a thread, after the others of its key.
+        """Run `question(*about)` in a thread, after the earlier questions with the same key.
 
         Raises NotInTime, which names the key, and what the question raises.
         """
@@ -87,7 +97,7 @@ class Questions:
             raise NotInTime(problem) from None
 
     async def _take(self, queue: asyncio.Lock) -> None:
-        """Wait for the others of the key, and for a thread."""
+        """Wait for the lock of the key, and then for a free thread."""
         await queue.acquire()
         try:
             await self._free.acquire()
@@ -98,7 +108,10 @@ class Questions:
     def _begin(
         self, queue: asyncio.Lock, question: Callable[..., _T], *about: object
     ) -> "asyncio.Future[_T]":
-        """Ask in a thread; the next one of the key begins after that, also if no call waits."""
+        """Run a question in a thread; release the thread and the key's lock when it ends.
+
+        Both are released also if the caller has been cancelled meanwhile.
+        """
         loop = asyncio.get_running_loop()
 
         def release() -> None:
@@ -106,7 +119,7 @@ class Questions:
             self._free.release()
 
         def ended(_: object) -> None:
-            with suppress(RuntimeError):  # the loop is closed
+            with suppress(RuntimeError):  # raised if the loop is closed
                 loop.call_soon_threadsafe(release)
 
         begun = self._threads.submit(self._in_time, question, *about)
@@ -118,5 +131,5 @@ class Questions:
             return question(*about)
 
     def stop(self) -> None:
-        """Ask no more."""
+        """Cancel the questions that have not begun, and accept no more."""
         self._threads.shutdown(wait=False, cancel_futures=True)

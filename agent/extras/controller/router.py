@@ -1,9 +1,10 @@
-"""CSI for the sidecars of a whole cluster: each call goes to the node that it is about.
+"""CSI for the sidecars of a whole cluster: pass each call on to the node of its volume.
 
-A call is passed on as its bytes, and so is its answer once it was read (answer_rules.py), so that
-fields which this version does not know reach the node and the caller. Nothing of a request is kept
-or logged but its method, id and name. The caller's deadline and its cancellation go along. A node's
-error is the answer, with the node's name before it.
+The bytes of a call are passed on unchanged, and so are the bytes of its answer once the answer was
+checked (answer_rules.py). So fields that this version does not know reach the node and the caller.
+Of a request nothing is kept or logged but its method, and its id or name. The caller's deadline and
+its cancellation are passed on, too. If a node answers with an error, that error is the answer, with
+the node's name before it.
 """
 
 import asyncio
@@ -33,33 +34,39 @@ _log = logging.getLogger("carver.calls")
 
 _Code = grpc.StatusCode
 _CONTROLLER = "csi.v1.Controller"
-# After these a group may be on another node than it was (OtherGroup, GroupMissing; NotHere of a
-# copy's source).
+# gRPC codes of errors after which a volume group may be on another node than before: those of
+# OtherGroup and GroupMissing, and of NotHere about the source of a copy.
 _MAY_HAVE_MOVED = (
     *(_Code.FAILED_PRECONDITION, _Code.NOT_FOUND, _Code.UNAVAILABLE),
     _Code.RESOURCE_EXHAUSTED,
 )
+# Calls that succeed if their id names nothing.
 _DELETIONS = ("DeleteVolume", "DeleteSnapshot", "DeleteVolumeGroupSnapshot")
+# gRPC codes of errors after which a node may have ceased to answer.
 _MAY_BE_SILENT = (_Code.UNAVAILABLE, _Code.DEADLINE_EXCEEDED)
+# The calls that list what all nodes have, with the class of their answer.
 _LISTS = {
     "ListVolumes": csi.ListVolumesResponse,
     "ListSnapshots": csi.ListSnapshotsResponse,
     "ControllerListVolumeHealth": csi.ControllerListVolumeHealthResponse,
 }
+# Fields of requests, the first of which that is set is logged as the subject of the call.
 _SUBJECTS = ("name", "volume_id", "source_volume_id", "snapshot_id", "group_snapshot_id")
 
 
 @dataclass
 class Call:
-    """A call that is being answered: what is logged and counted of it."""
+    """A call that is being answered: what is logged and counted of the call."""
 
     method: str
     context: "grpc.aio.ServicerContext[bytes, bytes]"
     subject: str = ""
-    # The last node it was sent to, and the seconds that each node took that was called.
+    # The last node that the call was sent to; and the name and the seconds of each node that was
+    # called.
     node: str = ""
     nodes_seconds: list[tuple[str, float]] = dataclasses.field(default_factory=list)
-    # The seconds of a stream: its reader may have been slower than the node.
+    # The duration of a stream, in seconds. The duration is kept apart from `nodes_seconds`, as the
+    # reader of the stream may have been slower than the node.
     stream_seconds: float = 0.0
     seconds: float = 0.0
     code: grpc.StatusCode = _Code.OK
@@ -67,15 +74,15 @@ class Call:
 
     @property
     def node_seconds(self) -> float:
-        """The seconds that the nodes took, one after the other."""
+        """The total time, in seconds, that nodes took for the call."""
         return self.stream_seconds + sum(seconds for _, seconds in self.nodes_seconds)
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """A request for a node: its RPC's path, itself, and its bytes as they are sent.
+    """A request to a node: the path of the RPC, the parsed request, and its bytes.
 
-    `owned` are the ids in it, of a field of the request, for which it goes to that node.
+    `owned` are those ids in the request because of which the request is sent to this node.
     """
 
     path: str
@@ -84,12 +91,12 @@ class _Sent:
     owned: Sequence[str] = ()
 
 
-# Answers a call by the bytes of its request.
+# A function that answers a call, by the bytes of the call's request.
 _Answer = Callable[[Call, bytes], Awaitable[bytes]]
 
 
 class Router:
-    """Answers the calls of all CSI services but Node. `observe` gets each call that has ended."""
+    """Answers the calls of all CSI services but Node. `observe` is called with each ended call."""
 
     def __init__(
         self,
@@ -101,14 +108,17 @@ class Router:
         *,
         attach: bool = False,
     ) -> None:
-        """`attach`: whether volumes are attached to nodes, which must be set so, too."""
+        """Make the handlers of all calls.
+
+        With `attach` the controller offers ControllerPublishVolume; the nodes must be set the same.
+        """
         self._nodes, self._answers, self._observe = nodes, Answers(nodes), observe
         self._attempts, self._questions = Attempts(), questions
         info = csi.GetPluginInfoResponse(name=driver_name, vendor_version=version)
         offered = (csi.PluginCapability.Service.SNAPSHOT_METADATA_SERVICE,)
-        # What the controller itself answers: the sidecars ask at their start, before any node is
-        # known.
-        own: Mapping[str, Mapping[str, Message]] = {
+        # Calls that the controller itself answers, because sidecars send them at their start,
+        # before any node is known.
+        constants: Mapping[str, Mapping[str, Message]] = {
             "csi.v1.Identity": {
                 "GetPluginInfo": info,
                 "GetPluginCapabilities": identity.capabilities(offered),
@@ -122,7 +132,7 @@ class Router:
             },
         }
         self._handlers: dict[str, dict[str, Any]] = {}
-        for service, answers in own.items():
+        for service, answers in constants.items():
             for method, message in answers.items():
                 self._add(service, method, _constant(message.SerializeToString()))
         for service, fields in routes.FIELDS.items():
@@ -138,11 +148,11 @@ class Router:
         for service, fields in routes.STREAMS.items():
             for method, field in fields.items():
                 stream = self._streamed(method, self._stream(service, method, field))
-                made: Any = grpc.unary_stream_rpc_method_handler(stream)
-                self._handlers.setdefault(service, {})[method] = made
+                handler: Any = grpc.unary_stream_rpc_method_handler(stream)
+                self._handlers.setdefault(service, {})[method] = handler
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register all services."""
+        """Register all services at a server."""
         server.add_generic_rpc_handlers(
             tuple(
                 grpc.method_handlers_generic_handler(service, handlers)
@@ -155,7 +165,7 @@ class Router:
         self._handlers.setdefault(service, {})[method] = handler
 
     def _by_id(self, service: str, method: str, field: str) -> _Answer:
-        """Answer a call about one volume or snapshot, or about several of one node."""
+        """Return the handler of a call about one volume or snapshot, or several on one node."""
         request_class, path = routes.request_class(service, method), f"/{service}/{method}"
 
         async def answer(call: Call, data: bytes) -> bytes:
@@ -177,9 +187,11 @@ class Router:
         return answer
 
     async def _owner_of_all(self, identities: Sequence[str], field: str) -> Node:
-        owners = {one: await self._nodes.owner(one, field) for one in identities or [""]}
-        if len({one.name for one in owners.values()}) > 1:
-            where = ", ".join(f"{one} is on {node.name}" for one, node in owners.items())
+        owners = {
+            identity: await self._nodes.owner(identity, field) for identity in identities or [""]
+        }
+        if len({node.name for node in owners.values()}) > 1:
+            where = ", ".join(f"{identity} is on {node.name}" for identity, node in owners.items())
             raise Refused(
                 _Code.INVALID_ARGUMENT,
                 f"{field}: all volumes of a group snapshot must be on one node; {where}",
@@ -193,7 +205,7 @@ class Router:
         if (node := await placement.given(request)) is not None:
             identity, field = routes.source_of(request)
             return await self._send(call, node, _Sent(path, request, data, [identity]), field)
-        # Neither a source nor the scheduler says where it is to be.
+        # The volume has no source, and the scheduler chose no node: any node may have it.
         async with self._attempts.only(request.name):
             node = await placement.anywhere(request)
             passed_on, _ = await self._once(call, node, _Sent(path, request, data))
@@ -240,14 +252,17 @@ class Router:
                     return await self._send(call, node, sent, field)
             ask = self._asking(call)
             page: Message = await lists.page(
-                self._nodes, request, _LISTS[method](), lambda node, one: ask(method, node, one)
+                self._nodes, request, _LISTS[method](), lambda node, part: ask(method, node, part)
             )
             return page.SerializeToString()
 
         return answer
 
     def _asking(self, call: Call) -> Callable[[str, Node, Any], Awaitable[Any]]:
-        """Send parsed requests of one call of the controller's, by the method's name."""
+        """Return a function that sends a parsed request to a node, as a part of answering `call`.
+
+        The function takes the name of a method of the Controller service.
+        """
 
         async def ask(method: str, node: Node, request: Message) -> Any:
             sent = _Sent(f"/{_CONTROLLER}/{method}", request, request.SerializeToString())
@@ -257,9 +272,9 @@ class Router:
         return ask
 
     async def _send(self, call: Call, node: Node, sent: _Sent, field: str) -> bytes:
-        """Send a call to the node of some ids; if their group has moved on meanwhile, to that one.
+        """Send a call to a node; if its volume group has moved to another node, send it there.
 
-        They were read from `field`, and may be empty.
+        `field` is the request's field that the ids came from, which may be empty.
         """
         try:
             passed_on, _ = await self._once(call, node, sent)
@@ -274,20 +289,21 @@ class Router:
         return passed_on
 
     async def _once(self, call: Call, node: Node, sent: _Sent) -> tuple[bytes, Any]:
-        """Call a node: the bytes of its answer, to be passed on, and the answer."""
+        """Call a node once. Return the bytes of its answer, which are passed on, and the answer."""
         node.require_answering()
         call.node, begun = node.name, time.monotonic()
         try:
             remaining = call.context.time_remaining()
-            asked = (sent.path, sent.request, sent.data, remaining)
-            return await self._answers.of(node, *asked, owned=sent.owned)
+            sent_parts = (sent.path, sent.request, sent.data, remaining)
+            return await self._answers.of(node, *sent_parts, owned=sent.owned)
         except grpc.aio.AioRpcError as error:
             if error.code() in _MAY_BE_SILENT:
                 self._nodes.ask(node)
             call.node = node.name
             raise _of_node(node, error) from None
         except asyncio.CancelledError:
-            # The caller's deadline may end the call before the node's own does.
+            # Ask the node whether it still answers: the caller's deadline may end the call before
+            # the time limit of the node's own does.
             self._nodes.ask(node)
             raise
         finally:
@@ -296,7 +312,10 @@ class Router:
     def _stream(
         self, service: str, method: str, field: str
     ) -> Callable[[Call, bytes], AsyncIterator[bytes]]:
-        """Pass a stream on, message by message: the node waits while the caller reads."""
+        """Return the handler of a stream, which passes it on message by message.
+
+        The node waits while the caller reads.
+        """
         request_class, path = routes.request_class(service, method), f"/{service}/{method}"
 
         async def stream(call: Call, data: bytes) -> AsyncIterator[bytes]:
@@ -324,7 +343,7 @@ class Router:
         return stream
 
     def _answered(self, method: str, answer: _Answer) -> Any:
-        """Around each call: its log line, and its error as a gRPC status."""
+        """Return a handler that also logs a call, and turns its error into a gRPC status."""
 
         async def handle(data: bytes, context: Any) -> bytes | None:
             call, begun = Call(method, context), time.monotonic()
@@ -375,13 +394,14 @@ class Router:
 
 
 def _fail(call: Call, error: Exception | asyncio.CancelledError) -> None:
-    """Give a call the code and the sentence of an error; raise what cancels the call itself."""
+    """Give a call the code and the text of an error; raise again what cancels the call itself."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         if task is None or task.cancelling():
             call.code = _Code.CANCELLED
             raise error
-        # Its connection was closed meanwhile. gRPC would leave the caller without an answer.
+        # The node's connection was closed during the call. Without this, gRPC would give the caller
+        # no answer.
         call.code = _Code.UNAVAILABLE
         call.problem = (
             f"node {call.node or 'that was asked'} left the cluster, or its address changed, while"
@@ -399,13 +419,13 @@ def _fail(call: Call, error: Exception | asyncio.CancelledError) -> None:
 
 
 def _of_node(node: Node, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-    """A node's error with its name: several nodes may be asked for one call."""
+    """Return a node's error with the node's name, as several nodes may be asked for one call."""
     metadata = error.initial_metadata(), error.trailing_metadata()
     return grpc.aio.AioRpcError(error.code(), *metadata, f"node {node.name}: {error.details()}")
 
 
 def _name(call: Call, request: Any) -> None:
-    call.subject = next(filter(None, (getattr(request, one, "") for one in _SUBJECTS)), "")
+    call.subject = next(filter(None, (getattr(request, field, "") for field in _SUBJECTS)), "")
 
 
 def _constant(answer: bytes) -> _Answer:

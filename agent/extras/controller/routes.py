@@ -1,6 +1,6 @@
-"""Which volume or snapshot each call is about: one table of the CSI calls that nodes answer.
+"""The table of CSI calls that nodes answer, each with the field that names its volume.
 
-A call that is not here is no node's: agent/extras/controller/router.py answers it.
+agent/extras/controller/router.py answers all other calls itself, or chooses their node.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,16 +11,17 @@ from google.protobuf.message import Message
 
 from proto import csi_pb2 as csi
 
-# Keys of GetPluginInfoResponse.manifest, in which a node says of itself what the controller needs.
+# Keys of GetPluginInfoResponse.manifest, by which a node reports what the controller needs.
 NODE_ID, SEGMENTS, GROUPS = "node", "topology", "groups"
-# Whether these are all groups of Carver's on its disks: YES if by the last look no disk may have
-# another.
-# IN_PART if it has looked, and a disk may have another; empty before its first look.
+# Key in the manifest, and its values: whether the node named all volume groups of Carver's on its
+# disks. YES if, by the last scan, no disk may have another volume group; IN_PART if, by the last
+# scan, a disk may have another volume group; empty before the first scan.
 IS_WHOLE, YES, IN_PART = "groups-whole", "yes", "in part"
-# Whether the node's kubelet asks for its volumes' health: YES, or empty.
+# Key in the manifest: whether kubelet on the node asks for its volumes' health. The value is YES,
+# or empty.
 IS_WATCHED = "health-watched"
 
-# By service and call: the field with the id of the volume, snapshot or group snapshot.
+# By service and call, the field with the id of the volume, snapshot or group snapshot.
 FIELDS: Mapping[str, Mapping[str, str]] = {
     "csi.v1.Controller": {
         "DeleteVolume": "volume_id",
@@ -39,7 +40,7 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         "GetVolumeGroupSnapshot": "group_snapshot_id",
     },
 }
-# Those answered by a stream.
+# Calls that are answered by a stream: by service and call, the field with the id.
 STREAMS: Mapping[str, Mapping[str, str]] = {
     "csi.v1.SnapshotMetadata": {
         "GetMetadataAllocated": "snapshot_id",
@@ -49,12 +50,12 @@ STREAMS: Mapping[str, Mapping[str, str]] = {
 
 
 def request_class(service: str, call: str) -> type[Message]:
-    """The class of a call's request."""
+    """Return the class of a call's request."""
     return message_factory.GetMessageClass(_method(service, call).input_type)
 
 
 def response_class(service: str, call: str) -> type[Message]:
-    """The class of a call's answer."""
+    """Return the class of a call's answer."""
     return message_factory.GetMessageClass(_method(service, call).output_type)
 
 
@@ -63,13 +64,13 @@ def _method(service: str, call: str) -> Any:
 
 
 def source_of(request: csi.CreateVolumeRequest) -> tuple[str, str]:
-    """The id of what a volume is to be made of, and its field; both empty for a new one."""
+    """Return the id of a new volume's source, and the request's field; both empty without one."""
     identity, field = source(request.volume_content_source)
     return identity, field and f"volume_content_source.{field}"
 
 
 def source(wire: csi.VolumeContentSource) -> tuple[str, str]:
-    """The id in a content source, and the field that has it; both empty where there is none."""
+    """Return the id in a content source, and the field that has it; both empty without one."""
     kind = wire.WhichOneof("type")
     if kind is None:
         return "", ""
@@ -77,6 +78,6 @@ def source(wire: csi.VolumeContentSource) -> tuple[str, str]:
 
 
 def ids_in(request: Any, field: str) -> Sequence[str]:
-    """The ids in a field of a request; none where it is empty, which the node then says."""
+    """Return the ids in a field of a request; none if it is empty, which the node then refuses."""
     value = getattr(request, field)
     return [value] if isinstance(value, str) else list(value)

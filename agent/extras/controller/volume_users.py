@@ -1,4 +1,4 @@
-"""Who uses a volume in the cluster: the claim that is bound to it, and the claim's pods."""
+"""The users of a volume in the cluster: the claim that is bound to it, and the claim's pods."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -18,7 +18,7 @@ _PODS = "/api/v1/pods"
 
 
 class VolumeUsers:
-    """Finds claims and pods, for one look: what was read once is not read again.
+    """Finds the claims and pods of volumes, for one round: each object is read once at most.
 
     All methods raise ClusterRefused, ClusterSilent.
     """
@@ -26,22 +26,23 @@ class VolumeUsers:
     def __init__(self, objects: Objects, lists: Lists, driver_name: str, topology_key: str) -> None:
         self._objects, self._lists = objects, lists
         self._driver_name, self._topology_key = driver_name, topology_key
-        # The PersistentVolumes by their handles, where the list had to be read.
+        # The PersistentVolumes by their handles; None until the list must be read.
         self._listed: Mapping[str, Object] | None = None
         self._pods: dict[str, Sequence[Object]] = {}
 
     def of(
         self, volume_id: str, node: str, segment: str = "", *, is_watched: bool = False
     ) -> Sequence[Subject]:
-        """The claim, then the pods on that node that use it; empty for a volume without a claim.
+        """Return the claim of a volume, then the pods on that node that use the claim.
 
-        With `segment` it is empty also unless the PersistentVolume names that topology segment.
-        No pods are named where kubelet tells them itself, as it does on a node that `is_watched`.
+        Empty for a volume without a bound claim. With `segment`, empty also unless the
+        PersistentVolume names that topology segment. On a node that `is_watched`, kubelet itself
+        shows volume health in the status of pods, so no pods are returned.
         """
-        found = self._volume(volume_id)
-        if found is None or (found.get("status") or {}).get("phase") != "Bound":
+        volume = self._volume(volume_id)
+        if volume is None or (volume.get("status") or {}).get("phase") != "Bound":
             return ()
-        spec = found["spec"]
+        spec = volume["spec"]
         if segment and segment not in set(references.nodes_of(spec, self._topology_key)):
             return ()
         bound = spec.get("claimRef") or {}
@@ -54,18 +55,22 @@ class VolumeUsers:
         return (claim,) if is_watched else (claim, *self._users(claim, node))
 
     def _volume(self, volume_id: str) -> Object | None:
-        # The provisioner names a PersistentVolume as its volume; a person may name it otherwise.
+        # The provisioner names a PersistentVolume after its volume; a person may have given it
+        # another name.
         name = ids.readable_name(volume_id)
-        found = find_named(self._objects, VOLUMES, name, "PersistentVolume")
-        if found is not None and self._handle(found) == volume_id:
-            return found
+        volume = find_named(self._objects, VOLUMES, name, "PersistentVolume")
+        if volume is not None and self._handle(volume) == volume_id:
+            return volume
         if self._listed is None:
-            every = self._lists.whole(VOLUMES, "PersistentVolumeList", keep=self._own).items
-            self._listed = {self._handle(one): one for one in every}
+            volumes = self._lists.whole(VOLUMES, "PersistentVolumeList", keep=self._own).items
+            self._listed = {self._handle(volume): volume for volume in volumes}
         return self._listed.get(volume_id)
 
     def _own(self, volume: Object) -> Object:
-        """What is kept of a PersistentVolume: what `of` reads, and nothing of another driver's."""
+        """Return what is kept of a PersistentVolume: the fields that `of` reads.
+
+        Empty for another driver's.
+        """
         if not self._handle(volume):
             return {}
         spec = volume["spec"]
@@ -73,28 +78,29 @@ class VolumeUsers:
         return {"spec": kept, "status": {"phase": (volume.get("status") or {}).get("phase")}}
 
     def _handle(self, volume: Object) -> str:
-        """The volume id in a PersistentVolume; empty for another driver's."""
+        """Return the volume id in a PersistentVolume; empty for another driver's."""
         source = (volume.get("spec") or {}).get("csi") or {}
         return str(source.get("volumeHandle")) if source.get("driver") == self._driver_name else ""
 
     def _users(self, claim: Subject, node: str) -> Iterator[Subject]:
-        """The pods that use a claim; none on a node whose kubelet writes to pods itself."""
+        """Yield the pods on a node that use a claim; none if kubelet writes to pods itself."""
         if node not in self._pods:
             on_node = self._lists.whole(_PODS, "PodList", fieldSelector=f"spec.nodeName={node}")
             self._pods[node] = on_node.items
         if any(map(_has_health, self._pods[node])):
             return
-        for one in self._pods[node]:
-            about = one["metadata"]
-            if about.get("namespace") == claim.namespace and claim.name in claims_of(one):
-                yield Subject("Pod", claim.namespace, about["name"], about["uid"])
+        for pod in self._pods[node]:
+            metadata = pod["metadata"]
+            if metadata.get("namespace") == claim.namespace and claim.name in claims_of(pod):
+                yield Subject("Pod", claim.namespace, metadata["name"], metadata["uid"])
 
 
 def _has_health(pod: Object) -> bool:
-    """Whether a kubelet with the feature CSIVolumeHealth wrote to a pod's status.
+    """Whether a kubelet with the feature CSIVolumeHealth wrote volume health to a pod's status.
 
-    The node says so as well, but not in the first minute of its Carver. Kubelet asks
-    NodeGetVolumeHealth of the volumes of all of its pods, and an entry stays when its conditions
-    are over (SetPodVolumeHealth of Kubernetes 1.37.2, pkg/kubelet/status/status_manager.go).
+    The node reports that as well (`is_watched`), but not in the first minute after Carver started
+    there. Kubelet calls NodeGetVolumeHealth for the volumes of all its pods, and an entry in the
+    status stays when its conditions are over (SetPodVolumeHealth of Kubernetes 1.37.2,
+    pkg/kubelet/status/status_manager.go).
     """
     return bool((pod.get("status") or {}).get("volumeHealth"))

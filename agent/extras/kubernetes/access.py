@@ -1,4 +1,7 @@
-"""Reach the Kubernetes API server: by a kubeconfig or as a pod; bounded requests."""
+"""Connections to the Kubernetes API server, by a kubeconfig or as a pod.
+
+Requests have limits of time and size.
+"""
 
 import base64
 import binascii
@@ -18,24 +21,26 @@ import yaml
 from agent.core import errors
 from agent.requests import secret
 
-# Kubelet mounts this into each pod with a service account.
+# Directory that kubelet mounts into each pod with a service account.
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
+# Keys of a kubeconfig's cluster and user that this module understands.
 _CLUSTER_KEYS = ("server", "certificate-authority", "certificate-authority-data")
 _USER_KEYS = (
     *("client-certificate", "client-certificate-data", "client-key", "client-key-data"),
     *("token", "tokenFile"),
 )
-# Keys of other programs, without effect here.
+# Keys of a kubeconfig that other programs write, and that have no effect here.
 _IGNORED = ("extensions",)
 
 
 @dataclass(frozen=True)
 class Server:
-    """An API server and the credentials. `tls` is None for http, on this machine only.
+    """The address of an API server and the credentials for it.
 
-    `token` returns the bearer token, and is called for each request, as a pod's token changes each
-    hour; it is None with a client certificate.
+    `tls` is None for http, which is allowed on this machine only. `token` is a function that
+    returns the bearer token, called for each request because a pod's token changes each hour; None
+    with a client certificate.
     """
 
     source: str
@@ -49,7 +54,10 @@ class Server:
 def find(
     kubeconfig: Path | None, environment: Mapping[str, str], account: Path = SERVICE_ACCOUNT
 ) -> Server:
-    """Return the server of a kubeconfig, else that of the pod's account; raises BadConfig."""
+    """Return the server of a kubeconfig, else that of the pod's service account.
+
+    Raises BadConfig.
+    """
     if kubeconfig is not None:
         return of_file(kubeconfig)
     if not environment.get("KUBERNETES_SERVICE_HOST"):
@@ -68,13 +76,13 @@ def find(
 
 
 def namespace(account: Path = SERVICE_ACCOUNT) -> str:
-    """The namespace of this pod; raises BadConfig where this is none."""
+    """Return the namespace of this pod. Raises BadConfig if this process does not run in a pod."""
     with _reading_errors(str(account), "namespace"):
         return (account / "namespace").read_text("ascii").strip()
 
 
 def of_file(file: Path) -> Server:
-    """Return the server of a kubeconfig's current context; raises BadConfig with the key."""
+    """Return the server of a kubeconfig's current context. Raises BadConfig with the key."""
     source = str(file)
     with _reading_errors(source, "kubeconfig"):
         whole = yaml.safe_load(file.read_bytes())
@@ -115,7 +123,7 @@ def _tls(
 ) -> ssl.SSLContext:
     authority = _content(source, directory, cluster, "certificate-authority")
     with _reading_errors(source, "certificate-authority"):
-        # By default the authorities that the machine trusts.
+        # Without an authority in the kubeconfig, the authorities that the machine trusts are used.
         tls = _context(None if authority is None else authority.decode("ascii"))
     certificate = _content(source, directory, user, "client-certificate")
     key = _content(source, directory, user, "client-key")
@@ -130,15 +138,15 @@ def _tls(
 
 
 def _context(authorities: str | None) -> ssl.SSLContext:
-    made = ssl.create_default_context(cadata=authorities)
-    # This is a default since Python 3.13, and refuses kubeadm's certificates, which have no key
+    context = ssl.create_default_context(cadata=authorities)
+    # The flag is a default since Python 3.13, and refuses kubeadm's certificates, which have no key
     # identifiers (RFC 5280, 4.2.1.1). The chain and the name are still checked.
-    made.verify_flags &= ~ssl.VERIFY_X509_STRICT
-    return made
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    return context
 
 
 def _token(source: str, directory: Path, user: Mapping[str, Any]) -> Callable[[], str] | None:
-    # As in kubectl, the file takes precedence over `token`.
+    # As in kubectl, `tokenFile` takes precedence over `token`.
     if file := user.get("tokenFile"):
         reading = _token_of(source, directory / str(file))
         reading()
@@ -159,7 +167,10 @@ def _token_of(source: str, file: Path) -> Callable[[], str]:
 
 
 def _as_header(source: str, key: str, text: str) -> str:
-    """Check that a token can be a header; the message does not show it."""
+    """Return a token that can stand in an HTTP header.
+
+    Raises BadConfig, without the token's text.
+    """
     if not text or not text.isascii() or not text.isprintable() or " " in text:
         raise errors.BadConfig(source, key, "is not a token")
     return text
@@ -181,17 +192,22 @@ def _content(source: str, directory: Path, table: Mapping[str, Any], key: str) -
 def _named(
     source: str, whole: Mapping[str, Any], listed: str, inside: str, name: object
 ) -> Mapping[str, Any]:
-    """Return the entry of that name in one of a kubeconfig's lists."""
-    for one in whole.get(listed) or ():
-        if isinstance(one, dict) and one.get("name") == name and isinstance(one.get(inside), dict):
-            found: Mapping[str, Any] = one[inside]
-            return found
+    """Return the entry of that name in one of a kubeconfig's lists. Raises BadConfig."""
+    for entry in whole.get(listed) or ():
+        if (
+            isinstance(entry, dict)
+            and entry.get("name") == name
+            and isinstance(entry.get(inside), dict)
+        ):
+            table: Mapping[str, Any] = entry[inside]
+            return table
     raise errors.BadConfig(source, listed, f"has none of the name {name!r}")
 
 
 def _check_keys(source: str, place: str, table: Mapping[str, Any], known: tuple[str, ...]) -> None:
     for key, value in table.items():
-        # Empty values, as `insecure-skip-tls-verify: false`, have no effect.
+        # Empty values, such as `insecure-skip-tls-verify: false`, have no effect, so they are
+        # allowed.
         if value and key not in (*known, *_IGNORED):
             allowed = ", ".join(known)
             raise errors.BadConfig(
@@ -207,16 +223,16 @@ def _is_here(host: str) -> bool:
 
 
 def _no_password() -> str:
-    """Refuse a key with a password; without this, OpenSSL would ask for it at the terminal."""
+    """Raise ValueError for a key with a password; OpenSSL would otherwise ask at the terminal."""
     raise ValueError("the key has a password; use one without")
 
 
 @contextmanager
 def _reading_errors(source: str, key: str) -> Iterator[None]:
-    """Raise BadConfig for what cannot be read, never with its content."""
+    """Turn errors of reading a source into BadConfig, which never shows the source's content."""
     try:
         yield
-    except OSError as error:  # ssl.SSLError too
+    except OSError as error:  # includes ssl.SSLError
         raise errors.BadConfig(source, key, f"cannot be read: {error.strerror or error}") from None
     except yaml.YAMLError:
         raise errors.BadConfig(source, key, "is not YAML") from None
@@ -225,20 +241,24 @@ def _reading_errors(source: str, key: str) -> Iterator[None]:
         raise errors.BadConfig(source, key, why) from None
 
 
+# Largest size of an answer of the API server, and of one read of it, in bytes.
 _LARGEST_ANSWER_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 16
 
 
 class Unproved(Exception):
-    """An answer that is incomplete or inconsistent; a retry may succeed."""
+    """An answer of the API server is incomplete or inconsistent; a retry may succeed."""
 
 
 class TooLong(Unproved):
-    """An answer with more bytes than are read; a retry that asks for less may succeed."""
+    """An answer of the API server is too large to be read; a smaller request may succeed."""
 
 
 class Connection:
-    """One connection; answers are limited in time and size."""
+    """A connection to the API server, with limits of time and size for its answers.
+
+    Without an answer or a further part of it for `silence_seconds`, a request fails.
+    """
 
     def __init__(self, server: Server, silence_seconds: float) -> None:
         self._server, self._silence_seconds = server, silence_seconds
@@ -263,9 +283,10 @@ class Connection:
         body: bytes | None = None,
         content: Mapping[str, str] | None = None,
     ) -> tuple[int, bytes]:
-        """Send a request; return status and body. `content` are headers of `body`, or others.
+        """Send a request to the API server, and return the status and the body of its answer.
 
-        No wait is longer than what is left until then. Raises TimeoutError, Unproved, what
+        `content` are headers of the request's body, or other headers. The time limit of the whole
+        request is the moment `until` (monotonic, seconds). Raises TimeoutError, Unproved, and what
         http.client raises.
         """
         remaining = until - time.monotonic()
@@ -280,7 +301,8 @@ class Connection:
         self._http.request(method, self._server.path + path, body=body, headers=headers)
         response = self._http.getresponse()
         parts, size, promised = [], 0, response.length
-        # In pieces, as the socket's timeout does not end a server that sends a byte now and then.
+        # The answer is read in parts, as the socket's timeout does not end a server that sends a
+        # byte now and then.
         while promised is None or size < promised:
             if not (part := response.read1(_CHUNK_BYTES)):
                 break
@@ -290,9 +312,10 @@ class Connection:
                 raise TooLong(f"its answer has more than {_LARGEST_ANSWER_BYTES} bytes")
             if time.monotonic() >= until:
                 raise TimeoutError
-        # http.client detects this itself only for a read in one piece.
+        # http.client detects a truncated answer only if it is read in one piece.
         if promised is not None and size < promised:
             raise Unproved(f"its answer was cut off, {promised - size} bytes before its end")
-        # Before 3.11.8 read1 leaves it open, and the connection is unusable (gh-113199).
+        # Before Python 3.11.8, read1 leaves the response open, and the connection is then unusable
+        # (gh-113199).
         response.close()
         return response.status, b"".join(parts)

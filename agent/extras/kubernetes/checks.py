@@ -1,12 +1,15 @@
-"""Check what Carver needs in the cluster, for `carver doctor --cluster`."""
+"""Checks of what Carver needs in the cluster, for `carver doctor --cluster`."""
 
 from collections.abc import Iterator, Sequence
 
 from agent.extras.kubernetes.objects import Lists, Object, Objects
 from agent.operations.preflight import FAIL, PASS, WARN, Finding, Seen
 
+# Paths of the API.
 DEPLOYMENTS = "/apis/apps/v1/deployments"
 REVIEWS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+# The name of the snapshot-controller's image, and the option by which nodes' sidecars take
+# snapshots.
 _CONTROLLER = "snapshot-controller"
 _DISTRIBUTED = "--enable-distributed-snapshotting"
 _VERBS = ("get", "list", "watch")
@@ -20,26 +23,27 @@ def everything(lists: Lists, objects: Objects) -> Sequence[Finding]:
 def _snapshot_controller(lists: Lists, objects: Objects) -> Iterator[Seen]:
     """Check that the snapshot-controller runs distributed, with the rights for that.
 
-    With a controller of Carver's for the whole cluster it need not. If it does, it keeps a cache of
-    nodes; without the right to list them the cache never fills, and it serves no driver of the
-    cluster (external-snapshotter, cmd/snapshot-controller/main.go).
+    With Carver's controller for the whole cluster, the snapshot-controller need not be distributed.
+    A distributed one keeps a cache of nodes. Without the right to list nodes the cache never fills,
+    and the snapshot-controller serves no driver of the cluster (external-snapshotter,
+    cmd/snapshot-controller/main.go).
     """
     containers = [
-        (one, container)
-        for one in lists.whole(DEPLOYMENTS, "DeploymentList").items
-        for container in one["spec"]["template"]["spec"]["containers"]
+        (deployment, container)
+        for deployment in lists.whole(DEPLOYMENTS, "DeploymentList").items
+        for container in deployment["spec"]["template"]["spec"]["containers"]
     ]
     is_central = any(_is_carver_controller(container) for _, container in containers)
-    found = [
-        (one, container)
-        for one, container in containers
+    snapshot_controllers = [
+        (deployment, container)
+        for deployment, container in containers
         if _CONTROLLER in container.get("image", "").rpartition("/")[2]
     ]
-    if not found:
+    if not snapshot_controllers:
         yield WARN, "there is none: snapshots cannot be made", "see docs/install.md"
-    for deployment, container in found:
-        about = deployment["metadata"]
-        name = f"{about['namespace']}/{about['name']}"
+    for deployment, container in snapshot_controllers:
+        metadata = deployment["metadata"]
+        name = f"{metadata['namespace']}/{metadata['name']}"
         if not _is_distributed(container) and is_central:
             yield PASS, f"{name} runs; Carver's controller takes up all snapshots", ""
             continue
@@ -51,7 +55,7 @@ def _snapshot_controller(lists: Lists, objects: Objects) -> Iterator[Seen]:
             )
             continue
         account = deployment["spec"]["template"]["spec"].get("serviceAccountName", "default")
-        user = f"system:serviceaccount:{about['namespace']}:{account}"
+        user = f"system:serviceaccount:{metadata['namespace']}:{account}"
         refused = [verb for verb in _VERBS if not _may(objects, user, verb)]
         if refused:
             yield (
@@ -64,8 +68,8 @@ def _snapshot_controller(lists: Lists, objects: Objects) -> Iterator[Seen]:
 
 
 def _is_carver_controller(container: Object) -> bool:
-    """Whether it runs `carver controller`, as the chart has it."""
-    names = {one.get("name") for one in container.get("env", ())}
+    """Whether a container runs `carver controller`, as the chart defines it."""
+    names = {variable.get("name") for variable in container.get("env", ())}
     return "CARVER_CONTROLLER_AUTHORITY" in names
 
 
@@ -82,5 +86,5 @@ def _may(objects: Objects, user: str, verb: str) -> bool:
         "resourceAttributes": {"verb": verb, "resource": "nodes"},
     }
     kind = "SubjectAccessReview"
-    asked = {"apiVersion": "authorization.k8s.io/v1", "kind": kind, "spec": spec}
-    return objects.review(REVIEWS, asked).get("status", {}).get("allowed") is True
+    review = {"apiVersion": "authorization.k8s.io/v1", "kind": kind, "spec": spec}
+    return objects.review(REVIEWS, review).get("status", {}).get("allowed") is True

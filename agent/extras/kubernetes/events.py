@@ -1,4 +1,4 @@
-"""Write Kubernetes Events about objects, each once."""
+"""Kubernetes Events about objects, each written once."""
 
 import hashlib
 from collections.abc import Callable
@@ -8,17 +8,21 @@ from datetime import UTC, datetime
 from agent.core import errors
 from agent.extras.kubernetes.objects import Object, Objects
 
-# Of an Event's name, which is a DNS subdomain: the object's name, then the digest.
+# Largest number of characters of the two parts of an Event's name, which is a DNS subdomain: the
+# object's name, and a digest.
 _NAME_CHARACTERS, _DIGEST_CHARACTERS = 200, 16
+# Format of a time in the API.
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
+# Reason of the API server's refusal to create an object that exists.
 _EXISTS = "AlreadyExists"
 
+# Types of Events.
 NORMAL, WARNING = "Normal", "Warning"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """An object that an Event is about; `namespace` is empty for one that is in none."""
+    """The object that an Event is about; `namespace` is empty for a cluster-wide object."""
 
     kind: str
     namespace: str
@@ -27,15 +31,15 @@ class Subject:
 
     @property
     def events(self) -> str:
-        """The namespace of its Events."""
+        """The namespace of the object's Events."""
         return self.namespace or "default"
 
 
 @dataclass(frozen=True)
 class Event:
-    """What is to be said: `kind` is NORMAL or WARNING, `times` how often it occurred.
+    """An Event: `kind` is NORMAL or WARNING, `times` is how often it occurred.
 
-    Two Events of the same `key` about the same object are one, which occurred again.
+    Two Events with the same `key` about the same object are one Event, which occurred again.
     """
 
     kind: str
@@ -46,18 +50,18 @@ class Event:
 
 
 class Events:
-    """Writes Events, which name `component` as their source; reads none.
+    """Writes Events, with `component` as their source, and reads none.
 
-    An Event's name follows from its object and key, so that another process writes the same one,
-    until the API server deletes it (its --event-ttl, an hour by default).
+    The name of an Event follows from its object and key, so another process writes an Event of the
+    same name, until the API server deletes it (its --event-ttl, an hour by default).
     """
 
     def __init__(self, objects: Objects, component: str, clock: Callable[[], float]) -> None:
-        """`clock` returns the seconds of the epoch."""
+        """Set the API server, the source of Events, and a clock of seconds since the epoch."""
         self._objects, self._component, self._clock = objects, component, clock
 
     def ensure(self, subject: Subject, event: Event, *, is_new: bool) -> None:
-        """Write an Event, unless it is there; one that is there is renewed if this `is_new`.
+        """Write an Event unless it exists; with `is_new`, renew one that exists.
 
         Raises ClusterRefused.
         """

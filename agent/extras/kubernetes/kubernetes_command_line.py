@@ -1,4 +1,4 @@
-"""`carver doctor --cluster`."""
+"""The option `--cluster` of `carver doctor`."""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def add(line: CommandLine) -> None:
-    """Add the option."""
+    """Add the option to the command `carver doctor`."""
     line.doctor.add_argument(
         "--cluster",
         action="store_const",

@@ -1,6 +1,8 @@
-"""Read complete lists of objects from the Kubernetes API; read and change single objects.
+"""A client of the Kubernetes API, for complete lists and for single objects.
 
-All of it heeds the time limit of its thread (mount/command.py).
+Lists are only read, single objects are read and changed.
+
+All requests heed the time limit of the thread that they run in (mount/command.py).
 """
 
 import http.client
@@ -21,24 +23,31 @@ from mount import command
 
 _log = logging.getLogger(__name__)
 
-# Paths of the API of lists whose objects are the whole cluster's.
+# Paths of lists in the API, of kinds whose objects are in no namespace.
 NODES, VOLUMES = "/api/v1/nodes", "/api/v1/persistentvolumes"
+# Paths of the lists of the contents of snapshots and of group snapshots.
 CONTENTS = "/apis/snapshot.storage.k8s.io/v1/volumesnapshotcontents"
 GROUP_CONTENTS = "/apis/groupsnapshot.storage.k8s.io/v1/volumegroupsnapshotcontents"
-# A page is parsed as a whole, and users make their objects as large as the API server takes, with
-# 1.5 MB. So of pods, which are listed for many calls at once, a page has fewer; of others a 16th,
-# after one that is too long.
+# Largest number of objects in a page of a list; of pods in such a page; and the factor by which a
+# page becomes smaller after one that is too large. A page is parsed as a whole, and users may make
+# an object as large as the API server takes, 1.5 MB. Pods are listed for many calls at once, so
+# their pages are smaller.
 _PAGE_ITEMS, _PAGE_PODS, _FEWER = 500, 20, 16
-# What each object is without its spec and status (kubernetes.io/docs/reference/using-api:
+# Kind of a list of objects without their spec and status (kubernetes.io/docs/reference/using-api:
 # "Alternate representations of resources").
 _METADATA = "PartialObjectMetadataList"
+# Value of the header Accept that asks for a list of metadata alone.
 _AS_METADATA = f"application/json;as={_METADATA};g=meta.k8s.io;v=v1"
-# For one wait for the server, and for one list with all its pages and retries.
+# Time limit, in seconds, of one wait for the server.
 _SILENCE_SECONDS = 10.0
+# Time limit, in seconds, of one list with all its pages and retries.
 _LIST_SECONDS = 120.0
-# Only reads are retried: a list from the start if the server restarted or an answer was cut off.
+# Number of attempts of a read; changes are not retried. A list is read again from its start if the
+# server restarted or an answer was cut off.
 _ATTEMPTS = 3
+# Seconds until the first retry of a list; each further retry waits longer by as much.
 _PAUSE_SECONDS = 2.0
+# Exceptions after which a request may be retried.
 _PROBLEMS = (OSError, http.client.HTTPException, Unproved)
 
 
@@ -50,7 +59,7 @@ class Listing:
     version: str
 
 
-# Makes of an object what is kept of it.
+# A function of an object that returns the part of the object that is kept.
 Keep = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
@@ -59,12 +68,16 @@ def _all(one: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _labels(one: Mapping[str, Any]) -> Mapping[str, Any]:
-    about = one["metadata"]
-    kept = {"name": about["name"], "uid": about["uid"], "labels": about.get("labels") or {}}
+    metadata = one["metadata"]
+    kept = {
+        "name": metadata["name"],
+        "uid": metadata["uid"],
+        "labels": metadata.get("labels") or {},
+    }
     return {"metadata": kept}
 
 
-# Annotations that are read of what users make: names of nodes and drivers, and a UID.
+# Annotations that are kept of pods and claims: names of nodes and drivers, and a UID.
 _READ_ANNOTATIONS = (
     "volume.kubernetes.io/selected-node",
     "volume.kubernetes.io/storage-provisioner",
@@ -74,12 +87,12 @@ _READ_ANNOTATIONS = (
 
 
 def _some(one: Any, *keys: str) -> dict[str, Any]:
-    """Of a table only these keys; a text that is longer than a name is left out."""
-    known = one if isinstance(one, dict) else {}
-    found = {key: known[key] for key in keys if key in known}
+    """Return the entries of a table with these keys; texts longer than a name are left out."""
+    table = one if isinstance(one, dict) else {}
+    chosen = {key: table[key] for key in keys if key in table}
     return {
         key: value
-        for key, value in found.items()
+        for key, value in chosen.items()
         if not isinstance(value, str) or len(value) <= _MOST_NAME
     }
 
@@ -93,12 +106,12 @@ def _pod(one: Mapping[str, Any]) -> Mapping[str, Any]:
     spec, status = (_some(one.get(key), *keys) for key, keys in _READ_OF_PODS.items())
     spec["volumes"] = [
         {
-            **_some(each, "name"),
-            **({"ephemeral": {}} if "ephemeral" in each else {}),
-            "persistentVolumeClaim": _some(each.get("persistentVolumeClaim"), "claimName"),
+            **_some(volume, "name"),
+            **({"ephemeral": {}} if "ephemeral" in volume else {}),
+            "persistentVolumeClaim": _some(volume.get("persistentVolumeClaim"), "claimName"),
         }
-        for each in spec.get("volumes") or ()
-        if "ephemeral" in each or each.get("persistentVolumeClaim")
+        for volume in spec.get("volumes") or ()
+        if "ephemeral" in volume or volume.get("persistentVolumeClaim")
     ]
     if "volumeHealth" in status:
         status["volumeHealth"] = bool(status["volumeHealth"])
@@ -110,14 +123,15 @@ def _claim(one: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"metadata": _about(one), "spec": spec, "status": status}
 
 
+# Fields that are kept of a pod.
 _READ_OF_PODS = {"spec": ("nodeName", "volumes"), "status": ("phase", "volumeHealth")}
-# What is kept of each object that users make, by the kind of its list.
+# For objects that users make, the function that returns the kept part, by the kind of the list.
 _OF_USERS: Mapping[str, Keep] = {"PodList": _pod, "PersistentVolumeClaimList": _claim}
 
 
 @dataclass(frozen=True)
 class _Question:
-    """What is asked of a collection, and what is kept of the answer."""
+    """A request for a list: its kind, its query, and the function that reduces each object."""
 
     kind: str
     query: Mapping[str, str]
@@ -127,7 +141,7 @@ class _Question:
 
 
 class Lists:
-    """Reads lists of one API server, by GET only."""
+    """Reads complete lists of one API server, by GET only."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -141,29 +155,29 @@ class Lists:
         if_served: bool = False,
         **query: str,
     ) -> Listing:
-        """Read a complete collection, such as /api/v1/nodes and NodeList; raises ClusterSilent.
+        """Read a complete collection, such as /api/v1/nodes and NodeList. Raises ClusterSilent.
 
-        Of each object only what `keep` returns is kept; by default all, but of pods and claims only
-        what Carver reads, as their users may make them large. With `if_served` a collection that
-        the API server does not know is empty.
+        Of each object, only what `keep` returns is kept. By default that is the whole object, but
+        of pods and claims only what Carver reads, as their users may make them large. With
+        `if_served`, a collection that the API server does not know is empty.
         """
         kept = keep or _OF_USERS.get(kind, _all)
         return self._whole(path, _Question(kind, query, kept, if_served=if_served))
 
     def metadata(self, path: str, **query: str) -> Listing:
-        """Read names, UIDs and labels of a complete collection; raises ClusterSilent."""
+        """Read names, UIDs and labels of a complete collection. Raises ClusterSilent."""
         return self._whole(path, _Question(_METADATA, query, _labels, {"Accept": _AS_METADATA}))
 
     def nodes(self) -> Listing:
-        """Read names, UIDs and labels of all Nodes; raises ClusterSilent, also where none is there.
+        """Read names, UIDs and labels of all Nodes. Raises ClusterSilent, also if there is no Node.
 
-        Carver's own pod is on a Node. So an API server without any has lost its data, or is
-        another cluster's, and no Node counts as deleted by what it says.
+        Carver's own pod is on a Node. So an API server without any Node has lost its data, or is
+        another cluster's, and its answer must not make any Node count as deleted.
         """
-        found = self.metadata(NODES)
-        if not found.items:
+        listing = self.metadata(NODES)
+        if not listing.items:
             raise errors.ClusterSilent(self._where(NODES), "it has no Node, not even Carver's own")
-        return found
+        return listing
 
     def _whole(self, path: str, asked: "_Question") -> Listing:
         until = time.monotonic() + command.patience_seconds(_LIST_SECONDS)
@@ -183,7 +197,7 @@ class Lists:
         raise errors.ClusterSilent(self._where(path), problem)
 
     def _read(self, path: str, asked: "_Question", until: float, most: int) -> Listing:
-        """Try once: read pages over one connection until the last."""
+        """Read all pages of a list over one connection, without a retry."""
         items: dict[str, Mapping[str, Any]] = {}
         version, token = "", ""
         with Connection(self._server, _SILENCE_SECONDS) as connection:
@@ -201,11 +215,11 @@ class Lists:
                 if version not in ("", page.version):
                     raise Unproved(f"its pages have two versions, {version} and {page.version}")
                 version = page.version
-                for one in page.items:
-                    uid = one["metadata"]["uid"]
+                for item in page.items:
+                    uid = item["metadata"]["uid"]
                     if uid in items:
-                        raise Unproved(f"it has an object twice, {one['metadata']['name']}")
-                    items[uid] = asked.keep(one)
+                        raise Unproved(f"it has an object twice, {item['metadata']['name']}")
+                    items[uid] = asked.keep(item)
                 if not page.token:
                     if page.remaining:
                         raise Unproved(f"it ended with {page.remaining} objects to come")
@@ -215,7 +229,7 @@ class Lists:
                 token = page.token
 
     def _refuse(self, path: str, status: int) -> None:
-        """Raise the error for a status that is not OK."""
+        """Raise the error for an HTTP status that is not OK."""
         if status == http.client.GONE:
             raise Unproved("its pages expired while they were read (410)")
         if _is_passing(status):
@@ -230,22 +244,22 @@ class Lists:
 
 
 def _is_passing(status: int) -> bool:
-    """Whether the API server may answer otherwise when it is asked again."""
+    """Whether the API server may answer differently when the request is repeated."""
     return status == http.client.TOO_MANY_REQUESTS or status >= http.client.INTERNAL_SERVER_ERROR
 
 
 def _is_final(status: int) -> bool:
-    """Whether the API server refuses a request for good, as it has no such object or right.
+    """Whether the API server refuses a request for good, because it lacks the object or the right.
 
-    With 401 it does not know who asks, as while it starts or this account's token is renewed: then
-    it says nothing of what it has, and nothing of rights.
+    With 401 the API server does not know who asks, for instance while it starts or this account's
+    token is renewed. Then its answer proves nothing about objects or rights.
     """
     return not _is_passing(status) and status != http.client.UNAUTHORIZED
 
 
 @dataclass(frozen=True)
 class _Page:
-    """One answer, checked; `token` leads to the next page, and is empty on the last."""
+    """One checked page of a list; `token` leads to the next page, and is empty on the last."""
 
     items: Sequence[Mapping[str, Any]]
     version: str
@@ -260,51 +274,55 @@ class _Page:
             raise Unproved("its answer is not whole JSON") from None
         if not isinstance(whole, dict) or whole.get("kind") != kind:
             raise Unproved(f"its answer is no {kind}")
-        about, items = whole.get("metadata"), whole.get("items")
+        metadata, items = whole.get("metadata"), whole.get("items")
         if kind == _METADATA and "items" in whole and items is None:
-            # So an API server writes an empty list of metadata alone (k8s.io/apiserver v0.36.3,
-            # pkg/endpoints/handlers/response.go, asPartialObjectMetadataList).
+            # An API server writes an empty list of metadata alone in this way (k8s.io/apiserver
+            # v0.36.3, pkg/endpoints/handlers/response.go, asPartialObjectMetadataList).
             items = []
-        if not isinstance(about, dict) or not isinstance(items, list):
+        if not isinstance(metadata, dict) or not isinstance(items, list):
             raise Unproved(f"its {kind} has no metadata, or no items")
-        version, token = about.get("resourceVersion"), about.get("continue") or ""
-        # 0 is the version of a cache that was never filled.
+        version, token = metadata.get("resourceVersion"), metadata.get("continue") or ""
+        # The version 0 is that of a cache in the API server that was never filled.
         if not isinstance(version, str) or version in ("", "0") or not isinstance(token, str):
             raise Unproved(f"its {kind} has no version")
-        remaining = about.get("remainingItemCount") or 0
+        remaining = metadata.get("remainingItemCount") or 0
         if not isinstance(remaining, int) or not all(map(_is_object, items)):
             raise Unproved(f"its {kind} has malformed objects")
         return cls(items, version, token, remaining)
 
 
 def _is_object(one: object) -> bool:
-    about = one.get("metadata") if isinstance(one, dict) else None
-    if not isinstance(about, dict):
+    metadata = one.get("metadata") if isinstance(one, dict) else None
+    if not isinstance(metadata, dict):
         return False
-    return all(isinstance(about.get(key), str) and about[key] for key in ("name", "uid"))
+    return all(isinstance(metadata.get(key), str) and metadata[key] for key in ("name", "uid"))
 
 
-# As on the wire; never changed in place.
+# An object as the API server sent it; never changed in place.
 Object = Mapping[str, Any]
+# Time limit of one request about a single object, in seconds.
 _SECONDS = 15.0
+# Seconds until a read of a single object is retried.
 _OBJECT_PAUSE_SECONDS = 1.0
 _JSON = {"Content-Type": "application/json"}
-# RFC 7386: null removes a field.
+# Header of a request that merges a change into an object: null removes a field (RFC 7386).
 _MERGE_PATCH = {"Content-Type": "application/merge-patch+json"}
+# Largest number of characters of a server's message in an error.
 _MOST_CHARACTERS = 1000
-# Names of objects of the whole cluster (apimachinery, IsDNS1123Subdomain).
+# Pattern and largest length of the names of cluster-wide objects (apimachinery,
+# IsDNS1123Subdomain).
 _LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 _SUBDOMAIN, _MOST_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*"), 253
 
 
 class Objects:
-    """Reads and changes objects of one API server. All methods raise ClusterRefused."""
+    """Reads and changes single objects of one API server. All methods raise ClusterRefused."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
 
     def find(self, path: str, kind: str) -> Object | None:
-        """Return the object at a path; None if the server says that there is none."""
+        """Return the object at a path; None if the API server says that it does not exist."""
         problem, is_refusal = "", False
         for attempt in range(_ATTEMPTS):
             if attempt:
@@ -324,24 +342,24 @@ class Objects:
         raise errors.ClusterRefused("GET", path, problem, is_refusal=is_refusal)
 
     def create(self, path: str, made: Object) -> None:
-        """Create an object in a collection; refused if its name exists."""
+        """Create an object in a collection. Refused if an object of that name exists."""
         self._write("POST", path, made, _JSON)
 
     def review(self, path: str, asked: Object) -> Object:
-        """Return the server's answer to a review, such as SubjectAccessReview."""
+        """Send a review, such as a SubjectAccessReview, and return the API server's answer."""
         return self._write("POST", path, asked, _JSON)
 
     def change(self, path: str, change: Object, version: str) -> None:
-        """Merge a change into an object, if it still has that version."""
-        about = {**change.get("metadata", {}), "resourceVersion": version}
-        self.merge(path, {**change, "metadata": about})
+        """Merge a change into an object, if the object still has that version."""
+        metadata = {**change.get("metadata", {}), "resourceVersion": version}
+        self.merge(path, {**change, "metadata": metadata})
 
     def merge(self, path: str, change: Object) -> None:
         """Merge a change into an object, whatever its version."""
         self._write("PATCH", path, change, _MERGE_PATCH)
 
     def delete(self, path: str, uid: str) -> None:
-        """Delete an object, if it has this UID; its finalizers run first."""
+        """Delete an object, if it has this UID. Its finalizers run first."""
         body = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
         self._write("DELETE", path, body, _JSON)
 
@@ -377,10 +395,11 @@ class Objects:
 
 
 def find_named(objects: Objects, collection: str, name: str, kind: str) -> Object | None:
-    """Return the object of a name; None also for a text that can be the name of none.
+    """Return the object of that name; None also for a text that cannot be an object's name.
 
-    A node may have said it, so it is no part of a path unless it can be a name: an API server
-    refuses others, and is left alone after a few refusals. Raises ClusterRefused.
+    The text may come from a node, so it becomes a part of a path only if it can be a name: the API
+    server refuses other names, and after a few refusals no more requests are sent to it. Raises
+    ClusterRefused.
     """
     if len(name) > _MOST_NAME or not _SUBDOMAIN.fullmatch(name):
         return None
@@ -388,14 +407,17 @@ def find_named(objects: Objects, collection: str, name: str, kind: str) -> Objec
 
 
 def claims_of(pod: Object) -> Iterator[str]:
-    """The names of a pod's claims, also of those that are made for it; none once it has ended."""
+    """Yield the names of a pod's claims, also of those made for its ephemeral volumes.
+
+    Nothing is yielded once the pod has ended.
+    """
     if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
         return
-    for one in (pod.get("spec") or {}).get("volumes") or ():
-        if "ephemeral" in one:
-            yield f"{pod['metadata']['name']}-{one['name']}"
-        elif named := one.get("persistentVolumeClaim"):
-            yield str(named.get("claimName"))
+    for volume in (pod.get("spec") or {}).get("volumes") or ():
+        if "ephemeral" in volume:
+            yield f"{pod['metadata']['name']}-{volume['name']}"
+        elif reference := volume.get("persistentVolumeClaim"):
+            yield str(reference.get("claimName"))
 
 
 def _problem_of(error: Exception) -> str:
@@ -409,5 +431,5 @@ def _problem_of(error: Exception) -> str:
 
 
 def _refusal(status: int, answer: Object) -> str:
-    said = str(answer.get("message") or "")[:_MOST_CHARACTERS]
-    return f"it answers {status}: {said}".rstrip(": ")
+    message = str(answer.get("message") or "")[:_MOST_CHARACTERS]
+    return f"it answers {status}: {message}".rstrip(": ")

@@ -1,11 +1,18 @@
-"""Rebind a claim to its volume on the node that it moved to, step by step.
+"""Rebind a claim to its volume on the node that the volume moved to, step by step.
 
-A PersistentVolume's handle and node are immutable, and so is a claim's PersistentVolume. Both are
-therefore created anew, the PersistentVolume first, reserved for the claim, so the claim gets the
-volume even if a StatefulSet recreates it. All state is kept in the cluster's own objects, so a look
-at them gives the next step.
+A PersistentVolume's handle and node are immutable, and so is a claim's PersistentVolume. Therefore
+both objects are created anew:
 
-From the first step on the old PersistentVolume is Retain; the new one is until its claim is bound.
+1. Set the old PersistentVolume to Retain, and note its reclaim policy in an annotation.
+2. Create the new PersistentVolume: Retain, and reserved for the claim, so the claim gets it even if
+   a StatefulSet recreates the claim. An annotation has the claim's manifest.
+3. Delete the claim, and wait for its end.
+4. Create the claim anew by the manifest, and wait until it is bound to the new PersistentVolume.
+5. Delete the old PersistentVolume.
+6. Give the new PersistentVolume the old reclaim policy, and remove the annotations.
+
+All state is kept in the cluster's own objects, so the next step follows from reading them. From the
+first step on, the old PersistentVolume is Retain; the new one is Retain until its claim is bound.
 """
 
 import hashlib
@@ -25,24 +32,25 @@ from agent.extras.kubernetes.objects import NODES, VOLUMES, Lists, Object, Objec
 _CLAIMS = "persistentvolumeclaims"
 _VOLUME, _CLAIM = "PersistentVolume", "PersistentVolumeClaim"
 _RETAIN = "Retain"
-# Annotations that Kubernetes' binder and scheduler set again.
+# Annotations that Kubernetes' binder and scheduler set again, so they are not copied.
 _BINDING = (
     "pv.kubernetes.io/bind-completed",
     "pv.kubernetes.io/bound-by-controller",
     "volume.kubernetes.io/selected-node",
 )
-# Fields that differ between the old and the new PersistentVolume.
+# Fields of the spec that may differ between the old and the new PersistentVolume.
 _OTHERWISE = ("claimRef", "persistentVolumeReclaimPolicy")
-# A name is at most 253 characters (RFC 1123).
+# Suffix of the new PersistentVolume's name.
 _SUFFIX = re.compile(r"-moved-[0-9a-f]{8}$")
+# Largest number of characters of the name before the suffix. A name has at most 253 (RFC 1123).
 _MOST_CHARACTERS = 230
-# How long to wait for the cluster to bind a claim, or to finish a deletion.
+# Time limit, in seconds, of the wait until a claim is bound, or a deletion has finished.
 _WAIT_SECONDS = 60
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a volume is: its id there, the node's name, the driver's name."""
+    """The place of a volume: its id there, the node's name, the driver's name."""
 
     handle: str
     node: str
@@ -50,34 +58,34 @@ class Place:
 
     @property
     def topology_key(self) -> str:
-        """Return the label of the driver's topology."""
+        """The key of the driver's topology label."""
         return f"topology.{self.driver}/node"
 
     @property
     def segment(self) -> str:
-        """Return the value of that label on the node."""
+        """The value of the driver's topology label on the node."""
         return ids.node_segment(self.node)
 
     @property
     def affinity(self) -> dict[str, Any]:
-        """Return the node affinity of a PersistentVolume for this node alone."""
-        wanted = {"key": self.topology_key, "operator": "In", "values": [self.segment]}
-        return {"required": {"nodeSelectorTerms": [{"matchExpressions": [wanted]}]}}
+        """The node affinity of a PersistentVolume for this node alone."""
+        expression = {"key": self.topology_key, "operator": "In", "values": [self.segment]}
+        return {"required": {"nodeSelectorTerms": [{"matchExpressions": [expression]}]}}
 
     @property
     def policy_key(self) -> str:
-        """Return the annotation that keeps the old reclaim policy."""
+        """The key of the annotation that keeps the old reclaim policy."""
         return f"move.{self.driver}/reclaim-policy"
 
     @property
     def claim_key(self) -> str:
-        """Return the annotation that keeps the claim's manifest."""
+        """The key of the annotation that keeps the claim's manifest."""
         return f"move.{self.driver}/claim"
 
 
 @dataclass(frozen=True)
 class _State:
-    """One look: the old and the new PersistentVolume of the volume, and the claim."""
+    """The cluster's objects at one moment: the old and the new PersistentVolume, and the claim."""
 
     namespace: str
     name: str
@@ -87,22 +95,22 @@ class _State:
 
     @property
     def path(self) -> str:
-        """Return the claim's path."""
+        """The path of the claim in the API."""
         return _path(self.namespace, _CLAIMS, self.name)
 
     @property
     def claimed(self) -> str:
-        """Return the name of the claim's PersistentVolume."""
+        """The name of the claim's PersistentVolume; empty without one."""
         return str(_at(self.claim or {}, "spec", "volumeName") or "")
 
     @property
     def confirmed_state(self) -> object:
-        """Return what a confirmation is about; if it changes, the confirmation is void."""
-        every = (self.old, self.new, self.claim)
-        return [one and (one["metadata"]["uid"], one["spec"]) for one in every]
+        """What a confirmation is about; if this changes, the confirmation is void."""
+        objects = (self.old, self.new, self.claim)
+        return [item and (item["metadata"]["uid"], item["spec"]) for item in objects]
 
     def refused(self, why: str) -> errors.NotRebound:
-        """Make the error that says why it cannot go on."""
+        """Return the error that says why the claim cannot be rebound."""
         return errors.NotRebound(str(self), why)
 
     def __str__(self) -> str:
@@ -111,16 +119,19 @@ class _State:
 
 @dataclass(frozen=True)
 class _Step:
-    """The next step. If `what` is empty, the last confirmation includes it."""
+    """The next step: a question to the user, and the action.
+
+    If `what` is empty, the last confirmation includes the step.
+    """
 
     what: str
     act: Callable[[], None]
 
 
 class Rebinding:
-    """The rebinding of one claim; `was` is the volume's old id.
+    """The rebinding of one claim to the volume at `place`; `was` is the volume's old id.
 
-    Raises NotRebound, ClusterRefused, ClusterSilent; call it again to continue.
+    Methods raise NotRebound, ClusterRefused, ClusterSilent. A repeated call continues.
     """
 
     def __init__(self, server: Server, was: str, place: Place) -> None:
@@ -128,13 +139,13 @@ class Rebinding:
         self._old_handle, self._place = was, place
 
     def run(self, confirmed: Callable[[str], bool], report: Callable[[str], None]) -> None:
-        """Take the remaining steps; raises NotConfirmed if one is declined."""
+        """Take the remaining steps. Raises NotConfirmed if the user declines one."""
         state = self._take_steps(self._next, confirmed, report)
         where = f"{_name(state.new or {})}, the volume on {self._place.node}"
         report(f"the claim {state} is bound to {where}")
 
     def undo(self, confirmed: Callable[[str], bool], report: Callable[[str], None]) -> None:
-        """Undo the steps while the claim has the old PersistentVolume; raises NotConfirmed."""
+        """Undo the steps, while the claim has the old PersistentVolume. Raises NotConfirmed."""
         state = self._take_steps(self._back, confirmed, report)
         report(f"the claim {state} is as it was, of {_name(state.old or {})}")
 
@@ -144,16 +155,19 @@ class Rebinding:
         confirmed: Callable[[str], bool],
         report: Callable[[str], None],
     ) -> _State:
-        """Take the remaining steps; return the final state."""
+        """Take the remaining steps, and return the final state.
+
+        The user confirms each step. `next_of` returns the next step of a state; None at the end.
+        """
         while (step := next_of(state := self._look())) is not None:
             if step.what:
                 if not confirmed(f"In Kubernetes: {step.what}?"):
                     raise errors.NotConfirmed(str(state), "rebound any further")
-                # The answer may have taken a while.
-                now = self._look()
-                if now.confirmed_state != state.confirmed_state:
+                # The objects are read again, as the user's answer may have taken a while.
+                current = self._look()
+                if current.confirmed_state != state.confirmed_state:
                     raise state.refused("its objects changed meanwhile: look, and call again")
-                step = next_of(now)
+                step = next_of(current)
                 if step is None:
                     continue
                 report(f"in Kubernetes: {step.what}")
@@ -161,17 +175,17 @@ class Rebinding:
         return state
 
     def _look(self) -> _State:
-        found: dict[str, Object] = {}
-        for one in self._lists.whole(VOLUMES, f"{_VOLUME}List").items:
-            handle = str(_at(one, "spec", "csi", "volumeHandle"))
-            if _at(one, "spec", "csi", "driver") != self._place.driver:
+        volumes: dict[str, Object] = {}
+        for volume in self._lists.whole(VOLUMES, f"{_VOLUME}List").items:
+            handle = str(_at(volume, "spec", "csi", "volumeHandle"))
+            if _at(volume, "spec", "csi", "driver") != self._place.driver:
                 continue
             if handle in (self._old_handle, self._place.handle):
-                if handle in found:
-                    names = f"{_name(found[handle])} and {_name(one)}"
+                if handle in volumes:
+                    names = f"{_name(volumes[handle])} and {_name(volume)}"
                     raise errors.NotRebound(handle, f"{names} are both of it")
-                found[handle] = one
-        old, new = found.get(self._old_handle), found.get(self._place.handle)
+                volumes[handle] = volume
+        old, new = volumes.get(self._old_handle), volumes.get(self._place.handle)
         reference = _at(new or old or {}, "spec", "claimRef") or {}
         namespace, name = str(reference.get("namespace", "")), str(reference.get("name", ""))
         if not (namespace and name):
@@ -181,7 +195,7 @@ class Rebinding:
         return _State(namespace, name, old, new, claim)
 
     def _next(self, state: _State) -> _Step | None:
-        """Return the next step; raises NotRebound if the objects are not as expected."""
+        """Return the next step; None at the end. Raises NotRebound if the objects do not fit."""
         old, new, claim = state.old, state.new, state.claim
         if new is not None:
             self._check_new(state, new)
@@ -199,7 +213,7 @@ class Rebinding:
         return self._after(state, new, claim)
 
     def _back(self, state: _State) -> _Step | None:
-        """Return the next step of undoing."""
+        """Return the next step of undoing; None at the end. Raises NotRebound."""
         old, new, claim = state.old, state.new, state.claim
         if old is None or claim is None or state.claimed != _name(old):
             why = "it is the moved volume's already, or between both: go on with the move, and then"
@@ -227,20 +241,21 @@ class Rebinding:
         if (policy := _policy(old)) != _RETAIN:
             what = f"have {_name(old)} kept whatever becomes of its claim"
             return _Step(f"{what} (Retain, now {policy})", partial(self._retain, old))
-        made = _volume_at(self._place, old, claim)
+        expected = _volume_at(self._place, old, claim)
         if new is None:
-            what = f"make {_VOLUME} {_name(made)}, reserved for {state}, of the volume on"
-            make = partial(self._objects.create, VOLUMES, made)
+            what = f"make {_VOLUME} {_name(expected)}, reserved for {state}, of the volume on"
+            make = partial(self._objects.create, VOLUMES, expected)
             return _Step(f"{what} {self._place.node}", make)
-        if not _is_alike(new, made) or _policy(new) != _RETAIN:
+        if not _is_alike(new, expected) or _policy(new) != _RETAIN:
             why = f"{_name(new)} is not what would be made of {_name(old)} now"
             raise state.refused(f"{why}: delete that, and call again")
         key = self._place.claim_key
-        if _annotations(new).get(key) != (kept := _annotations(made)[key]):
+        if _annotations(new).get(key) != (kept := _annotations(expected)[key]):
             change = {"metadata": {"annotations": {key: kept}}}
             return _Step("", partial(self._change, new, change))
         what = f"delete the claim {state}, which is then made anew, for {_name(new)}"
-        # This is safe: the old one is Retain, and the new one keeps the claim's manifest.
+        # Deleting the claim is safe: the old PersistentVolume is Retain, and the new one keeps the
+        # claim's manifest.
         return self._deletion(what, state.path, claim)
 
     def _check_old(self, state: _State, old: Object, claim: Object) -> None:
@@ -250,18 +265,21 @@ class Rebinding:
         if _is_going(old):
             raise state.refused(f"{name} is being deleted")
         owners = _at(claim, "metadata", "ownerReferences") or ()
-        if any(one.get("kind") == "Pod" for one in owners):
+        if any(owner.get("kind") == "Pod" for owner in owners):
             raise state.refused("it is its pod's, and goes with it")
         if list(_wanted_labels(old)) != [key]:
             raise state.refused(f"{name} is not for a node by {key} alone; rebind it by hand")
         nodes = self._lists.whole(NODES, "NodeList").items
-        wanted = self._place.segment
-        if wanted not in (_at(one, "metadata", "labels", key) for one in nodes):
-            why = f"no node has the label {key}={wanted}; does Carver run there?"
+        segment = self._place.segment
+        if segment not in (_at(node, "metadata", "labels", key) for node in nodes):
+            why = f"no node has the label {key}={segment}; does Carver run there?"
             raise state.refused(why)
 
     def _check_unused(self, state: _State) -> None:
-        """Refuse while a scheduled pod uses the claim: its kubelet may be about to mount it."""
+        """Raise NotRebound if a scheduled pod uses the claim.
+
+        The pod's kubelet may be about to mount the volume.
+        """
         for pod in self._lists.whole(_path(state.namespace, "pods"), "PodList").items:
             if _at(pod, "spec", "nodeName") and state.name in claims_of(pod):
                 raise state.refused(f"the pod {_name(pod)} uses it; stop that")
@@ -271,12 +289,12 @@ class Rebinding:
         change = {"spec": {"persistentVolumeReclaimPolicy": _RETAIN}}
         self._change(old, {**change, "metadata": {"annotations": kept}})
 
-    # Steps while there is no claim, or it has the new PersistentVolume
+    # Steps while there is no claim, or the claim has the new PersistentVolume
 
     def _check_new(self, state: _State, new: Object) -> None:
         name = _name(new)
-        about = _at(new, "spec", "claimRef") or {}
-        if (about.get("namespace"), about.get("name")) != (state.namespace, state.name):
+        reference = _at(new, "spec", "claimRef") or {}
+        if (reference.get("namespace"), reference.get("name")) != (state.namespace, state.name):
             raise state.refused(f"{name} is for another claim")
         if _at(new, "spec", "nodeAffinity") != self._place.affinity:
             raise state.refused(f"{name} is not for {self._place.node}")
@@ -284,18 +302,18 @@ class Rebinding:
     def _anew(self, state: _State, new: Object) -> _Step:
         name = _name(new)
         try:
-            made = json.loads(_annotations(new).get(self._place.claim_key, ""))
-            about = made["metadata"]
-            own = (about["namespace"], about["name"], made["spec"]["volumeName"])
+            manifest = json.loads(_annotations(new).get(self._place.claim_key, ""))
+            metadata = manifest["metadata"]
+            names = (metadata["namespace"], metadata["name"], manifest["spec"]["volumeName"])
         except (KeyError, TypeError, ValueError):
             raise state.refused(f"it is gone; make it anew, with volumeName {name}") from None
-        if own != (state.namespace, state.name, name):
+        if names != (state.namespace, state.name, name):
             raise state.refused(f"what {name} keeps of it is another's")
-        create = partial(self._objects.create, _path(state.namespace, _CLAIMS), made)
+        create = partial(self._objects.create, _path(state.namespace, _CLAIMS), manifest)
         return _Step(f"make the claim {state} anew, for {name}", create)
 
     def _end_of(self, state: _State, volume: Object, why: str) -> _Step:
-        """Return the deletion of a PersistentVolume, or the wait for its end."""
+        """Return the step that deletes a PersistentVolume, or that waits until it is gone."""
         if _is_going(volume):
             return _Step("", partial(self._await_end, state, _volume_path(volume), volume))
         what = f"delete {_VOLUME} {_name(volume)}, {why}"
@@ -328,8 +346,10 @@ class Rebinding:
         is_claim = path == state.path
 
         def is_gone() -> bool:
-            found = self._objects.find(path, _CLAIM if is_claim else _VOLUME)
-            return found is None or bool(found["metadata"]["uid"] != going["metadata"]["uid"])
+            remaining = self._objects.find(path, _CLAIM if is_claim else _VOLUME)
+            return remaining is None or bool(
+                remaining["metadata"]["uid"] != going["metadata"]["uid"]
+            )
 
         kept = ", ".join(_at(going, "metadata", "finalizers") or ()) or "nothing that it names"
         who = "it" if is_claim else _name(going)
@@ -339,7 +359,7 @@ class Rebinding:
         return _Step(what, partial(self._objects.delete, path, one["metadata"]["uid"]))
 
     def _restore(self, new: Object) -> None:
-        """Restore the policy and remove both annotations; this is the last step."""
+        """Restore the reclaim policy, and remove both annotations; this is the last step."""
         keys = (self._place.policy_key, self._place.claim_key)
         change: dict[str, Any] = {"metadata": {"annotations": dict.fromkeys(keys)}}
         if was := _annotations(new).get(self._place.policy_key):
@@ -359,42 +379,47 @@ class Rebinding:
 
 
 def _volume_at(place: Place, old: Object, claim: Object) -> dict[str, Any]:
-    """Make the new PersistentVolume: Retain, reserved for the claim, with its manifest kept."""
-    made = _anew(_VOLUME, old, moved_name(_name(old), place.handle))
-    kept = json.dumps(_claim_of(claim, _name(made)), sort_keys=True)
-    made["metadata"].pop("ownerReferences", None)
-    made["metadata"]["annotations"] = {**_annotations(made), place.claim_key: kept}
+    """Return the new PersistentVolume: Retain, reserved for the claim.
+
+    One of its annotations keeps the claim's manifest.
+    """
+    volume = _anew(_VOLUME, old, moved_name(_name(old), place.handle))
+    manifest = json.dumps(_claim_of(claim, _name(volume)), sort_keys=True)
+    volume["metadata"].pop("ownerReferences", None)
+    volume["metadata"]["annotations"] = {**_annotations(volume), place.claim_key: manifest}
     reference = {"apiVersion": "v1", "kind": _CLAIM, "name": _name(claim)}
-    made["spec"] |= {
+    volume["spec"] |= {
         "csi": {**old["spec"]["csi"], "volumeHandle": place.handle},
         "nodeAffinity": place.affinity,
         "claimRef": {**reference, "namespace": claim["metadata"]["namespace"]},
         "persistentVolumeReclaimPolicy": _RETAIN,
     }
-    return made
+    return volume
 
 
 def moved_name(old: str, handle: str) -> str:
-    """Return the name of the new PersistentVolume for the volume of that id."""
+    """Return the name of the new PersistentVolume, by the old one's and the volume's new id."""
     digest = hashlib.sha256(handle.encode()).hexdigest()
     return f"{_SUFFIX.sub('', old)[:_MOST_CHARACTERS]}-moved-{digest[:8]}"
 
 
 def _claim_of(claim: Object, volume: str) -> dict[str, Any]:
-    made = _anew(_CLAIM, claim, _name(claim))
-    made["metadata"]["namespace"] = claim["metadata"]["namespace"]
-    made["spec"]["volumeName"] = volume
-    return made
+    copy = _anew(_CLAIM, claim, _name(claim))
+    copy["metadata"]["namespace"] = claim["metadata"]["namespace"]
+    copy["spec"]["volumeName"] = volume
+    return copy
 
 
 def _anew(kind: str, was: Object, called: str) -> dict[str, Any]:
-    """Copy an object without the fields that the cluster sets."""
-    about = was["metadata"]
+    """Return a copy of an object under a name, without the fields that the cluster sets."""
+    metadata = was["metadata"]
     kept = {
         "name": called,
-        "labels": about.get("labels"),
-        "annotations": {k: v for k, v in _annotations(was).items() if k not in _BINDING},
-        "ownerReferences": about.get("ownerReferences"),
+        "labels": metadata.get("labels"),
+        "annotations": {
+            key: value for key, value in _annotations(was).items() if key not in _BINDING
+        },
+        "ownerReferences": metadata.get("ownerReferences"),
     }
     return {
         "apiVersion": "v1",
@@ -405,22 +430,23 @@ def _anew(kind: str, was: Object, called: str) -> dict[str, Any]:
 
 
 def _is_alike(volume: Object, made: Object) -> bool:
-    one, other = (
-        {k: v for k, v in each["spec"].items() if k not in _OTHERWISE} for each in (volume, made)
+    first, second = (
+        {key: value for key, value in item["spec"].items() if key not in _OTHERWISE}
+        for item in (volume, made)
     )
-    return one == other
+    return first == second
 
 
 def _is_bound(volume: Object, claim: Object) -> bool:
-    said = (_at(claim, "status", "phase"), _at(claim, "spec", "volumeName"))
-    own: object = _at(volume, "spec", "claimRef", "uid")
-    return said == ("Bound", _name(volume)) and own == claim["metadata"]["uid"]
+    binding = (_at(claim, "status", "phase"), _at(claim, "spec", "volumeName"))
+    claim_uid: object = _at(volume, "spec", "claimRef", "uid")
+    return binding == ("Bound", _name(volume)) and claim_uid == claim["metadata"]["uid"]
 
 
 def _wanted_labels(volume: Object) -> Iterator[str]:
     for term in _at(volume, "spec", "nodeAffinity", "required", "nodeSelectorTerms") or ():
-        for wanted in (*(term.get("matchExpressions") or ()), *(term.get("matchFields") or ())):
-            yield str(wanted.get("key"))
+        for expression in (*(term.get("matchExpressions") or ()), *(term.get("matchFields") or ())):
+            yield str(expression.get("key"))
 
 
 def _annotations(one: Object) -> Mapping[str, str]:
@@ -444,13 +470,15 @@ def _volume_path(volume: Object) -> str:
 
 
 def _path(namespace: str, *inside: str) -> str:
-    return "/".join(["/api/v1/namespaces", *(quote(one, safe="") for one in (namespace, *inside))])
+    return "/".join(
+        ["/api/v1/namespaces", *(quote(name, safe="") for name in (namespace, *inside))]
+    )
 
 
 def _at(one: Object, *keys: str) -> Any:
-    found: Any = one
+    value: Any = one
     for key in keys:
-        if not isinstance(found, dict):
+        if not isinstance(value, dict):
             return None
-        found = found.get(key)
-    return found
+        value = value.get(key)
+    return value
