@@ -180,7 +180,7 @@ class History:
         if uuid in self.volumes or name not in self.labelled or name in self.broken:
             return
         node = self.known.get(name)
-        if node is None or node.problem or self.known.no_new(node):
+        if node is None or node.problem or self.known.why_no_new_volumes(node):
             return
         if f"data@{uuid}" not in self.known.places(node):
             return

@@ -92,7 +92,7 @@ class Asked:
 Rule = Callable[[Any, Asked], str]
 
 
-def its_word(_value: Any, _asked: Asked) -> str:
+def any_value(_value: Any, _asked: Asked) -> str:
     """Accept any value: the field is about the node's own volume, snapshot or capacity."""
     return ""
 
@@ -112,7 +112,7 @@ def its_own(prefix: str) -> Rule:
     return judge
 
 
-def the_asked(key: str) -> Rule:
+def equals_request_id(key: str) -> Rule:
     """Make a rule: the value equals the id in a field of the request, and is on the node."""
 
     def judge(value: str, asked: Asked) -> str:
@@ -387,7 +387,7 @@ _VOLUME: Fields = {
     "volume_context": a_context,
     # Any content source is accepted, as it only shows people where the volume came from: the source
     # may have moved to another node since.
-    "content_source": its_word,
+    "content_source": any_value,
     "accessible_topology": own_topology,
 }
 _SNAPSHOT: Fields = {
@@ -395,7 +395,7 @@ _SNAPSHOT: Fields = {
     "source_volume_id": beside("snapshot_id"),
     "size_bytes": not_negative,
     "creation_time": a_time,
-    "ready_to_use": its_word,
+    "ready_to_use": any_value,
     "group_snapshot_id": group_snapshot_or_none,
     "accessible_topology": own_topology,
 }
@@ -403,7 +403,7 @@ _STATUS: Fields = {"published_node_ids": itself_only}
 _PAGE: Fields = {"entries": a_page, "next_token": advances}
 _MEMBER: Fields = {**_SNAPSHOT, "group_snapshot_id": of_its_group_snapshot}
 _BLOCKS: Fields = {
-    "block_metadata_type": its_word,
+    "block_metadata_type": any_value,
     "volume_capacity_bytes": not_negative,
     "block_metadata": ranges,
 }
@@ -423,7 +423,7 @@ RULES: Mapping[str, Mapping[str, Fields]] = {
         "DeleteVolume": {},
         "ControllerPublishVolume": {"publish_context": each_of(of_itself, a_context)},
         "ControllerUnpublishVolume": {},
-        "ValidateVolumeCapabilities": {"confirmed": its_word, "message": its_word},
+        "ValidateVolumeCapabilities": {"confirmed": any_value, "message": any_value},
         "ListVolumes": {
             **_PAGE,
             **_in("entries[].volume", _VOLUME),
@@ -435,7 +435,7 @@ RULES: Mapping[str, Mapping[str, Fields]] = {
             "entries[].health_statuses": a_few_conditions,
         },
         "ControllerGetVolumeHealth": {
-            "volume_health.volume_id": the_asked("volume_id"),
+            "volume_health.volume_id": equals_request_id("volume_id"),
             "volume_health.health_statuses": a_few_conditions,
         },
         "GetCapacity": {
@@ -448,7 +448,7 @@ RULES: Mapping[str, Mapping[str, Fields]] = {
             _SNAPSHOT,
             {
                 "snapshot_id": named_as_asked(ids.SNAPSHOT_PREFIX, "source_volume_id"),
-                "source_volume_id": the_asked("source_volume_id"),
+                "source_volume_id": equals_request_id("source_volume_id"),
                 "group_snapshot_id": nothing,
             },
         ),
@@ -464,13 +464,15 @@ RULES: Mapping[str, Mapping[str, Fields]] = {
                 },
             ),
         },
-        "GetSnapshot": _in("snapshot", _SNAPSHOT, {"snapshot_id": the_asked("snapshot_id")}),
+        "GetSnapshot": _in(
+            "snapshot", _SNAPSHOT, {"snapshot_id": equals_request_id("snapshot_id")}
+        ),
         "ControllerExpandVolume": {
             "capacity_bytes": asked_size,
-            "node_expansion_required": its_word,
+            "node_expansion_required": any_value,
         },
         "ControllerGetVolume": {
-            **_in("volume", _VOLUME, {"volume_id": the_asked("volume_id")}),
+            **_in("volume", _VOLUME, {"volume_id": equals_request_id("volume_id")}),
             **_in("status", _STATUS),
         },
         "ControllerModifyVolume": {},
@@ -482,7 +484,7 @@ RULES: Mapping[str, Mapping[str, Fields]] = {
                 "group_snapshot_id": named_as_asked(ids.GROUP_SNAPSHOT_PREFIX, "source_volume_ids"),
                 "snapshots": one_of_each("source_volume_id", "source_volume_ids"),
                 "creation_time": a_time,
-                "ready_to_use": its_word,
+                "ready_to_use": any_value,
             },
             _in("snapshots[]", _MEMBER, {"snapshot_id": member_as_asked}),
         ),
@@ -490,10 +492,10 @@ RULES: Mapping[str, Mapping[str, Fields]] = {
         "GetVolumeGroupSnapshot": _in(
             "group_snapshot",
             {
-                "group_snapshot_id": the_asked("group_snapshot_id"),
+                "group_snapshot_id": equals_request_id("group_snapshot_id"),
                 "snapshots": one_of_each("snapshot_id", "snapshot_ids"),
                 "creation_time": a_time,
-                "ready_to_use": its_word,
+                "ready_to_use": any_value,
             },
             _in("snapshots[]", _MEMBER),
         ),
@@ -519,7 +521,7 @@ class Row:
         parts: dict[tuple[str, ...], list[tuple[str, Rule]]] = {}
         for path, rule in RULES[service][method].items():
             *steps, key = path.split(".")
-            if rule is not its_word:
+            if rule is not any_value:
                 parts.setdefault(tuple(steps), []).append((key, rule))
         request = routes.request_class(service, method).DESCRIPTOR
         identities = tuple(_identities(request, ()))

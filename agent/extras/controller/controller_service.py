@@ -124,7 +124,7 @@ class Listener(Extra):
             options=certificates.SERVER_OPTIONS,
         )
         csi_pb2_grpc.add_IdentityServicer_to_server(
-            _Routed(service, lambda: self._is_whole), server
+            _RoutedIdentity(service, lambda: self._is_whole), server
         )
         csi_pb2_grpc.add_ControllerServicer_to_server(service.controller, server)
         csi_pb2_grpc.add_GroupControllerServicer_to_server(service.group_controller, server)
@@ -184,7 +184,7 @@ def _enroller(config: Config, address: str, begin: Callable[[], None]) -> "Enrol
     return Enroller(config, address, begin)
 
 
-class _Routed(Identity):
+class _RoutedIdentity(Identity):
     """CSI's Identity service, which also reports what the controller must know of a node."""
 
     def __init__(self, service: Service, is_whole: Callable[[], str]) -> None:

@@ -294,9 +294,9 @@ class HealthEvents(Extra):
         ending = [
             condition for condition in answered if now - condition.seen_seconds >= _CALM_SECONDS
         ]
-        work = [(condition, self._beginning(condition)) for condition in _in_turn(begun)]
+        work = [(condition, self._beginning(condition)) for condition in _round_robin(begun)]
         if ending:
-            work += self._in_loop(self._ended(_in_turn(ending)))
+            work += self._in_loop(self._ended(_round_robin(ending)))
         users = VolumeUsers(
             self._objects, self._lists, self._config.driver_name, self._config.topology_key
         )
@@ -366,7 +366,7 @@ class HealthEvents(Extra):
                     # judged in the next round.
                     return
                 begun = loop.time()
-                fate, others = await self._fate(one)
+                fate, others = await self._outcome(one)
                 spent[one.node] += loop.time() - begun
             if fate is _Fate.LASTS:
                 one.due_seconds = self._monotonic() + _AGAIN_SECONDS
@@ -378,7 +378,7 @@ class HealthEvents(Extra):
         await asyncio.gather(*map(judge, ending))
         return over
 
-    async def _fate(self, one: _Condition) -> tuple[_Fate, Sequence[str]]:
+    async def _outcome(self, one: _Condition) -> tuple[_Fate, Sequence[str]]:
         """Return what became of a condition that the node's list lacks, and the volume's reasons.
 
         A list also lacks the condition if the node was restarted and has not scanned the volume
@@ -437,7 +437,7 @@ class HealthEvents(Extra):
         return Event(kind, reason, f"{message}; {where}", key, ends + 1)
 
 
-def _in_turn(conditions: Iterable[_Condition]) -> Sequence[_Condition]:
+def _round_robin(conditions: Iterable[_Condition]) -> Sequence[_Condition]:
     """Return the conditions of one round: the first of each node, then the second of each.
 
     At most 200 are returned, so that no node takes up the whole round.

@@ -134,7 +134,7 @@ class Record:
     def doubt(self) -> None:
         """Have PersistentVolumes read again: they may not agree with the nodes' reports."""
 
-    def doubt_claim(self) -> None:
+    def request_early_refresh(self) -> None:
         """Have PersistentVolumes read again: a node's claim to a volume group waits for that."""
 
     # In the next three methods `begun` is the time (`now`) at which the CSI call began. A result
@@ -181,7 +181,7 @@ class _Change:
 
 
 @dataclass(frozen=True, eq=False)
-class _Seen:
+class _Reading:
     """What the API server said when it was last read; other threads may use it.
 
     An object of this class is replaced as a whole, and is equal to itself only.
@@ -250,8 +250,8 @@ class ClusterRecord(Record):
         # A marker of the present enrolments, replaced when they change; and a cache of the members'
         # names, with the read and the marker that the names follow from.
         self._change = _Change()
-        self._members: tuple[tuple[_Seen, _Change] | None, frozenset[str]] = None, frozenset()
-        self._seen = _Seen()
+        self._members: tuple[tuple[_Reading, _Change] | None, frozenset[str]] = None, frozenset()
+        self._seen = _Reading()
         # When the Nodes and PersistentVolumes were last read: the times at which the reads began,
         # and for PersistentVolumes also the end.
         self._nodes_read = self._volumes_read = self._volumes_ended = float("-inf")
@@ -290,7 +290,7 @@ class ClusterRecord(Record):
             self._members = cached = by, seen.labelled.union(seen.every_named, addresses)
         return cached[1]
 
-    def _read_members(self) -> tuple[_Seen, Mapping[str, str]]:
+    def _read_members(self) -> tuple[_Reading, Mapping[str, str]]:
         """Return what was last read, and the addresses of the Nodes in it that enrolled."""
         seen, enrolled = self._seen, dict(self._enrolled)
         return seen, {
@@ -430,7 +430,7 @@ class ClusterRecord(Record):
             return None, ""
         return handle, segments.pop()
 
-    def _take(self, seen: _Seen) -> None:
+    def _take(self, seen: _Reading) -> None:
         """Keep what was read, and since when each topology segment has no Node.
 
         If a segment has a Node again, its time begins anew when that Node is deleted.
@@ -477,7 +477,7 @@ class ClusterRecord(Record):
         """Have PersistentVolumes read again, but no sooner than two minutes after the last read."""
         self._doubted = self._clock()
 
-    def doubt_claim(self) -> None:
+    def request_early_refresh(self) -> None:
         """Have PersistentVolumes read again, but no sooner than 20 seconds after the last read."""
         self._claimed = self._clock()
 

@@ -104,7 +104,7 @@ class Answers:
             except Untrue as error:
                 problem = error
         parsed = VolumeId.parse(problem.value) if isinstance(problem.value, str) else None
-        if parsed is not None and self._nodes.may_have(node, parsed):
+        if parsed is not None and self._nodes.is_possible_holder(node, parsed):
             self._nodes.require_undisputed(parsed, "the answer")
         raise _refused(node, path, problem)
 

@@ -246,7 +246,7 @@ class Node:
 _DROPPED = ("larger than max", "metadata size exceeds")
 
 
-def require_said(node: Node, error: grpc.aio.AioRpcError) -> None:
+def require_node_error(node: Node, error: grpc.aio.AioRpcError) -> None:
     """Raise Refused if a call failed in gRPC because the node's answer or error is too large.
 
     The call may have been carried out, so RESOURCE_EXHAUSTED must not be passed on as the node's.
@@ -289,7 +289,7 @@ async def unary(node: Node, path: str, request: bytes, timeout: float | None) ->
     try:
         answer = await call(request, timeout=timeout)
     except grpc.aio.AioRpcError as error:
-        require_said(node, error)
+        require_node_error(node, error)
         raise
     except grpc.aio.UsageError:  # raised if the channel is closed
         raise unavailable(f"node {node.name} left the cluster") from None
@@ -427,7 +427,7 @@ class Nodes:
             raise _not_an_id(identity, what)
         node = self._agreed(parsed.group_uuid)
         if node is None:
-            if self._must_ask(parsed.group_uuid):
+            if self._should_ask_again(parsed.group_uuid):
                 await self._ask_all()
             try:
                 node = await self._owner(parsed, what)
@@ -464,7 +464,7 @@ class Nodes:
         """
         is_named = node.name in self._record.nodes_of(uuid)
         if not is_named and not self._record.is_newer(node.claimed.get(uuid, 0.0)):
-            self._record.doubt_claim()
+            self._record.request_early_refresh()
             return "PersistentVolumes, which may name another, are being read"
         if others:
             return (
@@ -484,7 +484,7 @@ class Nodes:
             self._unheard = members, sorted(members.difference(reported))
         return [name for name in self._unheard[1] if name != node.name]
 
-    def _coming(self, node: Node) -> Sequence[str]:
+    def _new_unreported_members(self, node: Node) -> Sequence[str]:
         """The other members that joined less than two minutes ago and reported no volume groups.
 
         Members that PersistentVolumes name for some group are left out: at a controller's start
@@ -493,7 +493,7 @@ class Nodes:
         others = (name for name in self._unreported(node) if name not in self._record.named)
         return [name for name in others if self.is_new(name)]
 
-    def _must_ask(self, uuid: str) -> bool:
+    def _should_ask_again(self, uuid: str) -> bool:
         """Whether all nodes are to be asked for a volume group again, before a call is refused.
 
         True if no node claims the group and PersistentVolumes name none for it; or if a node that
@@ -634,7 +634,7 @@ class Nodes:
         ]
         return "; ".join(self._dispute(group, uuid) for uuid, group in disputed[:_MOST_NAMED])
 
-    def no_new(self, node: Node) -> str:
+    def why_no_new_volumes(self, node: Node) -> str:
         """Return why no new volume may be made on a node; empty if one may be made.
 
         There are two reasons:
@@ -647,22 +647,22 @@ class Nodes:
         """
         if problem := self.conflict(node):
             return problem
-        if self._has_own(node) or not (coming := self._coming(node)):
+        if self._has_own(node) or not (coming := self._new_unreported_members(node)):
             return ""
         return self._unproved(node, min(node.groups), coming)
 
-    def has_no_room(self, node: Node) -> bool:
+    def has_no_capacity(self, node: Node) -> bool:
         """Whether a node's capacity is 0 because no new volume may be made on it.
 
         Raises Refused where the reason may be over in a moment: the external-provisioner retries an
         error at once, but keeps a capacity of 0 for minutes.
         """
-        problem = self.no_new(node)
-        if problem and self._may_pass(node):
+        problem = self.why_no_new_volumes(node)
+        if problem and self._is_transient(node):
             raise unavailable(problem)
         return bool(problem)
 
-    def _may_pass(self, node: Node) -> bool:
+    def _is_transient(self, node: Node) -> bool:
         """Whether the reason why no new volume may be made on a node may be over in a moment.
 
         True if PersistentVolumes, once they are read again, may end the conflict; or if members
@@ -670,7 +670,7 @@ class Nodes:
         """
         if self.conflict(node):
             return not self.conflict(node, is_lasting=True)
-        return bool(self._coming(node))
+        return bool(self._new_unreported_members(node))
 
     def is_new(self, name: str) -> bool:
         """Whether a member joined less than two minutes ago.
@@ -683,7 +683,9 @@ class Nodes:
     def require_own(self, node: Node) -> None:
         """Raise Refused for a node that has volume groups, but none that counts as its own yet."""
         if not self._has_own(node):
-            raise unavailable(self._unproved(node, min(node.groups), self._coming(node)))
+            raise unavailable(
+                self._unproved(node, min(node.groups), self._new_unreported_members(node))
+            )
 
     def _has_own(self, node: Node) -> bool:
         return not node.groups or any(self._is_own(node, uuid) for uuid in node.groups)
@@ -721,7 +723,9 @@ class Nodes:
             raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
         for holder in map(self._nodes.__getitem__, holders):
             if uuid in holder.groups and not self._is_own(holder, uuid):
-                raise unavailable(f"{what}: {self._unproved(holder, uuid, self._coming(holder))}")
+                raise unavailable(
+                    f"{what}: {self._unproved(holder, uuid, self._new_unreported_members(holder))}"
+                )
 
     def require_elsewhere(self, node: Node, identity: VolumeId, what: str) -> None:
         """Raise Refused unless another node than `node` has the volume group of an id as its own.
@@ -752,7 +756,7 @@ class Nodes:
             return node.name in named_nodes
         return self._is_settled(node, uuid) or (
             self._holders(uuid) == {node.name}
-            and not self._unsettled(node, uuid, self._coming(node))
+            and not self._unsettled(node, uuid, self._new_unreported_members(node))
         )
 
     async def moved_on(self, node: Node, identity: str, what: str) -> Node | None:
@@ -786,7 +790,7 @@ class Nodes:
         """Whether a volume's own PersistentVolume named another node when it was last read."""
         return self._record.names_another(identity, node.name)
 
-    def may_have(self, node: Node, identity: VolumeId) -> bool:
+    def is_possible_holder(self, node: Node, identity: VolumeId) -> bool:
         """Whether a node may have the volume group of an id.
 
         True if the node claims the group, or PersistentVolumes name, or may name, the node for the
@@ -830,7 +834,7 @@ class Nodes:
         if self._claims.get(uuid):
             raise unavailable(problem)
         if not all(map(self._record.is_newer, former.values())):
-            self._record.doubt_claim()
+            self._record.request_early_refresh()
             raise unavailable(
                 f"node {gone.segment} was deleted, but volume group {parsed.group} ({uuid}) was on"
                 f" another node until a moment ago: {_several(sorted(former))}"
@@ -993,7 +997,7 @@ class Nodes:
                 if not self._record.nodes_of(uuid):
                     # PersistentVolumes of the volume group may have been made since
                     # PersistentVolumes were last read.
-                    self._record.doubt_claim()
+                    self._record.request_early_refresh()
             self._claims.setdefault(uuid, set()).add(node.name)
             # The node claims the volume group again, so it is no longer one that ceased to claim
             # it.

@@ -103,7 +103,7 @@ class Attempts:
 
 
 @dataclass(frozen=True)
-class _Apart:
+class _VolumeElsewhere:
     """Another volume of the same pod, which is, or will be, on another node than the new volume."""
 
     other: OtherVolume
@@ -179,7 +179,7 @@ class Placement:
 
         Raises Refused.
         """
-        if problem := self._nodes.no_new(node):
+        if problem := self._nodes.why_no_new_volumes(node):
             raise unavailable(problem)
         self._nodes.require_own(node)
         return node
@@ -191,7 +191,7 @@ class Placement:
         call made the volume on this node, or may have, the code is UNAVAILABLE: on another node the
         volume would be made twice, and this one would be an orphan.
         """
-        if problem := self._nodes.no_new(node):
+        if problem := self._nodes.why_no_new_volumes(node):
             name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
             if await self._has(node, name):
                 raise unavailable(problem)
@@ -247,7 +247,7 @@ class Placement:
 
     async def _apart(
         self, request: csi.CreateVolumeRequest, claim: ClaimName | None, node: Node
-    ) -> "_Apart | None":
+    ) -> "_VolumeElsewhere | None":
         """Return another volume of the same pod that is not on this node; None if there is none.
 
         None also in two cases in which another node would be no better: several pods use the claim,
@@ -258,11 +258,11 @@ class Placement:
             return None
         question = self._questions.claims.others
         others = await self._questions.ask(claim.namespace, question, claim) or ()
-        apart: dict[str, _Apart] = {}
+        apart: dict[str, _VolumeElsewhere] = {}
         for other in others:
             place = await self._place(other)
             if node.name not in place and place.isdisjoint(node.segments.values()):
-                apart.setdefault(other.pod, _Apart(other, place))
+                apart.setdefault(other.pod, _VolumeElsewhere(other, place))
         if not apart or len(apart) < len({other.pod for other in others}):
             return None
         name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
@@ -316,7 +316,7 @@ class Placement:
             # nodes a volume group that hangs must not delay new volumes.
             if not nodes or not isinstance(error, Refused) or self._nodes.is_new(node.name):
                 raise error
-        problems = [self._nodes.no_new(node) for node in nodes]
+        problems = [self._nodes.why_no_new_volumes(node) for node in nodes]
         nodes = [node for node, problem in zip(nodes, problems, strict=True) if not problem]
         if not nodes:
             raise unavailable(f"no volume is made on any node that is allowed: {problems[0]}")
@@ -379,7 +379,7 @@ class Placement:
         """
         if request.HasField("accessible_topology"):
             node = self._nodes.of_segments(request.accessible_topology.segments)
-            if self._nodes.has_no_room(node):
+            if self._nodes.has_no_capacity(node):
                 return _no_capacity()
             answer: csi.GetCapacityResponse = await self._ask("GetCapacity", node, request)
             return answer
@@ -387,7 +387,7 @@ class Placement:
             *(
                 self._ask("GetCapacity", node, request)
                 for node in self._nodes.require_all()
-                if not self._nodes.has_no_room(node)
+                if not self._nodes.has_no_capacity(node)
             )
         )
         answer = csi.GetCapacityResponse(

@@ -26,7 +26,7 @@ from agent.csi.interceptor import ROUTINE
 from agent.extras.controller import attachments, lists, routes
 from agent.extras.controller.claims import ClaimQuestions
 from agent.extras.controller.node_answers import Answers
-from agent.extras.controller.nodes import Forgotten, Gone, Node, Nodes, Refused, require_said
+from agent.extras.controller.nodes import Forgotten, Gone, Node, Nodes, Refused, require_node_error
 from agent.extras.controller.placement import Attempts, Placement
 from proto import csi_pb2 as csi
 
@@ -334,7 +334,7 @@ class Router:
             except grpc.aio.AioRpcError as error:
                 if error.code() in _MAY_BE_SILENT:
                     self._nodes.ask(node)
-                require_said(node, error)
+                require_node_error(node, error)
                 raise _of_node(node, error) from None
             finally:
                 answers.cancel()

@@ -232,7 +232,7 @@ class Lists:
         """Raise the error for an HTTP status that is not OK."""
         if status == http.client.GONE:
             raise Unproved("its pages expired while they were read (410)")
-        if _is_passing(status):
+        if _is_transient(status):
             raise Unproved(f"it answers {status}")
         problem = f"it answers {status}"
         if status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
@@ -243,7 +243,7 @@ class Lists:
         return f"{self._server.host}:{self._server.port}{self._server.path}{path}"
 
 
-def _is_passing(status: int) -> bool:
+def _is_transient(status: int) -> bool:
     """Whether the API server may answer differently when the request is repeated."""
     return status == http.client.TOO_MANY_REQUESTS or status >= http.client.INTERNAL_SERVER_ERROR
 
@@ -254,7 +254,7 @@ def _is_final(status: int) -> bool:
     With 401 the API server does not know who asks, for instance while it starts or this account's
     token is renewed. Then its answer proves nothing about objects or rights.
     """
-    return not _is_passing(status) and status != http.client.UNAUTHORIZED
+    return not _is_transient(status) and status != http.client.UNAUTHORIZED
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ class Objects:
             if status == http.client.OK and answer.get("kind") == kind:
                 return answer
             problem, is_refusal = _refusal(status, answer), _is_final(status)
-            if not _is_passing(status):
+            if not _is_transient(status):
                 break
         raise errors.ClusterRefused("GET", path, problem, is_refusal=is_refusal)
 

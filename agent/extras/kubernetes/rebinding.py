@@ -207,7 +207,7 @@ class Rebinding:
             kept = f"it has {state.claimed!r}" if claim else "it is gone, and nothing is kept of it"
             raise state.refused(kept)
         if claim is None:
-            return self._anew(state, new)
+            return self._recreate_claim(state, new)
         if state.claimed not in ("", _name(new)):
             raise state.refused(f"it has another volume, {state.claimed}")
         return self._after(state, new, claim)
@@ -299,7 +299,7 @@ class Rebinding:
         if _at(new, "spec", "nodeAffinity") != self._place.affinity:
             raise state.refused(f"{name} is not for {self._place.node}")
 
-    def _anew(self, state: _State, new: Object) -> _Step:
+    def _recreate_claim(self, state: _State, new: Object) -> _Step:
         name = _name(new)
         try:
             manifest = json.loads(_annotations(new).get(self._place.claim_key, ""))
@@ -383,7 +383,7 @@ def _volume_at(place: Place, old: Object, claim: Object) -> dict[str, Any]:
 
     One of its annotations keeps the claim's manifest.
     """
-    volume = _anew(_VOLUME, old, moved_name(_name(old), place.handle))
+    volume = _recreate_claim(_VOLUME, old, moved_name(_name(old), place.handle))
     manifest = json.dumps(_claim_of(claim, _name(volume)), sort_keys=True)
     volume["metadata"].pop("ownerReferences", None)
     volume["metadata"]["annotations"] = {**_annotations(volume), place.claim_key: manifest}
@@ -404,13 +404,13 @@ def moved_name(old: str, handle: str) -> str:
 
 
 def _claim_of(claim: Object, volume: str) -> dict[str, Any]:
-    copy = _anew(_CLAIM, claim, _name(claim))
+    copy = _recreate_claim(_CLAIM, claim, _name(claim))
     copy["metadata"]["namespace"] = claim["metadata"]["namespace"]
     copy["spec"]["volumeName"] = volume
     return copy
 
 
-def _anew(kind: str, was: Object, called: str) -> dict[str, Any]:
+def _recreate_claim(kind: str, was: Object, called: str) -> dict[str, Any]:
     """Return a copy of an object under a name, without the fields that the cluster sets."""
     metadata = was["metadata"]
     kept = {

@@ -16,7 +16,7 @@ from agent.core import ids
 from agent.core.ids import VolumeId
 from agent.csi.client import of_snapshot
 from agent.extras.controller import routes
-from agent.extras.controller.answer_rules import RULES, Asked, Row, Untrue, its_word
+from agent.extras.controller.answer_rules import RULES, Asked, Row, Untrue, any_value
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Router
 from agent.requests.requests import publish_context
@@ -650,7 +650,7 @@ FREE = [
     (method, request, answer, path)
     for method, request, answer in CASES
     for path, rule in RULES[SERVICE[method]][method].items()
-    if rule is its_word
+    if rule is any_value
 ]
 
 

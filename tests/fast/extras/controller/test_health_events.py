@@ -604,7 +604,7 @@ def test_each_node_s_conditions_have_their_turn(nodes_of: list[int], most: int) 
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(health_events, "_MOST_SAID", most)
-        said = health_events._in_turn(every)
+        said = health_events._round_robin(every)
     assert len(said) == min(most, len(every))
     counts = Counter(one.node for one in said)
     whole = Counter(one.node for one in every)

@@ -419,7 +419,7 @@ def test_the_grace_begins_anew_for_a_node_that_was_back_for_a_short_time(
     assert not record.is_due
 
 
-@pytest.mark.parametrize("what", ["doubt", "doubt_claim", "stranger"])
+@pytest.mark.parametrize("what", ["doubt", "request_early_refresh", "stranger"])
 @pytest.mark.parametrize("failures", [1, 3])
 def test_a_doubt_outlasts_readings_that_fail(
     api: Cluster, record: ClusterRecord, clock: Clock, what: str, failures: int
@@ -598,7 +598,7 @@ def test_a_node_with_many_groups_does_not_hold_up_the_loop_while_a_member_is_sil
                 liar, "z0000000", history.known._unreported(liar)
             )
             history.known.places(liar)
-            history.known.no_new(liar)
+            history.known.why_no_new_volumes(liar)
         assert read["members"] <= 1
         assert read["nodes"] <= 1
 
@@ -951,7 +951,7 @@ def test_no_volume_of_a_new_one_s_is_taken_for_that_of_a_silent_node() -> None:
         history.settle()
         first = history.known.get("a")
         assert first is not None
-        assert not history.known.no_new(first)
+        assert not history.known.why_no_new_volumes(first)
         assert owner(history, FIRST, "vol-1") == "a"
 
 
@@ -984,12 +984,12 @@ def test_what_a_persistentvolume_names_never_goes_elsewhere_by_an_old_reading() 
 def assert_waits_for_c(history: History, node: Node) -> None:
     """For two minutes c, which came a moment ago, may report; a 0 would be kept for minutes."""
     with pytest.raises(Refused, match="it may be that of c"):
-        history.known.has_no_room(node)
+        history.known.has_no_capacity(node)
     silent = history.known.get("c")
     assert silent is not None
     silent.joined_seconds -= 120
-    assert not history.known.has_no_room(node)
-    assert not history.known.no_new(node)
+    assert not history.known.has_no_capacity(node)
+    assert not history.known.why_no_new_volumes(node)
 
 
 def test_a_silent_node_of_which_nothing_is_known_holds_up_groups_without_volumes_only() -> None:
@@ -1004,16 +1004,19 @@ def test_a_silent_node_of_which_nothing_is_known_holds_up_groups_without_volumes
         assert a is not None
         assert b is not None
         # It has told this controller.
-        assert not history.known.no_new(b)
+        assert not history.known.why_no_new_volumes(b)
         history.act("restart")
         a, b = history.known.get("a"), history.known.get("b")
         assert a is not None
         assert b is not None
-        assert not history.known.no_new(a)
-        assert "it may be that of c, without any report of its groups" in history.known.no_new(b)
+        assert not history.known.why_no_new_volumes(a)
+        assert (
+            "it may be that of c, without any report of its groups"
+            in history.known.why_no_new_volumes(b)
+        )
         assert not history.known.conflict(b)
         assert_waits_for_c(history, b)
-        assert not history.known.has_no_room(a)
+        assert not history.known.has_no_capacity(a)
         said = owner(history, uuid_of(1), "vol-1")
         assert said.startswith("UNAVAILABLE: volume_id: node b alone claims volume group data")
         assert "it may be that of c, without any report of its groups" in said
@@ -1023,8 +1026,8 @@ def test_a_silent_node_of_which_nothing_is_known_holds_up_groups_without_volumes
         assert owner(history, uuid_of(1), "vol-pvc-1") == "b"
         assert owner(history, uuid_of(1), "vol-1").startswith("UNAVAILABLE: ")
         history.act("node_goes", "c")
-        assert not history.known.no_new(b)
-        assert not history.known.has_no_room(b)
+        assert not history.known.why_no_new_volumes(b)
+        assert not history.known.has_no_capacity(b)
         assert owner(history, uuid_of(1), "vol-1") == "b"
 
 
@@ -1063,16 +1066,16 @@ def test_a_group_that_moved_a_moment_ago_makes_no_capacity_0_and_no_alarm(
         history.clock.now += 5
         history._run(history._ask())
         with pytest.raises(Refused, match=f"volume group data .{FIRST}. is on node b"):
-            history.known.has_no_room(b)
+            history.known.has_no_capacity(b)
         history.settle()
-        assert not history.known.has_no_room(b)
+        assert not history.known.has_no_capacity(b)
         assert not caplog.messages
         # What PersistentVolumes name elsewhere stays so until a person sees to it.
         history.volumes[FIRST] = "a"
         history._write()
         history.record.doubt()
         history.settle()
-        assert history.known.has_no_room(b)
+        assert history.known.has_no_capacity(b)
         [said] = caplog.messages
         assert "is on node b, but PersistentVolumes name a" in said
 

@@ -81,7 +81,7 @@ def test_a_snapshot_is_deleted_on_its_node_or_nowhere(history: History, restarts
     copies(history)
     waits(history)
     assert owner(history, FIRST, SNAPSHOT).startswith("UNAVAILABLE: ")
-    if not history.known.no_new(node(history, "b")):
+    if not history.known.why_no_new_volumes(node(history, "b")):
         # The next claim is scheduled to b, and has its volume in b's copy.
         history.volumes[FIRST] = "b"
         history._write()
