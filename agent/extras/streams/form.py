@@ -101,7 +101,6 @@ _FRAME = struct.Struct("!cBHIQQ16s")
 _TOTALS = struct.Struct("!QQQ")
 # The most bytes of a header's JSON text.
 _MOST_HEADER_BYTES = 64 << 10
-_MOST_HEADER_BYTES = 64 << 10
 # Length of the digests that chain header and frames, in bytes: of SHA-256.
 _DIGEST_BYTES = 32
 # Digest of a frame's payload, which finds damage. SHA-256 would be slower than a fast disk.
@@ -125,7 +124,7 @@ _LEVEL = 3
 
 @dataclass(frozen=True)
 class Header:
-    """The first part of a stream. Sizes and offsets are in bytes, times in nanoseconds of the epoch.
+    """The first part of a stream. Sizes are in bytes, times in nanoseconds since the epoch.
 
     A chain is a digest that names exactly what a snapshot holds (`chain_of`).
 
@@ -273,7 +272,7 @@ def header_of(text: bytes | str) -> Header:
 
 
 def opening(header: Header) -> tuple[bytes, bytes]:
-    """Encode a header; return a stream's first bytes, and the digest that the first frame chains to.
+    """Encode a header; return a stream's first bytes, and the digest to chain the first frame to.
 
     Raises BadStream if the header is too long.
     """
