@@ -157,6 +157,7 @@ def _string(value: str) -> str:
 
 
 _SECTOR_BYTES = 512
+# Number of sectors at the beginning of a disk in which a label may be.
 _LABEL_SECTORS = 4
 _PAGE_BYTES = 4096
 # Length of the first read of a disk: it has the label, and the header of the first metadata area,
@@ -167,20 +168,32 @@ _END_OF_DISKS = (1 << 63) - _PAGE_BYTES
 # Limit of a metadata text. lvm2's own areas have a megabyte by default; a disk may claim anything.
 _LARGEST_TEXT_BYTES = 64 << 20
 
+# Structures on disk (lib/format_text/layout.h and lib/label/label.h of lvm2).
+# Header of a label: magic, number of its sector, checksum, offset of the physical volume's header
+# in the sector, type. The checksum is of the sector's bytes from `_LABEL_CHECKED_FROM` on.
 _LABEL = struct.Struct("<8sQII8s")
 _LABEL_CHECKED_FROM = 20
+# Header of a physical volume: UUID without dashes, size of the disk. Two lists of areas follow.
 _PV_HEADER = struct.Struct("<32sQ")
+# Extension of that header: version, flags; and the flag of a disk that is in a group.
 _PV_EXTENSION = struct.Struct("<II")
 _PV_EXT_USED = 1
+# Data or metadata area in a list: offset and size, in bytes.
 _AREA = struct.Struct("<QQ")
+# Header of a metadata area: checksum of the rest, magic, version, offset and size of the area.
 _MDA_HEADER = struct.Struct("<I16sIQQ")
 _MDA_HEADER_BYTES = 512
 _MDA_MAGIC = b" LVM2 x[5A%r0N*>"
+# Position of a text, behind that header: offset in the area, length, checksum, flags; and the flag
+# of an area that is not in use.
 _RAW_LOCN = struct.Struct("<QQII")
 _RAW_LOCN_IGNORED = 1
 
+# Initial value of lvm2's checksums.
 _INITIAL_CRC = 0xF597A6CF
+# Pattern of a UUID as it is on a disk.
 _UUID = re.compile(r"[0-9A-Za-z!#]{32}")
+# Positions in a UUID at which lvm2 prints it with dashes; the first and last are its ends.
 _UUID_CUTS = (0, 6, 10, 14, 18, 22, 26, 32)
 
 # Number of further reads of a disk that looks damaged. lvm2 overwrites the oldest text in the ring

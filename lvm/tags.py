@@ -57,9 +57,9 @@ def words(option: str, own_tags: Tags) -> list[str]:
 
 
 def decode(tags: Iterable[str]) -> Mapping[str, str]:
-    """Carver's own tags by their keys, among all tags of a group or volume.
+    """Find Carver's own tags among all tags of a group or volume; return their values by keys.
 
-    Of several values of one key the alphabetically first counts, so that each process decides
+    If a key has several values, the alphabetically first one counts, so that each process decides
     alike. `doubled` has the keys with several values.
     """
     own_tags: dict[str, str] = {}
