@@ -9,7 +9,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 _libc.fallocate64.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
 
+# Command of prctl(2).
 _PR_SET_DUMPABLE = 4
+# Numbers of system calls, equal on all architectures, and their flags (<linux/mount.h>).
 _FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432
 _FSOPEN_CLOEXEC = 1
 _FSMOUNT_CLOEXEC = 1
@@ -21,10 +23,10 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
 
 class Calls:
-    """Base of classes that use newer system calls, or on kernels before 5.12 older ones."""
+    """Base of classes that use newer system calls, or on kernels before 5.12 the older ones."""
 
     def __init__(self, *, old_calls: bool = False) -> None:
-        # Whether to use only the system calls of kernels before 5.12, for tests on newer kernels.
+        # For tests on newer kernels: whether to use only the system calls of kernels before 5.12.
         self._old_calls = old_calls
 
     def _new_calls(self) -> None:
@@ -84,7 +86,7 @@ def mount(source: str, path: str, fs_type: str | None, flags: int, data: str = "
 def unmount(target: str, path: str) -> None:
     """umount2(2): remove the topmost mount at `target`, a path that follows no symbolic link.
 
-    Errors name `path` in its place.
+    Errors name `path` instead of `target`.
     """
     if _libc.umount2(os.fsencode(target), _UMOUNT_NOFOLLOW) == -1:
         raise _error(path)
@@ -97,7 +99,7 @@ def syncfs(descriptor: int, path: str) -> None:
 
 
 def file_system_kind(path: str) -> int:
-    """statfs(2): the magic number (f_type) of the file system that a file lies in."""
+    """statfs(2): the magic number (f_type) of the file system in which a file lies."""
     # Structure statfs begins with f_type, a long, and is shorter than this array on any platform.
     statistics = (ctypes.c_ulong * 64)()
     if _libc.statfs(os.fsencode(path), statistics) == -1:

@@ -58,7 +58,10 @@ def device_size_bytes(kernel: Kernel, device: str) -> int:
 
 
 class Kind(enum.Enum):
-    """A kind of problem, with its meaning and whether a check and a new mount may mend it."""
+    """A kind of problem of a file system.
+
+    Each has a meaning, as a sentence, and says whether a check and a new mount may repair it.
+    """
 
     READ_ONLY = "it takes no writes", True
     SILENT = "it does not answer", True
@@ -81,7 +84,8 @@ class Problem:
 def problems(kernel: Kernel, mounts: table.Table, mount: Mount) -> Iterator[Problem]:
     """Yield the problems of a mounted file system, by the mount table and the kernel's counters."""
     named = f"the {mount.fs_type} on {mount.source}"
-    # A superblock that was mounted for writing, and takes no writes, turned read-only by an error.
+    # "rw" in any mount's options shows that the superblock was once writable. If it takes no writes
+    # now, an error has turned it read-only.
     made_to_write = (
         "rw" in mount_of_device.options for mount_of_device in mounts.of_device(mount.device)
     )
