@@ -187,6 +187,6 @@ def remaining_seconds() -> float | None:
 
 
 def patience_seconds(most_seconds: float, part: float = 1.0) -> float:
-    """The seconds to wait: `most_seconds`, or a part of the remaining time limit if that is less."""
+    """The seconds to wait: `most_seconds`, or if less, a part of the remaining time limit."""
     remaining = remaining_seconds()
     return most_seconds if remaining is None else min(most_seconds, remaining * part)
