@@ -2,8 +2,9 @@
 
 Why: lvm2 reads every disk of the node within one process. A single disk that does not answer would
 keep each lvm2 command waiting, and with it each call to Carver. So Carver itself finds out which
-disks belong to which volume group, and confines each lvm2 command to the disks of one group. A
-hung disk then stops its own group, and no other (docs/decisions/02-finding-disks.md).
+disks belong to which volume group (agent/groups/disk_search.py), and confines each lvm2 command to
+the disks of one group. A hung disk then stops its own group, and no other
+(docs/decisions/02-finding-disks.md).
 
 Idea: all that must be known is at fixed places of the disk, and is read by direct I/O, one thread
 for each disk (lvm/disk_reader.py). Nothing is ever written here.
@@ -27,7 +28,10 @@ for each disk (lvm/disk_reader.py). Nothing is ever written here.
 
 From 1 and 2 alone follows a fingerprint: while UUID, offset, length and checksum are the same,
 nothing was committed. So a read of 8 KiB from each disk proves that a report is still as good as
-a new one. Without that, each call would pay for a report by lvm2.
+a new one (agent/groups/metadata_cache.py).
+
+What it would cost to do without: one hung disk would stop all groups of the node, and each call
+would pay for a report by lvm2.
 
 All input is untrusted: a disk may be damaged, or written by a guest. What is not as lvm2 writes it
 raises `Damage`, and no text takes long to parse.
