@@ -410,7 +410,7 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
 
 
 def _longest_free(segments: Iterable[Row]) -> Mapping[str, int]:
-    """The longest run of free extents of each disk that has any, by its UUID."""
+    """The longest run of free extents of each disk that has free extents, by the disk's UUID."""
     longest: defaultdict[str, int] = defaultdict(int)
     for row in segments:
         if not row["lv_name"]:
@@ -531,7 +531,7 @@ def _logical_volume(
         stripes=max(stripes[name]) if len(stripes.get(name, ())) == 1 else 0,
         images=images.get(name, ()),
     )
-    # Sets the cached property, as the tags are decoded here already.
+    # Set the cached property, as the tags are decoded here already.
     vars(volume)["own_tags"] = own_tags
     return volume
 

@@ -273,7 +273,7 @@ def prepare(directory: Path, root: Path, confinement: Confinement) -> None:
         if path.name != settings and not link.is_symlink():
             link.symlink_to(Path("/etc/lvm") / path.name)
     local = own / settings
-    # Read as bytes: lvm2 requires no encoding, and a comment may be in any.
+    # The file is read as bytes: lvm2 requires no encoding, so a comment may have any bytes.
     text = local.read_bytes() if local.exists() else b""
     lines = "\n".join(confinement.lines())
     (directory / settings).write_bytes(text + f"{_SETTINGS}{lines}\n".encode())
@@ -326,7 +326,7 @@ class Session:
         # The time for which commands run as processes after a shell was given up, in seconds.
         self._rest_seconds = rest_seconds
         self._observe = observe
-        # Held by the thread whose command is running.
+        # Lock that the thread whose command is running holds.
         self._lock = threading.Lock()
         self._shell: Conversation | None = None
         self._confinement = Confinement()

@@ -398,7 +398,7 @@ class BlockDevices(Calls):
         After zeroing, the zeroes may still be in the disk's volatile cache, or, for a loop device,
         in the page cache of its backing file.
         """
-        # Opened for reading, as udev would probe the device after the close of a writer.
+        # The device is opened for reading, as udev would probe it after the close of a writer.
         descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
         with block_io.closing(descriptor):
             os.fsync(descriptor)

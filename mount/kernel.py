@@ -354,15 +354,15 @@ class Kernel(DiskLoads, Growth):
         with self._at(path) as descriptor:
             calls.mount(_descriptor(origin), _descriptor(descriptor), None, _MS_BIND)
         try:
-            # Opened again, as the descriptor above is of the file below the bind.
+            # The path is opened again, as the descriptor above is of the file below the bind.
             with self._at(path) as descriptor:
                 if attributes:
                     _remount_2(descriptor, attributes)
                 if private:
                     calls.mount("none", _descriptor(descriptor), None, _MS_PRIVATE)
         except OSError as error:
-            # Rather leave no bind than a bind without its attributes. A process that uses the bind
-            # at this moment prevents the unmount.
+            # Unmount the bind, as no bind is better than one without its attributes. A process that
+            # uses the bind at this moment prevents the unmount.
             try:
                 self.unmount(path)
             except OSError:

@@ -70,7 +70,7 @@ def parse(flags: Sequence[str], fs_type: str | None = None) -> Options:
     words = tuple(dict.fromkeys(_checked(word) for flag in flags for word in _split(flag)))
     _refuse_contradictions(words)
     kinds = FILE_SYSTEMS.values() if fs_type is None else [supported(fs_type)]
-    # Returned only after `supported`, so that an unsupported file system is refused in any case.
+    # Without options, return only after `supported` has refused an unsupported file system.
     if not words:
         return Options()
     allowed = {word for file_system in kinds for word in file_system.mount_options.split()}

@@ -57,8 +57,8 @@ class Terminal:
         self._prompt = prompt
         terminal, its_terminal = os.openpty()
         reports, its_reports = os.pipe()
-        # Files and not bare descriptors, as a file is closed only once however often it is asked
-        # to. Unbuffered, as poll(2) looks at the descriptors.
+        # The ends are files and not bare descriptors, as a file can be closed twice. The files are
+        # unbuffered, as poll(2) sees only what is not in a buffer.
         self._terminal = os.fdopen(terminal, "r+b", buffering=0)
         self._reports = os.fdopen(reports, "rb", buffering=0)
         with (
@@ -74,10 +74,11 @@ class Terminal:
                 _out=theirs,
                 _err=theirs,
                 _pass_fds={its_reports},
-                # Called in the child, so that no other program that starts meanwhile inherits the
-                # descriptor.
+                # The function is called in the child process. So no other program that starts
+                # meanwhile inherits the descriptor.
                 _preexec_fn=lambda: os.set_inheritable(its_reports, True),
-                # A session of its own, so that Ctrl-C at Carver's own terminal does not reach it.
+                # The program gets a session of its own, so that Ctrl-C at Carver's terminal does
+                # not reach the program.
                 _new_session=True,
                 _bg=True,
                 _bg_exc=False,
@@ -183,7 +184,7 @@ logging.getLogger("sh").setLevel(logging.WARNING)
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "LC_ALL": "C",
-    # Without this, lvm2 would print a warning about each of gRPC's open sockets, which it inherits.
+    # Without this variable, lvm2 would print a warning about each open socket of gRPC.
     "LVM_SUPPRESS_FD_WARNINGS": "1",
 }
 
@@ -354,8 +355,9 @@ def _by_sh(words: Sequence[str], timeout_seconds: float | None) -> tuple[Result,
     # The output goes to buffers made here. sh's own objects refer to each other, so they would keep
     # the output until Python's garbage collector runs, which counts objects and not bytes.
     stdout, stderr = io.BytesIO(), io.BytesIO()
-    # In the background, only because of the time limit. With sh's own time limit, sh looks ten
-    # times a second whether the program has ended, so each program would take a multiple of 0.1 s.
+    # sh runs the program in the background only because of the time limit. With sh's own time
+    # limit, sh looks ten times a second whether the program has ended, so each program would take a
+    # multiple of 0.1 s.
     running = program(
         *words[1:],
         _env=ENVIRONMENT,
@@ -406,7 +408,7 @@ def _exit_code(running: sh.RunningCommand) -> int:
 
 def _program(name: str) -> sh.Command:
     try:
-        # Looked up at each call, so that a program that was installed meanwhile is found.
+        # The program is looked up at each call, so that one that was installed meanwhile is found.
         return sh.Command(name, search_paths=ENVIRONMENT["PATH"].split(":"))
     except sh.CommandNotFound:
         raise mount_errors.ProgramMissing(name) from None

@@ -143,8 +143,8 @@ class Reservations:
                 return
             turn.is_changing = True
         try:
-            # In an empty context, which has neither the caller's deadline nor the caller's position
-            # in the queue for the group's lock: both may be used up.
+            # Run in an empty context: without the caller's deadline, which may have passed, and
+            # without the caller's position in the queue for the group's lock.
             contextvars.Context().run(self._let_go, group, pool)
         except (errors.AgentError, mount_errors.CommandError, OSError) as error:
             _log.error("thin pool %s/%s keeps old metadata for now: %s", group, pool, error)
@@ -170,7 +170,8 @@ class Reservations:
         with self._volume_groups.hold(group):
             volume_group = self._reports.fresh(group).group(group)
             if pool in _marked(volume_group):
-                # Reserved by an earlier reading of Carver that failed to release it.
+                # The metadata snapshot was reserved by an earlier reading of Carver that failed to
+                # release it.
                 self._release(group, pool)
             elif self._has(group, pool):
                 raise errors.MetadataReserved(group, pool)
@@ -212,7 +213,7 @@ def _marked(group: report.Group) -> list[str]:
 
 # Tag on a snapshot that Carver activated only to read it.
 _OWN = {tag.ACTIVATED: "reading"}
-# Time, in seconds, for which a snapshot stays active until the command that asked for it opens it.
+# Time for which an activated snapshot waits to be opened by another process, in seconds.
 _LEASE_SECONDS = 60.0
 # Time limit of the deactivation after a reading, in seconds. The next reading in the group
 # deactivates what is still active after the limit.
@@ -298,8 +299,8 @@ class Activations:
                 self.resume(*groups)
 
         try:
-            # In an empty context, which has neither the caller's deadline nor the caller's position
-            # in the queue for the group's lock: both may be used up.
+            # Run in an empty context: without the caller's deadline, which may have passed, and
+            # without the caller's position in the queue for the group's lock.
             contextvars.Context().run(sweep)
         except Exception as error:
             _log.warning("snapshots in %s stay active for now: %s", ", ".join(groups), error)

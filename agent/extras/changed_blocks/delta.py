@@ -68,7 +68,7 @@ def start_of_user_data(kernel: Kernel, those: Sequence[tuple[_Read, str]]) -> Lo
 
 
 def _start(kernel: Kernel, one: _Read, device: str) -> tuple[LogicalOffset, str]:
-    """The offset of one device's data, and a digest of how its LUKS2 header encrypts them.
+    """The offset of the data on one device, and a digest of how the data are encrypted.
 
     Raises BlocksUnknown where the header is missing, damaged, or of a re-encryption in progress.
     """
@@ -247,7 +247,7 @@ class Delta:
             if len(sources) > 1:
                 _require_comparable(*sources)
             if thin := sorted({source.group.name for source in sources if _pool(source)}):
-                # First on the stack, so that it runs last, after the devices are closed.
+                # `end` is registered first, so that it is called after the devices are closed.
                 ending.callback(self.activations.end, *thin)
             readers = [self._kernel.reader(self._activate(ending, source)) for source in sources]
             # While these devices are open, lvm2 cannot remove their volumes.
@@ -380,7 +380,7 @@ class Reading:
     def _proved(self) -> Iterator[None]:
         """Raise SourceLost at the end of the `with` where data read inside it may be wrong.
 
-        Also where the reading failed with an error that the loss explains.
+        Also where the reading failed: then the loss explains the error, and replaces it.
         """
         try:
             yield

@@ -41,7 +41,7 @@ class Kind(StrEnum):
     CLAIM = "claim"
 
 
-# Remedy for those that Carver can delete itself.
+# Remedy for an orphan that Carver can delete itself.
 _DELETE = "carver orphans --delete {name} --yes"
 # The remedy for each kind of orphan, for the operator.
 REMEDIES = {
@@ -101,7 +101,8 @@ def of_volumes(reports: Reports, known: Fresh, references: References) -> Iterat
     Volumes that are being moved to another node are left to the operator.
     """
     for volume in known.volumes():
-        # A state that only its own process may end, such as a move to another node.
+        # A volume without a kind of orphan is in a state that only its own process may end, such
+        # as a move to another node.
         if not (kind := volume.orphan):
             continue
         if volume.is_ephemeral:

@@ -83,8 +83,8 @@ class History:
                 previous = _Known()
             since = {key: min(previous.since.get(key, now), now) for key in seen}
             content = {"boot": boot, "seconds": now, "versions": dict(versions), "since": since}
-            # Written in place, as this is the file that is locked. It is truncated first, so that
-            # a half-written file is not valid JSON and counts as an empty history.
+            # The content is written in place, as this file is the locked one. The file is
+            # truncated first: half a content is not valid JSON, and counts as an empty history.
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(content).encode(), 0)
         return {key: now - first for key, first in since.items()}

@@ -46,7 +46,7 @@ def add(service: Service) -> Extra:
     interval_seconds = service.configuration.now.orphan_interval_seconds
     if not interval_seconds:
         return Extra()
-    # Imported only here, as `look` imports a YAML parser, which most services need not load.
+    # `look` is imported only here, as it imports a YAML parser, which most services do not need.
     from agent.extras.orphans.look import Finder, OrphanWatch
 
     finder = Finder(service.configuration, service.context.kernel, service.reports)

@@ -158,7 +158,7 @@ def digest(volume_handle: str) -> str:
 
 
 def names_of_nodes(items: Any, topology_key: str) -> Iterator[str]:
-    """Return the names and topology segments by which Carver may know these nodes."""
+    """Return the names and topology segments by which Carver may know nodes of the cluster."""
     for node in items:
         yield (name := node["metadata"]["name"])
         yield ids.node_segment(name)

@@ -134,7 +134,7 @@ class Mover:
                 # A command that failed may have set the tags all the same: read them again.
                 self._recall(volume_id)
                 raise
-            # Deactivated, so that whatever would use the volume has to read its tags first.
+            # Deactivate the volume: anything that uses it later has to read its tags first.
             with suppress(mount_errors.CommandError):
                 volumes.deactivate(
                     self._volume_groups.lvm(volume.group.name), volume.group.name, volume.name
@@ -183,7 +183,7 @@ class Mover:
         try:
             is_moved = _is_gone(self._volume(volume_id))
         except Exception:
-            # Unknown whether the tags were set: the volume stays held until the next start.
+            # Whether the tags were set is unknown: the volume stays held until the next start.
             return
         if not is_moved:
             self._holds.allow(volume_id)

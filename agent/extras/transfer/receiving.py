@@ -169,8 +169,8 @@ class Receiver:
                 raise errors.NotReceived(volume_id, "it is finished, and a volume like any other")
             if _is_coming(volume) and volume.own_tags.get(tag.FINISHING) != _WITHDRAWN:
                 users.require_unused(self._kernel, self._activator, volume)
-                # The tags of the chain are removed before the first byte is erased, as the volume
-                # then no longer holds what they say.
+                # Remove the tags of the chain before the first byte is erased: from then on the
+                # volume no longer holds what these tags say.
                 gone = (tag.CHAIN, tag.INTO, tag.OFFSET)
                 self._mark(volume, {tag.FINISHING: _WITHDRAWN}, without=gone)
         self._deleter.delete(volume_id, is_own=False)
@@ -222,7 +222,8 @@ class Receiver:
             self._pool_remover.require_kept(group.name, pool_name(one.name))
         logical = names.logical_volume(ids.VOLUME_PREFIX, name)
         volume_id = str(VolumeId.of(group, logical))
-        # Noted before lvcreate, which may create the volume and yet fail; `abort` finds out.
+        # Note the volume before lvcreate, which may create the volume and yet fail. `abort` finds
+        # out whether the volume exists.
         self._holds.receiving(volume_id)
         with ExitStack() as undo:
             if one.layout.is_thin:
@@ -322,8 +323,8 @@ class Receiver:
             formatted = found.fs_type
         elif (found := filesystem.find(self._kernel, device.path, formatted)) is None:
             raise errors.ContentsLost(identity, formatted, device.path)
-        # A stream of an earlier version does not have the block size in its header, nor does one
-        # whose file system was made after the header. So it is checked on the device.
+        # The header of a stream may lack the block size: if an earlier version of Carver sent the
+        # stream, or if the file system was made after the header. So check it on the device.
         self._require_blocks(own_tags[tag.NAME], volume.group, found.block_bytes)
         check = partial(filesystem.check, self._run, device.path, formatted)
         proof = partial(self._activator.require_same, volume, device)

@@ -65,8 +65,8 @@ class Remote:
                 pass  # The other node's error output says why it closed the pipe.
             except BaseException as error:
                 problem = error
-                # A stream that is cut off has no end mark, so its volume is not finished; it can
-                # be continued later.
+                # A stream that is cut off has no end mark, so its volume is not finished. The
+                # stream can be continued later.
                 running.terminate()
             printed, said = running.communicate()
         if problem is not None:

@@ -98,7 +98,7 @@ def requested(header: Header, size_bytes: int) -> dict[str, str]:
 
 
 def _check_encryption(one: DeviceClass, sent: Mapping[str, str], size_bytes: int) -> None:
-    """Raise BadField where only one of stream and class is encrypted, or a tag of it is wrong."""
+    """Raise BadField where only one of stream and class is encrypted, or such a tag is wrong."""
     sealed, length = sent.get(tag.SEALED, ""), sent.get(tag.HEADER, "")
     if tag.ENCRYPTION not in sent:
         if one.encryption:
@@ -212,17 +212,21 @@ class Sender:
             except errors.NoSuchVolume:
                 volume = {}
             # Since the snapshot was taken, the volume may have been formatted, or got its header or
-            # another key. So these tags come from the snapshot only.
+            # another key. So the tags of format, header and keys come from the snapshot only.
             since = dict.fromkeys((tag.FORMATTED, tag.SEALED, *tag.OF_KEYS), "")
             own_tags = {**volume, **since, **own_tags}
         sent = {key: own_tags[key] for key in SENT if own_tags.get(key)}
-        # Raises TagsDamaged where the tag of the access mode is lost and no other tag implies it.
+        # `is_block` raises TagsDamaged where the tag of the access mode is lost, and no other tag
+        # implies the access mode.
         is_block = records.is_block(str(snapshot.id), sent)
         return {**sent, tag.ACCESS: BLOCK if is_block else MOUNT}
 
 
 def chain_of(snapshot: Snapshot) -> str:
-    """Return a snapshot's chain, which names exactly what it holds, even if its volume is gone."""
+    """Return a snapshot's chain: a digest that names exactly what the snapshot holds.
+
+    The snapshot's volume may be gone.
+    """
     own = snapshot.group.volume(snapshot.name).uuid
     return form.chain_of(
         str(snapshot.source_id), own, snapshot.time_nanoseconds, snapshot.size_bytes

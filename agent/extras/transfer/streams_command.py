@@ -120,7 +120,7 @@ class Outgoing:
         ids_of_both = header.snapshot_id, header.base_snapshot_id
         ranges = extents(self.at.caller, *ids_of_both, offset_bytes, is_compared=compare)
         first_range = next(ranges, None)
-        # By now the service has the base open, so from here on it cannot be replaced.
+        # By now the service has the base open, so the base cannot be replaced from here on.
         self.require_same()
         parts = ranges if first_range is None else chain([first_range], ranges)
         what = f"sending {ids.logical_name(header.snapshot_id)}"
@@ -215,7 +215,10 @@ def outgoing(at: VolumeVerbs, snapshot_id: str, base_id: str = "") -> Iterator[O
 
 
 def chain_of(at: VolumeVerbs, snapshot_id: str) -> str:
-    """Return a snapshot's chain, which names exactly what it holds; it need not be active."""
+    """Return a snapshot's chain: a digest that names exactly what the snapshot holds.
+
+    The snapshot need not be active.
+    """
     return _transfer(at).SnapshotChain(carver.SnapshotChainRequest(snapshot_id=snapshot_id)).chain
 
 

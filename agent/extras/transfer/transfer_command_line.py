@@ -71,7 +71,8 @@ def _receive(verbs: "VolumeVerbs", parsed: argparse.Namespace) -> None:
         return
     if not parsed.finish:
         raise errors.BadField("--kubeconfig", "goes with --finish")
-    # Imported only here, as a move runs the other forms of this command again and again.
+    # `claim_moves` is imported only here, as a move runs the other forms of this command again
+    # and again, and each run would import it.
     from agent.extras.transfer import claim_moves
 
     claim_moves.finish(verbs, parsed)

@@ -196,7 +196,7 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         return Empty()
 
     def _held(self, request: Any, *required: str) -> AbstractContextManager[None]:
-        """Check that a request has its required fields, and hold its volume's lock."""
+        """Check the required fields of a request, and hold the lock of the request's volume."""
         _require(request, "volume_id", *required)
         return self._locks.hold(ids.logical_name(request.volume_id))
 
