@@ -33,8 +33,8 @@ _TENTH = Reserve(percent=10)
 # Suffix of the hidden volume with a pool's data, which is named to detach a writecache from a pool.
 _POOL_DATA = "_tdata"
 
-# Suffix of a cachevol's name after the name of its volume, and the further one while the cachevol
-# is attached. names.py gives no other volume such a name.
+# Suffixes of a cachevol's name. The first follows the name of its volume; the second follows the
+# first while the cachevol is attached. names.py gives no other volume such a name.
 _SUFFIX, _HIDDEN = "_cache", "_cvol"
 
 

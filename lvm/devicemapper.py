@@ -320,7 +320,7 @@ class DeviceMapper:
             if error.errno == errno.ENXIO:
                 return None
             raise
-        # The kernel's encoding (huge_encode_dev) equals the C library's.
+        # The kernel's encoding of device numbers (huge_encode_dev) equals the C library's.
         (device,) = struct.unpack_from("=Q", buffer, _DEVICE_AT)
         return os.major(device), os.minor(device)
 

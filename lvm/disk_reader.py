@@ -151,9 +151,10 @@ class Disks:
 
         A disk without a result at `end_monotonic_seconds` is Unanswered.
         """
-        begun = {path: self._begin(look, path) for path in paths}
+        futures = {path: self._begin(look, path) for path in paths}
         return {
-            path: self._ended(path, future, end_monotonic_seconds) for path, future in begun.items()
+            path: self._ended(path, future, end_monotonic_seconds)
+            for path, future in futures.items()
         }
 
     def _begin(self, look: Callable[[str], _T], path: str) -> Future[_T | Unreadable] | None:

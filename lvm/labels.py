@@ -227,11 +227,11 @@ class Mark:
 class Kind(enum.IntEnum):
     """Who may have written a disk, from most to least trusted; decides between copies of a disk."""
 
-    # Only the node: its own disk, or one that the operator named.
+    # Written by the node alone: its own disk, or a disk that the operator named.
     LOCAL = 0
-    # The owner of a file or of a network disk, perhaps a tenant: loop devices, iSCSI.
+    # Written by the owner of a file or of a network disk, perhaps a tenant: loop devices, iSCSI.
     ATTACHED = 1
-    # A guest or another storage driver: rbd, nbd, drbd, zvols.
+    # Written by a guest or another storage driver: rbd, nbd, drbd, zvols.
     FOREIGN = 2
 
 

@@ -177,8 +177,9 @@ def _text(file: Path) -> str:
 
 # Settings of every lvm2 command, which overrule the node's.
 _NEEDED = (
-    # With other values lvm2 reports success and has done something else: it changed nothing, or
-    # made a volume that is inactive or read-only, of which it wiped and zeroed nothing.
+    # lvm2 reports success with other values of these settings although it has done something
+    # else: it changed nothing, or made a volume that is inactive or read-only, and wiped or zeroed
+    # nothing of the volume.
     *("global/test=0", "global/activation=1", "activation/read_only_volume_list=[]"),
     # dmeventd(8) monitors volumes by lvm2 commands of its own. These take the group's lock and read
     # every disk of the machine, and an extension of a pool waits 8 s for them, during which writes

@@ -434,7 +434,7 @@ def _physical_volume(row: Row, unclean: bool, longest: int | None) -> PhysicalVo
 
 
 def _disks_by_volume(segments: Iterable[Row]) -> Mapping[str, set[str]]:
-    """The UUIDs of the disks of each volume, with those of its hidden parts, by its name."""
+    """The UUIDs of the disks of each volume and of its hidden parts, by the volume's name."""
     disks: defaultdict[str, set[str]] = defaultdict(set)
     for row in segments:
         name = whole(row["lv_name"].strip("[]"))
@@ -456,7 +456,7 @@ def _images(segments: Iterable[Row]) -> Mapping[str, tuple[frozenset[str], ...]]
 
 
 def _ranges(segments: Iterable[Row]) -> Mapping[str, list[str]]:
-    """The extents of each volume on disks, in the order of the volume's bytes, by its name."""
+    """The extents of each volume on disks, in the order of its bytes, by the volume's name."""
     ranges: defaultdict[str, list[str]] = defaultdict(list)
     for row in sorted(segments, key=lambda row: int(row["seg_start"])):
         ranges[row["lv_name"]] += row["seg_pe_ranges"].split()
@@ -464,7 +464,7 @@ def _ranges(segments: Iterable[Row]) -> Mapping[str, list[str]]:
 
 
 def _stripes(segments: Iterable[Row]) -> Mapping[str, set[int]]:
-    """The numbers of stripes, or images, of the pieces of each volume, by its name."""
+    """The numbers of stripes, or images, of the pieces of each volume, by the volume's name."""
     stripes: defaultdict[str, set[int]] = defaultdict(set)
     for row in segments:
         stripes[row["lv_name"]].add(int(row["stripes"] or 0))
@@ -482,7 +482,7 @@ def _cached_pools(segments: Iterable[Row]) -> Mapping[str, str]:
 
 
 def _beginnings(part: Mapping[str, Any], extent_size_bytes: int) -> Mapping[str, tuple[str, int]]:
-    """The disk and the offset in bytes where each volume directly on disks begins, by its name."""
+    """The disk and the offset, in bytes, where each volume directly on disks begins, by name."""
     starts = {disk["pv_name"]: int(disk["pe_start"]) for disk in part["pv"]}
     beginnings = {}
     for row in part["seg"]:

@@ -175,9 +175,11 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         error_remedy="then have the volume unstaged and staged again, which checks it",
         block_options=(("-b", ""),),
         least_block_bytes=4096,
-        # Otherwise: "Project quota feature not enabled" (fs/ext4/super.c).
+        # Without this feature the kernel refuses: "Project quota feature not enabled"
+        # (fs/ext4/super.c).
         needs={"prjquota": ("-O", "project")},
-        # Otherwise: "can't mount with both data=journal and delalloc" (fs/ext4/super.c).
+        # The kernel knows these values of data=, and refuses a combination: "can't mount with both
+        # data=journal and delalloc" (fs/ext4/super.c).
         values={"data": "journal|ordered|writeback"},
         never_with=(("data=journal", "delalloc"),),
     ),

@@ -20,7 +20,7 @@ class Inodes:
 
 @dataclass(frozen=True)
 class Usage:
-    """The use of a file system. `inodes` is None for one that has no limit of inodes (btrfs)."""
+    """The use of a file system. `inodes` is None for a type without a limit of inodes (btrfs)."""
 
     total_bytes: int
     used_bytes: int

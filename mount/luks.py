@@ -92,7 +92,7 @@ def _newest(read: Callable[[int, int], bytes]) -> Header | None:
         _copy(read(number * METADATA_BYTES, METADATA_BYTES), magic)
         for number, magic in enumerate(_MAGICS)
     )
-    newest = max((one for one in copies if one), key=lambda copy: copy[0], default=None)
+    newest = max((copy for copy in copies if copy), key=lambda copy: copy[0], default=None)
     return None if newest is None else newest[1]
 
 

@@ -273,7 +273,7 @@ class Programs:
 def _execute(
     words: Sequence[str], timeout_seconds: float | None, stdin: bytearray | None = None
 ) -> tuple[Result, bool]:
-    """Run a program; return its result, and whether it ended within the time limit.
+    """Run a program; return its result, and whether the program ended within the time limit.
 
     Raises CommandStuck.
     """
@@ -377,7 +377,7 @@ def _by_sh(words: Sequence[str], timeout_seconds: float | None) -> tuple[Result,
 def _ended(
     running: sh.RunningCommand, words: Sequence[str], timeout_seconds: float | None
 ) -> tuple[int, bool]:
-    """Wait for a program; return its exit code, and whether it ended within the time limit.
+    """Wait for a program; return its exit code, and whether the program ended in time.
 
     Sends SIGTERM at the time limit. Raises CommandStuck.
     """

@@ -56,7 +56,7 @@ class Mount:
 
     @property
     def takes_no_writes(self) -> bool:
-        """Whether the superblock takes no writes: mounted read-only, or turned so by an error."""
+        """Whether the superblock takes no writes, by a read-only mount or after an error."""
         return not _NO_WRITES.isdisjoint(self.super_options)
 
     @property

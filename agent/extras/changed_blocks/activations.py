@@ -359,7 +359,7 @@ class Activations:
         # deactivation that fails again does not keep their tags.
         self._forget(group, [name for name in names if name not in active])
         if active:
-            all_or_each(active, lambda those: _deactivate(lvm, group, those))
+            all_or_each(active, lambda snapshots: _deactivate(lvm, group, snapshots))
             self._forget(group, active)
 
     def _forget(self, group: str, names: Sequence[str]) -> None:

@@ -55,16 +55,16 @@ def _chunks(
     size = tables[0].chunk_bytes
     last = -(-end_bytes // size)
     # Numbers of the parts that are still to do; the first pass over the tables finds all of them.
-    part, left = start_bytes // size // _PART_CHUNKS, set[int]()
+    part, remaining = start_bytes // size // _PART_CHUNKS, set[int]()
     while part * _PART_CHUNKS < last:
         base = part * _PART_CHUNKS
         chunks = min(_PART_CHUNKS, last - base)
-        for number, count in _runs(_marked(tables, base, chunks, left, check)):
+        for number, count in _runs(_marked(tables, base, chunks, remaining, check)):
             yield Extent((base + number) * size, count * size)
-        left.discard(part)
-        if not left:
+        remaining.discard(part)
+        if not remaining:
             return
-        part = min(left)
+        part = min(remaining)
 
 
 def _marked(

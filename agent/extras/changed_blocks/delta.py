@@ -322,10 +322,10 @@ class Delta:
         everything that the other's table lists. Both tables are returned, as it is not certain
         which snapshot is older. Also empty where the chunk sizes differ.
         """
-        those = [base] if isinstance(target, Volume) else [base, target]
-        if any(_pool(source) for source in those):
+        sources = [base] if isinstance(target, Volume) else [base, target]
+        if any(_pool(source) for source in sources):
             return []
-        tables = [self._devices.exceptions(source.group.name, source.name) for source in those]
+        tables = [self._devices.exceptions(source.group.name, source.name) for source in sources]
         return tables if len({table.chunk_bytes for table in tables}) == 1 else []
 
 

@@ -134,13 +134,13 @@ def of_objects(references: References) -> Iterator[Candidate]:
     for volume in references.volumes:
         if volume.nodes and references.nodes.isdisjoint(volume.nodes):
             where = ", ".join(sorted(volume.nodes))
-            about = f"of {where}, which is gone{_of_claim(volume.claim)}"
-            yield Candidate(Kind.PERSISTENT_VOLUME, volume.name, volume.uid, about)
+            description = f"of {where}, which is gone{_of_claim(volume.claim)}"
+            yield Candidate(Kind.PERSISTENT_VOLUME, volume.name, volume.uid, description)
     for claim in references.waiting_claims:
         is_gone = claim.node not in references.nodes
         if is_gone or claim.node in references.unready:
-            about = f"waits for {claim.node}, which is {'gone' if is_gone else 'not ready'}"
-            yield Candidate(Kind.CLAIM, claim.name, f"{claim.uid}@{claim.node}", about)
+            description = f"waits for {claim.node}, which is {'gone' if is_gone else 'not ready'}"
+            yield Candidate(Kind.CLAIM, claim.name, f"{claim.uid}@{claim.node}", description)
 
 
 def pod_of(target_path: str) -> str:
@@ -160,10 +160,10 @@ def _lacks_its_pod(volume: Volume, references: References) -> bool:
 def _inline(volume: Volume) -> Candidate:
     own_tags, path = volume.own_tags, volume.own_tags.get(tag.TARGET, "")
     pod = "/".join(filter(None, (own_tags.get(tag.NAMESPACE), own_tags.get(tag.POD))))
-    about = f"{volume.size_bytes} bytes, of pod {pod or 'without a name'}, which is gone"
+    description = f"{volume.size_bytes} bytes, of pod {pod or 'without a name'}, which is gone"
     remedy = "" if path else "restart Carver and see its log: its path is not known"
     return Candidate(
-        Kind.INLINE, str(volume.id), _uuid(volume), about, own_tags[tag.NAME], path, remedy
+        Kind.INLINE, str(volume.id), _uuid(volume), description, own_tags[tag.NAME], path, remedy
     )
 
 
@@ -286,9 +286,9 @@ def candidates(
         if lost and not wanted:
             mounted = mounts.top(place.path)
             what = f"has {mounted}" if mounted else "has nothing mounted"
-            about = f"of {place.handle or 'a volume'}, which is not there; {what}"
+            description = f"of {place.handle or 'a volume'}, which is not there; {what}"
             yield Candidate(
-                place.kind, place.directory, place.identity, about, place.handle, place.path
+                place.kind, place.directory, place.identity, description, place.handle, place.path
             )
 
 

@@ -164,7 +164,7 @@ class Looking(Protocol):
 
 
 class Finder:
-    """Finds orphans of this node, and objects of the cluster that the configuration names."""
+    """Finds orphans on this node, and in the cluster that the configuration names."""
 
     def __init__(self, configuration: Configuration, kernel: Kernel, reports: Reports) -> None:
         self._configuration = configuration

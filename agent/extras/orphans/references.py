@@ -132,8 +132,8 @@ def _read(
         capacities=tuple(_capacities(capacities.items, topology_key)),
         waiting_claims=tuple(_waiting_claims(claims.items, driver_name)),
         spoken_for=frozenset(
-            # From PersistentVolumes of any driver, as one of a driver that was renamed refers to
-            # its volume, too.
+            # The names come from PersistentVolumes of any driver, as the object of a driver that
+            # was renamed refers to its volume, too.
             {volume["metadata"]["name"] for volume in volumes.items}
             | {ids.logical_name(handle) for handle in handles}
             | set(_names_of_claims(claims.items))

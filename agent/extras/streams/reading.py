@@ -85,8 +85,8 @@ def streams(source: BufferedIOBase) -> Iterator[Reader]:
 
     The caller reads all frames of a stream before it asks for the next reader.
     """
-    while begun := source.read(1):
-        yield Reader(source, begun)
+    while first_byte := source.read(1):
+        yield Reader(source, first_byte)
 
 
 # Interval of the calls that record how much is on the disk, in seconds: after a crash, what came in

@@ -69,7 +69,7 @@ def steps(moved: carver.MoveState, place: Place) -> str:
     """
     new = rebinding.moved_name(moved.pv, place.handle)
     of_pv = {"new": new, "handle": place.handle, "key": place.topology_key, "node": place.segment}
-    given = {
+    values = {
         "pvc": moved.pvc,
         "namespace": moved.namespace,
         "name": moved.volume_id,
@@ -77,7 +77,7 @@ def steps(moved: carver.MoveState, place: Place) -> str:
         "pv_filter": _PV_FILTER.format(**_as_json(of_pv)),
         "pvc_filter": _PVC_FILTER.format(**_as_json({"new": new})),
     }
-    return _STEPS.format(**{key: shlex.quote(text) for key, text in given.items()})
+    return _STEPS.format(**{key: shlex.quote(text) for key, text in values.items()})
 
 
 def _as_json(texts: Mapping[str, str]) -> dict[str, str]:

@@ -98,10 +98,10 @@ class Move:
         `finish` or `undo`. Raises NotMoved, NodeRefused.
         """
         request = carver.BeginMoveRequest(volume_id=self._volume_id, node=self._remote.node)
-        begun = self._transfer.BeginMove(request)
-        while begun.state != tag.MOVED:
-            begun = self._round(begun) or begun
-        return self._complete(begun)
+        move = self._transfer.BeginMove(request)
+        while move.state != tag.MOVED:
+            move = self._round(move) or move
+        return self._complete(move)
 
     def status(self) -> dict[str, Any]:
         """Return the move's state on this node and on the other one."""
@@ -279,7 +279,7 @@ class Move:
         return None
 
     def _is_held(self, token: str) -> bool:
-        """Return whether the hold of a token goes on; also true where no answer came."""
+        """Return whether a token's hold still lasts; also true if the service does not answer."""
         request = carver.HoldMoveRequest(volume_id=self._volume_id, token=token)
         try:
             self._transfer.HoldMove(request)
@@ -366,11 +366,11 @@ class Move:
 
         Each gets a new name, as an earlier snapshot may still be in the course of being erased.
         """
-        begun = time.monotonic()
+        begun_at = time.monotonic()
         taken = self._caller.snapshot(
             f"{self._prefix()}{secrets.token_hex(4)}", self._volume_id
         ).snapshot_id
-        self._taken[taken] = begun
+        self._taken[taken] = begun_at
         return taken
 
     def _prefix(self) -> str:

@@ -317,15 +317,15 @@ class Receiver:
         if clone.may_hold_btrfs(own_tags) and filesystem.is_on(self._kernel, device.path):
             filesystem.renew(self._kernel, device.path)
         if not formatted:
-            found = filesystem.probe(self._kernel, device.path)
-            if found is None or found.fs_type not in filesystem.FILE_SYSTEMS:
+            signature = filesystem.probe(self._kernel, device.path)
+            if signature is None or signature.fs_type not in filesystem.FILE_SYSTEMS:
                 return
-            formatted = found.fs_type
-        elif (found := filesystem.find(self._kernel, device.path, formatted)) is None:
+            formatted = signature.fs_type
+        elif (signature := filesystem.find(self._kernel, device.path, formatted)) is None:
             raise errors.ContentsLost(identity, formatted, device.path)
         # The header of a stream may lack the block size: if an earlier version of Carver sent the
         # stream, or if the file system was made after the header. So check it on the device.
-        self._require_blocks(own_tags[tag.NAME], volume.group, found.block_bytes)
+        self._require_blocks(own_tags[tag.NAME], volume.group, signature.block_bytes)
         check = partial(filesystem.check, self._run, device.path, formatted)
         proof = partial(self._activator.require_same, volume, device)
         self._detached.do(identity, volume.group.name, "fsck", check, proof)

@@ -68,11 +68,11 @@ class Remote:
                 # A stream that is cut off has no end mark, so its volume is not finished. The
                 # stream can be continued later.
                 running.terminate()
-            printed, said = running.communicate()
+            printed, complaints = running.communicate()
         if problem is not None:
             raise problem
         if running.returncode:
-            text = said.decode(errors="backslashreplace").strip()[-_MOST_CHARACTERS:]
+            text = complaints.decode(errors="backslashreplace").strip()[-_MOST_CHARACTERS:]
             raise self._refused(words, text or f"exit {running.returncode}")
         try:
             answer = json.loads(printed)

@@ -58,8 +58,8 @@ def tags_of(
     access = sent.get(tag.ACCESS, MOUNT if sent.get(tag.FORMATTED) else "")
     if access not in (BLOCK, MOUNT):
         raise errors.NotAllowed("stream.facts[access]", access, (BLOCK, MOUNT))
-    given = {key: sent[key] for key in PARAMETERS if key in sent} | {tag.CLASS: one.name}
-    parameters = Parameters.from_proto(given, "stream.facts")
+    given_parameters = {key: sent[key] for key in PARAMETERS if key in sent} | {tag.CLASS: one.name}
+    parameters = Parameters.from_proto(given_parameters, "stream.facts")
     if parameters.fs_type:
         parameters.check_for(parameters.fs_type, "stream.facts")
     _check_encryption(one, sent, header.size_bytes)

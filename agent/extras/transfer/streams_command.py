@@ -120,7 +120,8 @@ class Outgoing:
         ids_of_both = header.snapshot_id, header.base_snapshot_id
         ranges = extents(self.at.caller, *ids_of_both, offset_bytes, is_compared=compare)
         first_range = next(ranges, None)
-        # By now the service has the base open, so the base cannot be replaced from here on.
+        # Check both snapshots now: the service has the base open, so from here on the base cannot
+        # be replaced.
         self.require_same()
         parts = ranges if first_range is None else chain([first_range], ranges)
         what = f"sending {ids.logical_name(header.snapshot_id)}"
@@ -209,7 +210,7 @@ def outgoing(at: VolumeVerbs, snapshot_id: str, base_id: str = "") -> Iterator[O
     finally:
         if opened.lease:
             close = carver.CloseSnapshotRequest(snapshot_id=snapshot_id, lease=opened.lease)
-            # Where this call fails, the next reading or the next start deactivates the snapshot.
+            # A failure is ignored: the next reading or the next start deactivates the snapshot.
             with suppress(grpc.RpcError):
                 _transfer(at).CloseSnapshot(close)
 
@@ -377,11 +378,11 @@ def _receive_one(
     header = reader.header
     text = form.text_of(header).decode()
     transfer = _transfer(at)
-    begun = transfer.BeginReceive(
+    state = transfer.BeginReceive(
         carver.BeginReceiveRequest(name=name, device_class=device_class, header=text)
     )
-    volume_id = begun.volume_id
-    if begun.chain == header.chain:
+    volume_id = state.volume_id
+    if state.chain == header.chain:
         # The volume holds this stream already. Read the stream to its end all the same, so that
         # its sender does not fail.
         for _ in reader.frames():
@@ -406,7 +407,7 @@ def _receive_one(
             shown(f"receiving {name}", start, end, as_json=as_json) as tell,
             paced(at.caller, volume_id, RECEIVE, device) as writing,
         ):
-            target = Target(writing, kernel.device_size_bytes(path), begun.blank)
+            target = Target(writing, kernel.device_size_bytes(path), state.blank)
             note = (lambda _part: None) if parts is None else parts.add
             reading.apply(reader, target, record=record, note=note, tell=tell)
             tell(end)

@@ -57,7 +57,7 @@ def _add_actions(verb: argparse.ArgumentParser, *actions: tuple[str, str]) -> No
 
 
 def _add_kubeconfig(verb: argparse.ArgumentParser, text: str) -> None:
-    # It has a setting's name, so that a wrong path raises the error of that setting.
+    # The option has a setting's name, so a wrong path raises that setting's error.
     verb.add_argument("--kubeconfig", metavar="FILE", help=text)
     verb.add_argument("--yes", action="store_true", help="do not ask")
 
