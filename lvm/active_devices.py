@@ -250,7 +250,7 @@ class Devices:
         """Whether an active volume stands on a disk that was removed. A few ioctls.
 
         The volume still refers to the removed disk, and I/O fails (EIO), even once the disk is
-        attached again: it is then a new device with another number.
+        attached again, as the disk is then a new device with another number.
         """
         numbers = self._mapper.disks(names.device(group, name))
         return any(not os.access(_by_number(number), os.F_OK) for number in numbers)

@@ -72,7 +72,7 @@ class Cache:
     def of_pool(self, group: Group) -> int:
         """The size of a pool's cache, in extents.
 
-        It is calculated for a pool on all slow disks, as the pool may grow to that size.
+        The size is calculated for a pool on all slow disks, as the pool may grow to that size.
         """
         return self.extents(Room(group).planned_extents, group.extent_size_bytes)
 

@@ -148,9 +148,9 @@ class Excluded:
 def backing(path: str) -> int:
     """The number of the block device below a loop device; 0 over a regular file. Raises OSError.
 
-    This takes an ioctl: sysfs has only a path, and kubelet attaches its loop devices to bind mounts
-    of device nodes (volumeDevices/…/dev/POD). The ioctl may wait for the server of a network file
-    system that has the file.
+    An ioctl is needed, as sysfs has only a path, and kubelet attaches its loop devices to bind
+    mounts of device nodes (volumeDevices/…/dev/POD). The ioctl may wait for the server of a network
+    file system that has the file.
     """
     return LoopDevices().loop_status(path).backing_device
 

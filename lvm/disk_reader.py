@@ -233,7 +233,7 @@ _LASTS_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class _Count:
-    """A disk's counter of failed commands: its reported growth is `last` less `first`."""
+    """A disk's counter of failed commands; the growth reported is `last` less `first`."""
 
     first: int
     last: int
@@ -244,9 +244,9 @@ class _Count:
 class DiskErrors:
     """Reports disks that have bad sectors or failed commands.
 
-    A disk's error counter is not 0 at first: it includes commands that the disk does not support
-    and that the kernel tries at attachment. So this object remembers the counters, and reports
-    only their growth. `sysfs` is for tests.
+    A disk's error counter is not 0 at first, as the kernel tries commands at attachment that the
+    disk does not support, and that count as failed. So this object remembers the counters, and
+    reports only their growth. `sysfs` is for tests.
     """
 
     def __init__(self, sysfs: Path = Path("/sys")) -> None:

@@ -66,7 +66,7 @@ def narrow_disks(group: Group) -> Mapping[str, int]:
 
 
 def about_area(group: Group) -> str:
-    """The subject of a sentence about a group's metadata area; it names the disks that limit it."""
+    """The subject of a sentence about a group's metadata area, with the disks that limit it."""
     whole = f"the metadata area of volume group {group.name}"
     if not (narrow := narrow_disks(group)):
         return whole
@@ -137,7 +137,7 @@ def extend(lvm: Lvm, group: str, disk: str, metadata_bytes: int) -> None:
     The disk gets a metadata area of `metadata_bytes`, as each area must have room for the group's
     text. `lvm` must see the new disk beside the group's own disks.
     """
-    # --quiet twice answers no to each question of lvm2's: it wipes no signature.
+    # --quiet twice answers no to each question of lvm2's, so lvm2 wipes no signature.
     words = ("--quiet", "--quiet", "--metadatasize", f"{metadata_bytes}b")
     lvm("vgextend", *words, "--", group, disk)
 

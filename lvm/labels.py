@@ -164,8 +164,8 @@ _SECTOR_BYTES = 512
 # Number of sectors at the beginning of a disk in which a label may be.
 _LABEL_SECTORS = 4
 _PAGE_BYTES = 4096
-# Length of the first read of a disk: it has the label, and the header of the first metadata area,
-# which lvm2 puts behind the first page.
+# Length of the first read of a disk, which has the label, and the header of the first metadata
+# area, as lvm2 puts that header behind the first page.
 _HEAD_BYTES = 2 * _PAGE_BYTES
 # Highest offset that is read, as the kernel's loff_t is a signed number of 64 bits.
 _END_OF_DISKS = (1 << 63) - _PAGE_BYTES
@@ -280,7 +280,7 @@ def read(path: str) -> PhysicalLabel | Damaged | None:
 def mark(path: str) -> Mark | None:
     """Read the mark of a disk, which stays equal until lvm2 commits metadata. Raises OSError.
 
-    None for a disk without a label, or with a damaged one. This is a single read of 8 KiB where
+    None for a disk without a label, or with a damaged one. A single read of 8 KiB is enough where
     the disk has one metadata area, at its beginning.
     """
     with block_io.opened(path) as reader:

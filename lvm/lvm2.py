@@ -177,17 +177,17 @@ def _text(file: Path) -> str:
 
 # Settings of every lvm2 command, which overrule the node's.
 _NEEDED = (
-    # lvm2 reports success with other values of these settings although it has done something
-    # else: it changed nothing, or made a volume that is inactive or read-only, and wiped or zeroed
-    # nothing of the volume.
+    # lvm2 reports success with other values of these settings although lvm2 has done something
+    # else: it has changed nothing, or made a volume that is inactive or read-only, and wiped or
+    # zeroed nothing of the volume.
     *("global/test=0", "global/activation=1", "activation/read_only_volume_list=[]"),
-    # dmeventd(8) monitors volumes by lvm2 commands of its own. These take the group's lock and read
-    # every disk of the machine, and an extension of a pool waits 8 s for them, during which writes
-    # to the full pool wait, too.
+    # dmeventd(8) monitors volumes by lvm2 commands of its own. These commands take the group's lock
+    # and read every disk of the machine, and an extension of a pool waits 8 s for them, during
+    # which writes to the full pool wait, too.
     "activation/monitoring=0",
     # Before each change lvm2 archives the group's metadata; by default it keeps each archive for 30
-    # days. It removes archives older than `retain_days`, except the last `retain_min`
-    # (_remove_expired() in lib/format_text/archive.c): so it keeps the last 50.
+    # days. lvm2 removes archives older than `retain_days`, except the last `retain_min`
+    # (_remove_expired() in lib/format_text/archive.c). With these values lvm2 keeps the last 50.
     *("backup/retain_min=50", "backup/retain_days=0"),
 )
 

@@ -254,9 +254,9 @@ global/use_aio=0
 def prepare(directory: Path, root: Path, confinement: Confinement) -> None:
     """Make the directory that the shell uses as LVM_SYSTEM_DIR, in place of /etc/lvm.
 
-    It has links to the files of /etc/lvm, and a copy of lvmlocal.conf with the settings of the
-    shell appended. `root` is where lvm2's root directory is seen; `directory` has the same path
-    for lvm2. Raises OSError, also where the node has settings that would overrule the shell's.
+    The directory has links to the files of /etc/lvm, and a copy of lvmlocal.conf with the settings
+    of the shell appended. `root` is where lvm2's root directory is seen; `directory` has the same
+    path for lvm2. Raises OSError, also where the node has settings that would overrule the shell's.
     """
     own = root / "etc/lvm"
     settings = "lvmlocal.conf"
@@ -279,7 +279,8 @@ def prepare(directory: Path, root: Path, confinement: Confinement) -> None:
     (directory / settings).write_bytes(text + f"{_SETTINGS}{lines}\n".encode())
 
 
-# Time limit of the shell's start, until its first prompt, in seconds. It usually takes some tenths.
+# Time limit of the shell's start, until its first prompt, in seconds. The start usually takes some
+# tenths.
 _START_SECONDS = 10.0
 # Time limit of the shell's end after SIGTERM, in seconds. lvm2 blocks SIGTERM while it has a lock
 # of a group; its commands rarely have the lock for longer.

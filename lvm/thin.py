@@ -28,8 +28,8 @@ _MOST_METADATA_BYTES = 15 * _GIB
 _METADATA_BLOCK_BYTES = 4096
 # Default size of a new pool: a tenth of the group's slow disks.
 _TENTH = Reserve(percent=10)
-# Advice about a damaged pool. It names no command: lvm2's repair may lose data that could still be
-# read before.
+# Advice about a damaged pool. The advice names no command: lvm2's repair may lose data that could
+# still be read before.
 DAMAGED = "see `A thin pool's metadata are damaged` in docs/operations.md"
 
 
@@ -104,8 +104,9 @@ def suitable_metadata_extents(group: Group, chunk_bytes: int) -> int:
 def missing_metadata_extents(group: Group, pool: Pool) -> int:
     """The number of extents that the pool's metadata and the group's spare should still grow by.
 
-    Both should have the size that suits a pool on all slow disks (`suitable_metadata_extents`).
-    lvm2 keeps one spare volume in the group, as large as the largest metadata of its pools.
+    Metadata and spare should have the size that suits a pool on all slow disks
+    (`suitable_metadata_extents`). lvm2 keeps one spare volume in the group, as large as the largest
+    metadata of its pools.
     """
     wanted = suitable_metadata_extents(group, pool.chunk_size_bytes)
     spare = max(wanted, pool.metadata_extents) - group.spare_extents
@@ -146,8 +147,8 @@ def metadata_growth_extents(room: Room, pool: Pool) -> int:
 def wanted_extents(extents: int, percent: float, policy: Policy) -> int:
     """The number of extents to add to a pool's data, or metadata, that are `percent` full.
 
-    It is the policy's share of the present size, or more if the fullness would still be above the
-    policy's threshold.
+    The number is the policy's share of the present size, or more if the fullness would still be
+    above the policy's threshold.
     """
     share = _ceil(int(extents * policy.autoextend_percent), 100)
     enough = int(extents * percent / policy.autoextend_threshold) + 1 - extents
@@ -164,8 +165,8 @@ def first_extents(room: Room, pool: Pool, policy: Policy) -> int:
 def maximum_bytes(room: Room, pool: Pool, policy: Policy) -> int:
     """The largest volume, or growth of a volume, that the pool may still promise, in bytes.
 
-    It is the largest size of the pool's data, times the over-provisioning, less what the pool has
-    promised already; a multiple of the extent size.
+    The result is the largest size of the pool's data, times the over-provisioning, less what the
+    pool has promised already; a multiple of the extent size.
     """
     largest = pool.data_extents + growth_extents(room, pool)
     promises = int(largest * policy.ratio) * room.group.extent_size_bytes
@@ -187,9 +188,9 @@ def outstanding_extents(group: Group, pool: Pool, policy: Policy) -> int:
 def refusal(room: Room, pool: Pool, policy: Policy, status: ThinPool | None) -> str:
     """Why the pool may promise nothing more, by its state in the kernel; empty if it may.
 
-    Fullness is relative to the size that the pool can grow to. It does not matter for the data of a
-    pool that is not over-provisioned, as they have room for all that was promised. An inactive
-    pool has no `status`, and is not refused.
+    Fullness is relative to the size that the pool can grow to. Fullness does not matter for the
+    data of a pool that is not over-provisioned, as the pool can grow to all that it has promised.
+    An inactive pool has no `status`, and is not refused.
     """
     if status is None:
         return ""

@@ -50,7 +50,7 @@ class Tuning:
     """Settings of a volume, or changes of them; None means unspecified, 0 means no limit.
 
     Recovery rates are in KiB a second on each disk. I/O limits are in operations or bytes a second;
-    those per GiB are multiplied by the volume's size. Of a fixed limit and one per GiB the lower
+    a limit per GiB is multiplied by the volume's size. Of a fixed limit and one per GiB the lower
     holds.
     """
 
@@ -93,8 +93,8 @@ class Tuning:
     def bounded(self, present: Self, bound_kib: int) -> Self:
         """These settings with a recovery bound, for a RAID volume with the settings `present`.
 
-        A bound is raised to the volume's minimum rate, as lvm2 would refuse a lower one. It is 0
-        where the volume's own maximum is as low as the bound.
+        A bound is raised to the volume's minimum rate, as lvm2 would refuse a lower one. The bound
+        is 0 where the volume's own maximum is as low as the bound.
         """
         after = self.over(present)
         if bound_kib:

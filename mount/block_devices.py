@@ -189,8 +189,8 @@ def _buffer(size_bytes: int) -> Iterator[tuple[mmap.mmap, memoryview]]:
 def _file_system_below(loop: str, path: str) -> int:
     """The magic number of the file system of a loop device's backing file. Raises OSError.
 
-    `path` is the file's path in sysfs, which in this process's mounts may be that of another file:
-    that is an OSError, too.
+    `path` is the file's path in sysfs, which in this process's mounts may be that of another file,
+    which is an OSError, too.
     """
     status, file = LoopDevices().loop_status(loop), os.stat(path)  # noqa: PTH116
     if (file.st_dev, file.st_ino) != (status.device, status.inode) or not stat.S_ISREG(
@@ -429,8 +429,8 @@ class BlockDevices(Calls):
         """Copy a range of one block device to the same offset of another, and flush the target.
 
         Pieces that are zero are not copied: the target is zeroed there, or left alone if it is
-        `blank`. EBUSY for a target that is mounted or used by another driver. udev does not notice:
-        it would probe the target after each range.
+        `blank`. EBUSY for a target that is mounted or used by another driver. The write is hidden
+        from udev, which would probe the target after each range.
         """
         reading, by = os.open(source, os.O_RDONLY | os.O_CLOEXEC), self.zeroing(target)
         with block_io.closing(reading), self._writing(target, os.O_WRONLY, held=False) as writing:

@@ -198,9 +198,9 @@ def _library() -> ctypes.CDLL:
 def signatures(device: str, *, fs_type: str = "", length_bytes: int = 0) -> dict[str, str]:
     """The tags that libblkid finds on a device; empty for a blank device.
 
-    They are TYPE, USAGE, UUID, LABEL, BLOCK_SIZE, PTTYPE and PTUUID. With `fs_type` libblkid looks
-    for the superblock of that file system alone; with `length_bytes` in the device's first bytes
-    alone. Raises OSError: ENOSYS without libblkid, ENOTUNIQ for more than one signature.
+    The tags are TYPE, USAGE, UUID, LABEL, BLOCK_SIZE, PTTYPE and PTUUID. With `fs_type` libblkid
+    looks for the superblock of that file system alone; with `length_bytes` in the device's first
+    bytes alone. Raises OSError: ENOSYS without libblkid, ENOTUNIQ for more than one signature.
     """
     library = _library()
     descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

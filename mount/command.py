@@ -19,8 +19,8 @@ T = TypeVar("T")
 def begin(name: str, work: Callable[[], T]) -> "Future[T]":
     """Run work in a thread of its own; return its future result.
 
-    It is a daemon thread, so the process can end while the work hangs. Raises RuntimeError where no
-    thread can be started.
+    The thread is a daemon thread, so the process can end while the work hangs. Raises RuntimeError
+    where no thread can be started.
     """
     future: Future[T] = Future()
 

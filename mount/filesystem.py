@@ -60,12 +60,12 @@ class FileSystem:
     command that messages give for a damaged file system. `grow` fills the device of `size_bytes`
     under a writable mount, or raises OSError.
 
-    `resize` is for a file system that grows only while it is unmounted. It runs after `check`,
-    fills the device, and exits with 0 also if there is nothing to do. The `grow` of such a file
-    system raises OSError while `f_blocks * f_frsize` of `kernel.statvfs` is below `size_bytes` by
-    more than the file system does not count or cannot use. It must not raise after a `resize`, as
-    each expansion would fail. With too wide a tolerance a small growth silently waits until the
-    next NodeStageVolume.
+    `resize` is for a file system that grows only while it is unmounted. `resize` runs after
+    `check`, fills the device, and exits with 0 also if there is nothing to do. The `grow` of such a
+    file system raises OSError while `f_blocks * f_frsize` of `kernel.statvfs` is below `size_bytes`
+    by more than the file system does not count or cannot use. `grow` must not raise after a
+    `resize`, as each expansion would fail. With too wide a tolerance a small growth silently waits
+    until the next NodeStageVolume.
 
     Mounting: `mount_options` are the file system's own options; one that ends in "=" takes a value.
     `duplicate_data` are the options for mounting a copy with its origin's UUID. `errors_of_medium`
@@ -326,8 +326,8 @@ def probe_grown(kernel: Kernel, device: str, made_bytes: int) -> Signature | Non
     not when it extends one, so added extents may have a signature of an earlier volume at their
     end. Raises ProbeFailed.
 
-    1. Probe the whole device. If it is blank or has not grown, this is the result.
-    2. Probe its first `made_bytes`. If they are not blank, the first result counts.
+    1. Probe the whole device. If the device is blank or has not grown, this is the result.
+    2. Probe its first `made_bytes`. If these bytes are not blank, the result of step 1 counts.
     3. Zero the end of the added extents, and probe the whole device again.
     """
     size_bytes = kernel.device_size_bytes(device)
@@ -689,7 +689,8 @@ def renew(kernel: Kernel, device: str) -> None:
     superblocks = list(_superblocks(kernel, device))
     if not superblocks:
         raise mount_errors.RenewFailed(device, "no superblock with a good checksum of type crc32c")
-    # The kernel mounts by the first copy. It is written last, as only then the new UUID counts.
+    # The kernel mounts by the first copy. The first copy is written last, so that the new UUID
+    # counts only once all copies have it.
     for offset, block in reversed(superblocks):
         kernel.write(device, offset, _renewed(block, identity))
 

@@ -52,7 +52,7 @@ def over(kernel: Kernel, number: DeviceNumber) -> tuple[str, ...]:
 def standing_on(kernel: Kernel, device: str) -> list[str]:
     """The devices that stand on a block device, directly or not: device-mapper, MD, loop devices.
 
-    They are named as in messages (`device_title`), lower devices first. No program is run.
+    The devices are named as in messages (`device_title`), lower devices first. No program is run.
     """
     names: list[str] = []
     remaining = [device]

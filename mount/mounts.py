@@ -348,7 +348,7 @@ def _showing(process: Path, shown: tuple[DeviceNumber, str] | None) -> set[str]:
 def _links(process: Path) -> Iterator[str]:
     """Yield the paths of all files that a process uses (proc(5)).
 
-    These are its working directory, root, program, open files and mapped files.
+    The files are its working directory, root, program, open files and mapped files.
     """
     links = [process / name for name in ("cwd", "root", "exe")]
     for name in ("fd", "map_files"):

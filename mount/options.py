@@ -17,8 +17,8 @@ from mount.kernel import ATIME, ATTRIBUTES
 # Mount options that are flags of the superblock.
 SUPERBLOCK = ("sync", "dirsync", "lazytime", "mand")
 
-# Options for the kernel's defaults, each with its opposite. They change nothing, but contradict
-# their opposites.
+# Options for the kernel's defaults, each with its opposite. Such an option changes nothing, but
+# contradicts its opposite.
 _DEFAULTS = {
     "defaults": "",
     "rw": "ro",

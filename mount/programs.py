@@ -177,7 +177,8 @@ def _read(stream: io.RawIOBase) -> bytes:
     return piece or b""
 
 
-# sh logs each process at INFO. That is switched off, as Carver logs programs by its own observer.
+# sh logs each process at INFO. This log is switched off, as Carver logs programs by its own
+# observer.
 logging.getLogger("sh").setLevel(logging.WARNING)
 
 # Environment of all programs.

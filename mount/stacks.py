@@ -64,8 +64,8 @@ def logical_block_bytes(directory: Path) -> int:
 
 
 # Function that returns the magic number (statfs(2)) of the file system of a loop device's backing
-# file, from the loop device's node and the file's path. It raises OSError if the file is not
-# regular or not reachable.
+# file, from the loop device's node and the file's path. The function raises OSError if the file is
+# not regular or not reachable.
 LoopFile = Callable[[str, str], int]
 
 
@@ -82,8 +82,8 @@ def leaves(directory: str) -> Iterator[str]:
 def discard_doubts(directory: Path, file_system: LoopFile) -> Mapping[str, str]:
     """The disks that may not read as zeroes after a discard, by name, each with the reason.
 
-    They are the disks below a logical volume, or the disk itself. A disk is left out only if the
-    kernel's attributes prove that a discard zeroes it.
+    The disks looked at are those below a logical volume, or the disk itself. A disk is left out
+    only if the kernel's attributes prove that a discard zeroes it.
     """
     own = str(directory)
     is_volume = _word(own, "dm/uuid").startswith(_VOLUME_UUID)

@@ -163,8 +163,8 @@ class Table:
 def read(kernel: Kernel) -> Table:
     """Read the kernel's mount table.
 
-    For btrfs mountinfo has an artificial device number, such as 0:45. It is replaced by the number
-    of the node that is the mount's source, unless that node is absent.
+    For btrfs mountinfo has an artificial device number, such as 0:45. The artificial number is
+    replaced by the number of the node that is the mount's source, unless that node is absent.
     """
     return Table(kernel.mountinfo(), kernel.device_number)
 

@@ -46,8 +46,8 @@ _Read = Snapshot | Volume
 def start_of_user_data(kernel: Kernel, those: Sequence[tuple[_Read, str]]) -> LogicalOffset:
     """The offset of the user's first byte, which the LUKS2 headers of these devices agree on.
 
-    The devices are of snapshots of one volume, or of the volume itself. It is 0 if the volume is
-    not encrypted.
+    The devices are of snapshots of one volume, or of the volume itself. The offset is 0 if the
+    volume is not encrypted.
 
     Encrypted snapshots are compared as ciphertext. AES-XTS makes the same ciphertext of the same
     plaintext at the same offset as long as the master key is the same, so the ciphertext differs
@@ -120,8 +120,8 @@ class Delta:
     snapshots' metadata are used whichever snapshot is older, as their times may be wrong after a
     step of the clock.
 
-    A volume may be written to while it is read: then the answer may lack what was written since the
-    call began. For an exact answer, take a snapshot and name it.
+    A volume may be written to while it is read. The answer may lack data that were written since
+    the call began. For an exact answer, take a snapshot and name it.
 
     Each method polls `is_wanted`, and raises NotWanted once that returns false.
     """
@@ -147,8 +147,9 @@ class Delta:
         """Find the ranges of a volume that may hold anything but zeroes.
 
         Everything outside these ranges reads as zeroes. A thick volume has no list of allocated
-        blocks: it is one range, or with `is_compared` only its blocks that are not zeroes. An
-        encrypted thick volume is always one range, as its zeroes are ciphertext.
+        blocks: the answer is the whole volume as one range, or with `is_compared` only the blocks
+        that are not zeroes. An encrypted thick volume is always one range, as its zeroes are
+        ciphertext.
 
         Raises NoSuchSnapshot, NoSuchVolume, OtherGroup, Copying, SourceLost, MetadataReserved.
         """
@@ -360,9 +361,10 @@ class Reading:
     def extents(self, starting_offset: LogicalOffset = LOGICAL_START) -> Iterator[Extent]:
         """The sorted ranges of the answer from an offset on.
 
-        They begin and end at multiples of BLOCK_BYTES, but for the starting offset and the end.
-        Adjacent ranges are merged; those found by comparing only up to MAX_RANGE_BYTES, so that the
-        caller gets them early. May be called again, also with another offset.
+        The ranges begin and end at multiples of BLOCK_BYTES, but for the starting offset and the
+        end. Adjacent ranges are merged. Ranges found by comparing are merged only up to
+        MAX_RANGE_BYTES, so that the caller gets each range early. May be called again, also with
+        another offset.
 
         Raises NotBeyond for an offset behind the end, SourceLost, DeltaFailed, OSError.
         """

@@ -173,7 +173,7 @@ def _half_made(reports: Reports, known: Every) -> Iterator[Candidate]:
     half_made = reports.half_made(known)
     for snapshot in known.snapshots():
         if snapshot.is_bridge:
-            # The copy may be in a group that does not answer: then the snapshot counts as in use.
+            # The snapshot counts as in use where its copy may be in a group that does not answer.
             if snapshot.own_tags[tag.NAME] in copying or not known.is_known_unused(snapshot):
                 continue
             yield _snapshot(snapshot, "was made for a copy that is not in progress")

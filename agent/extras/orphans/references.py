@@ -44,8 +44,8 @@ class PersistentVolume:
 class OfNode:
     """An object of the cluster that belongs to one node.
 
-    It is a CSIStorageCapacity of the driver's, or a claim that waits until the node that the
-    scheduler selected makes its volume. `name` is namespace/name.
+    The object is a CSIStorageCapacity of the driver's, or a claim that waits until the node that
+    the scheduler selected makes the claim's volume. `name` is namespace/name.
     """
 
     name: str

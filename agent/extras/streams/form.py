@@ -117,8 +117,8 @@ _KINDS: Mapping[Any, type] = {str: str, int: int}
 DATA, ZEROES, END = b"D", b"Z", b"E"
 # Encodings of a payload: as it is, and compressed by zstandard.
 RAW, ZSTD = 0, 1
-# Compression level: zstandard's default. It is faster than no compression with a slow disk, and
-# little slower with a fast one.
+# Compression level: zstandard's default. With a slow disk, compressing is faster than sending the
+# data as they are; with a fast disk, little slower.
 _LEVEL = 3
 
 
@@ -193,7 +193,7 @@ class Frame:
     def data(self) -> Bytes:
         """Verify and decompress the data of this frame; return them.
 
-        They are in `room`, if that is set. Raises BadStream where they are not what was sent.
+        The data are in `room`, if that is set. Raises BadStream where they are not what was sent.
         """
         if digest_of(self.payload) != self.digest:
             raise errors.BadStream(f"the data for byte {self.offset_bytes} were altered")
@@ -243,7 +243,7 @@ class Totals:
 def chain_of(volume_id: str, snapshot_uuid: str, taken_nanoseconds: int, size_bytes: int) -> str:
     """Return the chain of a snapshot: a digest that names exactly what the snapshot holds.
 
-    It is made from LVM's UUID of the snapshot, which LVM never uses again.
+    The chain is made from LVM's UUID of the snapshot, which LVM never uses again.
     """
     parts = ("carver snapshot 1", volume_id, snapshot_uuid, taken_nanoseconds, size_bytes)
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()

@@ -52,8 +52,8 @@ class Writer:
 PIECE_BYTES = 1 << 20
 # Length of one read, in bytes; large, as in `mount.block_io`, so that a disk reads fast.
 READ_BYTES = form.MOST_BYTES
-# One piece of zeroes. It is a bytearray, which is compared with a memoryview by memcmp(3); two
-# memoryviews are compared byte by byte.
+# One piece of zeroes. A bytearray is compared with a memoryview by memcmp(3); two memoryviews are
+# compared byte by byte.
 _ZEROES = bytearray(PIECE_BYTES)
 
 
@@ -162,9 +162,9 @@ def of(
 ) -> str:
     """Compute a checksum of a whole device, which depends only on its size and contents.
 
-    It is the SHA-256 over the size, and the offset and SHA-256 of each piece of 1 MiB that is not
-    all zeroes. So it is equal for equal contents, whatever the layout. The device is read as a
-    whole, in parallel. Raises OSError.
+    The checksum is the SHA-256 over the size, and the offset and SHA-256 of each piece of 1 MiB
+    that is not all zeroes. So the checksum is equal for equal contents, whatever the layout. The
+    device is read as a whole, in parallel. Raises OSError.
     """
     whole = hashlib.sha256(size_bytes.to_bytes(8, "big"))
     for read, digests in _digests(device, pieces_of(0, size_bytes, READ_BYTES)):
@@ -176,8 +176,9 @@ def of(
 def of_parts(device: Opened, header: Header, parts: Iterable[Extent]) -> str:
     """Compute a checksum of the ranges that a stream names, and of all behind its base's end.
 
-    Suppose two volumes held the same before the stream was applied, and nothing else changed them:
-    they hold the same afterwards if their checksums are equal. Raises OSError.
+    Suppose two volumes held the same data before the stream was applied, and nothing else changed
+    the volumes. Then both hold the same data afterwards if their checksums are equal. Raises
+    OSError.
     """
     base_bytes, size_bytes = header.base_size_bytes, header.size_bytes
     behind = Extent(base_bytes, size_bytes - base_bytes)

@@ -235,7 +235,7 @@ class Move:
         """Wait while the volume is in use; return whether to begin again with a further round.
 
         True after a round that was sent while waiting, and where the base was lost because its COW
-        store is full. False once the volume is not in use: then the last round can follow.
+        store is full. False once the volume is not in use, so that the last round can follow.
         """
         for look in range(_LOOKS):
             here = self._here()
@@ -443,8 +443,8 @@ def carry_out(
         if cluster and (there := move.status()["there"])["release"] == state.release:
             place = move.place_there(there)
             claim_moves.rebind(cluster, state.volume_id, place, yes=parsed.yes, undo=True)
-        # --yes answers whether what is on the other node may be lost. It does not answer whether
-        # the volume is on no other node: the operator is always asked that.
+        # --yes answers whether what is on the other node may be lost. Whether the volume is on no
+        # other node is a second question, which the operator is always asked.
         move.undo(confirmed=confirmed, is_nowhere=terminal.confirmed)
     elif parsed.there_is_none:
         if not confirmed(f"Is {name} on no other node any more, {node} or another?"):

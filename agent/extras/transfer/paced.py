@@ -163,8 +163,8 @@ class _Turns:
     def _begin(self, wanted_bytes: int) -> int:
         """Wait for a slot; return how many of the wanted bytes may be done in it.
 
-        They are a multiple of LEAST_BYTES, but for the end of what is wanted, as direct I/O takes
-        whole blocks.
+        The result is a multiple of LEAST_BYTES, as direct I/O takes whole blocks, but for the end
+        of what is wanted.
         """
         while True:
             with self._changed:

@@ -42,7 +42,7 @@ from proto import carver_pb2 as carver
 
 # The tags that are removed from a volume when it is finished.
 _COMING = (tag.CHAIN, tag.CONTENT, tag.INTO, tag.OFFSET, tag.RELEASE, tag.FINISHING)
-# Value of the tag FINISHING on a volume that was finished and withdrawn: it can only be removed.
+# Value of the tag FINISHING on a volume that was finished and withdrawn, and can only be removed.
 _WITHDRAWN = "withdrawn"
 
 

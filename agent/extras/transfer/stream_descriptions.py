@@ -33,7 +33,7 @@ SENT = (
 )
 
 # Key, in a header's facts, of the largest logical block size that the contents can lie on, in
-# bytes; 0 for any. It is not a tag.
+# bytes; 0 for any. This key is not a tag.
 BLOCKS = "blocks"
 
 
@@ -147,8 +147,8 @@ class Sender:
     def _with_blocks(self, header: Header, snapshot: Snapshot) -> Header:
         """Add to a header the largest logical block size that the contents can lie on.
 
-        It is read from the snapshot's active device, while no group's lock is held. The header is
-        returned unchanged where it cannot be read.
+        The size is read from the snapshot's active device, while no group's lock is held. The
+        header is returned unchanged where it cannot be read.
         """
         device = self._activator.device(snapshot.backing)
         if device is not None:

@@ -111,7 +111,7 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         return self._turns.give(first, requests, context)
 
     def stop(self) -> None:
-        """End the I/O slots of all commands, which may run for hours; they go on without slots."""
+        """End the I/O slots of all commands, which may run for hours, and go on without slots."""
         self._turns.stop()
 
     # Calls for receiving.

@@ -17,7 +17,7 @@ from agent.work.group_worker import Stopping
 from lvm import lvm_errors as lvm_errors
 from proto import carver_pb2 as carver
 
-# The most bytes of one slot. It is short, as a command can be killed in a slot at any time.
+# The most bytes of one slot. A slot is short, as a command can be killed in a slot at any time.
 _MOST_BYTES = 512 << 20
 # The kinds of work for which a command can ask for slots.
 SEND, RECEIVE, CHECKSUM = KINDS = ("send", "receive", "checksum")
