@@ -28,7 +28,7 @@ _MOST_SECONDS = 2.0
 class DiskEvent:
     """An attachment or removal of a disk, or a write to a disk, or the loss of such an event."""
 
-    # The path of a disk that was written to and is still there; None for any other event.
+    # The path of a disk that was written to and is still attached; None for any other event.
     written: str | None = None
 
 

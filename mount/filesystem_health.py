@@ -115,6 +115,6 @@ def problems(kernel: Kernel, mounts: table.Table, mount: Mount) -> Iterator[Prob
 
 
 def is_over_when_mounted_anew(kernel: Kernel, mounts: table.Table, mount: Mount) -> bool:
-    """Whether a mounted file system has a problem that a check and a new mount may mend."""
+    """Whether a mounted file system has a problem that a check and a new mount may repair."""
     present = problems(kernel, mounts, mount)
     return any(problem.kind.is_mended_by_mount for problem in present)

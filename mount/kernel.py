@@ -140,8 +140,9 @@ class Kernel(DiskLoads, Growth):
 
     def mountinfo(self) -> str:
         """Read the mount table (/proc/self/mountinfo); invalid UTF-8 becomes surrogates."""
-        # read_text would turn a carriage return in a path into a newline. Unbuffered, as each call
-        # reads the table, and pathlib and a buffer take longer than the kernel.
+        # read_text would turn a carriage return in a path into a newline. The file is opened
+        # without pathlib and without a buffer, as each call reads the table, and either would take
+        # longer than the kernel.
         with open("/proc/self/mountinfo", "rb", buffering=0) as file:  # noqa: PTH123
             return file.read().decode("utf-8", "surrogateescape")
 

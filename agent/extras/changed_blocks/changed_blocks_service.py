@@ -126,9 +126,9 @@ def in_pieces(
 ) -> Generator[T, None, None]:
     """Make responses of a reading's size and ranges, as a generator.
 
-    A response has at most `max_results` ranges, or `_RESULTS` if that is 0, and ends early once its
-    ranges have MAX_RANGE_BYTES in total: the caller reads those bytes before it asks for the next
-    response. A reading without ranges gets one response without ranges.
+    A response has at most `_RESULTS` ranges, and at most `max_results` if that is not 0. A response
+    ends early once its ranges have MAX_RANGE_BYTES in total: the caller reads those bytes before it
+    asks for the next response. A reading without ranges gets one response without ranges.
     """
     with held as reading:
         size_bytes, extents = view(reading)

@@ -320,8 +320,8 @@ class Delta:
         """The COW tables whose union has all chunks that differ; empty for thin volumes.
 
         The table of the older snapshot lists all chunks that were overwritten since, and thereby
-        everything that the other's table lists. Both tables are returned, as it is not certain
-        which snapshot is older. Also empty where the chunk sizes differ.
+        everything that the newer snapshot's table lists. Both tables are returned, as it is not
+        certain which snapshot is older. Also empty where the chunk sizes differ.
         """
         sources = [base] if isinstance(target, Volume) else [base, target]
         if any(_pool(source) for source in sources):

@@ -84,7 +84,7 @@ class Move:
         self._tell = tell
         # Whether Carver on the other node takes --verify (0.1.0 does not).
         self._verifies = False
-        # The id of the snapshot of which this run has verified that both nodes hold the same.
+        # The id of the snapshot whose contents this run has found equal on both nodes.
         self._proved = ""
         # When this run took each snapshot (time.monotonic()), by the snapshot's id.
         self._taken: dict[str, float] = {}
