@@ -63,7 +63,7 @@ def fsconfig(context: int, command: int, name: str = "", value: str = "") -> Non
 
 
 def fsmount(context: int, attributes: int = 0) -> int:
-    """Mount a configured instance at no path yet; returns the mount's descriptor.
+    """Mount a configured file system instance without a path; returns the mount's descriptor.
 
     `attributes` are MOUNT_ATTR_*.
     """

@@ -329,7 +329,7 @@ class Cryptsetup:
         self._with_key("resize", device, key, "--", name)
 
     def add(self, device: str, key: bytearray, new: bytearray, slot: int) -> None:
-        """Add the key `new` in a free key slot; `key` must open the device.
+        """Add the key `new` in a key slot, which must be free; `key` must open the device.
 
         Raises WrongKey, CryptFailed.
         """

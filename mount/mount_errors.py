@@ -11,7 +11,7 @@ class MountError(Exception):
 
 
 class BadPath(MountError):
-    """A path at which Carver mounts nothing, by its form or its location."""
+    """A path at which Carver refuses to mount, because of its form or its location."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"path {_short(path)} {reason}")
