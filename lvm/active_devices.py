@@ -1,4 +1,4 @@
-"""Devices of active logical volumes (sysfs, device-mapper), and COW stores on disk."""
+"""Find the devices of active logical volumes, by sysfs and device-mapper; read COW stores."""
 
 import os
 import stat
@@ -21,6 +21,7 @@ from mount.block_devices import attribute
 # Header of a COW store (struct disk_header, drivers/md/dm-snap-persistent.c): magic, valid,
 # version, chunk size in sectors.
 _HEADER = struct.Struct("<4I")
+# Magic number of a COW store's header, and the only version of a COW store.
 _MAGIC = 0x70416E53
 _VERSION = 1
 # Size of an entry in the tables of a COW store (struct disk_exception): the number of a chunk of
@@ -64,30 +65,33 @@ class Exceptions:
            at the end of the table.
         3. A full table is followed by another, behind its copies; any other table is the last.
         """
-        each = self.chunk_bytes // _EXCEPTION_BYTES
+        entries_per_table = self.chunk_bytes // _EXCEPTION_BYTES
         with block_io.opened(self._device) as reader:
-            at, is_full = 1, True
+            chunk, is_full = 1, True
             while is_full:
-                table = array("Q", reader.read_to_end(at * self.chunk_bytes, self.chunk_bytes))
+                table = array("Q", reader.read_to_end(chunk * self.chunk_bytes, self.chunk_bytes))
                 if sys.byteorder == "big":
                     table.byteswap()
                 copies = table[1::2]
                 used = copies.index(0) if 0 in copies else len(copies)
                 yield table[: 2 * used : 2]
-                at, is_full = at + each + 1, used == each
+                chunk, is_full = chunk + entries_per_table + 1, used == entries_per_table
 
 
 def is_lost(header: bytes) -> bool:
-    """Whether the first bytes of a COW store are those of an unreadable snapshot."""
+    """Whether the first bytes of a COW store say that its snapshot can no longer be read."""
     if len(header) < _HEADER.size:
         return True
     magic, valid, _, _ = _HEADER.unpack_from(header)
-    # lvm2 zeroes the header of a new store; the kernel writes it at the first activation.
+    # A new store has a header of zeroes, as lvm2 zeroes it and the kernel writes the header only at
+    # the first activation. Such a store is not lost.
     return bool(magic) and (magic, valid) != (_MAGIC, 1)
 
 
+# Directories of sysfs: of all block devices, and of the same devices by their numbers.
 _SYS_BLOCK = Path("/sys/block")
 _SYS_BY_NUMBER = Path("/sys/dev/block")
+# Directory of the nodes of device-mapper's devices.
 _MAPPER = Path("/dev/mapper")
 # Prefix of a logical volume's device-mapper UUID, before the UUIDs of group and volume, and the
 # length of each of these.
@@ -104,7 +108,8 @@ _MAPPING_PREFIX = "carver-luks-"
 # cryptsetup uses while it runs (lib/utils_storage_wrappers.c).
 _CRYPT_PREFIX = "CRYPT-LUKS2-"
 _OWN_CRYPT_PREFIX = "CRYPT-TEMP-"
-# Number of the device of a COW store, and the sectors written to that device; None if unknown.
+# Number of the device of a COW store, and the count of sectors written to that device; None if the
+# count is unknown.
 Written = tuple[tuple[int, int], int] | None
 
 
@@ -112,9 +117,9 @@ Written = tuple[tuple[int, int], int] | None
 class Device:
     """The block device of an active logical volume, or the dm-crypt device over it.
 
-    `path` is in /dev/mapper, where it may be a symbolic link, or else /dev/dm-N: compare devices by
-    `number`. The UUIDs are lvm2's, without dashes. A dm-crypt device has a `name`, and the logical
-    volume's device `below` it.
+    `path` is in /dev/mapper, where it may be a symbolic link, or else /dev/dm-N: so two devices are
+    compared by `number`, not by `path`. The UUIDs are lvm2's, without dashes. A dm-crypt device has
+    a `name`, and the logical volume's device as `below`.
     """
 
     path: str
@@ -138,16 +143,17 @@ def mapping_name(device: Device) -> str:
 class Devices:
     """Finds devices of active volumes and asks device-mapper about them; runs no command.
 
-    Tests replace an instance by one of a subclass.
+    Tests pass an object of a subclass instead.
     """
 
     def __init__(self, mapper: DeviceMapper | None = None) -> None:
         self._mapper = mapper or DeviceMapper()
-        # For each group, the last list of all devices, and the events of the group's own.
+        # For each group, the last events of all devices, and of these the events of the group's
+        # own devices, so that unchanged events are not searched again.
         self._events: dict[str, tuple[Mapping[str, Events], Mapping[str, Events]]] = {}
 
     def load_targets(self) -> None:
-        """Have the kernel load the modules that lvm2 requires, as far as the kernel has them."""
+        """Have the kernel load the modules of TARGETS, as far as the kernel has these modules."""
         for target in TARGETS:
             self._mapper.load_target(target)
 
@@ -199,19 +205,21 @@ class Devices:
 
     def events(self, group: str) -> Mapping[str, Events]:
         """The event counters of a group's active volumes, by name. One ioctl."""
-        every = self._mapper.events()
+        all_events = self._mapper.events()
         before, own = self._events.get(group, ({}, {}))
-        if every is not before:
-            named = ((names.of_device(group, dm_name), events) for dm_name, events in every.items())
+        if all_events is not before:
+            named = (
+                (names.of_device(group, dm_name), events) for dm_name, events in all_events.items()
+            )
             own = {name: events for name, events in named if name}
-            self._events[group] = every, own
+            self._events[group] = all_events, own
         return own
 
     def written(self, group: str) -> Mapping[str, Written]:
         """The sectors written to the COW store of each active snapshot of a group, by its name.
 
-        None stands for an unknown number. While the sectors stay equal, the store is as full as
-        before. All stores together take one ioctl and one read of /proc/diskstats.
+        None stands for an unknown number. While the number stays equal, the store has not become
+        fuller. All stores together take one ioctl and one read of /proc/diskstats.
         """
         prefix, areas_of = names.device(group, ""), {}
         for name, (device, _) in self._mapper.events().items():
@@ -228,8 +236,8 @@ class Devices:
     def status(self, group: str, name: str) -> tuple[Status, ...]:
         """The device-mapper statuses of an active volume and of all devices below. A few ioctls.
 
-        The result for a thin volume has its pool's status, too. A pool may be active without a
-        device of the pool's own name. An empty result proves nothing.
+        The result for a thin volume also has the status of the volume's pool. A pool may be active
+        without a device of the pool's own name. An empty result proves nothing.
         """
         dm_name = names.device(group, name)
         return self._mapper.status(dm_name) or self._mapper.status(dm_name + _POOL_LAYER)
@@ -242,7 +250,7 @@ class Devices:
         """Whether an active volume stands on a disk that was removed. A few ioctls.
 
         The volume still refers to the removed disk, and I/O fails (EIO), even once the disk is
-        attached again: it is then a new device with another number.
+        attached again, as the disk is then a new device with another number.
         """
         numbers = self._mapper.disks(names.device(group, name))
         return any(not os.access(_by_number(number), os.F_OK) for number in numbers)
@@ -251,7 +259,7 @@ class Devices:
         """Whether the snapshot whose COW store begins at an offset of a disk is lost.
 
         None where the disk cannot be read. The read bypasses the page cache, which may have the
-        contents before the kernel's last write of the header.
+        store's header as it was before the kernel wrote it last.
         """
         try:
             with block_io.opened(disk) as reader:
@@ -279,7 +287,10 @@ class Devices:
         return self._mapper.is_open(names.device(group, name))
 
     def is_closed(self, group: str, name: str) -> bool:
-        """Whether it is certain that a volume is not open; an inactive one never is. One ioctl."""
+        """Whether it is certain that no process or device has a volume open. One ioctl.
+
+        False for an inactive volume.
+        """
         return self._mapper.is_closed(names.device(group, name))
 
     def thin_id(self, group: str, name: str) -> int | None:
@@ -295,15 +306,18 @@ class Devices:
         return self._part(group, pool, _METADATA_PART)
 
     def reserve_metadata(self, group: str, pool: str) -> None:
-        """Take the metadata snapshot of a pool, for reading. Raises OSError if there is one."""
+        """Reserve the metadata snapshot of a thin pool, by which the metadata can be read.
+
+        Raises OSError if the pool has a metadata snapshot already.
+        """
         self._mapper.tell(names.device(group, pool) + _POOL_LAYER, "reserve_metadata_snap")
 
     def release_metadata(self, group: str, pool: str) -> None:
-        """Drop the metadata snapshot of a pool. Raises OSError if there is none."""
+        """Release the metadata snapshot of a thin pool. Raises OSError if there is none."""
         self._mapper.tell(names.device(group, pool) + _POOL_LAYER, "release_metadata_snap")
 
     def exceptions(self, group: str, name: str) -> Exceptions:
-        """The copied chunks of an active COW snapshot. Raises Inactive."""
+        """The chunks that an active COW snapshot has copied. Raises Inactive."""
         return Exceptions(self._part(group, name, _STORE_LAYER))
 
     def _part(self, group: str, name: str, part: str) -> str:
@@ -315,17 +329,23 @@ class Devices:
         return device.path
 
     def _named(self, dm_name: str) -> Device | None:
-        """The device of a device-mapper name, in a time that does not depend on their number."""
+        """The device of a device-mapper name, found without a search of all devices."""
         return self._by_node(dm_name) or self._by_driver(dm_name)
 
     def _by_node(self, dm_name: str) -> Device | None:
-        """The device of a name, by the node in /dev/mapper of udev, or of lvm2 without udev."""
+        """The device of a device-mapper name, found by its node in /dev/mapper.
+
+        udev makes the node, or lvm2 where udev does not run.
+        """
         path = f"{_MAPPER}/{dm_name}"
         number = _node_number(path)
         return _device(_by_number(number), dm_name, path, number) if number else None
 
     def _by_driver(self, dm_name: str) -> Device | None:
-        """The device of a name, by one ioctl, if the node in /dev/mapper is absent or wrong."""
+        """The device of a device-mapper name, found by one ioctl.
+
+        For names whose node in /dev/mapper is absent or wrong.
+        """
         try:
             number = self._mapper.number(dm_name)
         except OSError:
@@ -337,7 +357,10 @@ class Devices:
         return _device(_by_number(number), dm_name, path, number)
 
     def _by_search(self, dm_name: str) -> Device | None:
-        """The device of a name, by a search of sysfs, if device-mapper does not answer."""
+        """The device of a device-mapper name, found by a search of sysfs.
+
+        For the case that device-mapper does not answer.
+        """
         for directory in _SYS_BLOCK.glob("dm-*"):
             number = _number(str(directory))
             path = f"/dev/{directory.name}"
@@ -347,9 +370,10 @@ class Devices:
 
 
 def _device(directory: str, dm_name: str, path: str, number: tuple[int, int]) -> Device | None:
-    """The device in a directory of sysfs, if it is a logical volume's and has the name.
+    """The device in a directory of sysfs, if it is a logical volume's and has that name.
 
-    None for any other device, for one that was removed meanwhile, and for one without a table.
+    None for any other device, for a device that was removed meanwhile, and for a device without a
+    table.
     """
     if attribute(f"{directory}/dm/name") != dm_name or not _has_table(directory):
         return None

@@ -20,24 +20,30 @@ from lvm.report import Group, LogicalVolume
 from lvm.room import Room
 from lvm.volumes import New
 
+# Kinds of caches: dm-cache, which speeds up reads and writes, and dm-writecache for writes alone.
 CACHE, WRITECACHE = KINDS = ("cache", "writecache")
+# Modes of a cache: a write ends once it is on the slow disk, or once it is in the cache.
 WRITETHROUGH, WRITEBACK = MODES = ("writethrough", "writeback")
 # Smallest size of a cache, of which lvm2 takes 8 MiB for metadata.
 LEAST_BYTES = 16 << 20
 
+# Default size of a cache: a tenth of its volume.
 _TENTH = Reserve(percent=10)
 
 # Suffix of the hidden volume with a pool's data, which is named to detach a writecache from a pool.
 _POOL_DATA = "_tdata"
 
-# Suffix of a cachevol's name after the name of its volume, and the further one while the cachevol
-# is attached. names.py gives no other volume such a name.
+# Suffixes of a cachevol's name. The first follows the name of its volume; the second follows the
+# first while the cachevol is attached. names.py gives no other volume such a name.
 _SUFFIX, _HIDDEN = "_cache", "_cvol"
 
 
 @dataclass(frozen=True)
 class Cache:
-    """The kind, mode and size of a cache; a percentage is of its volume, or of a pool's group."""
+    """The kind, mode and size of a cache.
+
+    A size in percent is of the volume's size, or for a pool of all slow disks of its group.
+    """
 
     kind: str = CACHE
     mode: str = WRITETHROUGH
@@ -64,7 +70,10 @@ class Cache:
         return -(-max(wish, LEAST_BYTES) // extent_size_bytes)
 
     def of_pool(self, group: Group) -> int:
-        """The size of a pool's cache, in extents: the pool may grow to all slow disks."""
+        """The size of a pool's cache, in extents.
+
+        The size is calculated for a pool on all slow disks, as the pool may grow to that size.
+        """
         return self.extents(Room(group).planned_extents, group.extent_size_bytes)
 
     def tag_value(self, volume_bytes: int, extent_size_bytes: int) -> str:
@@ -105,16 +114,20 @@ def create(lvm: Lvm, group: Group, new: New, cache: Cache) -> None:
 
 
 def has_room(group: Group, pool: str, cache: Cache) -> bool:
-    """Whether a pool has a cache, or can get one: its detached cachevol, or one on free extents."""
-    made = group.volumes.get(pool)
-    if (made is not None and is_cached(made)) or parted(group, pool):
+    """Whether a pool has a cache, or can get one.
+
+    A new cache is the pool's detached cachevol, or a new cachevol on free extents of fast disks.
+    """
+    pool_volume = group.volumes.get(pool)
+    if (pool_volume is not None and is_cached(pool_volume)) or parted(group, pool):
         return True
     return cache.of_pool(group) <= Room(group).fast_extents
 
 
 def attach(lvm: Lvm, group: Group, name: str, cache: Cache, extents: int) -> None:
-    """Attach a cache to a volume or pool: its detached cachevol, or else a new one of `extents`.
+    """Attach a cache to a volume or pool (lvconvert(8)).
 
+    The cache is the volume's detached cachevol, if there is one, else a new cachevol of `extents`.
     lvm2 commits a new cachevol, and then its attachment: a killed lvm2 leaves a detached cachevol.
     Raises NoSpace.
     """
@@ -127,7 +140,7 @@ def attach(lvm: Lvm, group: Group, name: str, cache: Cache, extents: int) -> Non
 def split(lvm: Lvm, volume: LogicalVolume) -> None:
     """Detach the cache of an active volume or pool (lvconvert(8)); the cachevol stays.
 
-    lvm2 first writes back what only the cache holds.
+    lvm2 first writes back the data that are only in the cache.
     """
     part = _POOL_DATA if "pool" in volume.layout else ""
     lvm("lvconvert", "--yes", "--splitcache", "--", f"{volume.group}/{volume.name}{part}")
@@ -159,11 +172,11 @@ def is_clean(status: Sequence[Status]) -> bool:
 
 
 def can_be_origin(volume: LogicalVolume) -> bool:
-    """Whether the present cache of a volume allows copy-on-write snapshots; a dm-cache does not.
+    """Whether copy-on-write snapshots of a volume are allowed with its present cache.
 
-    Below the origin of a snapshot lvm2 2.03.16 loads tables of twice the right length for the two
-    parts of a cachevol. The parts overlap, and repeated reads give different data. lvm2 usually
-    fails before, as it runs cache_check(8) on metadata that are in use.
+    With a dm-cache they are not. Below the origin of a snapshot lvm2 2.03.16 loads tables of twice
+    the right length for the two parts of a cachevol. The parts overlap, and repeated reads give
+    different data. lvm2 usually fails before, as it runs cache_check(8) on metadata in use.
     """
     return CACHE not in volume.layout
 
@@ -171,8 +184,8 @@ def can_be_origin(volume: LogicalVolume) -> bool:
 def is_cached(volume: LogicalVolume) -> bool:
     """Whether a volume or pool has a cache now, by lvm2's report.
 
-    Operations on data go by this alone, and not by the tag: the tag says which cache was requested,
-    and an operator may have attached or detached a cache since (lvconvert(8)).
+    Operations on data depend on this alone, and not on the tag. The tag says which cache was
+    requested, and an operator may have attached or detached a cache since (lvconvert(8)).
     """
     return not volume.layout.isdisjoint(KINDS)
 
@@ -183,8 +196,8 @@ def attached(volume: LogicalVolume) -> str:
     Empty also for a cache pool, which only operators make: the parts of a cache pool cannot be
     overwritten.
     """
-    is_one = volume.cachevol.endswith(_HIDDEN)
-    return volume.cachevol.removesuffix(_HIDDEN) if is_one else ""
+    is_cachevol = volume.cachevol.endswith(_HIDDEN)
+    return volume.cachevol.removesuffix(_HIDDEN) if is_cachevol else ""
 
 
 def parted(group: Group, name: str) -> str:

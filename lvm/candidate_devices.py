@@ -1,4 +1,35 @@
-"""Block devices that may be physical volumes, by sysfs and the filters of lvm.conf(5)."""
+"""Choose the block devices that may be physical volumes, by sysfs and the filters of lvm.conf(5).
+
+Why: what is read as a physical volume decides which disks lvm2 gets. A pod can write anything to
+its volume, also an LVM label with the UUID of a group of the node. So a device that stands on a
+logical volume must never be read. Other devices are further views of a disk that has a device of
+its own, such as a path of a multipath disk or a loop device over the disk: read as well, they would
+look like copies of that disk.
+
+Idea: sysfs shows how devices are stacked, and is read without touching a disk. A device is excluded
+by what it is, by what is below it, and by what uses it:
+
+    /sys/class/block/
+      sda          disk, has partitions                          excluded: PARTITIONED
+      sda1         partition                                     a candidate
+      sdb          disk                                          a candidate
+      dm-3         LVM-... logical volume, on sdb                excluded: VOLUME
+      loop0        attached to dm-3, as kubelet does for pods    excluded: ON_A_VOLUME
+      loop1        attached to a file                            a candidate, but less trusted
+      dm-5         multipath, on sdc and sdd                     a candidate
+      sdc, sdd     held by dm-5                                  excluded: TAKEN
+
+1. Read the stack of all devices from sysfs, and by an ioctl what each loop device is attached to
+   (`BlockDevices`, `backing`).
+2. Exclude each device that cannot be a physical volume, with the reason, for messages (`Excluded`).
+3. Say of each other device who may have written it (`Kind`): the node, the owner of a file or of a
+   network disk, or a guest. Of two disks with the same UUID, that decides which one is used
+   (agent/groups/disk_search.py).
+4. Apply the operator's filters in lvm.conf(5), as lvm2 does (`read`).
+
+What it would cost to do without: a pod could write a forged label to its volume, and so take a
+group from the node, or have lvm2 write to the pod's copy of a disk.
+"""
 
 import enum
 import os
@@ -12,6 +43,7 @@ from lvm import labels, lvm2
 from lvm.labels import Kind, dashed
 from mount.block_devices import LoopDevices, attribute
 
+# Closing delimiter of the expression in a filter's entry, by the opening one, where they differ.
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 # Line of a device's file in udev's database, for a link in /dev.
 _LINK = re.compile(r"^S:(.+)$", re.MULTILINE)
@@ -21,9 +53,10 @@ Pattern = tuple[bool, re.Pattern[str]]
 
 
 def read(root: Path) -> Callable[[str], bool] | None:
-    """Read the node's filters as a function that says whether they accept a disk, by its path.
+    """Read the node's filters from lvm.conf(5); return a function that applies them to a disk.
 
-    None where lvm.conf(5) has no filters. `root` is where lvm2's root directory is seen.
+    The function says, by a disk's path, whether all filters accept the disk. None where lvm.conf(5)
+    has no filters. `root` is where lvm2's root directory is seen.
     """
     settings = lvm2.configured(root)
     values = (settings.get(("devices", kind), "") for kind in ("global_filter", "filter"))
@@ -58,7 +91,7 @@ def _accepts(patterns: Sequence[Pattern], names: Sequence[str]) -> bool:
 
 
 def _names(root: Path, path: str) -> Sequence[str]:
-    """All names of a disk in /dev: its node, its links, its name in device-mapper."""
+    """All names of a disk in /dev: its node, its links, its name in /dev/mapper."""
     names = [path]
     device = f"/sys/class/block/{Path(path).name}"
     if mapper := attribute(f"{device}/dm/name"):
@@ -115,9 +148,9 @@ class Excluded:
 def backing(path: str) -> int:
     """The number of the block device below a loop device; 0 over a regular file. Raises OSError.
 
-    This takes an ioctl: sysfs has only a path, and kubelet attaches its loop devices to bind mounts
-    of device nodes (volumeDevices/…/dev/POD). The ioctl may wait for the server of a network file
-    system that has the file.
+    An ioctl is needed, as sysfs has only a path, and kubelet attaches its loop devices to bind
+    mounts of device nodes (volumeDevices/…/dev/POD). The ioctl may wait for the server of a network
+    file system that has the file.
     """
     return LoopDevices().loop_status(path).backing_device
 
@@ -137,19 +170,20 @@ class BlockDevices:
     def loops_under(self, names: Iterable[str]) -> tuple[str, ...]:
         """The attached loop devices among the named devices and all devices below these.
 
-        Sysfs does not show which device a loop device is over, so `backing` is called for these. A
-        device below a loop device is not followed: a loop device over any block device is excluded.
+        Sysfs does not show which device a loop device is attached to, so `backing` must be called
+        for the loop devices returned. The search does not go on below a loop device: a loop device
+        over any block device is excluded anyway.
         """
-        level, every = [name for name in names if name in self._devices], set()
+        level, seen = [name for name in names if name in self._devices], set()
         while level:
-            every.update(level)
+            seen.update(level)
             devices = [self._devices[name] for name in level]
             below = {name for device in devices for name in (device.disk, *device.slaves)}
-            level = [name for name in below if name in self._devices and name not in every]
+            level = [name for name in below if name in self._devices and name not in seen]
         loops = (
             name for name, device in self._devices.items() if device.is_loop and device.has_size
         )
-        return tuple(name for name in loops if name in every)
+        return tuple(name for name in loops if name in seen)
 
     def excluded(self, backings: Mapping[str, int]) -> Mapping[str, Excluded]:
         """The devices that cannot be physical volumes, by their names.
@@ -160,7 +194,7 @@ class BlockDevices:
         return dict(self._judged(backings))
 
     def kind(self, name: str, backings: Mapping[str, int]) -> Kind:
-        """Who may have written a device: the least trusted kind among it and all devices below."""
+        """Who may have written a device: the least trusted kind of the device and all below it."""
         return max(device.kind for device in _Stacks(self._devices, backings).every(name))
 
     def sequence(self, name: str) -> str:
@@ -203,7 +237,10 @@ class BlockDevices:
 
 
 class _Device:
-    """A block device in sysfs. Attributes are read when used; they are empty once it is removed."""
+    """A block device in sysfs.
+
+    An attribute is read when it is first used, and is empty once the device has been removed.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.name = directory.name
@@ -308,9 +345,9 @@ class _Stacks:
         stack, seen = [self._devices[name]], {name}
         for device in stack:
             yield device
-            new = [below for below in self.below(device) if below.name not in seen]
-            seen |= {below.name for below in new}
-            stack += new
+            added = [below for below in self.below(device) if below.name not in seen]
+            seen |= {below.name for below in added}
+            stack += added
 
     def is_opaque(self, device: _Device) -> bool:
         """Whether a device is a loop device over something unknown, or over a removed device."""

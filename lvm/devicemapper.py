@@ -34,6 +34,7 @@ _VERSION = (4, 0, 0)
 _FIRST_BUFFER_BYTES = 16 << 10
 _SECTOR_BYTES = 512
 
+# Numbers of ioctl(2) requests (linux/dm-ioctl.h); `_REQUEST` is the part that is common to all.
 _REQUEST = calls.ioctl_number(3, 0xFD, 0, _HEADER.size)
 _LIST_DEVICES = _REQUEST | 2
 _DEVICE_REMOVE = _REQUEST | 4
@@ -226,8 +227,8 @@ class Mirror:
         return cls(size_bytes, *_fraction(words[1 + int(words[0])]))
 
 
-# Number of a device, and how many events it has had. Losing a snapshot is an event
-# (__invalidate_snapshot in drivers/md/dm-snap.c), filling up is not.
+# Number of a device, and the count of its events. The loss of a snapshot is an event
+# (__invalidate_snapshot in drivers/md/dm-snap.c), while filling a COW store is not.
 Events = tuple[int, int]
 Status = ThinPool | Snapshot | Raid | Cache | WriteCache | Mirror
 _KINDS: dict[str, type[Status]] = {
@@ -319,7 +320,7 @@ class DeviceMapper:
             if error.errno == errno.ENXIO:
                 return None
             raise
-        # The kernel's encoding (huge_encode_dev) equals the C library's.
+        # The kernel's encoding of device numbers (huge_encode_dev) equals the C library's.
         (device,) = struct.unpack_from("=Q", buffer, _DEVICE_AT)
         return os.major(device), os.minor(device)
 
@@ -378,12 +379,12 @@ class DeviceMapper:
 
     def tell(self, name: str, message: str) -> None:
         """Send a message to a device's target (thin-provisioning.rst). Raises OSError."""
-        # Structure dm_target_msg: the sector of the addressed target, and the message.
+        # Structure dm_target_msg: the sector of the target that gets the message, and the message.
         data = struct.pack("=Q", 0) + message.encode() + b"\0"
         self._call(_TARGET_MESSAGE, name, data=data)
 
     def _look(self, name: str, at: int) -> int | None:
-        """Read a number of a device's header; 0 for an absent device, None without an answer."""
+        """Read a number in a device's header; 0 for an absent device, None without an answer."""
         try:
             return _number(self._call(_DEVICE_STATUS, name), at)
         except OSError as error:

@@ -1,8 +1,9 @@
 """Read all disks of the node at the same time: labels, fingerprints, error counters.
 
 Why: a disk may keep a read waiting for ever, and lvm2 reads all disks in one process, which then
-hangs. Finding disks here takes ten seconds at most, and the groups on the other disks stay usable.
-lvm/labels.py says what is read of a disk.
+hangs. Without this module one hung disk would stop all groups of the node. With it, finding the
+disks takes ten seconds at most, and the groups on the other disks stay usable. lvm/labels.py says
+what is read of a disk.
 
 Idea: each disk has a thread of its own, in which all its reads happen one after another.
 
@@ -13,8 +14,8 @@ Idea: each disk has a thread of its own, in which all its reads happen one after
 1. Sysfs lists the block devices. Devices that cannot be physical volumes, or that stand on logical
    volumes, are excluded unread (lvm/candidate_devices.py).
 2. The other devices are read, each in its thread, all with the same time limit.
-3. A device that does not answer is reported as `Unanswered`; further reads are refused at once
-   until the late read ends.
+3. A device that does not answer is reported as `Unanswered`. While its late read goes on, further
+   reads of the device are refused at once, so that a hung disk holds one thread and no more.
 """
 
 import os
@@ -68,7 +69,7 @@ Fingerprint = tuple[Mark, ...]
 class Disks:
     """Reads labels and fingerprints of disks, each disk in its own thread.
 
-    Tests replace an instance by one of a subclass.
+    Tests pass an object of a subclass instead.
     """
 
     def __init__(
@@ -94,11 +95,13 @@ class Disks:
         """
         end_monotonic_seconds = time.monotonic() + patience_seconds
         devices = BlockDevices(self._sysfs)
-        every = {name: str(self._dev / name.replace("!", "/")) for name in devices.names}
-        paths = {name: path for name, path in every.items() if not only or path in only}
+        all_paths = {name: str(self._dev / name.replace("!", "/")) for name in devices.names}
+        paths = {name: path for name, path in all_paths.items() if not only or path in only}
         loops = devices.loops_under(paths)
-        under = self._each(self._backing, [every[name] for name in loops], end_monotonic_seconds)
-        backings = {name: under[every[name]] for name in loops}
+        results_of_loops = self._each(
+            self._backing, [all_paths[name] for name in loops], end_monotonic_seconds
+        )
+        backings = {name: results_of_loops[all_paths[name]] for name in loops}
         backing_numbers = {
             name: number for name, number in backings.items() if not isinstance(number, Unreadable)
         }
@@ -127,8 +130,8 @@ class Disks:
         """
         marks = self._each(labels.mark, sorted(paths), time.monotonic() + patience_seconds)
         proof = tuple(mark for mark in marks.values() if isinstance(mark, Mark))
-        whole = len(proof) == len(marks) and any(mark.texts for mark in proof)
-        return proof if whole else None
+        is_complete = len(proof) == len(marks) and any(mark.texts for mark in proof)
+        return proof if is_complete else None
 
     def sequences(self, paths: Collection[str]) -> Mapping[str, str]:
         """Look up the kernel's sequence numbers of disks in sysfs; absent disks are left out.
@@ -148,9 +151,10 @@ class Disks:
 
         A disk without a result at `end_monotonic_seconds` is Unanswered.
         """
-        begun = {path: self._begin(look, path) for path in paths}
+        futures = {path: self._begin(look, path) for path in paths}
         return {
-            path: self._ended(path, future, end_monotonic_seconds) for path, future in begun.items()
+            path: self._ended(path, future, end_monotonic_seconds)
+            for path, future in futures.items()
         }
 
     def _begin(self, look: Callable[[str], _T], path: str) -> Future[_T | Unreadable] | None:
@@ -199,8 +203,8 @@ class _Reader:
         self.path = path
         self.tasks = queue.SimpleQueue[Callable[[], None]]()
         self._forget_if_idle = forget_if_idle
-        # A daemon thread, so that the process can end while the disk hangs; ThreadPoolExecutor has
-        # none.
+        # A daemon thread, so that the process can end while the disk hangs. ThreadPoolExecutor has
+        # no daemon threads.
         threading.Thread(target=self._run, name=f"disk {path}", daemon=True).start()
 
     def _run(self) -> None:
@@ -229,7 +233,7 @@ _LASTS_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class _Count:
-    """A disk's counter of failed commands: its reported growth is `last` less `first`."""
+    """A disk's counter of failed commands; the growth reported is `last` less `first`."""
 
     first: int
     last: int
@@ -240,9 +244,9 @@ class _Count:
 class DiskErrors:
     """Reports disks that have bad sectors or failed commands.
 
-    A disk's error counter is not 0 at first: it includes commands that the disk does not support
-    and that the kernel tries at attachment. So this object remembers the counters, and reports
-    only their growth. `sysfs` is for tests.
+    A disk's error counter is not 0 at first, as the kernel tries commands at attachment that the
+    disk does not support, and that count as failed. So this object remembers the counters, and
+    reports only their growth. `sysfs` is for tests.
     """
 
     def __init__(self, sysfs: Path = Path("/sys")) -> None:
@@ -283,7 +287,7 @@ class DiskErrors:
             number = int(counted, 16)
             before = self._counts.get(disk, _Count(number, number))
             grew = now_monotonic_seconds if number > before.last else before.grew_monotonic_seconds
-            # Errors older than an hour are not counted again together with later ones.
+            # Errors older than an hour are left out of the growth that is counted from now on.
             over = grew is not None and now_monotonic_seconds - grew >= _LASTS_SECONDS
             first = number if over or number < before.last else before.first
             self._counts[disk] = _Count(first, number, None if over else grew)

@@ -10,7 +10,7 @@ from lvm.volumes import NO_TAGS
 # Command that messages and documents give for adding a disk to a group. Without the option lvm2
 # makes a metadata area of 1 MiB, and the smallest area limits the metadata of the whole group.
 VGEXTEND = "vgextend --metadatasize 80m"
-# Size of what precedes the metadata area on a disk: a page with the label.
+# Bytes before the metadata area on a disk: a page with the label.
 LABEL_BYTES = 4096
 _MIB = 1 << 20
 # Size of the header of a metadata area, and unit in which lvm2 rounds each of its two texts.
@@ -18,11 +18,12 @@ _SECTOR_BYTES = 512
 
 
 def suitable_metadata_bytes(size_bytes: int) -> int:
-    """The size of the metadata area on each disk of a new group of `size_bytes`.
+    """The size of the metadata area on each disk of a new group of `size_bytes`, in bytes.
 
-    The area has room for 10,000 volumes. A group of less than 40 GiB cannot have so many, so its
-    area has room for a volume on each extent of 4 MiB: that takes 8 KiB, a five hundredth of the
-    group. Label and area together are whole MiB, as lvm2 aligns the first extent to a MiB.
+    The area has room for 10,000 volumes. A group of less than 40 GiB cannot have so many volumes,
+    so its area has room for one volume on each extent of 4 MiB. Such an area takes 8 KiB for each
+    extent, a five hundredth of the group. Label and area together are whole MiB, as lvm2 aligns the
+    first extent to a MiB.
     """
     # A volume of two images takes 4 KiB of the text, and the area has room for two texts: lvm2
     # writes a new text beside the old one.
@@ -32,22 +33,22 @@ def suitable_metadata_bytes(size_bytes: int) -> int:
 
 
 def text_room_bytes(group: Group) -> int:
-    """The longest metadata text that the group's areas have room for (lvm2's _vg_write_raw)."""
+    """The longest metadata text that fits in the group's areas, in bytes (lvm2's _vg_write_raw)."""
     return max(0, (group.metadata_bytes - _SECTOR_BYTES) // 2 - _SECTOR_BYTES)
 
 
 def widest_area_bytes(group: Group) -> int:
-    """The size of the largest metadata area of a group's disks.
+    """The size of the largest metadata area of a group's disks, in bytes.
 
-    A further disk should have an area of this size: the smallest area limits the whole group.
+    A further disk should have an area of this size, as the smallest area limits the whole group.
     """
     return max((group.metadata_bytes, *(disk.metadata_bytes for disk in group.disks)))
 
 
 def vgextend(group: Group) -> str:
-    """The command that messages give for adding a disk to a group.
+    """Return the command that messages give for adding a disk to a group (vgextend(8)).
 
-    The metadata area of the new disk is to be as large as the largest in the group.
+    With this command, the metadata area of the new disk is as large as the largest in the group.
     """
     size_bytes = widest_area_bytes(group)
     return (
@@ -65,7 +66,7 @@ def narrow_disks(group: Group) -> Mapping[str, int]:
 
 
 def about_area(group: Group) -> str:
-    """The subject of a sentence about a group's metadata area; it names the disks that limit it."""
+    """The subject of a sentence about a group's metadata area, with the disks that limit it."""
     whole = f"the metadata area of volume group {group.name}"
     if not (narrow := narrow_disks(group)):
         return whole
@@ -78,7 +79,7 @@ def _in_mib(size_bytes: int) -> str:
 
 
 def text_percent(group: Group) -> float:
-    """How full the metadata text of a group is, in percent of its largest size."""
+    """How full the metadata text of a group is, in percent of the longest text that fits."""
     room = text_room_bytes(group)
     return 100 * max(0, room - group.metadata_free_bytes) / room if room else 0.0
 
@@ -112,7 +113,10 @@ def create(
 def mark(
     lvm: Lvm, name: str, *, old: Mapping[str, str] = NO_TAGS, new: Mapping[str, str] = NO_TAGS
 ) -> None:
-    """Replace tags of a group (vgchange(8)); absent old and present new ones are no error."""
+    """Replace tags of a group (vgchange(8)).
+
+    Deleting a tag that the group lacks, or adding a tag that it has, is no error.
+    """
     # vgchange(8) refuses a command line that changes nothing.
     if changes := [*tags.words("--deltag", old), *tags.words("--addtag", new)]:
         lvm("vgchange", *changes, "--", name)
@@ -123,8 +127,8 @@ def mark_fast(lvm: Lvm, disks: Sequence[str]) -> None:
     lvm("pvchange", "--addtag", report.FAST, "--", *disks)
 
 
-# Settings of pvmove(8), by which its own process watches the move until it has ended. lvmpolld(8)
-# would search all disks for the group.
+# Settings of pvmove(8) with which pvmove's own process watches the move until it has ended. The
+# alternative, lvmpolld(8), would search all disks for the group.
 _WATCHED_BY_ITSELF = ("global/use_lvmpolld=0",)
 
 
@@ -134,7 +138,7 @@ def extend(lvm: Lvm, group: str, disk: str, metadata_bytes: int) -> None:
     The disk gets a metadata area of `metadata_bytes`, as each area must have room for the group's
     text. `lvm` must see the new disk beside the group's own disks.
     """
-    # --quiet twice answers no to each question of lvm2's: it wipes no signature.
+    # --quiet twice answers no to each question of lvm2's, so lvm2 wipes no signature.
     words = ("--quiet", "--quiet", "--metadatasize", f"{metadata_bytes}b")
     lvm("vgextend", *words, "--", group, disk)
 
@@ -177,12 +181,18 @@ def reduce(lvm: Lvm, group: str, disk: str) -> None:
 
 
 def reduce_missing(lvm: Lvm, group: str) -> None:
-    """Remove the missing disks from a group; lvm2 refuses while a volume lies on any of them."""
+    """Remove the missing disks from a group.
+
+    lvm2 refuses while a volume lies on one of these disks.
+    """
     lvm("vgreduce", "--removemissing", "--", group)
 
 
 def remove_spare(lvm: Lvm, group: str) -> None:
-    """Remove the spare volume for repairs of pools; lvm2 makes a new one when it needs one."""
+    """Remove a group's spare volume for repairs of pools.
+
+    lvm2 makes a new spare volume when it needs one.
+    """
     lvm("lvremove", "--yes", "--", f"{group}/lvol0_pmspare")
 
 

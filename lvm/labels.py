@@ -2,8 +2,9 @@
 
 Why: lvm2 reads every disk of the node within one process. A single disk that does not answer would
 keep each lvm2 command waiting, and with it each call to Carver. So Carver itself finds out which
-disks belong to which volume group, and confines each lvm2 command to the disks of one group. A
-hung disk then stops its own group, and no other (docs/decisions/02-finding-disks.md).
+disks belong to which volume group (agent/groups/disk_search.py), and confines each lvm2 command to
+the disks of one group. A hung disk then stops its own group, and no other
+(docs/decisions/02-finding-disks.md).
 
 Idea: all that must be known is at fixed places of the disk, and is read by direct I/O, one thread
 for each disk (lvm/disk_reader.py). Nothing is ever written here.
@@ -27,7 +28,10 @@ for each disk (lvm/disk_reader.py). Nothing is ever written here.
 
 From 1 and 2 alone follows a fingerprint: while UUID, offset, length and checksum are the same,
 nothing was committed. So a read of 8 KiB from each disk proves that a report is still as good as
-a new one. Without that, each call would pay for a report by lvm2.
+a new one (agent/groups/metadata_cache.py).
+
+What it would cost to do without: one hung disk would stop all groups of the node, and each call
+would pay for a report by lvm2.
 
 All input is untrusted: a disk may be damaged, or written by a guest. What is not as lvm2 writes it
 raises `Damage`, and no text takes long to parse.
@@ -157,30 +161,43 @@ def _string(value: str) -> str:
 
 
 _SECTOR_BYTES = 512
+# Number of sectors at the beginning of a disk in which a label may be.
 _LABEL_SECTORS = 4
 _PAGE_BYTES = 4096
-# Length of the first read of a disk: it has the label, and the header of the first metadata area,
-# which lvm2 puts behind the first page.
+# Length of the first read of a disk, which has the label, and the header of the first metadata
+# area, as lvm2 puts that header behind the first page.
 _HEAD_BYTES = 2 * _PAGE_BYTES
 # Highest offset that is read, as the kernel's loff_t is a signed number of 64 bits.
 _END_OF_DISKS = (1 << 63) - _PAGE_BYTES
 # Limit of a metadata text. lvm2's own areas have a megabyte by default; a disk may claim anything.
 _LARGEST_TEXT_BYTES = 64 << 20
 
+# Structures on disk (lib/format_text/layout.h and lib/label/label.h of lvm2).
+# Header of a label: magic, number of its sector, checksum, offset of the physical volume's header
+# in the sector, type. The checksum is of the sector's bytes from `_LABEL_CHECKED_FROM` on.
 _LABEL = struct.Struct("<8sQII8s")
 _LABEL_CHECKED_FROM = 20
+# Header of a physical volume: UUID without dashes, size of the disk. Two lists of areas follow.
 _PV_HEADER = struct.Struct("<32sQ")
+# Extension of that header: version, flags; and the flag of a disk that is in a group.
 _PV_EXTENSION = struct.Struct("<II")
 _PV_EXT_USED = 1
+# Data or metadata area in a list: offset and size, in bytes.
 _AREA = struct.Struct("<QQ")
+# Header of a metadata area: checksum of the rest, magic, version, offset and size of the area.
 _MDA_HEADER = struct.Struct("<I16sIQQ")
 _MDA_HEADER_BYTES = 512
 _MDA_MAGIC = b" LVM2 x[5A%r0N*>"
+# Position of a text, behind that header: offset in the area, length, checksum, flags; and the flag
+# of an area that is not in use.
 _RAW_LOCN = struct.Struct("<QQII")
 _RAW_LOCN_IGNORED = 1
 
+# Initial value of lvm2's checksums.
 _INITIAL_CRC = 0xF597A6CF
+# Pattern of a UUID as it is on a disk.
 _UUID = re.compile(r"[0-9A-Za-z!#]{32}")
+# Positions in a UUID at which lvm2 prints it with dashes; the first and last are its ends.
 _UUID_CUTS = (0, 6, 10, 14, 18, 22, 26, 32)
 
 # Number of further reads of a disk that looks damaged. lvm2 overwrites the oldest text in the ring
@@ -210,11 +227,11 @@ class Mark:
 class Kind(enum.IntEnum):
     """Who may have written a disk, from most to least trusted; decides between copies of a disk."""
 
-    # Only the node: its own disk, or one that the operator named.
+    # Written by the node alone: its own disk, or a disk that the operator named.
     LOCAL = 0
-    # The owner of a file or of a network disk, perhaps a tenant: loop devices, iSCSI.
+    # Written by the owner of a file or of a network disk, perhaps a tenant: loop devices, iSCSI.
     ATTACHED = 1
-    # A guest or another storage driver: rbd, nbd, drbd, zvols.
+    # Written by a guest or another storage driver: rbd, nbd, drbd, zvols.
     FOREIGN = 2
 
 
@@ -263,7 +280,7 @@ def read(path: str) -> PhysicalLabel | Damaged | None:
 def mark(path: str) -> Mark | None:
     """Read the mark of a disk, which stays equal until lvm2 commits metadata. Raises OSError.
 
-    None for a disk without a label, or with a damaged one. This is a single read of 8 KiB where
+    None for a disk without a label, or with a damaged one. A single read of 8 KiB is enough where
     the disk has one metadata area, at its beginning.
     """
     with block_io.opened(path) as reader:

@@ -62,7 +62,7 @@ class Layout:
             needs = "needs 1 mirror or more" if kind.mirrored else "has no mirrors"
             raise ValueError(f"{self.kind} {needs}")
         if kind.mirrored and kind.striped and self.mirrors > 1:
-            # "RAID10 currently supports only 2-way mirroring" (lvm2 2.03.16).
+            # lvm2 2.03.16 refuses more: "RAID10 currently supports only 2-way mirroring".
             raise ValueError(f"{self.kind} has 1 mirror, and no more")
         if self.stripe_size_bytes and not kind.striped:
             raise ValueError(f"{self.kind} has no stripes, so no stripe size")
@@ -206,9 +206,10 @@ def allocated_bytes(size_bytes: int, extent_size_bytes: int, layout: Layout = LI
 def maximum_bytes(room: Room, layout: Layout = LINEAR) -> int:
     """The size of the largest volume that can be created now, exactly, in bytes.
 
-    A linear volume can have all free extents, of one disk alone where the group's policy wants one
-    disk. Any other lies on the disks with the most free extents, and the fullest of these bounds
-    each of its stripes. What the room keeps stays free.
+    A linear volume can have all free extents, or those of one disk alone where the group's
+    allocation policy keeps a volume on one disk. Any other volume lies on the disks with the most
+    free extents. Of these disks, the one with the fewest free extents limits each stripe. Extents
+    that `room` reserves are not counted.
     """
     extent = room.group.extent_size_bytes
     if layout.is_linear:
@@ -229,10 +230,11 @@ def placement(room: Room, layout: Layout) -> tuple[str, ...]:
 
 
 def maximum_growth_bytes(room: Room, volume: LogicalVolume, layout: Layout = LINEAR) -> int:
-    """The bytes by which a volume can grow now; all but linear volumes stay on their disks.
+    """The bytes by which a volume can grow now.
 
-    Where the group's policy wants a volume on one disk, lvm2 may refuse a linear volume that
-    growth: the free extents need not be where the volume is.
+    A linear volume may grow onto any disk, any other volume stays on its disks. Where the group's
+    allocation policy keeps a volume on one disk, lvm2 may refuse a linear volume this growth: the
+    free extents need not be on the volume's disk.
     """
     extent = room.group.extent_size_bytes
     if layout.is_linear:
@@ -264,22 +266,22 @@ def image_extents(volume: LogicalVolume, extent_size_bytes: int) -> int:
 
 
 def copy_on_write_bytes(origin_bytes: int, wish: "Reserve", group: Group) -> int:
-    """The size of the COW store of a new snapshot: whole extents, and no more than it can use.
+    """The size of the COW store of a new snapshot, in bytes: whole extents, no more than useful.
 
-    lvm2 would reduce a larger store to what it can use (cow_max_extents,
-    lib/metadata/snapshot_manip.c). That is a header, a copy of each chunk of the origin, and the
-    tables of these copies, one more entry than there are copies.
+    A COW store can use space for a header, a copy of each chunk of the origin, and the tables of
+    the copies, which have one entry more than there are copies. lvm2 would reduce a larger store to
+    that size (cow_max_extents, lib/metadata/snapshot_manip.c).
     """
     chunk = COPY_ON_WRITE_CHUNK_BYTES
     chunks = -(-origin_bytes // chunk)
-    in_one = chunk // _EXCEPTION_BYTES
-    useful = (1 + chunks + (chunks + in_one) // in_one) * chunk
+    entries_per_table = chunk // _EXCEPTION_BYTES
+    useful = (1 + chunks + (chunks + entries_per_table) // entries_per_table) * chunk
     return round_up(min(wish.of(origin_bytes), useful), group.extent_size_bytes)
 
 
 @dataclass(frozen=True)
 class Reserve:
-    """A size in bytes or a percentage of a whole; the larger of both counts."""
+    """A size in bytes or a percentage of a whole; the larger of the two counts."""
 
     size_bytes: int = 0
     percent: float = 0.0

@@ -13,7 +13,10 @@ from lvm import labels, lvm_errors
 from mount import mount_errors as mount_errors
 from mount.command import Run
 
+# Socket by which udev is known to run.
 _UDEV_CONTROL = Path("/run/udev/control")
+# Directories, relative to the root directory: of lvm2's configuration, and of lvm2's backups of the
+# metadata of each group.
 _LVM = "etc/lvm"
 _BACKUP = f"{_LVM}/backup"
 # Directory of the devices file (lvmdevices(8)), and the file's path by default.
@@ -72,9 +75,9 @@ def devices_file(root: Path) -> Path | None:
 def with_devices_file(root: Path) -> tuple[str, ...]:
     """lvm.conf(5) settings with which lvm2 respects the node's devices file.
 
-    Whether lvm2 respects it by default depends on how lvm2 was built: in the RHEL family it does,
-    in Debian it does not. Carver's image has Debian's lvm2, and the node may be of the RHEL
-    family. So an existing file is respected unless lvm.conf says otherwise.
+    How lvm2 was built decides whether it respects the file by default: builds of the RHEL family
+    do, Debian's do not. Carver's image has Debian's lvm2, and the node may be of the RHEL family.
+    So an existing file is respected unless lvm.conf says otherwise.
     """
     if devices_file(root) is None or _USE_DEVICES_FILE in configured(root):
         return ()
@@ -84,7 +87,7 @@ def with_devices_file(root: Path) -> tuple[str, ...]:
 def listed_disks(root: Path) -> frozenset[str] | None:
     """The UUIDs, without dashes, of the physical volumes in the node's devices file.
 
-    None where there is no such file, or lvm.conf switches it off: then lvm2 uses all disks.
+    None where the file does not exist, or where lvm.conf switches it off: lvm2 then uses all disks.
     """
     file = devices_file(root)
     if file is None or configured(root).get(_USE_DEVICES_FILE) == "0":
@@ -93,9 +96,9 @@ def listed_disks(root: Path) -> frozenset[str] | None:
 
 
 def backed_up(root: Path | None, group: str) -> str:
-    """The UUID of the group of a name, by lvm2's last backup of its metadata on this node.
+    """The UUID of the group of that name, by lvm2's last backup of its metadata on this node.
 
-    lvm2 makes the backup at each change (vgcfgbackup(8)). Empty where there is none.
+    lvm2 makes the backup at each change (vgcfgbackup(8)). Empty where there is no backup.
     """
     if root is None:
         return ""
@@ -107,19 +110,20 @@ def backed_up(root: Path | None, group: str) -> str:
 
 
 def backed_up_groups(root: Path | None) -> frozenset[str]:
-    """The groups of whose metadata lvm2 has a copy on this node."""
+    """The names of the groups of whose metadata lvm2 has a backup on this node."""
     if root is None:
         return frozenset()
     try:
-        return frozenset(one.name for one in (root / _BACKUP).iterdir())
+        return frozenset(backup.name for backup in (root / _BACKUP).iterdir())
     except OSError:
         return frozenset()
 
 
 def is_backed_up(root: Path | None, group: str, name: str) -> bool:
-    """Whether a group had a logical volume when lvm2 wrote to it on this node last.
+    """Whether a group had a logical volume when lvm2 last wrote the group's metadata on this node.
 
-    By its own copy of what it wrote, as `backed_up`. Where that is damaged, its mention is enough.
+    lvm2's backup of the metadata decides (`backed_up`). In a damaged backup, the name anywhere in
+    the text counts.
     """
     if root is None:
         return False
@@ -127,7 +131,9 @@ def is_backed_up(root: Path | None, group: str, name: str) -> bool:
         text = _text(root / _BACKUP / group)
         if name not in text:
             return False
-        return any(at[:3] == (group, "logical_volumes", name) for at, _ in labels.settings(text))
+        return any(
+            path[:3] == (group, "logical_volumes", name) for path, _ in labels.settings(text)
+        )
     except labels.Damage:
         return True
     except OSError:
@@ -152,7 +158,7 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-# Cached by the files' stamps, so that a changed file is read again.
+# The results are cached by the files' stamps, so that a changed file is read again.
 @lru_cache(maxsize=4)
 def _parsed(files: tuple[tuple[Path, object], ...]) -> Mapping[tuple[str, ...], str]:
     values: dict[tuple[str, ...], str] = {}
@@ -165,22 +171,23 @@ def _parsed(files: tuple[tuple[Path, object], ...]) -> Mapping[tuple[str, ...], 
 
 
 def _text(file: Path) -> str:
-    """Read a file of lvm2's; lvm2 requires no encoding, and a comment may be in any."""
+    """Read a file of lvm2's; lvm2 requires no encoding, so a comment may have any bytes."""
     return file.read_text(encoding="utf-8", errors="surrogateescape")
 
 
 # Settings of every lvm2 command, which overrule the node's.
 _NEEDED = (
-    # With other values lvm2 reports success and has done something else: it changed nothing, or
-    # made a volume that is inactive or read-only, of which it wiped and zeroed nothing.
+    # lvm2 reports success with other values of these settings although lvm2 has done something
+    # else: it has changed nothing, or made a volume that is inactive or read-only, and wiped or
+    # zeroed nothing of the volume.
     *("global/test=0", "global/activation=1", "activation/read_only_volume_list=[]"),
-    # dmeventd(8) monitors volumes by lvm2 commands of its own. These take the group's lock and read
-    # every disk of the machine, and an extension of a pool waits 8 s for them, during which writes
-    # to the full pool wait, too.
+    # dmeventd(8) monitors volumes by lvm2 commands of its own. These commands take the group's lock
+    # and read every disk of the machine, and an extension of a pool waits 8 s for them, during
+    # which writes to the full pool wait, too.
     "activation/monitoring=0",
     # Before each change lvm2 archives the group's metadata; by default it keeps each archive for 30
-    # days. It removes archives older than `retain_days`, except the last `retain_min`
-    # (_remove_expired() in lib/format_text/archive.c): so it keeps the last 50.
+    # days. lvm2 removes archives older than `retain_days`, except the last `retain_min`
+    # (_remove_expired() in lib/format_text/archive.c). With these values lvm2 keeps the last 50.
     *("backup/retain_min=50", "backup/retain_days=0"),
 )
 
@@ -189,10 +196,10 @@ _NEEDED = (
 class Lvm:
     """Runs lvm2 commands, all with the same devices and settings.
 
-    `devices` are the only block devices that lvm2 sees, so that it sees no other group; with none,
-    lvm.conf(5) decides. `settings` are lvm.conf(5) settings of every command. `root` is where
+    `devices` are the only block devices that lvm2 sees, so that lvm2 sees no other group; without
+    any, lvm.conf(5) decides. `settings` are lvm.conf(5) settings of each command. `root` is where
     lvm2's root directory is seen. The devices may be set after construction, once they have been
-    found; a copy made before lacks them.
+    found; a copy of this object that was made before does not get them.
     """
 
     run: Run

@@ -27,7 +27,7 @@ class StillRunning(CommandError):
 
 
 class NoSpace(CommandFailed):
-    """The group has too few free extents, or lvm2 gives another reason for having no room.
+    """The group has too few free extents, or lvm2 cannot allocate for another reason.
 
     Errors for other reasons derive from this class: callers that grow a volume catch all of them,
     and report the sentence of the error.
@@ -150,7 +150,7 @@ class NameTaken(CommandFailed):
 
 
 class InUse(CommandFailed):
-    """Something has the volume open."""
+    """A process or another device has the volume open."""
 
 
 class DisksMissing(CommandFailed):

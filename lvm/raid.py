@@ -30,7 +30,10 @@ class SegmentType:
 
 @dataclass(frozen=True)
 class RaidLevel(SegmentType):
-    """A RAID level; each disk of a volume has one image. Carver does not make those `by_hand`."""
+    """A RAID level; each disk of a volume has one image.
+
+    Carver makes no volumes of a level that is `by_hand`; an operator may have made them.
+    """
 
     striped: bool = True
     # lvm2 gives each image one extent of metadata (RAID_METADATA_AREA_LEN).

@@ -21,7 +21,9 @@ Row = Mapping[str, str]
 
 # Suffixes of the hidden volumes that a volume consists of (lvm(8), lvmcache(7)): a RAID's images
 # and their metadata, a pool's data and metadata, the slow volume below a cache, and the cache.
+# Name ending of a hidden volume, of one or several suffixes.
 _PART = re.compile(r"(_r(image|meta)_\d+|_t(data|meta)|_w?corig|_cache_cvol)+$")
+# Part of the name of the metadata volume of a RAID image.
 _IMAGE_METADATA = "_rmeta_"
 # Name of a RAID image's data or metadata, with the volume's name and the image's number.
 _IMAGE = re.compile(r"(.+)_r(?:image|meta)_(\d+)")
@@ -36,7 +38,8 @@ SWEEP, SWEEP_DISKS, BETWEEN = "sweep", "sweepDisks", "+"
 _SPARE = "[lvol0_pmspare]"
 # Name of the temporary volume of a pvmove(8) (tools/pvmove.c of lvm2).
 _MOVE = re.compile(r"pvmove\d+")
-# Policies of a group by which lvm2 gives less to one volume than is free.
+# Allocation policies of a group with which lvm2 gives one volume less than all free extents
+# (lvm(8), ALLOCATION): `contiguous` and the two kinds of `cling`.
 CONTIGUOUS = "contiguous"
 _CLING = ("cling", "cling_by_tags")
 
@@ -48,7 +51,7 @@ def whole(part: str) -> str:
 
 @dataclass(frozen=True)
 class PhysicalVolume:
-    """A physical volume of a group; what it may be used for is in lvm/room.py."""
+    """A physical volume of a group. lvm/room.py says what may be allocated on it."""
 
     name: str
     uuid: str
@@ -57,23 +60,26 @@ class PhysicalVolume:
     missing: bool
     allocatable: bool
     fast: bool = False
-    # Whether its free extents must be overwritten before they are allocated, as they hold data.
+    # Whether the disk's free extents hold data, so that they must be overwritten before they are
+    # allocated.
     unclean: bool = False
-    # The size of its metadata area, which has room for two texts; 0 where no area is in use.
+    # The size of the disk's metadata area, which has room for two texts, in bytes; 0 where no area
+    # is in use.
     metadata_bytes: int = 0
-    # The most extents of it that lvm2 gives in one piece; None where several pieces will do.
+    # The most extents that lvm2 allocates here as one piece; None where a volume may have several
+    # pieces.
     longest_extents: int | None = None
 
     @property
     def unallocated_extents(self) -> int:
-        """The number of free extents; who may have them is another question (lvm/room.py)."""
+        """The number of free extents. lvm/room.py says what may be allocated from them."""
         return self.extents - self.allocated_extents
 
     @property
     def extents_in_one_go(self) -> int:
-        """The number of free extents that one volume or image may have, if any may be had.
+        """The number of free extents that one volume or image may have.
 
-        That is the longest run of free extents where the group's policy is `contiguous`.
+        That is the longest run of free extents where the group's allocation policy is `contiguous`.
         """
         free = self.unallocated_extents
         return free if self.longest_extents is None else min(free, self.longest_extents)
@@ -92,39 +98,41 @@ class LogicalVolume:
     active: bool
     # The words of lv_layout; for a pool with a cache below its data also the kind of that cache.
     layout: frozenset[str]
-    # The names of its thin pool, and of the volume that it is a snapshot of; empty for none.
+    # The names of the volume's thin pool, and of the volume's origin if the volume is a snapshot;
+    # empty for none.
     pool: str
     origin: str
     health: str
-    # The UUIDs of the disks that the volume lies on.
+    # The UUIDs of the disks on which the volume lies.
     disks: frozenset[str] = frozenset()
-    # How full a pool, or the COW store of a snapshot, is; None for other and for inactive volumes.
+    # How full a pool, or the COW store of a snapshot, is, in percent; None for other and for
+    # inactive volumes.
     data_percent: float | None = None
     metadata_percent: float | None = None
     # Whether the COW store of a snapshot was once full, so that the snapshot's contents are lost;
     # None where this is unknown.
     overflowed: bool | None = False
     read_only: bool = False
-    # Whether its device is suspended, so that reads and writes wait.
+    # Whether the volume's device is suspended, so that reads and writes wait.
     suspended: bool = False
     # The number of a thin volume in its pool. lvm2 gives a new volume a number above all existing
-    # ones (get_free_pool_device_id in lib/metadata/thin_manip.c), so their order is the order of
-    # creation.
+    # numbers (get_free_pool_device_id in lib/metadata/thin_manip.c), so the order of the numbers is
+    # the order of creation.
     thin_id: int | None = None
-    # For a pool, how many volumes lvm2 has made and removed in the pool, by its metadata. For a
-    # thin volume, the same number of its pool just before the volume was made.
+    # For a pool, how many volumes lvm2 has made and removed in the pool, by the pool's metadata.
+    # For a thin volume, that number of its pool just before the volume was made.
     transaction_id: int | None = None
-    # The size of a pool's metadata.
+    # The size of a pool's metadata, in bytes.
     metadata_size_bytes: int = 0
-    # The name of the volume that serves as its cache (lvmcache(7)); empty for none.
+    # The name of the volume's cachevol (lvmcache(7)); empty for none.
     cachevol: str = ""
     tuning: Tuning = PLAIN
     # The extents of a volume that lies directly on disks, in the form of lvcreate(8) and
     # lvextend(8): `disk:first-last` for each piece.
     ranges: tuple[str, ...] = ()
 
-    # The number of stripes, or of a RAID's images; 0 where the volume's pieces differ in that
-    # number, or where the volume does not lie on disks or images.
+    # The number of stripes, or of a RAID's images. It is 0 where the volume's pieces differ in that
+    # number, and where the volume lies neither on disks nor on images.
     stripes: int = 0
     # The UUIDs of the disks of each RAID image, in the order of the images.
     images: tuple[frozenset[str], ...] = ()
@@ -153,22 +161,23 @@ class Group:
     disks: tuple[PhysicalVolume, ...] = ()
     # All logical volumes by their names.
     volumes: Mapping[str, LogicalVolume] = field(default_factory=dict)
-    # The size of lvm2's spare volume for repairs of pools' metadata, and the UUIDs of its disks.
+    # The size of lvm2's spare volume for repairs of pools' metadata, in extents, and the UUIDs of
+    # the disks of that volume.
     spare_extents: int = 0
     spare_disks: frozenset[str] = frozenset()
     # The names of the temporary volumes of pvmove(8).
     moves: frozenset[str] = frozenset()
-    # Whether vgexport(8) made the group ready for another node, and by which lock manager nodes
-    # share it (lvmlockd(8)).
+    # Whether vgexport(8) made the group ready for another node.
     exported: bool = False
+    # The lock manager by which nodes share the group (lvmlockd(8)); empty for none.
     lock_type: str = ""
-    # The size of the smallest metadata area on its disks, and how much the text of the metadata can
-    # grow, as each area has room for two texts. The size is 0 in tests alone.
+    # The size of the smallest metadata area on the group's disks, in bytes; 0 in tests alone.
     metadata_bytes: int = 0
+    # How much the text of the metadata can grow, in bytes, as each area has room for two texts.
     metadata_free_bytes: int = 0
-    # Limit of the number of its logical volumes (vgcreate(8)); 0 for no limit.
+    # Limit of the number of the group's logical volumes (vgcreate(8)); 0 for no limit.
     most_volumes: int = 0
-    # How lvm2 allocates in it, as Carver's commands do not say otherwise (lvm(8), ALLOCATION).
+    # The group's allocation policy, by which lvm2 allocates unless a command has another (lvm(8)).
     policy: str = "normal"
 
     @cached_property
@@ -182,7 +191,7 @@ class Group:
         return not self.exported and self.lock_type in ("", "none")
 
     def may_add(self, volumes: int) -> bool:
-        """Whether so many more volumes are below the group's limit; hidden ones do not count."""
+        """Whether so many more volumes are within the group's limit; hidden ones do not count."""
         return not self.most_volumes or len(self.volumes) + volumes <= self.most_volumes
 
     @property
@@ -201,7 +210,7 @@ class Group:
 
     @property
     def keeps_to_one_disk(self) -> bool:
-        """Whether lvm2 lets what it allocates in one go lie on one disk alone."""
+        """Whether the allocation policy keeps what lvm2 allocates at once on a single disk."""
         return self.policy in (CONTIGUOUS, *_CLING)
 
     def copy_on_write_of(self, origin: str) -> list[LogicalVolume]:
@@ -252,11 +261,12 @@ class Group:
         }
 
     def is_bare(self, name: str, images: int) -> bool:
-        """Whether the metadata volumes of a RAID's first images are visible, not hidden.
+        """Whether the metadata volumes of a RAID's first images are visible, instead of hidden.
 
-        While lvm2 makes a RAID, all are visible until lvm2 has cleared them; while lvm2 adds an
-        image, only that image's is. lvm2 refuses to activate a RAID in either state ("with visible
-        SubLVs"), in which a killed lvm2 leaves it.
+        While lvm2 makes a RAID, the metadata volumes of all images are visible until lvm2 has
+        cleared them; while lvm2 adds an image, only the metadata volume of that image. An lvm2 that
+        is killed meanwhile leaves the RAID in this state, in which lvm2 refuses to activate the
+        RAID ("with visible SubLVs").
         """
         return all(f"{name}{_IMAGE_METADATA}{number}" in self.volumes for number in range(images))
 
@@ -391,19 +401,21 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
             for disk in part["pv"]
         ),
         volumes={volume.name: volume for volume in volumes},
-        spare_extents=sum(int(r["pvseg_size"]) for r in part["pvseg"] if r["lv_name"] == _SPARE),
-        spare_disks=frozenset(r["pv_uuid"] for r in part["pvseg"] if r["lv_name"] == _SPARE),
+        spare_extents=sum(
+            int(row["pvseg_size"]) for row in part["pvseg"] if row["lv_name"] == _SPARE
+        ),
+        spare_disks=frozenset(row["pv_uuid"] for row in part["pvseg"] if row["lv_name"] == _SPARE),
         moves=frozenset(name for name in disks if _MOVE.fullmatch(name)),
     )
 
 
 def _longest_free(segments: Iterable[Row]) -> Mapping[str, int]:
-    """The longest run of free extents of each disk that has any, by its UUID."""
-    found: defaultdict[str, int] = defaultdict(int)
+    """The longest run of free extents of each disk that has free extents, by the disk's UUID."""
+    longest: defaultdict[str, int] = defaultdict(int)
     for row in segments:
         if not row["lv_name"]:
-            found[row["pv_uuid"]] = max(found[row["pv_uuid"]], int(row["pvseg_size"]))
-    return found
+            longest[row["pv_uuid"]] = max(longest[row["pv_uuid"]], int(row["pvseg_size"]))
+    return longest
 
 
 def _physical_volume(row: Row, unclean: bool, longest: int | None) -> PhysicalVolume:
@@ -422,7 +434,7 @@ def _physical_volume(row: Row, unclean: bool, longest: int | None) -> PhysicalVo
 
 
 def _disks_by_volume(segments: Iterable[Row]) -> Mapping[str, set[str]]:
-    """The UUIDs of the disks of each volume, with those of its hidden parts, by its name."""
+    """The UUIDs of the disks of each volume and of its hidden parts, by the volume's name."""
     disks: defaultdict[str, set[str]] = defaultdict(set)
     for row in segments:
         name = whole(row["lv_name"].strip("[]"))
@@ -444,7 +456,7 @@ def _images(segments: Iterable[Row]) -> Mapping[str, tuple[frozenset[str], ...]]
 
 
 def _ranges(segments: Iterable[Row]) -> Mapping[str, list[str]]:
-    """The extents of each volume on disks, in the order of the volume's bytes, by its name."""
+    """The extents of each volume on disks, in the order of its bytes, by the volume's name."""
     ranges: defaultdict[str, list[str]] = defaultdict(list)
     for row in sorted(segments, key=lambda row: int(row["seg_start"])):
         ranges[row["lv_name"]] += row["seg_pe_ranges"].split()
@@ -452,7 +464,7 @@ def _ranges(segments: Iterable[Row]) -> Mapping[str, list[str]]:
 
 
 def _stripes(segments: Iterable[Row]) -> Mapping[str, set[int]]:
-    """The numbers of stripes, or images, of the pieces of each volume, by its name."""
+    """The numbers of stripes, or images, of the pieces of each volume, by the volume's name."""
     stripes: defaultdict[str, set[int]] = defaultdict(set)
     for row in segments:
         stripes[row["lv_name"]].add(int(row["stripes"] or 0))
@@ -470,7 +482,7 @@ def _cached_pools(segments: Iterable[Row]) -> Mapping[str, str]:
 
 
 def _beginnings(part: Mapping[str, Any], extent_size_bytes: int) -> Mapping[str, tuple[str, int]]:
-    """The disk and the offset in bytes where each volume directly on disks begins, by its name."""
+    """The disk and the offset, in bytes, where each volume directly on disks begins, by name."""
     starts = {disk["pv_name"]: int(disk["pe_start"]) for disk in part["pv"]}
     beginnings = {}
     for row in part["seg"]:
@@ -491,14 +503,14 @@ def _logical_volume(
     thin: Mapping[str, Row],
     images: Mapping[str, tuple[frozenset[str], ...]],
 ) -> LogicalVolume:
-    name, every = row["lv_name"], _words(row["lv_tags"])
-    own_tags = tags.decode(every)
-    made = LogicalVolume(
+    name, all_tags = row["lv_name"], _words(row["lv_tags"])
+    own_tags = tags.decode(all_tags)
+    volume = LogicalVolume(
         group=group,
         name=name,
         uuid=row["lv_uuid"],
         size_bytes=int(row["lv_size"]),
-        tags=every,
+        tags=all_tags,
         active=row["lv_active"] == "active",
         layout=_words(row["lv_layout"]) | _words(cached_pools.get(name, "")),
         pool=_visible(row["pool_lv"]),
@@ -519,9 +531,9 @@ def _logical_volume(
         stripes=max(stripes[name]) if len(stripes.get(name, ())) == 1 else 0,
         images=images.get(name, ()),
     )
-    # Sets the cached property, as the tags are decoded here already.
-    vars(made)["own_tags"] = own_tags
-    return made
+    # Set the cached property, as the tags are decoded here already.
+    vars(volume)["own_tags"] = own_tags
+    return volume
 
 
 def _number(row: Row | None, column: str) -> int | None:

@@ -1,18 +1,21 @@
-"""Room: which disks of a group may serve for what, and how much is free there, by one report.
+"""Calculate the free extents of a group, by one report: on which disks, and for which purpose.
 
-A disk is slow or fast (its tag FAST), open or closed (pvchange(8), --allocatable), present or
-missing, clean or unclean. The free extents of an unclean disk hold deleted data. They may be had by
+"Room" in this code base is the free extents that may be allocated for one purpose.
 
-| of a disk that is            | volumes, pools, COW stores | caches | what overwrites all it gets |
+A disk is slow or fast (its tag FAST), open or closed to allocation (pvchange(8), --allocatable),
+present or missing, clean or unclean. The free extents of an unclean disk hold deleted data, and are
+overwritten later by a background task. The table says what may be allocated on a disk:
+
+| a disk that is               | volumes, pools, COW stores | caches | what is overwritten anyway  |
 | ---------------------------- | -------------------------- | ------ | --------------------------- |
 | slow, open, present, clean   | yes                        |        | yes                         |
-| slow, open, present, unclean | after they are zeroed      |        | yes                         |
+| slow, open, present, unclean | after it was zeroed        |        | yes                         |
 | fast, open, present, clean   |                            | yes    |                             |
 | anything else                |                            |        |                             |
 
-What overwrites all it gets is a rebuilt image of a RAID, and a pool or a COW store whose writers
-wait for room. A disk that is being emptied is closed. While a disk is missing lvm2 allocates for
-rebuilt images alone (`allocation.closed`).
+"What is overwritten anyway" is never read before it is written: a rebuilt image of a RAID, and
+extents for a pool or a COW store whose writers wait for space. A disk that is being emptied is
+closed. While a disk is missing, lvm2 allocates for rebuilt images alone (`allocation.closed`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,10 +28,10 @@ from lvm.report import Group, LogicalVolume, PhysicalVolume
 
 @dataclass(frozen=True)
 class Room:
-    """The free extents of a group, of which `kept_extents` are to stay free on slow disks.
+    """The free extents of a group for one purpose.
 
-    These are a class's reserve and what pools were promised. `takes_unclean` is for what overwrites
-    all that it gets.
+    `kept_extents` must stay free on slow disks: a class's reserve, and what pools have promised to
+    their volumes. `takes_unclean` is true if everything allocated is overwritten before it is read.
     """
 
     group: Group
@@ -36,52 +39,55 @@ class Room:
     takes_unclean: bool = False
 
     def keeping(self, extents: int) -> "Room":
-        """The same room, of which so many extents are to stay free."""
+        """Return this room, of which so many extents must stay free."""
         return replace(self, kept_extents=extents)
 
     @property
     def overwriting(self) -> "Room":
-        """The same room, for what overwrites all that it gets.
+        """Return this room, for something that overwrites all extents before they are read.
 
-        A pool and a COW store show no user what was there: dm-thin zeroes what it allocates, and
-        dm-snapshot writes what it reads. A rebuilt image of a RAID is written as a whole.
+        A pool and a COW store show no user old data: dm-thin zeroes what it allocates, and
+        dm-snapshot reads only what it wrote. A rebuilt image of a RAID is written as a whole.
         """
         return replace(self, takes_unclean=True)
 
     @cached_property
     def slow(self) -> tuple[PhysicalVolume, ...]:
-        """The disks that take volumes, pools and COW stores, in report order; also full ones."""
+        """The disks on which volumes, pools and COW stores may be allocated, in report order.
+
+        Full disks are included.
+        """
         slow = (disk for disk in self._open if not disk.fast)
         return tuple(disk for disk in slow if self.takes_unclean or not disk.unclean)
 
     @cached_property
     def fast(self) -> tuple[PhysicalVolume, ...]:
-        """The disks that take caches, in report order; also full ones."""
+        """The disks on which caches may be allocated, in report order; full disks are included."""
         return tuple(disk for disk in self._open if disk.fast and not disk.unclean)
 
     @property
     def unclean(self) -> tuple[PhysicalVolume, ...]:
-        """The disks with free extents that must be zeroed, also where a disk is closed or missing.
+        """The disks with free extents that must be zeroed, closed and missing disks included.
 
-        Until they are zeroed the group stays marked, whether or not its disks can be written to.
+        The group stays marked until these disks are zeroed, whether or not they can be written to.
         """
         return tuple(disk for disk in self.group.disks if disk.unclean and disk.unallocated_extents)
 
     @property
     def is_unclean(self) -> bool:
-        """Whether there are open slow disks, and deleted data are on all of them."""
+        """Whether the group has open slow disks, and all of them hold deleted data."""
         return not Room(self.group).slow and bool(self.overwriting.slow)
 
     def free_on(self, disk: PhysicalVolume) -> int:
-        """The number of extents of a disk that one volume, or image, may have; 0 for a fast disk.
+        """The number of extents of a disk that one volume or image may have; 0 for a fast disk.
 
-        Where the group's policy is `contiguous` that is the longest run of free extents.
+        Where the group's allocation policy is `contiguous`, that is the longest free run.
         """
         return disk.extents_in_one_go if disk in self.slow else 0
 
     @property
     def free_extents(self) -> int:
-        """The number of free extents of the slow disks, also those that are to stay free."""
+        """The number of free extents of the slow disks, including those that must stay free."""
         return sum(disk.extents_in_one_go for disk in self.slow)
 
     @property
@@ -91,7 +97,7 @@ class Room:
 
     @property
     def linear_extents(self) -> int:
-        """Of `free_extents` those that one linear volume may have."""
+        """The number of `free_extents` that one linear volume may have."""
         return self._together(self.slow)
 
     @cached_property
@@ -106,48 +112,56 @@ class Room:
 
     @property
     def planned_extents(self) -> int:
-        """The number of extents of all slow disks: reserves and pools' metadata are sized by it.
+        """The number of extents of all slow disks, by which reserves and pools' metadata are sized.
 
-        A missing disk counts: it comes back or is replaced, and pools' promises are kept then.
+        A missing disk counts, as the disk may come back or be replaced, and the promises of pools
+        must be kept then.
         """
         return sum(disk.extents for disk in self._all_slow)
 
     def roomiest(self, count: int) -> list[PhysicalVolume]:
-        """The slow disks with the most free extents, in descending order; equals as reported."""
+        """The slow disks with the most free extents, in descending order, `count` at most.
+
+        Disks with equally many are in report order.
+        """
         return sorted(self.slow, key=lambda disk: -self.free_on(disk))[:count]
 
     def for_images(self, volume: LogicalVolume, extents: int) -> list[PhysicalVolume]:
-        """The disks on which an image of a RAID can be rebuilt: no part of the RAID is on them."""
+        """The disks on which an image of a RAID can be rebuilt.
+
+        No part of the RAID is on these disks, and each has enough free extents.
+        """
         room = self.overwriting
         vacant = (disk for disk in room.slow if disk.uuid not in volume.disks)
         return [disk for disk in vacant if room.free_on(disk) >= extents]
 
     def names(self, disks: Iterable[PhysicalVolume]) -> tuple[str, ...]:
-        """The names of disks as lvm2 is given them. Raises NoDiskServes where there are none.
+        """The names of disks as arguments for lvm2. Raises NoDiskServes where there are no disks.
 
-        Given no disk at all, lvm2 would take any.
+        Without a disk's name among its arguments, lvm2 would allocate on any disk.
         """
         if names := tuple(disk.name for disk in disks):
             return names
         raise lvm_errors.NoDiskServes(self.group.name)
 
     def anywhere(self) -> tuple[str, ...]:
-        """The names of the slow disks; empty if lvm2 would take no others. Raises NoDiskServes.
+        """The names of the slow disks as arguments for lvm2. Raises NoDiskServes.
 
-        Full disks are named, too: lvm2 takes any disk where none is named.
+        Empty if lvm2 would allocate on these disks anyway. Full disks are named, too, as lvm2
+        allocates on any disk where none is named.
         """
         return () if self.slow == self._open else self.names(self.slow)
 
     @cached_property
     def _open(self) -> tuple[PhysicalVolume, ...]:
-        """The disks from which lvm2 allocates."""
-        return tuple(one for one in self.group.disks if one.allocatable and not one.missing)
+        """The disks on which lvm2 allocates."""
+        return tuple(disk for disk in self.group.disks if disk.allocatable and not disk.missing)
 
     @property
     def _all_slow(self) -> Iterable[PhysicalVolume]:
         return (disk for disk in self.group.disks if not disk.fast)
 
     def _together(self, disks: Sequence[PhysicalVolume]) -> int:
-        """What one volume may have of several disks."""
+        """The number of free extents of several disks that one volume may have."""
         extents = [disk.extents_in_one_go for disk in disks]
         return max(extents, default=0) if self.group.keeps_to_one_disk else sum(extents)

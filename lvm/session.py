@@ -1,10 +1,10 @@
 """Run the lvm2 commands of a volume group in one lvm2 shell (lvm(8)) that stays open.
 
-Why: most of an lvm2 command's time is the start of its process. By this shell a volume's whole
-life, from CreateVolume to DeleteVolume, takes 0.89 of the time of the same commands by hand;
-without the shell 1.34 (docs/performance.md, "sessions off"). And each group has its own shell,
-which sees only the group's own disks: a hung disk keeps the shell of its group waiting, and no
-other.
+Why: most of an lvm2 command's time is the start of its process. With this shell a volume's whole
+life, from CreateVolume to DeleteVolume, takes 0.89 of the time of the same commands by hand. With
+lvm2 started anew for each command it takes 1.34 of that time (docs/performance.md, "sessions off").
+And each group has its own shell, which sees only the group's own disks: a hung disk keeps the shell
+of its group waiting, and no other.
 
 Idea: commands are typed at the prompt of `lvm`, one at a time. lvm2 answers with one JSON document
 on a descriptor of its own (LVM_REPORT_FD), which ends with the command's status.
@@ -14,20 +14,22 @@ on a descriptor of its own (LVM_REPORT_FD), which ends with the command's status
                                  |
                                  +--- otherwise ------------> process: lvm lvcreate ...
 
-1. A command that the shell cannot run safely runs as a process: a line that is too long or has
-   characters that a terminal would change, another subcommand, a report in another form than JSON
-   (`Line.of`).
-2. Options that are the same for each command are settings of the shell, in its own LVM_SYSTEM_DIR
-   (`Confinement`, `prepare`). A shell with other settings is ended, and another one is started.
+1. A command that the shell cannot run safely runs as a process. These are commands whose line is
+   too long or has characters that a terminal would change, commands of unknown subcommands, and
+   reports in another form than JSON (`Line.of`).
+2. Options that are equal for all commands are settings of the shell, in its own LVM_SYSTEM_DIR
+   (`Confinement`, `prepare`). For a command with other settings the shell is ended, and a new one
+   is started.
 3. An answer counts only if it is complete and ends with the status of that command (`answer`).
 4. In any doubt, such as a missing status or too little memory, the shell is ended by SIGTERM, never
-   killed, and processes are used for a minute. A report is repeated in a process. A change is not
-   repeated: it raises `SessionLost`, and the caller looks at a fresh report. The same end comes to
-   a shell whose command outlasts its deadline; that command raises `CommandTimedOut`.
-5. While a shell that got SIGTERM has not ended, changes raise `StillRunning`; reports use
+   killed, and commands run as processes for a minute. A report is repeated in a process. A change
+   is not repeated: it raises `SessionLost`, and the caller looks at a fresh report. A shell whose
+   command outlasts its deadline is ended in the same way; the command raises `CommandTimedOut`.
+5. While a shell that got SIGTERM has not ended, changes raise `StillRunning`, and reports run as
    processes.
 
-docs/decisions/01-lvm-session.md has the decision and the memory that a shell takes.
+What it would cost to do without: the 1.34 instead of 0.89 above. The memory that a shell takes is
+the price; docs/decisions/01-lvm-session.md has the decision and that price.
 """
 
 import json
@@ -61,8 +63,9 @@ _log = logging.getLogger(__name__)
 # Environment in which the shell's line editor keeps no history, and reads no settings of its own.
 _NO_LINE_EDITOR = dict.fromkeys(("HOME", "EDITRC", "INPUTRC"), "/dev/null")
 
-# Subcommands that run in a shell: reports, which change nothing, and changes.
+# Subcommands that run in a shell: reports, which change nothing.
 _REPORTS = {"fullreport", "lvs", "pvs", "vgs"}
+# Subcommands that run in a shell: changes.
 _CHANGES = {
     *("lvchange", "lvconvert", "lvcreate", "lvextend", "lvremove", "lvrename"),
     *("pvchange", "pvcreate", "vgchange", "vgcreate", "vgextend", "vgreduce", "vgremove"),
@@ -81,7 +84,7 @@ _LONGEST_BYTES = 2047
 # at the blank alone.
 _PLAIN = re.compile(r"[ -~]*")
 
-# Settings that commands may not change, as the shell reports each command's status by them.
+# Settings that a command may not change, as by them the shell reports each command's status.
 _OWN = {"log/report_command_log"}
 
 # Device paths that may stand in a filter (lvm.conf(5)), which is a regular expression within a
@@ -97,22 +100,22 @@ def only_looks(words: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class Confinement:
-    """The settings that all commands of one shell share."""
+    """The devices and settings that all commands of one shell share."""
 
-    # The paths of the devices that the commands see, with commas between; empty for all devices.
+    # The paths of the devices that the commands see, separated by commas; empty for all devices.
     devices: str = ""
-    # Settings of lvm.conf(5) as `key=value`, with blanks between.
+    # Settings of lvm.conf(5) as `key=value`, separated by blanks.
     settings: str = ""
 
     def covers(self, other: "Confinement") -> bool:
-        """Whether a shell with these settings can run the commands of a shell with `other`.
+        """Whether a shell with this confinement can run the commands of a shell with `other`.
 
-        Further settings do no harm: each command is given only those that matter to it.
+        Additional settings do no harm, as each command uses only the settings that concern it.
         """
         return self.devices == other.devices and other._pairs().items() <= self._pairs().items()
 
     def joined(self, other: "Confinement") -> "Confinement":
-        """The settings of both, if one shell can have both; else those of `other`."""
+        """The settings of both confinements, if one shell can have both; else those of `other`."""
         pairs = {**self._pairs(), **other._pairs()}
         if self.devices != other.devices or not self._pairs().items() <= pairs.items():
             return other
@@ -208,13 +211,13 @@ def answer(subcommand: str, reported: str) -> Result:
     try:
         document = json.loads(reported)
         *messages, status = document["log"]
-        whole = status["log_type"] == "status" and status["log_object_name"] == subcommand
+        is_own_status = status["log_type"] == "status" and status["log_object_name"] == subcommand
         code = int(status["log_ret_code"])
         printed = _lines(messages, {"print"})
         complaints = _lines(messages, {"fatal", "error", "warn"})
     except (KeyError, TypeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
-    if not whole:
+    if not is_own_status:
         raise ValueError(f"the answer to {subcommand} says {status}")
     # tools/errors.h: ECMD_PROCESSED, which a process turns into 0.
     exit_code = 0 if code == 1 else code or 5
@@ -227,9 +230,10 @@ def _lines(messages: list[Mapping[str, str]], kinds: set[str]) -> str:
     )
 
 
-# Settings that the shell reads when it starts, beside the node's own. They are in a file for two
-# reasons: lvm2 takes those of log and report from files alone (CFG_DISALLOW_INTERACTIVE), and for
-# any `--config` of a command it rebuilds all its settings and caches, twice.
+# Settings that the shell reads when it starts, in addition to the node's own. They are in a file
+# for two reasons. lvm2 takes settings of log and report only from files, not from options
+# (CFG_DISALLOW_INTERACTIVE). And at each command with `--config`, lvm2 rebuilds all its settings
+# and caches, twice.
 _SETTINGS = """
 # Carver's, for a shell of lvm2's that it keeps open. Written anew whenever it starts one.
 log/report_command_log=1
@@ -250,9 +254,9 @@ global/use_aio=0
 def prepare(directory: Path, root: Path, confinement: Confinement) -> None:
     """Make the directory that the shell uses as LVM_SYSTEM_DIR, in place of /etc/lvm.
 
-    It has links to the files of /etc/lvm, and a copy of lvmlocal.conf with the settings of the
-    shell appended. `root` is where lvm2's root directory is seen; `directory` has the same path
-    for lvm2. Raises OSError, also where the node has settings that would overrule the shell's.
+    The directory has links to the files of /etc/lvm, and a copy of lvmlocal.conf with the settings
+    of the shell appended. `root` is where lvm2's root directory is seen; `directory` has the same
+    path for lvm2. Raises OSError, also where the node has settings that would overrule the shell's.
     """
     own = root / "etc/lvm"
     settings = "lvmlocal.conf"
@@ -269,20 +273,21 @@ def prepare(directory: Path, root: Path, confinement: Confinement) -> None:
         if path.name != settings and not link.is_symlink():
             link.symlink_to(Path("/etc/lvm") / path.name)
     local = own / settings
-    # Read as bytes: lvm2 requires no encoding, and a comment may be in any.
+    # The file is read as bytes: lvm2 requires no encoding, so a comment may have any bytes.
     text = local.read_bytes() if local.exists() else b""
     lines = "\n".join(confinement.lines())
     (directory / settings).write_bytes(text + f"{_SETTINGS}{lines}\n".encode())
 
 
-# Time limit of the shell's start, until its first prompt: it takes tenths of a second as a rule.
+# Time limit of the shell's start, until its first prompt, in seconds. The start usually takes some
+# tenths.
 _START_SECONDS = 10.0
-# Time limit of the shell's end after SIGTERM, which lvm2 blocks while it has a group's lock; its
-# commands rarely have the lock for longer.
+# Time limit of the shell's end after SIGTERM, in seconds. lvm2 blocks SIGTERM while it has a lock
+# of a group; its commands rarely have the lock for longer.
 _GRACE_SECONDS = 5.0
-# Time limit of `renew` for the command that is running, where the caller has no deadline.
+# Time limit of `renew` for the command that is running, in seconds, if the caller has no deadline.
 _RENEW_SECONDS = 60.0
-# Words that stand for the end of a shell in an error.
+# Words that stand for the end of a shell in an error about a command.
 _RENEWED = ("lvm", "exit")
 # Number of commands after which an idle shell is ended: lvm2 does not return memory.
 _MANY_COMMANDS = 100
@@ -291,7 +296,7 @@ _MANY_COMMANDS = 100
 # resident for good: the buffer for I/O of 8 MiB or global/io_memory_size, a reserve of 10 MiB, and
 # its libraries. The heap does not shrink either.
 _MOST_IDLE_BYTES = 40 << 20
-# Time after the last command from which a shell counts as idle.
+# Time after its last command from which a shell counts as idle, in seconds.
 _IDLE_SECONDS = 60.0
 # Factor by which the pause before the next shell is longer if the start of a shell failed: the
 # reason, such as a missing program, rarely goes away soon.
@@ -299,7 +304,7 @@ _LACKING_RESTS = 10
 
 
 class Session:
-    """An lvm2 shell, with processes in its place while there is none; a `mount.command.Run`.
+    """A `mount.command.Run` that runs commands in an lvm2 shell, or in processes while it has none.
 
     One command runs at a time, and the others wait. `directory` belongs to the session alone, and
     has the same path for lvm2; `root` is where lvm2's root directory is seen.
@@ -319,19 +324,19 @@ class Session:
         self._converse = converse
         self._directory = directory
         self._root = root
-        # The time without a shell after one was given up.
+        # The time for which commands run as processes after a shell was given up, in seconds.
         self._rest_seconds = rest_seconds
         self._observe = observe
-        # Held by the thread whose command is running.
+        # Lock that the thread whose command is running holds.
         self._lock = threading.Lock()
         self._shell: Conversation | None = None
         self._confinement = Confinement()
         # The number of commands that the shell was given, and the time of the last one.
         self._commands, self._last_monotonic_seconds = 0, 0.0
-        # The time before which no shell is started.
+        # The time before which no new shell is started.
         self._rests_until_monotonic_seconds = 0.0
         self._is_closed = False
-        # A shell that did not end in time: the shell, the command that it runs, and since when.
+        # A shell that did not end in time, the command that it runs, and since when; None for none.
         self._stuck: tuple[Conversation, str, float] | None = None
 
     def __call__(self, *words: str) -> Result:
@@ -389,12 +394,15 @@ class Session:
                 self._stuck = None
 
     def _ask(self, ready: Conversation, line: Line, words: tuple[str, ...]) -> Result | None:
-        """Run a command in the shell; None where the shell failed at a report, to be repeated."""
+        """Run a command in the shell; None where the shell failed at a report.
+
+        The caller then repeats the report in a process.
+        """
         started = self._last_monotonic_seconds = time.monotonic()
         self._commands += 1
         try:
-            said = ready.exchange(line.text, remaining_seconds())
-            result = answer(line.subcommand, said)
+            reported = ready.exchange(line.text, remaining_seconds())
+            result = answer(line.subcommand, reported)
             if result.exit_code and lvm_errors.lacks_memory(result.stderr):
                 # The shell would lack memory at the next command, too; a process need not.
                 raise ValueError("it lacks memory")
@@ -419,7 +427,10 @@ class Session:
         return result
 
     def _ready(self, confinement: Confinement, words: tuple[str, ...]) -> Conversation | None:
-        """A shell at its prompt that covers a confinement, started if need be; None without one."""
+        """A shell at its prompt with the settings of a confinement, started if need be.
+
+        None if no shell can be used now.
+        """
         if self._shell is not None:
             is_fit = not self._is_closed and self._confinement.covers(confinement)
             if is_fit and self._shell.is_waiting():
@@ -437,8 +448,8 @@ class Session:
         limit = remaining_seconds()
         if limit == 0:
             raise mount_errors.CommandTimedOut(words, 0.0)
-        # Commands have different settings, which do not matter to other commands: together they
-        # are the settings of one shell, which need not be ended for the next command.
+        # Commands have different settings, which do not disturb other commands. So the shell gets
+        # the settings of all commands so far, and need not be ended for the next one of these.
         self._confinement = self._confinement.joined(confinement)
         try:
             prepare(self._directory, self._root, self._confinement)

@@ -13,7 +13,7 @@ MAXIMUM_LENGTH = 1024
 _OTHER = re.compile(r"[^a-zA-Z0-9_+.\-/=!:#]")
 _ESCAPE = re.compile(r"&([0-9a-f]{2})")
 _NUMBER = re.compile(r"[0-9]{1,19}")
-# Largest number in a tag: that of gRPC's int64.
+# Largest number in a tag, which is the largest int64 of gRPC.
 _MOST = (1 << 63) - 1
 
 
@@ -27,7 +27,7 @@ def unescape(text: str) -> str:
     if "&" not in text and text.isascii():
         return text
     raw = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
-    # Another program may have written bytes that are not UTF-8. They must not break a report.
+    # Another program may have written bytes that are not UTF-8. Such bytes must not break a report.
     return raw.encode("latin-1", "replace").decode(errors="replace")
 
 
@@ -57,9 +57,9 @@ def words(option: str, own_tags: Tags) -> list[str]:
 
 
 def decode(tags: Iterable[str]) -> Mapping[str, str]:
-    """Carver's own tags by their keys, among all tags of a group or volume.
+    """Find Carver's own tags among all tags of a group or volume; return their values by keys.
 
-    Of several values of one key the alphabetically first counts, so that each process decides
+    If a key has several values, the alphabetically first one counts, so that each process decides
     alike. `doubled` has the keys with several values.
     """
     own_tags: dict[str, str] = {}

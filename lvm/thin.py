@@ -20,15 +20,16 @@ _MIB, _GIB = 1 << 20, 1 << 30
 # Limits of a pool's chunk size (lvmthin(7)).
 LEAST_CHUNK_BYTES = 64 << 10
 MOST_CHUNK_BYTES = _GIB
-# Size of the metadata of one chunk: 64 bytes at most (lvmthin(7)), and a quarter as headroom.
+# Size of the metadata of one chunk, in bytes: 64 at most (lvmthin(7)), and a quarter as headroom.
 _METADATA_BYTES_OF_CHUNK = 80
 # Limits of the size of a pool's metadata: lvmthin(7) has 2 MiB to some 16 GiB.
 _LEAST_METADATA_BYTES = 2 * _MIB
 _MOST_METADATA_BYTES = 15 * _GIB
 _METADATA_BLOCK_BYTES = 4096
+# Default size of a new pool: a tenth of the group's slow disks.
 _TENTH = Reserve(percent=10)
-# Advice about a damaged pool. It names no command: lvm2's repair may lose data that could still be
-# read before.
+# Advice about a damaged pool. The advice names no command: lvm2's repair may lose data that could
+# still be read before.
 DAMAGED = "see `A thin pool's metadata are damaged` in docs/operations.md"
 
 
@@ -54,7 +55,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Pool:
-    """A thin pool by a report; all its extents are 0 while the pool does not exist yet.
+    """A thin pool in a report. All its extents are 0 while the pool does not exist yet.
 
     `promised_bytes` is the sum of the sizes of its volumes and their snapshots.
     """
@@ -67,13 +68,13 @@ class Pool:
 
 
 def find(group: Group, name: str, chunk_size_bytes: int, ignored: str = "") -> Pool:
-    """The pool of a name; its volume called `ignored` is not counted as promised."""
+    """The pool of a name; the size of the volume `ignored` is not among what it has promised."""
     volume = group.volumes.get(name)
     if volume is None:
         return Pool(name, chunk_size_bytes)
-    promised, apart = group.bytes_in_pool(name), group.volumes.get(ignored)
-    if apart is not None and apart.pool == name:
-        promised -= apart.size_bytes
+    promised, ignored_volume = group.bytes_in_pool(name), group.volumes.get(ignored)
+    if ignored_volume is not None and ignored_volume.pool == name:
+        promised -= ignored_volume.size_bytes
     extent = group.extent_size_bytes
     data, metadata = volume.size_bytes // extent, volume.metadata_size_bytes // extent
     return Pool(name, chunk_size_bytes, data, metadata, promised)
@@ -103,8 +104,9 @@ def suitable_metadata_extents(group: Group, chunk_bytes: int) -> int:
 def missing_metadata_extents(group: Group, pool: Pool) -> int:
     """The number of extents that the pool's metadata and the group's spare should still grow by.
 
-    They suit a pool on all slow disks of the group (`suitable_metadata_extents`). lvm2 keeps one
-    spare volume in the group, as large as the largest metadata of its pools.
+    Metadata and spare should have the size that suits a pool on all slow disks
+    (`suitable_metadata_extents`). lvm2 keeps one spare volume in the group, as large as the largest
+    metadata of its pools.
     """
     wanted = suitable_metadata_extents(group, pool.chunk_size_bytes)
     spare = max(wanted, pool.metadata_extents) - group.spare_extents
@@ -114,15 +116,16 @@ def missing_metadata_extents(group: Group, pool: Pool) -> int:
 def growth_extents(room: Room, pool: Pool) -> int:
     """The number of extents by which the pool can surely grow; for a new pool all of its data.
 
-    Where the group's policy wants a volume's extents on one disk, or in one piece, the free extents
-    need not be where an existing pool is: then none are sure, though lvm2 may find some.
+    Where the group's allocation policy wants a volume's extents on one disk or in one piece, the
+    free extents need not be where an existing pool is. Then the result is 0, though lvm2 may find
+    some.
     """
     is_fixed = room.group.keeps_to_one_disk and pool.data_extents
     return 0 if is_fixed else room_extents(room, pool)
 
 
 def room_extents(room: Room, pool: Pool) -> int:
-    """The number of extents by which the pool's data grow, if the pool can have the free ones."""
+    """The number of extents by which the pool's data grow, if the pool gets all free extents."""
     spare = room.available_extents - missing_metadata_extents(room.group, pool)
     free = max(0, min(spare, room.linear_extents))
     enough = pool.data_extents or free * room.group.extent_size_bytes >= pool.chunk_size_bytes
@@ -144,8 +147,8 @@ def metadata_growth_extents(room: Room, pool: Pool) -> int:
 def wanted_extents(extents: int, percent: float, policy: Policy) -> int:
     """The number of extents to add to a pool's data, or metadata, that are `percent` full.
 
-    It is the policy's share of the present size, or more if the fullness would still be above the
-    policy's threshold.
+    The number is the policy's share of the present size, or more if the fullness would still be
+    above the policy's threshold.
     """
     share = _ceil(int(extents * policy.autoextend_percent), 100)
     enough = int(extents * percent / policy.autoextend_threshold) + 1 - extents
@@ -162,8 +165,8 @@ def first_extents(room: Room, pool: Pool, policy: Policy) -> int:
 def maximum_bytes(room: Room, pool: Pool, policy: Policy) -> int:
     """The largest volume, or growth of a volume, that the pool may still promise, in bytes.
 
-    It is the largest size of the pool's data, times the over-provisioning, less what the pool has
-    promised already; a multiple of the extent size.
+    The result is the largest size of the pool's data, times the over-provisioning, less what the
+    pool has promised already; a multiple of the extent size.
     """
     largest = pool.data_extents + growth_extents(room, pool)
     promises = int(largest * policy.ratio) * room.group.extent_size_bytes
@@ -185,9 +188,9 @@ def outstanding_extents(group: Group, pool: Pool, policy: Policy) -> int:
 def refusal(room: Room, pool: Pool, policy: Policy, status: ThinPool | None) -> str:
     """Why the pool may promise nothing more, by its state in the kernel; empty if it may.
 
-    Fullness is relative to the size that the pool can grow to. It does not matter for the data of a
-    pool that is not over-provisioned, as they have room for all that was promised. An inactive
-    pool has no `status`, and is not refused.
+    Fullness is relative to the size that the pool can grow to. Fullness does not matter for the
+    data of a pool that is not over-provisioned, as the pool can grow to all that it has promised.
+    An inactive pool has no `status`, and is not refused.
     """
     if status is None:
         return ""
@@ -324,8 +327,8 @@ def mapped_words(metadata: str, device_id: int) -> tuple[str, ...]:
 
 def differing_words(metadata: str, base_id: int, target_id: int) -> tuple[str, ...]:
     """The thin_delta(8) command that prints the ranges in which two thin volumes differ."""
-    those = ("--snap1", str(base_id), "--snap2", str(target_id))
-    return ("thin_delta", "--metadata-snap", *those, "--", metadata)
+    snapshots = ("--snap1", str(base_id), "--snap2", str(target_id))
+    return ("thin_delta", "--metadata-snap", *snapshots, "--", metadata)
 
 
 def mapped(printed: BinaryIO) -> Iterator[Run]:

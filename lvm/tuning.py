@@ -4,9 +4,9 @@ All are recorded in LVM's metadata. Read-ahead and recovery rates are properties
 volume, which lvm2 passes to the kernel at once and at each activation (lvchange(8), lvmraid(7)).
 I/O limits are tags of Carver's, which Carver applies by a cgroup.
 
-A node may have a bound for RAID recovery. It takes the place of a volume's own maximum rate if that
-is higher, or if the volume has none; a tag keeps the volume's own maximum. The bound is set before
-any disk fails, since lvm2 changes no rates while a disk is missing.
+A node may have a bound for RAID recovery. The bound takes the place of a volume's own maximum rate
+if that maximum is higher, or if the volume has none; a tag keeps the volume's own maximum. The
+bound is set before any disk fails, since lvm2 changes no rates while a disk is missing.
 """
 
 import mmap
@@ -50,7 +50,7 @@ class Tuning:
     """Settings of a volume, or changes of them; None means unspecified, 0 means no limit.
 
     Recovery rates are in KiB a second on each disk. I/O limits are in operations or bytes a second;
-    those per GiB are multiplied by the volume's size. Of a fixed limit and one per GiB the lower
+    a limit per GiB is multiplied by the volume's size. Of a fixed limit and one per GiB the lower
     holds.
     """
 
@@ -71,14 +71,14 @@ class Tuning:
 
     @property
     def of_raid(self) -> Sequence[str]:
-        """The names of the specified settings that only a RAID volume can have."""
+        """The names of the settings here that only a RAID volume can have."""
         return [
             setting.part for setting in SETTINGS if setting.of_raid and setting.part in self._said()
         ]
 
     @property
     def refusal(self) -> str:
-        """Why lvm2 would refuse these settings for any volume; empty if it would not."""
+        """Why lvm2 would refuse these settings for any volume; empty if it would accept them."""
         least, most = self.minimum_recovery_kib or 0, self.maximum_recovery_kib or 0
         if not most or least <= most:
             return ""
@@ -87,14 +87,14 @@ class Tuning:
         )
 
     def over(self, present: Self) -> Self:
-        """The settings of a volume with the settings `present`, once these are applied."""
+        """The settings of a volume that had the settings `present`, once these are applied."""
         return replace(present, **self._said())
 
     def bounded(self, present: Self, bound_kib: int) -> Self:
         """These settings with a recovery bound, for a RAID volume with the settings `present`.
 
-        A bound is raised to the volume's minimum rate, as lvm2 would refuse a lower one. It is 0
-        where the volume's own maximum is as low as the bound.
+        A bound is raised to the volume's minimum rate, as lvm2 would refuse a lower one. The bound
+        is 0 where the volume's own maximum is as low as the bound.
         """
         after = self.over(present)
         if bound_kib:
@@ -139,24 +139,24 @@ class Tuning:
         return min(limits, default=0)
 
     def words(self) -> list[str]:
-        """The options of lvcreate(8) and lvchange(8) for these settings, without those for tags."""
-        said = self._said()
+        """The options of lvcreate(8) and lvchange(8) for these settings; `tags` has the rest."""
+        specified = self._said()
         if self.bound_recovery_kib:
-            said["maximum_recovery_kib"] = self.bound_recovery_kib
-        given = [setting for setting in SETTINGS if setting.part in said and setting.option]
+            specified["maximum_recovery_kib"] = self.bound_recovery_kib
+        settings = [setting for setting in SETTINGS if setting.part in specified and setting.option]
         return [
             word
-            for setting in given
-            for word in (setting.option, setting.write(said[setting.part]))
+            for setting in settings
+            for word in (setting.option, setting.write(specified[setting.part]))
         ]
 
     def tags(self) -> dict[str, str]:
-        """The tags of Carver's for these settings."""
-        said = self._said()
+        """Carver's tags for these settings."""
+        specified = self._said()
         kept = {
-            setting.tag: str(said[setting.part])
+            setting.tag: str(specified[setting.part])
             for setting in SETTINGS
-            if setting.tag and said.get(setting.part)
+            if setting.tag and specified.get(setting.part)
         }
         if self.bound_recovery_kib:
             kept[_OWN_MAXIMUM] = str(self.maximum_recovery_kib or 0)
@@ -211,8 +211,11 @@ SETTINGS: Sequence[Setting] = (
     Setting("read_bandwidth_per_gib", tag="readBandwidthPerGiB"),
     Setting("write_bandwidth_per_gib", tag="writeBandwidthPerGiB"),
 )
+# Fields of Tuning that together decide the option of the maximum recovery rate, and its tag.
 _MAXIMUM_PARTS = {"maximum_recovery_kib", "bound_recovery_kib"}
+# Columns of lvm2's report that have settings.
 COLUMNS = tuple(setting.column for setting in SETTINGS if setting.column)
+# Fields of Tuning with I/O limits.
 _LIMITS = {setting.part for setting in SETTINGS if setting.tag}
 
 
@@ -234,7 +237,7 @@ def limits(own_tags: Mapping[str, str]) -> Tuning:
     return Tuning(**{part: tags.number(text) or 0 for part, text in texts.items()})
 
 
-# Change of nothing: all settings are unspecified.
+# Tuning without any setting specified: a change of nothing.
 AS_IT_IS = Tuning()
 # Settings of a volume that was created without any.
 PLAIN = replace(Tuning(**dict.fromkeys(vars(AS_IT_IS), 0)), read_ahead_bytes=AUTO)

@@ -16,18 +16,19 @@ import pyudev
 _log = logging.getLogger(__name__)
 
 _UDEV_CONTROL = Path("/run/udev/control")
-# Prefix of the device-mapper UUIDs of logical volumes. Their events are ignored: they come with
-# Carver's own calls, and tell nothing about disks.
+# Prefix of the device-mapper UUIDs of logical volumes. Events of logical volumes are ignored, as
+# they come with Carver's own calls and say nothing about disks.
 _OF_A_VOLUME = "LVM-"
-# Time limit of reading events that come without a pause; the rest are left to the next wait.
+# Time limit of reading events that come without a pause, in seconds; the rest are left to the next
+# call of `wait`.
 _MOST_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class DiskEvent:
-    """A disk was attached, removed or written to, or this may have happened unseen."""
+    """An attachment or removal of a disk, or a write to a disk, or the loss of such an event."""
 
-    # The path of a disk that was written to and is still there; None for any other event.
+    # The path of a disk that was written to and is still attached; None for any other event.
     written: str | None = None
 
 

@@ -8,6 +8,7 @@ from lvm.layout import COPY_ON_WRITE_CHUNK_BYTES, LINEAR, Layout
 from lvm.lvm2 import Lvm
 from lvm.tuning import AS_IT_IS, Tuning
 
+# Default of parameters with tags: no tags.
 NO_TAGS: Mapping[str, str] = {}
 
 
@@ -68,8 +69,8 @@ def create(
 def activate(lvm: Lvm, group: str, name: str, *, partial: bool = False) -> None:
     """Activate a volume (lvchange(8)), in spite of its flag to skip activation.
 
-    With `partial` a volume is activated although disks are missing; reads and writes of the missing
-    parts fail (EIO).
+    With `partial`, lvm2 activates a volume although disks are missing; reads and writes of the
+    missing parts fail (EIO).
     """
     mode = ("--activationmode", "partial") if partial else ()
     lvm("lvchange", "--activate", "y", "--ignoreactivationskip", *mode, "--", f"{group}/{name}")

@@ -62,6 +62,7 @@ def written_sectors() -> Mapping[tuple[int, int], int]:
     }
 
 
+# Numbers of ioctl(2) requests about loop devices, and their flags (<linux/loop.h>).
 _LOOP_CLR_FD, _LOOP_GET_STATUS64, _LOOP_SET_CAPACITY = 0x4C01, 0x4C05, 0x4C07
 _LOOP_CONFIGURE, _LOOP_CTL_GET_FREE = 0x4C0A, 0x4C82
 _LO_FLAGS_READ_ONLY, _LO_FLAGS_AUTOCLEAR, _LO_FLAGS_DIRECT_IO = 1, 4, 16
@@ -154,15 +155,18 @@ class LoopDevices:
         calls.ioctl(device, _LOOP_SET_CAPACITY)
 
 
+# File with the devices and files that are used as swap.
 _SWAPS = Path("/proc/swaps")
 
+# Numbers of ioctl(2) requests about block devices (<linux/fs.h>).
 _BLKROGET = calls.ioctl_number(0, 0x12, 94, 0)
 _BLKGETSIZE64 = calls.ioctl_number(2, 0x12, 114, 8)
 _BLKPBSZGET = calls.ioctl_number(0, 0x12, 123, 0)
 
 # Size of a block that is read back as a sample, to see whether a disk really zeroed a range.
 SAMPLE_BYTES = 4096
-# Contents of sampled blocks before that, in place of zeroes, which would prove nothing.
+# Contents that sampled blocks are given before the range is zeroed: blocks that were zero before
+# would prove nothing.
 MARK = b"deleted data".ljust(SAMPLE_BYTES, b"\xff")
 
 # Size of the pieces of a copy that are skipped if they are zero: the smallest chunk of a thin pool
@@ -185,8 +189,8 @@ def _buffer(size_bytes: int) -> Iterator[tuple[mmap.mmap, memoryview]]:
 def _file_system_below(loop: str, path: str) -> int:
     """The magic number of the file system of a loop device's backing file. Raises OSError.
 
-    `path` is the file's path in sysfs, which in this process's mounts may be that of another file:
-    that is an OSError, too.
+    `path` is the file's path in sysfs, which in this process's mounts may be that of another file,
+    which is an OSError, too.
     """
     status, file = LoopDevices().loop_status(loop), os.stat(path)  # noqa: PTH116
     if (file.st_dev, file.st_ino) != (status.device, status.inode) or not stat.S_ISREG(
@@ -394,7 +398,7 @@ class BlockDevices(Calls):
         After zeroing, the zeroes may still be in the disk's volatile cache, or, for a loop device,
         in the page cache of its backing file.
         """
-        # Opened for reading, as udev would probe the device after the close of a writer.
+        # The device is opened for reading, as udev would probe it after the close of a writer.
         descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
         with block_io.closing(descriptor):
             os.fsync(descriptor)
@@ -425,27 +429,29 @@ class BlockDevices(Calls):
         """Copy a range of one block device to the same offset of another, and flush the target.
 
         Pieces that are zero are not copied: the target is zeroed there, or left alone if it is
-        `blank`. EBUSY for a target that is mounted or used by another driver. udev does not notice:
-        it would probe the target after each range.
+        `blank`. EBUSY for a target that is mounted or used by another driver. The write is hidden
+        from udev, which would probe the target after each range.
         """
         reading, by = os.open(source, os.O_RDONLY | os.O_CLOEXEC), self.zeroing(target)
         with block_io.closing(reading), self._writing(target, os.O_WRONLY, held=False) as writing:
-            at, end = offset_bytes, offset_bytes + length_bytes
-            zeroes = 0  # so many bytes before `at`
-            while at < end:
-                data = block_io.read(reading, source, at, min(_PIECE_BYTES, end - at))
+            offset, end = offset_bytes, offset_bytes + length_bytes
+            zeroes = (
+                0  # The number of bytes directly before `at` that are zero and not written yet.
+            )
+            while offset < end:
+                data = block_io.read(reading, source, offset, min(_PIECE_BYTES, end - offset))
                 if data == bytes(len(data)):
                     zeroes += len(data)
                 else:
                     if not blank:
-                        block_io.zero_out(writing, target, at - zeroes, zeroes, by)
-                    block_io.write(writing, target, at, data)
+                        block_io.zero_out(writing, target, offset - zeroes, zeroes, by)
+                    block_io.write(writing, target, offset, data)
                     zeroes = 0
-                at += len(data)
+                offset += len(data)
             if not blank:
                 block_io.zero_out(writing, target, end - zeroes, zeroes, by)
             os.fsync(writing)
-            # The pages of both are dropped from the page cache, in favour of the workloads' pages.
+            # Drop the pages of both devices from the page cache, in favour of the workloads' pages.
             for descriptor in (reading, writing):
                 os.posix_fadvise(descriptor, offset_bytes, length_bytes, os.POSIX_FADV_DONTNEED)
 

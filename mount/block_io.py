@@ -24,13 +24,15 @@ _BLOCK_BYTES = 4096
 _BUSY_TRIES = 50
 _BUSY_SECONDS = 0.1
 
+# Data for a write.
 Bytes = bytes | memoryview
 
 
 class closing:  # noqa: N801 - as contextlib.closing
     """Context manager that closes a descriptor.
 
-    It is a class, not a generator, as that is faster: each call of CSI opens some twenty.
+    It is a class and not a generator, as a class is faster: each call of CSI opens some twenty
+    descriptors.
     """
 
     __slots__ = ("_descriptor",)
@@ -48,9 +50,9 @@ class closing:  # noqa: N801 - as contextlib.closing
 def open_exclusively(device: str, directory: int | None = None, mode: int = os.O_WRONLY) -> int:
     """Open a device for writing; EBUSY if it is mounted or used by another driver (open(2)).
 
-    A child of this process has all open descriptors between its fork and its exec, and keeps the
-    device busy for that moment, which on a busy node is long. So EBUSY is raised only if it lasts
-    for five seconds.
+    Between a fork and its exec, a child of this process has all of this process's descriptors open,
+    and keeps the device busy for that moment, which is long on a busy node. So EBUSY is raised only
+    if it lasts for five seconds.
     """
     tries = itertools.count(1)
     while True:
@@ -94,7 +96,7 @@ class By(enum.Enum):
 
     @property
     def is_proved(self) -> bool:
-        """Whether the range is certainly zero if the method succeeds; if not, it is read back."""
+        """Whether the success of the method proves zeroes; otherwise the range is read back."""
         return self in (By.ZEROES, By.WRITES)
 
     @property
@@ -106,9 +108,9 @@ class By(enum.Enum):
 def zero_out(descriptor: int, device: str, offset_bytes: int, length_bytes: int, by: By) -> None:
     """Zero a range of a block device by a method; an empty range is allowed.
 
-    Where a discard or hole fails, BLKZEROOUT follows. Each method drops the range from the page
-    cache; the zeroes are durable after fsync(2). By `WRITES` the range must be whole logical blocks
-    if the descriptor is for direct I/O.
+    Where a discard or a hole fails, BLKZEROOUT follows. Each method drops the range from the page
+    cache. The zeroes are durable after fsync(2). For `WRITES` by a descriptor for direct I/O, the
+    range must be whole logical blocks.
     """
     if not length_bytes:
         return
@@ -146,8 +148,8 @@ _ZEROES = memoryview(mmap.mmap(-1, 1 << 20))
 
 def _write_zeroes(descriptor: int, device: str, offset_bytes: int, length_bytes: int) -> None:
     end = offset_bytes + length_bytes
-    for at in range(offset_bytes, end, len(_ZEROES)):
-        write(descriptor, device, at, _ZEROES[: end - at])
+    for offset in range(offset_bytes, end, len(_ZEROES)):
+        write(descriptor, device, offset, _ZEROES[: end - offset])
 
 
 class Opened:
@@ -181,8 +183,8 @@ class Opened:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            begun = offset_bytes % _BLOCK_BYTES
-            part = self._around(offset_bytes, len(target))[begun : begun + len(target)]
+            start = offset_bytes % _BLOCK_BYTES
+            part = self._around(offset_bytes, len(target))[start : start + len(target)]
             done_bytes = len(part)
             target[:done_bytes] = part
         _require(done_bytes, len(target), offset_bytes, self._device)
@@ -198,15 +200,15 @@ class Opened:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            begun = offset_bytes % _BLOCK_BYTES
-            # Two threads may have ends of their data in the same block, so one of them waits. Data
-            # of whole blocks share no block with other data.
+            start = offset_bytes % _BLOCK_BYTES
+            # Two threads may write data that end in the same block, so one thread waits here. Data
+            # of whole blocks share no block with other data, and need not wait.
             with self._odd:
                 around = self._around(offset_bytes, len(data))
-                if begun + len(data) > len(around):
+                if start + len(data) > len(around):
                     raise
-                around[begun : begun + len(data)] = data
-                write(self._descriptor, self._device, offset_bytes - begun, around)
+                around[start : start + len(data)] = data
+                write(self._descriptor, self._device, offset_bytes - start, around)
 
     def zero_out(self, offset_bytes: int, length_bytes: int) -> None:
         """Zero a range, by the method that was chosen when the device was opened."""
@@ -218,10 +220,10 @@ class Opened:
 
     def _around(self, offset_bytes: int, length_bytes: int) -> memoryview:
         """Read the whole blocks around a range, up to the end of the device."""
-        begun = offset_bytes % _BLOCK_BYTES
-        blocks = -(-(begun + length_bytes) // _BLOCK_BYTES)
+        start = offset_bytes % _BLOCK_BYTES
+        blocks = -(-(start + length_bytes) // _BLOCK_BYTES)
         buffer = mmap.mmap(-1, blocks * _BLOCK_BYTES)
-        return memoryview(buffer)[: os.preadv(self._descriptor, [buffer], offset_bytes - begun)]
+        return memoryview(buffer)[: os.preadv(self._descriptor, [buffer], offset_bytes - start)]
 
 
 # Size of the pieces in which devices are read: large enough to keep a disk busy, small enough for
@@ -254,10 +256,10 @@ class Reader:
     def read_to_end(self, offset_bytes: int, length_bytes: int) -> bytes:
         """Read a range up to the end of the device. Raises OSError."""
         before = offset_bytes % _BLOCK_BYTES
-        whole = -(-(before + length_bytes) // _BLOCK_BYTES) * _BLOCK_BYTES
-        if whole > len(self._buffer):
-            self._buffer = mmap.mmap(-1, whole)
-        with memoryview(self._buffer) as view, view[:whole] as part:
+        whole_bytes = -(-(before + length_bytes) // _BLOCK_BYTES) * _BLOCK_BYTES
+        if whole_bytes > len(self._buffer):
+            self._buffer = mmap.mmap(-1, whole_bytes)
+        with memoryview(self._buffer) as view, view[:whole_bytes] as part:
             read_bytes = os.preadv(self._descriptor, [part], offset_bytes - before)
         return self._buffer[before : min(read_bytes, before + length_bytes)]
 
@@ -266,7 +268,7 @@ class Reader:
 def opened(device: str) -> Iterator[Reader]:
     """Open a device for direct reads, for the time of a `with` block. Raises OSError.
 
-    udev does not notice, as it probes a device only after the close of a writer.
+    udev does not react, as it probes a device only after a writer has closed the device.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:

@@ -9,7 +9,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 _libc.fallocate64.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
 
+# Command of prctl(2).
 _PR_SET_DUMPABLE = 4
+# Numbers of system calls, equal on all architectures, and their flags (<linux/mount.h>).
 _FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432
 _FSOPEN_CLOEXEC = 1
 _FSMOUNT_CLOEXEC = 1
@@ -21,10 +23,10 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
 
 class Calls:
-    """Base of classes that use newer system calls, or on kernels before 5.12 older ones."""
+    """Base of classes that use newer system calls, or on kernels before 5.12 the older ones."""
 
     def __init__(self, *, old_calls: bool = False) -> None:
-        # Whether to use only the system calls of kernels before 5.12, for tests on newer kernels.
+        # For tests on newer kernels: whether to use only the system calls of kernels before 5.12.
         self._old_calls = old_calls
 
     def _new_calls(self) -> None:
@@ -61,7 +63,7 @@ def fsconfig(context: int, command: int, name: str = "", value: str = "") -> Non
 
 
 def fsmount(context: int, attributes: int = 0) -> int:
-    """Mount a configured instance at no path yet; returns the mount's descriptor.
+    """Mount a configured file system instance without a path; returns the mount's descriptor.
 
     `attributes` are MOUNT_ATTR_*.
     """
@@ -84,7 +86,7 @@ def mount(source: str, path: str, fs_type: str | None, flags: int, data: str = "
 def unmount(target: str, path: str) -> None:
     """umount2(2): remove the topmost mount at `target`, a path that follows no symbolic link.
 
-    Errors name `path` in its place.
+    Errors name `path` instead of `target`.
     """
     if _libc.umount2(os.fsencode(target), _UMOUNT_NOFOLLOW) == -1:
         raise _error(path)
@@ -97,7 +99,7 @@ def syncfs(descriptor: int, path: str) -> None:
 
 
 def file_system_kind(path: str) -> int:
-    """statfs(2): the magic number (f_type) of the file system that a file lies in."""
+    """statfs(2): the magic number (f_type) of the file system in which a file lies."""
     # Structure statfs begins with f_type, a long, and is shorter than this array on any platform.
     statistics = (ctypes.c_ulong * 64)()
     if _libc.statfs(os.fsencode(path), statistics) == -1:
@@ -196,9 +198,9 @@ def _library() -> ctypes.CDLL:
 def signatures(device: str, *, fs_type: str = "", length_bytes: int = 0) -> dict[str, str]:
     """The tags that libblkid finds on a device; empty for a blank device.
 
-    They are TYPE, USAGE, UUID, LABEL, BLOCK_SIZE, PTTYPE and PTUUID. With `fs_type` libblkid looks
-    for the superblock of that file system alone; with `length_bytes` in the device's first bytes
-    alone. Raises OSError: ENOSYS without libblkid, ENOTUNIQ for more than one signature.
+    The tags are TYPE, USAGE, UUID, LABEL, BLOCK_SIZE, PTTYPE and PTUUID. With `fs_type` libblkid
+    looks for the superblock of that file system alone; with `length_bytes` in the device's first
+    bytes alone. Raises OSError: ENOSYS without libblkid, ENOTUNIQ for more than one signature.
     """
     library = _library()
     descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

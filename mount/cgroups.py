@@ -16,20 +16,24 @@ from typing import Any
 from mount import mount_errors
 from mount.table import DeviceNumber
 
+# Directory at which the cgroup v2 hierarchy is mounted.
 ROOT = Path("/sys/fs/cgroup")
-# Names of kubelet's cgroup of all pods (pkg/kubelet/cm/cgroup_manager_linux.go), by its systemd or
-# cgroupfs driver; with a parent's name before where kubelet runs in a container, as in kind.
+# Name of kubelet's cgroup of all pods, as kubelet's systemd or cgroupfs driver gives it
+# (pkg/kubelet/cm/cgroup_manager_linux.go). Where kubelet runs in a container, as in kind, a
+# parent's name precedes it.
 _OF_PODS = re.compile(r"(.*-)?kubepods(\.slice)?")
 # Depth of the search for that cgroup, in directories.
 _DEPTH = 2
+# Word for no limit in io.max.
 _NO_LIMIT = "max"
+# Pattern of a device's number, which begins a line of io.max and io.stat.
 _NUMBER = re.compile(r"\d+:\d+")
 # Errors of a write about a device or a cgroup that was removed.
 _GONE = {errno.ENODEV, errno.ENXIO}
 
 
 def _kind(in_stat: str, in_max: str) -> Any:
-    """A field for a kind of I/O, with its keys in the files io.stat and io.max."""
+    """Make the field of a kind of I/O, with its keys in the files io.stat and io.max."""
     return field(default=0, metadata={"stat": in_stat, "max": in_max})
 
 
@@ -67,9 +71,10 @@ UNLIMITED = IoMax()
 
 
 class Cgroups:
-    """The cgroup of all pods: `configured`, such as /kubepods.slice, or else found by its name.
+    """The cgroup of all pods: the one that is `configured`, or else the one found by its name.
 
-    Every method raises NoCgroup, with the reason, on a node where I/O cannot be limited.
+    `configured` is a path such as /kubepods.slice. Each method raises NoCgroup, with the reason, on
+    a node where I/O cannot be limited.
     """
 
     def __init__(self, configured: str = "", root: Path = ROOT) -> None:
@@ -80,7 +85,7 @@ class Cgroups:
         self._counted = ("", dict[DeviceNumber, IoCount]())
 
     def look(self) -> Path:
-        """The directory of the pods' cgroup, if the node can control I/O; writes nothing."""
+        """Find the directory of the pods' cgroup, if the node can control I/O; writes nothing."""
         cgroup = self._pods()
         if "io" not in _words(self._root / "cgroup.controllers"):
             raise mount_errors.NoCgroup(f"{self._root} has no I/O controller")
@@ -190,13 +195,13 @@ def _words(path: Path) -> list[str]:
 
 
 def _values(words: list[str], file: str) -> Iterator[int]:
-    """The value of each kind of I/O in a device's words of `file` ("stat" or "max").
+    """Yield the value of each kind of I/O in a device's words of `file`, "stat" or "max".
 
-    0 for a kind that is missing there, or has no limit.
+    A value is 0 for a kind that is missing in the words, or has no limit.
     """
-    said = dict(word.split("=", 1) for word in words)
+    values_by_key = dict(word.split("=", 1) for word in words)
     for kind in fields(IoCount):
-        text = said.get(kind.metadata[file], _NO_LIMIT)
+        text = values_by_key.get(kind.metadata[file], _NO_LIMIT)
         yield 0 if text == _NO_LIMIT else int(text)
 
 

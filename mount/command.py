@@ -1,4 +1,8 @@
-"""Running programs: the seams, the result, the deadline; and threads for what may hang."""
+"""Interfaces for running programs, and their results; time limits; threads for what may hang.
+
+`Run`, `Runner`, `Stream` and `Converse` are the interfaces. mount/programs.py implements them, and
+tests put other objects in their place.
+"""
 
 import contextvars
 import threading
@@ -13,25 +17,26 @@ T = TypeVar("T")
 
 
 def begin(name: str, work: Callable[[], T]) -> "Future[T]":
-    """Run work in a thread of its own, which does not keep the process from ending.
+    """Run work in a thread of its own; return its future result.
 
-    Raises RuntimeError where no thread can be had.
+    The thread is a daemon thread, so the process can end while the work hangs. Raises RuntimeError
+    where no thread can be started.
     """
-    ended: Future[T] = Future()
+    future: Future[T] = Future()
 
     def do() -> None:
         try:
-            ended.set_result(work())
+            future.set_result(work())
         except BaseException as error:  # any error is for the waiter
-            ended.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=do, name=name, daemon=True).start()
-    return ended
+    return future
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a program ended."""
+    """The result of a program: its exit code, and what it printed."""
 
     exit_code: int
     stdout: str = ""
@@ -40,89 +45,101 @@ class Result:
 
 @dataclass(frozen=True)
 class Finished:
-    """What observers get of each program that ended."""
+    """The record of a program that has ended, for observers such as metrics."""
 
     words: tuple[str, ...]
-    # None for a command of lvm2's shell that did not end.
+    # The exit code; None for a command of lvm2's shell that did not end.
     exit_code: int | None
     seconds: float
-    # The class of the error of a command of lvm2's shell; empty where it has none.
+    # The name of the error's class for a command of lvm2's shell; empty if there was no error.
     error: str = ""
 
 
 class Run(Protocol):
-    """Run a program to its end; the seam at which tests replace the machine.
+    """Interface that runs a program to its end. Tests replace the machine by another object here.
 
-    A non-zero exit code is a result, not an error: only the caller knows what it means.
+    A non-zero exit code is a result, not an error, as only the caller knows what it means.
     """
 
     def __call__(self, *words: str) -> Result:
-        """Run the program `words[0]` with the rest as its arguments."""
+        """Run the program `words[0]` with the other words as its arguments."""
 
 
 class Runner(Run, Protocol):
-    """A `Run` for programs that read a secret at their standard input."""
+    """A `Run` that can also run programs that read a secret from standard input."""
 
     def __call__(self, *words: str, stdin: bytearray | None = None) -> Result:
-        """Run a program that reads `stdin`, or nothing there; lvm2 never reads."""
+        """Run a program that reads `stdin`, or an empty standard input; lvm2 never reads."""
 
 
 class Stream(Protocol):
-    """Run a program and read what it prints as it comes; the seam for what prints gigabytes.
+    """Interface that runs a program and reads its output while it runs, for gigabytes of output.
 
-    Once all is read, the end of the `with` raises CommandFailed where the program failed. Before
-    that it ends the program. Raises ProgramMissing, CommandTimedOut.
+    Once all output is read, the end of the `with` raises CommandFailed where the program failed. An
+    earlier end of the `with` ends the program. Raises ProgramMissing, CommandTimedOut.
     """
 
     def __call__(self, *words: str) -> AbstractContextManager[BinaryIO]:
-        """Start the program `words[0]` with the rest as its arguments."""
+        """Start the program `words[0]` with the other words as its arguments."""
 
 
 class ConversationOver(Exception):
-    """The program that was spoken to has ended, or does not stop talking."""
+    """The program of a `Conversation` has ended, or prints without end."""
 
 
 class Conversation(Protocol):
-    """A program that keeps running: it reads a line, and answers up to its next prompt."""
+    """A running program that reads commands line by line, and answers each up to its next prompt.
+
+    lvm2's shell is one.
+    """
 
     def exchange(self, line: str | None, seconds: float | None) -> str:
-        """Send a line, or nothing, and return the report up to the prompt.
+        """Send a line, or nothing; return the program's report up to its next prompt.
 
         Raises TimeoutError, after which the program may still answer, and ConversationOver.
         """
 
     def is_waiting(self) -> bool:
-        """Whether it runs and waits at its prompt."""
+        """Whether the program runs and waits at its prompt."""
 
     def resident_bytes(self) -> int:
-        """How much memory it takes now; 0 where that is not known."""
+        """The program's resident memory, in bytes; 0 where it is not known."""
 
     def end(self, seconds: float) -> bool:
-        """End it, by SIGTERM and by hanging up; whether it ended within so many seconds.
+        """End the program, by SIGTERM and by closing its terminal.
 
-        It reads nothing any more. May be called again.
+        Returns whether the program ended within so many seconds. From then on the program gets no
+        more lines. May be called again.
         """
 
 
 class Converse(Protocol):
-    """Start a conversation; the seam at which tests replace lvm2's shell.
+    """Interface that starts a `Conversation`. Tests replace lvm2's shell by another object here.
 
-    It finds the number of the descriptor that it reports on in the variable `report`.
+    The program finds the number of the descriptor for its reports in the environment variable whose
+    name is `report`.
     """
 
     def __call__(
         self, *words: str, prompt: str, environment: Mapping[str, str], report: str
     ) -> Conversation:
-        """Start `words`, before its first prompt. Raises ProgramMissing."""
+        """Start the program `words`; the caller waits for its first prompt.
+
+        Raises ProgramMissing.
+        """
 
 
 @dataclass
 class _Limit:
-    """A time limit; `stall_seconds` is what progress extends it to, if that extends it."""
+    """A time limit.
+
+    `until_seconds` is its end (time.monotonic()). `stall_seconds` is the time by which progress
+    extends the limit; None if progress does not extend it.
+    """
 
     until_seconds: float
     stall_seconds: float | None = None
-    # The limit around this one.
+    # The time limit that encloses this one.
     outer: "_Limit | None" = None
 
 
@@ -131,7 +148,7 @@ _limit: contextvars.ContextVar[_Limit | None] = contextvars.ContextVar("limit", 
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Limit the time of all programs that this thread starts inside; None sets no limit."""
+    """Limit the time of all programs that this thread starts in the `with`; None sets no limit."""
     limit = None if seconds is None else _Limit(time.monotonic() + seconds, outer=_limit.get())
     token = _limit.set(limit)
     try:
@@ -142,9 +159,10 @@ def time_limit(seconds: float | None) -> Iterator[None]:
 
 @contextmanager
 def stall_limit(seconds: float) -> Iterator[None]:
-    """Limit the time without progress (`progressed`) inside: for work that has no caller.
+    """Limit the time without progress in the `with`, for work that has no caller.
 
-    Of work that takes many steps a limit in all would end what moves, and begin it anew for ever.
+    `progressed` reports progress. A limit of the total time would end work that takes many steps,
+    although it makes progress, and the work would begin anew for ever.
     """
     token = _limit.set(_Limit(time.monotonic() + seconds, seconds, _limit.get()))
     try:
@@ -154,7 +172,7 @@ def stall_limit(seconds: float) -> Iterator[None]:
 
 
 def progressed() -> None:
-    """Extend the stall limits of this thread: a step of its work was done."""
+    """Extend the stall limits of this thread, as a step of its work was done."""
     now, limit = time.monotonic(), _limit.get()
     while limit is not None:
         if limit.stall_seconds is not None:
@@ -163,12 +181,12 @@ def progressed() -> None:
 
 
 def remaining_seconds() -> float | None:
-    """The seconds left of this thread's time limit, 0 if it is over; None without one."""
+    """The seconds left of this thread's time limit, 0 if the limit has passed; None without one."""
     limit = _limit.get()
     return None if limit is None else max(0.0, limit.until_seconds - time.monotonic())
 
 
 def patience_seconds(most_seconds: float, part: float = 1.0) -> float:
-    """How long to wait: so long at most, and at most that part of what the time limit leaves."""
+    """The seconds to wait: `most_seconds`, or if less, a part of the remaining time limit."""
     remaining = remaining_seconds()
     return most_seconds if remaining is None else min(most_seconds, remaining * part)

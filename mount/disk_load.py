@@ -13,9 +13,11 @@ _FIELDS = 17
 
 @dataclass(frozen=True)
 class DiskLoad:
-    """The number of I/Os that a disk has completed since it was attached, and of those in flight.
+    """The I/O statistics of a disk.
 
-    `waited_milliseconds` is the sum of the times from submission to completion.
+    - `completed` is the number of I/Os completed since the disk was attached.
+    - `waited_milliseconds` is the sum of these I/Os' times from submission to completion.
+    - `in_flight` is the number of I/Os that were submitted and have not completed.
     """
 
     completed: int = 0
@@ -29,8 +31,9 @@ class DiskLoads(BlockDevices, LoopDevices):
     def disks_below(self, device: str) -> frozenset[str]:
         """The names of the whole disks below a block device, through dm, md and partitions.
 
-        A loop device counts as a disk. The disk below its file would show I/O that seems to be that
-        of others: after each flush the file's own file system writes its journal there.
+        A loop device counts as a disk. Below its file is another disk, whose statistics would
+        mislead: after each flush the file's own file system writes its journal there, which would
+        look like the I/O of other programs.
         """
         try:
             return stacks.disks(self._sysfs(device))

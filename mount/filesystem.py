@@ -28,9 +28,10 @@ class Feature:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """The position of a flag in the superblock, at a device's beginning, that mkfs sets and clears.
+    """The position of a flag in the superblock by which an unfinished mkfs is recognized.
 
-    The flag says that mkfs has not ended.
+    mkfs sets the flag when it begins and clears the flag when it ends. Offsets are in bytes from
+    the beginning of the device.
     """
 
     magic: bytes
@@ -59,12 +60,12 @@ class FileSystem:
     command that messages give for a damaged file system. `grow` fills the device of `size_bytes`
     under a writable mount, or raises OSError.
 
-    `resize` is for a file system that grows only while it is unmounted. It runs after `check`,
-    fills the device, and exits with 0 also if there is nothing to do. The `grow` of such a file
-    system raises OSError while `f_blocks * f_frsize` of `kernel.statvfs` is below `size_bytes` by
-    more than the file system does not count or cannot use. It must not raise after a `resize`, as
-    each expansion would fail. With too wide a tolerance a small growth silently waits until the
-    next NodeStageVolume.
+    `resize` is for a file system that grows only while it is unmounted. `resize` runs after
+    `check`, fills the device, and exits with 0 also if there is nothing to do. The `grow` of such a
+    file system raises OSError while `f_blocks * f_frsize` of `kernel.statvfs` is below `size_bytes`
+    by more than the file system does not count or cannot use. `grow` must not raise after a
+    `resize`, as each expansion would fail. With too wide a tolerance a small growth silently waits
+    until the next NodeStageVolume.
 
     Mounting: `mount_options` are the file system's own options; one that ends in "=" takes a value.
     `duplicate_data` are the options for mounting a copy with its origin's UUID. `errors_of_medium`
@@ -131,12 +132,12 @@ def _grow_btrfs(kernel: Kernel, mount: table.Mount, _size_bytes: int) -> None:
     kernel.grow_btrfs(mount.path)
 
 
-# Table of the supported file systems. All features are given to mkfs, so that a file system is the
-# same on every node, regardless of its mke2fs.conf, and each kernel that Carver runs on can mount
-# it. These features are older than e2fsprogs 1.44 and xfsprogs 5.1. A class may request newer ones
-# (orphan_file, rmapbt, …); `features` are the newer ones that mkfs.xfs enables by default. The
-# mount options are from the kernel's Documentation/filesystems/ext4/, admin-guide/xfs.rst, and
-# btrfs(5).
+# Table of the supported file systems. All features are given to mkfs explicitly. So a file system
+# is the same on every node, regardless of the node's mke2fs.conf, and each kernel that Carver runs
+# on can mount it. These features are older than e2fsprogs 1.44, xfsprogs 5.1. A class may request
+# newer ones (orphan_file, rmapbt, …); `features` are the newer ones that mkfs.xfs enables by
+# default. The mount options are from the kernel's Documentation/filesystems/ext4/,
+# admin-guide/xfs.rst, and btrfs(5).
 FILE_SYSTEMS: Mapping[str, FileSystem] = {
     "ext4": FileSystem(
         program="mkfs.ext4",
@@ -174,9 +175,11 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         error_remedy="then have the volume unstaged and staged again, which checks it",
         block_options=(("-b", ""),),
         least_block_bytes=4096,
-        # Otherwise: "Project quota feature not enabled" (fs/ext4/super.c).
+        # Without this feature the kernel refuses: "Project quota feature not enabled"
+        # (fs/ext4/super.c).
         needs={"prjquota": ("-O", "project")},
-        # Otherwise: "can't mount with both data=journal and delalloc" (fs/ext4/super.c).
+        # The kernel knows these values of data=, and refuses a combination: "can't mount with both
+        # data=journal and delalloc" (fs/ext4/super.c).
         values={"data": "journal|ordered|writeback"},
         never_with=(("data=journal", "delalloc"),),
     ),
@@ -255,6 +258,7 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
 _REFUSED_WORDS = "offset name file logdev rtdev test_fs root_owner journal_dev"
 # Message of mkfs.xfs about an unknown word, which it prints before it opens the device.
 _UNKNOWN_OPTION = re.compile(r"unknown option (-\w) (\w+)")
+# Pattern of the value of an mkfs option.
 _VALUE = re.compile(r"[A-Za-z0-9_^.:+=,][A-Za-z0-9_^.:+=,-]*")
 
 
@@ -310,8 +314,8 @@ def probe(kernel: Kernel, device: str, length_bytes: int = 0) -> Signature | Non
         raise mount_errors.ProbeFailed(device, str(error.strerror)) from error
 
 
-# Size of the end of a device that may have a signature: ZFS has labels in the last 512 KiB; those
-# of MD, DRBD, DDF and GPT are nearer to the end.
+# Number of bytes at the end of a device in which a signature may be: ZFS has labels in the last 512
+# KiB; signatures of MD, DRBD, DDF and GPT are nearer to the end.
 _END_BYTES = 1 << 20
 
 
@@ -322,8 +326,8 @@ def probe_grown(kernel: Kernel, device: str, made_bytes: int) -> Signature | Non
     not when it extends one, so added extents may have a signature of an earlier volume at their
     end. Raises ProbeFailed.
 
-    1. Probe the whole device. If it is blank or has not grown, this is the result.
-    2. Probe its first `made_bytes`. If they are not blank, the first result counts.
+    1. Probe the whole device. If the device is blank or has not grown, this is the result.
+    2. Probe its first `made_bytes`. If these bytes are not blank, the result of step 1 counts.
     3. Zero the end of the added extents, and probe the whole device again.
     """
     size_bytes = kernel.device_size_bytes(device)
@@ -347,15 +351,17 @@ def probe_grown(kernel: Kernel, device: str, made_bytes: int) -> Signature | Non
     return probe(kernel, device)
 
 
+# Length of the first block of a device, which has a superblock's flag of an unfinished mkfs.
 _FIRST_BYTES = 4096
 
 
 def discard_unfinished(kernel: Kernel, device: str, fs_type: str, identity: str) -> bool:
     """Zero the superblock with this UUID that a killed mkfs left; returns whether there was one.
 
-    By its tags the device must not have been formatted. Only a mkfs of Carver's has given this UUID
-    to the device, or to the volume that the device is a copy of. No user has written to such a file
-    system, as the kernel does not mount it. Raises ProbeFailed, also if the device is in use.
+    The caller knows from the volume's tags that the device was not formatted. Only a mkfs that
+    Carver ran has given this UUID to the device, or to the volume of which the device is a copy. No
+    user has written to such a file system, as the kernel does not mount it. Raises ProbeFailed,
+    also if the device is in use.
     """
     unfinished = supported(fs_type).unfinished
     try:
@@ -400,10 +406,10 @@ def make(
     for `oldest_kernel`. An old mkfs that does not know such a feature does not enable it either,
     and is run again without the option.
 
-    Call this on the line below the probe. mke2fs asks before it overwrites a file system, but only
-    on a terminal, and here is none. mkfs.xfs and mkfs.btrfs refuse to overwrite, as -f is never
-    given. No mkfs writes to a mounted device. Raises FormatFailed, BadOption,
-    UnsupportedFileSystem.
+    Call this directly after the probe, so that nothing can write to the device in between. mke2fs
+    asks before it overwrites a file system, but only on a terminal, and it has no terminal here.
+    mkfs.xfs and mkfs.btrfs refuse to overwrite, as -f is never given. No mkfs writes to a mounted
+    device. Raises FormatFailed, BadOption, UnsupportedFileSystem.
     """
     file_system = supported(fs_type)
     chosen = check_options(fs_type, options)
@@ -451,10 +457,10 @@ def _check_failed(device: str, fs_type: str, result: Result) -> mount_errors.Che
 
 
 def check_options(fs_type: str, options: Sequence[str]) -> dict[str, str]:
-    """Parse a user's mkfs options, such as `-m`, `0`, `-K`, into values by option. BadOption.
+    """Parse a user's mkfs options, such as `-m`, `0`, `-K`, into values by option.
 
-    The value of an option that takes none is empty. No device is needed, so that a configuration
-    can be checked.
+    The value of an option without a value is empty. No device is needed, so a configuration can be
+    checked with this function. Raises BadOption.
     """
     file_system = supported(fs_type)
     checked: dict[str, str] = {}
@@ -557,7 +563,7 @@ def check_size(fs_type: str, size_bytes: int) -> None:
 
 
 def grow(kernel: Kernel, mount: table.Mount) -> None:
-    """Grow a mounted file system to its device's size, unless it has that. Raises GrowFailed.
+    """Grow a mounted file system to its device's size, if it is smaller. Raises GrowFailed.
 
     `mount` must be writable, as the kernel requires. Each NodeExpandVolume and NodeStageVolume
     calls this, so ioctls are used: a process, such as resize2fs(8), would take most of the time of
@@ -650,9 +656,10 @@ def _merged_list(ours: str, theirs: str) -> str:
     return ",".join([*kept, theirs])
 
 
-# Size of a btrfs superblock, offsets of its copies on a device (btrfs_sb_offset), and positions of
-# fields in struct btrfs_super_block (<linux/btrfs_tree.h>).
+# Size of a btrfs superblock, in bytes. The positions below are of fields in struct
+# btrfs_super_block (<linux/btrfs_tree.h>).
 _SIZE = 4096
+# Offsets of the copies of a superblock on a device, in bytes (btrfs_sb_offset).
 _OFFSETS = (64 << 10, 64 << 20, 256 << 30)
 _CHECKSUM = struct.Struct("<I")
 _CHECKSUM_BYTES = 32
@@ -672,8 +679,8 @@ _POLYNOMIAL = 0x82F63B78
 
 def is_on(kernel: Kernel, device: str) -> bool:
     """Whether a device has the magic number of a btrfs, even of a damaged one."""
-    size_bytes, at = kernel.device_size_bytes(device), _OFFSETS[0]
-    return at + _SIZE <= size_bytes and kernel.read(device, at, _SIZE)[_MAGIC_AT] == _MAGIC
+    size_bytes, offset = kernel.device_size_bytes(device), _OFFSETS[0]
+    return offset + _SIZE <= size_bytes and kernel.read(device, offset, _SIZE)[_MAGIC_AT] == _MAGIC
 
 
 def renew(kernel: Kernel, device: str) -> None:
@@ -682,7 +689,8 @@ def renew(kernel: Kernel, device: str) -> None:
     superblocks = list(_superblocks(kernel, device))
     if not superblocks:
         raise mount_errors.RenewFailed(device, "no superblock with a good checksum of type crc32c")
-    # The kernel mounts by the first copy. It is written last, as only then the new UUID counts.
+    # The kernel mounts by the first copy. The first copy is written last, so that the new UUID
+    # counts only once all copies have it.
     for offset, block in reversed(superblocks):
         kernel.write(device, offset, _renewed(block, identity))
 
@@ -693,8 +701,10 @@ def _superblocks(kernel: Kernel, device: str) -> Iterator[tuple[int, bytes]]:
         if offset + _SIZE > size_bytes:
             return
         block = kernel.read(device, offset, _SIZE)
-        is_one = block[_MAGIC_AT] == _MAGIC and block[_OFFSET] == offset.to_bytes(8, "little")
-        if is_one and block[_CHECKSUM_TYPE] == _CRC32C and _signed(block) == block:
+        is_superblock = block[_MAGIC_AT] == _MAGIC and block[_OFFSET] == offset.to_bytes(
+            8, "little"
+        )
+        if is_superblock and block[_CHECKSUM_TYPE] == _CRC32C and _signed(block) == block:
             yield offset, block
 
 

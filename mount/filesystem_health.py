@@ -20,7 +20,7 @@ class Inodes:
 
 @dataclass(frozen=True)
 class Usage:
-    """The use of a file system. `inodes` is None for one that has no limit of inodes (btrfs)."""
+    """The use of a file system. `inodes` is None for a type without a limit of inodes (btrfs)."""
 
     total_bytes: int
     used_bytes: int
@@ -58,7 +58,10 @@ def device_size_bytes(kernel: Kernel, device: str) -> int:
 
 
 class Kind(enum.Enum):
-    """A kind of problem, with its meaning and whether a check and a new mount may mend it."""
+    """A kind of problem of a file system.
+
+    Each has a meaning, as a sentence, and says whether a check and a new mount may repair it.
+    """
 
     READ_ONLY = "it takes no writes", True
     SILENT = "it does not answer", True
@@ -81,7 +84,8 @@ class Problem:
 def problems(kernel: Kernel, mounts: table.Table, mount: Mount) -> Iterator[Problem]:
     """Yield the problems of a mounted file system, by the mount table and the kernel's counters."""
     named = f"the {mount.fs_type} on {mount.source}"
-    # A superblock that was mounted for writing, and takes no writes, turned read-only by an error.
+    # "rw" in any mount's options shows that the superblock was once writable. If it takes no writes
+    # now, an error has turned it read-only.
     made_to_write = (
         "rw" in mount_of_device.options for mount_of_device in mounts.of_device(mount.device)
     )
@@ -111,6 +115,6 @@ def problems(kernel: Kernel, mounts: table.Table, mount: Mount) -> Iterator[Prob
 
 
 def is_over_when_mounted_anew(kernel: Kernel, mounts: table.Table, mount: Mount) -> bool:
-    """Whether a mounted file system has a problem that a check and a new mount may mend."""
+    """Whether a mounted file system has a problem that a check and a new mount may repair."""
     present = problems(kernel, mounts, mount)
     return any(problem.kind.is_mended_by_mount for problem in present)

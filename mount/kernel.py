@@ -14,6 +14,7 @@ from typing import Final
 from mount import block_io, calls
 from mount.disk_load import DiskLoads
 
+# Numbers and structures of ioctl(2) requests that grow and sync file systems.
 _EXT4_RESIZE_FS = calls.ioctl_number(1, ord("f"), 16, 8)
 # Structure xfs_fsop_geom_v1: eight u32, four u64, a uuid, seven 32-bit fields, padded to 112 bytes.
 _XFS_GEOMETRY = struct.Struct("=8I4Q16s7I4x")
@@ -81,6 +82,8 @@ class Growth:
             calls.syncfs(descriptor, path)
 
 
+# Numbers of system calls, equal on all architectures, and their flags (<linux/mount.h>,
+# <linux/openat2.h>, <linux/fcntl.h>).
 _OPEN_TREE, _MOVE_MOUNT, _OPENAT2, _MOUNT_SETATTR = 428, 429, 437, 442
 _RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS = 2, 4
 _AT_FDCWD = -100
@@ -88,10 +91,11 @@ _AT_EMPTY_PATH = 0x1000
 _OPEN_TREE_CLONE = 1
 _MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_T_EMPTY_PATH = 4, 0x40
 
+# Flags of mount(2), and the attributes of access time of mount_setattr(2).
 _MS_REMOUNT, _MS_BIND, _MS_PRIVATE = 32, 4096, 1 << 18
 _ATTR_ATIME = 0x70
 
-# Attributes of a mount, by their words in /proc/self/mountinfo, as MOUNT_ATTR_* and as MS_*.
+# Attributes of a mount, by their words in /proc/self/mountinfo; each as MOUNT_ATTR_* and as MS_*.
 ATTRIBUTES: Final = {
     "ro": (0x1, 1),
     "nosuid": (0x2, 2),
@@ -103,6 +107,7 @@ ATTRIBUTES: Final = {
     "strictatime": (0x20, 1 << 24),
     "nosymfollow": (0x200000, 256),
 }
+# Words of the attributes of access time, of which a mount has one.
 ATIME: Final = frozenset({"noatime", "relatime", "strictatime"})
 # Flags of the superblock for mount(2); the new system calls take them by name.
 _SUPERBLOCK_MS = {"ro": 1, "sync": 16, "mand": 64, "dirsync": 128, "lazytime": 1 << 25}
@@ -122,8 +127,8 @@ OLDEST: Version = (5, 8)
 class Kernel(DiskLoads, Growth):
     """The running kernel.
 
-    Methods that take a path follow no symbolic link, except `real_path`. They are called with
-    resolved paths, so a link was put there since: that is ELOOP.
+    Methods that take a path follow no symbolic link, except `real_path`. Callers pass resolved
+    paths, so a symbolic link in the path was put there after it was resolved, and raises ELOOP.
     """
 
     def version(self) -> Version:
@@ -131,12 +136,13 @@ class Kernel(DiskLoads, Growth):
         match = re.match(r"(\d+)\.(\d+)", os.uname().release)
         return (int(match[1]), int(match[2])) if match else (0, 0)
 
-    # The mount table and paths
+    # The mount table, and files and directories by their paths.
 
     def mountinfo(self) -> str:
-        """Read /proc/self/mountinfo; bytes that are not UTF-8 become surrogates."""
-        # read_text would turn a carriage return in a path into a newline. Unbuffered, as each call
-        # reads the table, and pathlib and a buffer take longer than the kernel.
+        """Read the mount table (/proc/self/mountinfo); invalid UTF-8 becomes surrogates."""
+        # read_text would turn a carriage return in a path into a newline. The file is opened
+        # without pathlib and without a buffer, as each call reads the table, and either would take
+        # longer than the kernel.
         with open("/proc/self/mountinfo", "rb", buffering=0) as file:  # noqa: PTH123
             return file.read().decode("utf-8", "surrogateescape")
 
@@ -209,7 +215,7 @@ class Kernel(DiskLoads, Growth):
         with directory as parent:
             os.unlink(name, dir_fd=parent)
 
-    # Mounts
+    # Mounting and unmounting.
 
     def has_new_mount_calls(self) -> bool:
         """Whether the kernel has mount_setattr(2) (Linux 5.12), which `bind` needs to be atomic."""
@@ -222,7 +228,7 @@ class Kernel(DiskLoads, Growth):
         return True
 
     def has_selinux(self) -> bool:
-        """Whether SELinux is on: only then the kernel registers selinuxfs (init_sel_fs)."""
+        """Whether SELinux is on: only if it is, the kernel registers selinuxfs (init_sel_fs)."""
         return "selinuxfs" in Path("/proc/filesystems").read_text().split()
 
     def mount(
@@ -288,12 +294,13 @@ class Kernel(DiskLoads, Growth):
 
     def unmount(self, path: str) -> None:
         """umount2(2): unmount the topmost mount at `path`, neither lazily nor by force."""
-        # Named by its parent's descriptor, as a descriptor of the mount itself would keep it busy.
+        # The path is given by its parent's descriptor: a descriptor of the mount itself would keep
+        # the mount busy.
         directory, name = self._parent(path)
         with directory as parent:
             calls.unmount(f"{_descriptor(parent)}/{name}", path)
 
-    # Descriptors of paths, and the steps of mounting
+    # Descriptors of paths, and the steps of mounting.
 
     def _at(self, path: str) -> block_io.closing:
         """A descriptor (O_PATH) of the file at a path; ELOOP for a link in any part of the path."""
@@ -348,15 +355,15 @@ class Kernel(DiskLoads, Growth):
         with self._at(path) as descriptor:
             calls.mount(_descriptor(origin), _descriptor(descriptor), None, _MS_BIND)
         try:
-            # Opened again, as the descriptor above is of the file below the bind.
+            # The path is opened again, as the descriptor above is of the file below the bind.
             with self._at(path) as descriptor:
                 if attributes:
                     _remount_2(descriptor, attributes)
                 if private:
                     calls.mount("none", _descriptor(descriptor), None, _MS_PRIVATE)
         except OSError as error:
-            # No bind is left rather than one without its attributes. A process that uses the bind
-            # in this moment prevents the unmount.
+            # Unmount the bind, as no bind is better than one without its attributes. A process that
+            # uses the bind at this moment prevents the unmount.
             try:
                 self.unmount(path)
             except OSError:
@@ -411,12 +418,12 @@ def _descriptor(number: int) -> str:
 
 def _walked(path: str) -> int:
     """Open a path that has no symbolic links, part by part, in place of openat2(2)."""
-    here = os.open("/", os.O_PATH | os.O_CLOEXEC)
+    directory = os.open("/", os.O_PATH | os.O_CLOEXEC)
     for name in filter(None, path.split("/")):
-        with block_io.closing(here):
-            there = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
-        here = there
-        if stat.S_ISLNK(os.fstat(here).st_mode):
-            os.close(here)
+        with block_io.closing(directory):
+            child = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+        directory = child
+        if stat.S_ISLNK(os.fstat(directory).st_mode):
+            os.close(directory)
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-    return here
+    return directory

@@ -21,8 +21,9 @@ from mount.table import DeviceNumber
 _MARK = "carver:"
 # Number of attempts to attach a free loop device, as another process may take it first.
 _ATTEMPTS = 16
-# Time limit of a detach that other users of the device delay, and the frequency of looking.
+# Time limit of a detach that other users of the device delay, in seconds.
 _PATIENCE_SECONDS = 3
+# Number of looks in a second at whether the device is detached.
 _LOOKS_A_SECOND = 50
 
 
@@ -42,8 +43,8 @@ def find(kernel: Kernel, file: str) -> str | None:
 def over(kernel: Kernel, number: DeviceNumber) -> tuple[str, ...]:
     """The paths of Carver's read-only loop devices over the block device (major, minor).
 
-    Other loop devices are their makers' to detach: kubelet attaches one over each device that a pod
-    uses, so that the device cannot be removed (volume_path_handler_linux.go).
+    Other loop devices are left to their makers. For example, kubelet attaches one over each device
+    that a pod uses, so that the device cannot be removed (volume_path_handler_linux.go).
     """
     return tuple(device for device, _ in _own(kernel, number))
 
@@ -51,23 +52,23 @@ def over(kernel: Kernel, number: DeviceNumber) -> tuple[str, ...]:
 def standing_on(kernel: Kernel, device: str) -> list[str]:
     """The devices that stand on a block device, directly or not: device-mapper, MD, loop devices.
 
-    They are named as in messages (`device_title`), lower devices first. No program is run.
+    The devices are named as in messages (`device_title`), lower devices first. No program is run.
     """
     names: list[str] = []
-    left = [device]
-    while left:
-        below = left.pop(0)
+    remaining = [device]
+    while remaining:
+        below = remaining.pop(0)
         wanted = os.makedev(*kernel.device_number(below))
-        over_it = [f"/dev/{upper}" for upper in kernel.device_holders(below)]
+        uppers = [f"/dev/{upper}" for upper in kernel.device_holders(below)]
         for upper in kernel.loop_devices():
             status = _status(kernel, upper)
             if status is not None and status.backing_device == wanted:
-                over_it.append(upper)
-        for upper in over_it:
+                uppers.append(upper)
+        for upper in uppers:
             name = kernel.device_title(upper)
             if name not in names:
                 names.append(name)
-                left.append(upper)
+                remaining.append(upper)
     return names
 
 

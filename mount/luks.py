@@ -1,7 +1,7 @@
-"""LUKS2: headers as they are on a device, the zeroed ends of a device, and cryptsetup.
+"""LUKS2: read headers from a device, zero the ends of a device, and run cryptsetup(8).
 
-Keys are read by cryptsetup at standard input, never as words. Argon2id takes so much memory for
-so long that at most two of it run at once.
+cryptsetup reads keys from standard input, never from its arguments. Argon2id takes so much memory
+for so long that at most two programs derive a key at once.
 """
 
 import hashlib
@@ -22,26 +22,32 @@ from mount.block_io import Opened
 from mount.command import Result, Runner
 from mount.kernel import Kernel
 
-# The size that cryptsetup gives a header by default, and so with Carver: 16 KiB each.
+# Size of each of the two copies of a header, in bytes: cryptsetup's default, and so Carver's.
 METADATA_BYTES = 16 << 10
+# Binary part of a copy (struct luks2_hdr_disk, lib/luks2/luks2.h of cryptsetup): magic, version,
+# size, sequence number, label, kind of checksum, salt, UUID, subsystem, offset, padding, checksum.
+# The rest of the copy is JSON.
 _BINARY = struct.Struct(">6s H Q Q 48s 32s 64s 40s 48s Q 184s 64s")
 _BINARY_BYTES = 4096
+# Position and length of the checksum in a copy.
 _CHECKSUM_AT, _CHECKSUM_BYTES = 448, 64
+# Magics of the first and of the second copy.
 _MAGICS = (b"LUKS\xba\xbe", b"SKUL\xba\xbe")
 _VERSION = 2
-# How often to read again, and after how long, where there are copies and none is whole.
+# Number of attempts to read a header of which no copy is whole, and the pause between them.
 _LOOKS, _LOOK_SECONDS = 10, 0.02
-# The beginning of the requirement in the header of a device that cryptsetup is re-encrypting. By it
-# cryptsetup itself knows such a device (LUKS2_reencrypt_status(), its lib/luks2/luks2_reencrypt.c).
+# Beginning of the requirement in the header of a device that cryptsetup is re-encrypting.
+# cryptsetup itself recognizes such a device by it (LUKS2_reencrypt_status() in its
+# lib/luks2/luks2_reencrypt.c).
 _REENCRYPTION = "online-reencrypt"
 
 
 @dataclass(frozen=True)
 class Header:
-    """A whole header. Sizes are in bytes.
+    """An undamaged LUKS2 header. Sizes are in bytes.
 
-    `slots` are the key slots whose master key is the data's. `is_reencrypting` says that cryptsetup
-    has begun to re-encrypt the data, and has not finished that.
+    `slots` are the numbers of the key slots that have the data's master key. `is_reencrypting` says
+    that cryptsetup has begun to re-encrypt the data, and has not finished.
     """
 
     uuid: str
@@ -51,19 +57,21 @@ class Header:
     sector_bytes: int
     key_derivation: tuple[str, ...] = ()
     is_reencrypting: bool = False
-    # A digest of how ciphertext and plaintext belong together: the segments, and the digests of
-    # their master key, which cryptsetup makes anew for each key. Keys that open it are no part.
+    # A digest of all that decides how the ciphertext is decrypted: the segments, and the digests of
+    # their master key, which cryptsetup makes anew for each master key. The key slots, whose
+    # passphrases may change, are not part of it.
     reading: str = ""
 
 
 def read(kernel: Kernel, device: str) -> Header | None:
-    """The header on a device, by either of its copies; None where neither is whole.
+    """Read the header from a device, by either of its two copies; None where neither is whole.
 
-    cryptsetup writes one copy after the other, so a reader may find a copy half written. It reads
-    again: damage stays, and a write ends. Raises OSError.
+    cryptsetup writes one copy after the other, so a copy may be half written when it is read. If no
+    copy is whole, the device is read again up to `_LOOKS` times: a write in progress ends, damage
+    stays. Raises OSError.
     """
-    for look in range(_LOOKS):
-        if look:
+    for attempt in range(_LOOKS):
+        if attempt:
             time.sleep(_LOOK_SECONDS)
         if newest := _newest(partial(kernel.read, device)):
             return newest
@@ -73,23 +81,23 @@ def read(kernel: Kernel, device: str) -> Header | None:
 
 
 def bears_any(kernel: Kernel, device: str) -> bool:
-    """Whether a copy of a header is there, be it whole or not."""
+    """Whether a device has a copy of a LUKS2 header, be it whole or damaged."""
     starts = (kernel.read(device, at * METADATA_BYTES, 6) for at in range(len(_MAGICS)))
     return any(start in _MAGICS for start in starts)
 
 
 def _newest(read: Callable[[int, int], bytes]) -> Header | None:
-    """The header by the newer one of the copies that are whole; `read` takes offset and length."""
-    every = (
+    """The header in the newer one of the undamaged copies; `read` takes an offset and a length."""
+    copies = (
         _copy(read(number * METADATA_BYTES, METADATA_BYTES), magic)
         for number, magic in enumerate(_MAGICS)
     )
-    newest = max((one for one in every if one), key=lambda one: one[0], default=None)
+    newest = max((copy for copy in copies if copy), key=lambda copy: copy[0], default=None)
     return None if newest is None else newest[1]
 
 
 def _copy(data: bytes, expected: bytes) -> tuple[int, Header] | None:
-    """The sequence number of one copy and the header that it holds; None where it is not whole."""
+    """Parse one copy of a header into its sequence number and the header; None if it is damaged."""
     magic, version, size, sequence, _, kind, _, uuid, *_ = _BINARY.unpack_from(data)
     if (magic, version, size) != (expected, _VERSION, METADATA_BYTES):
         return None
@@ -103,19 +111,21 @@ def _copy(data: bytes, expected: bytes) -> tuple[int, Header] | None:
 
 
 def digest(data: bytes, kind: str) -> bytes:
-    """The checksum of a copy: of all of it, with zeroes where the checksum stands."""
+    """The checksum of a copy of a header: of all its bytes, with zeroes in the checksum's place."""
     blank = bytearray(data)
     blank[_CHECKSUM_AT : _CHECKSUM_AT + _CHECKSUM_BYTES] = bytes(_CHECKSUM_BYTES)
     return hashlib.new(kind, blank).digest().ljust(_CHECKSUM_BYTES, b"\0")
 
 
 def _header(uuid: str, metadata: Mapping[str, Any]) -> Header:
-    data = [one for one in metadata["segments"].values() if _is_data(one)]
-    first = min(data, key=lambda one: int(one["offset"]))
-    areas = {int(number): one for number, one in metadata["keyslots"].items()}
-    slots = {number: one for number, one in areas.items() if one["type"] == "luks2"}
-    digests = [one for one in metadata["digests"].values() if one["segments"]]
-    bound = {int(number) for one in digests for number in one["keyslots"]} & slots.keys()
+    data = [segment for segment in metadata["segments"].values() if _is_data(segment)]
+    first = min(data, key=lambda segment: int(segment["offset"]))
+    areas = {int(number): slot for number, slot in metadata["keyslots"].items()}
+    slots = {number: slot for number, slot in areas.items() if slot["type"] == "luks2"}
+    digests = [key_digest for key_digest in metadata["digests"].values() if key_digest["segments"]]
+    bound = {
+        int(number) for key_digest in digests for number in key_digest["keyslots"]
+    } & slots.keys()
     required = metadata.get("config", {}).get("requirements", {}).get("mandatory", ())
     return Header(
         uuid,
@@ -123,22 +133,30 @@ def _header(uuid: str, metadata: Mapping[str, Any]) -> Header:
         int(first["offset"]),
         str(first["encryption"]),
         int(first["sector_size"]),
-        tuple(sorted({str(one["kdf"]["type"]) for one in slots.values()})),
-        any(one.startswith(_REENCRYPTION) for one in required),
+        tuple(sorted({str(slot["kdf"]["type"]) for slot in slots.values()})),
+        any(requirement.startswith(_REENCRYPTION) for requirement in required),
         _reading(data, digests),
     )
 
 
 def _reading(segments: Sequence[Mapping[str, Any]], digests: Sequence[Mapping[str, Any]]) -> str:
-    """The digest of what a reader goes by; which slots have the master key is none of it."""
-    keys = [{name: one[name] for name in one if name != "keyslots"} for one in digests]
-    return hashlib.sha256(json.dumps([segments, keys], sort_keys=True).encode()).hexdigest()
+    """The digest of all that decides how the ciphertext is decrypted (`Header.reading`).
+
+    The assignment of the master key to key slots is left out.
+    """
+    digests_without_slots = [
+        {name: key_digest[name] for name in key_digest if name != "keyslots"}
+        for key_digest in digests
+    ]
+    return hashlib.sha256(
+        json.dumps([segments, digests_without_slots], sort_keys=True).encode()
+    ).hexdigest()
 
 
 def _is_data(segment: Mapping[str, Any]) -> bool:
-    # The backup segments of a re-encryption lie nowhere: they say how all of the data was before
-    # the re-encryption, and will be after it.
-    nowhere = any(one.startswith("backup-") for one in segment.get("flags", ()))
+    # The backup segments of a re-encryption describe all data before and after the re-encryption,
+    # and have no place of their own on the device.
+    nowhere = any(flag.startswith("backup-") for flag in segment.get("flags", ()))
     return segment["type"] == "crypt" and not nowhere
 
 
@@ -146,16 +164,18 @@ def _text(field: bytes) -> str:
     return field.partition(b"\0")[0].decode()
 
 
-# Signatures of few bytes stand within 64 KiB of either end (libblkid/src/superblocks).
+# Bytes at each end of a device that are zeroed. Signatures that have only a few bytes are within 64
+# KiB of either end (libblkid/src/superblocks).
 _END_BYTES = 256 << 10
 _BLOCK_BYTES = 4096
 _ZEROES = bytes(_BLOCK_BYTES)
 
 
 def erase(kernel: Kernel, device: str, offset_bytes: int) -> None:
-    """Zero the ends of the data area of a device that has no header yet.
+    """Zero the ends of the data area of a device that has no LUKS2 header yet.
 
-    Making the header flushes them. Raises ProbeFailed.
+    The zeroes are durable once a header was made, as cryptsetup flushes the device. Raises
+    ProbeFailed.
     """
     with _probing(device):
         size_bytes = kernel.device_size_bytes(device) - offset_bytes
@@ -165,9 +185,10 @@ def erase(kernel: Kernel, device: str, offset_bytes: int) -> None:
 
 
 def blank(kernel: Kernel, device: str, offset_bytes: int, mapping: str) -> None:
-    """Zero the ends of an encrypted device (`mapping`) where its ciphertext is all zeroes.
+    """Zero the ends of an open dm-crypt device (`mapping`) where its ciphertext is all zeroes.
 
-    What was written stays. Raises ProbeFailed.
+    Such blocks were never written by the volume's user, and would decrypt to noise. Blocks that
+    were written stay. `device` is the device below. Raises ProbeFailed.
     """
     with _probing(mapping):
         size_bytes = kernel.device_size_bytes(mapping)
@@ -180,13 +201,16 @@ def blank(kernel: Kernel, device: str, offset_bytes: int, mapping: str) -> None:
 def _runs(
     below: Opened, offset_bytes: int, size_bytes: int, *, blank: bool
 ) -> Iterator[tuple[int, int]]:
-    """The blocks at both ends that are all zeroes, or that are not: starts and lengths."""
-    whole = size_bytes // _BLOCK_BYTES * _BLOCK_BYTES
-    first = min(_END_BYTES, whole)
-    last = max(first, whole - _END_BYTES)
-    for begin, length_bytes in ((0, first), (last, whole - last)):
+    """The runs of zero blocks at both ends of a device, or with `blank` false of other blocks.
+
+    Each run is its start and its length in bytes, from `offset_bytes` on.
+    """
+    whole_bytes = size_bytes // _BLOCK_BYTES * _BLOCK_BYTES
+    first = min(_END_BYTES, whole_bytes)
+    last = max(first, whole_bytes - _END_BYTES)
+    for begin, length_bytes in ((0, first), (last, whole_bytes - last)):
         start = begin
-        # Past the page cache, which may have what was there before.
+        # This read bypasses the page cache, which may have older contents.
         data = below.read(offset_bytes + begin, length_bytes) if length_bytes else b""
         blocks = [data[at : at + _BLOCK_BYTES] for at in range(0, length_bytes, _BLOCK_BYTES)]
         for is_blank, run in groupby(blocks, _ZEROES.__eq__):
@@ -204,43 +228,50 @@ def _probing(device: str) -> Iterator[None]:
         raise mount_errors.ProbeFailed(device, str(error.strerror)) from error
 
 
-# AES-256 in XTS mode, whose key has two parts.
+# Cipher and length of the key: AES-256 in XTS mode, whose key has two parts of 256 bits.
 CIPHER, KEY_BITS = "aes-xts-plain64", 512
-# The second choice of RFC 9106, section 4, for where memory is scarce; cryptsetup demands four
-# passes. Fixed, and not measured: a header that was made on an idle node opens on a busy one, and
-# making it takes no seconds.
+# Parameters of Argon2id: the second choice of RFC 9106, section 4, for little memory; but
+# cryptsetup demands four passes. They are fixed and not measured, so that a header that was made on
+# an idle node can be opened on a busy one, and so that making a header takes no seconds.
 PBKDF_MEMORY_KIB, PBKDF_PASSES, PBKDF_THREADS = 64 << 10, 4, 4
 _PBKDF = (
     *("--pbkdf", "argon2id", "--pbkdf-memory", str(PBKDF_MEMORY_KIB)),
     *("--pbkdf-parallel", str(PBKDF_THREADS), "--pbkdf-force-iterations", str(PBKDF_PASSES)),
 )
-# Number of programs at once that derive a key, as each takes that memory.
+# Limit of the number of programs that derive a key at once, as each takes PBKDF_MEMORY_KIB.
 _AT_ONCE = threading.BoundedSemaphore(2)
-# A disk that hangs under two of them is not to hang all others.
+# Time limit of the wait until fewer programs derive a key, in seconds: if a disk hangs under two
+# such programs, other volumes' programs must not wait for ever.
 _PATIENCE_SECONDS = 30.0
 _SECTOR_BYTES = 512
+# Label of Carver's LUKS2 headers.
 _LABEL = "carver"
-# By the Kubernetes secret, and another that only people have.
+# Numbers of key slots. Two are for the key of the Kubernetes secret: a rotation adds the new key in
+# one before it removes the old key from the other. The third is for a key that only people have.
 SLOTS = USUAL, ROTATED, RECOVERY = (0, 1, 2)
-# cryptsetup(8), "RETURN CODES".
+# Exit codes of cryptsetup(8), "RETURN CODES".
 _NO_PERMISSION, _NO_MEMORY, _IN_USE = 2, 3, 5
 
 
 class Cryptsetup:
-    """The program on this node. Without `waits_for_udev` it makes device nodes by itself."""
+    """Runs cryptsetup(8) on this node.
+
+    Without `waits_for_udev`, cryptsetup makes device nodes by itself.
+    """
 
     def __init__(self, run: Runner, *, waits_for_udev: bool) -> None:
         self._run = run
-        # libdevmapper(3) waits on a semaphore for udev, which in another IPC namespace, or where
-        # no udev runs, never comes.
+        # libdevmapper(3) waits on a semaphore until udev has made the node. In another IPC
+        # namespace, or where no udev runs, that wait would never end.
         self._prefix = () if waits_for_udev else ("env", "DM_DISABLE_UDEV=1")
 
     def make(
         self, device: str, key: bytearray, *, uuid: str, offset_bytes: int, sector_bytes: int
     ) -> None:
-        """Make a header on a device that was just found blank; its data begin at the offset.
+        """Make a LUKS2 header on a device that was just found blank.
 
-        Call it on the line below that check: nothing is asked. Raises CryptFailed.
+        The data begin at `offset_bytes`. Call this directly after the check that the device is
+        blank, as cryptsetup does not ask before it overwrites. Raises CryptFailed.
         """
         words = (
             *("--type", "luks2", "--cipher", CIPHER, "--key-size", str(KEY_BITS)),
@@ -262,17 +293,18 @@ class Cryptsetup:
     ) -> None:
         """Open a device as a dm-crypt device of that name. Raises WrongKey, CryptFailed.
 
-        What is read, or written, passes the kernel's work queues by where `bypass` has it.
+        `bypass` may contain "read" and "write": these requests are then processed without the
+        kernel's work queues (cryptsetup(8), --perf-no_read_workqueue).
         """
         flags = (
             *("--allow-discards",) * discard,
             *("--readonly",) * read_only,
-            *(f"--perf-no_{one}_workqueue" for one in sorted(bypass)),
+            *(f"--perf-no_{kind}_workqueue" for kind in sorted(bypass)),
         )
         self._with_key("open", device, key, "--type", "luks2", *flags, "--", device, name)
 
     def check(self, device: str, key: bytearray, slot: int | None = None) -> bool:
-        """Whether a key opens a device, by any slot or by one; nothing is opened."""
+        """Whether a key opens a device, by any key slot or by one; the device is not opened."""
         of_slot = () if slot is None else ("--key-slot", str(slot))
         words = ("--type", "luks2", "--test-passphrase", *of_slot)
         try:
@@ -282,7 +314,10 @@ class Cryptsetup:
         return True
 
     def close(self, name: str) -> None:
-        """Close a dm-crypt device, which forgets its key. Raises CryptBusy, CryptFailed."""
+        """Close a dm-crypt device, so that the kernel forgets its key.
+
+        Raises CryptBusy, CryptFailed.
+        """
         result = self._run(*self._prefix, "cryptsetup", "close", "--", name)
         if result.exit_code == _IN_USE:
             raise mount_errors.CryptBusy(name, result.stderr.strip())
@@ -294,12 +329,16 @@ class Cryptsetup:
         self._with_key("resize", device, key, "--", name)
 
     def add(self, device: str, key: bytearray, new: bytearray, slot: int) -> None:
-        """Add a key in a slot of its own. Raises WrongKey, CryptFailed."""
+        """Add the key `new` in a key slot, which must be free; `key` must open the device.
+
+        Raises WrongKey, CryptFailed.
+        """
         words = (
             *("--keyfile-size", str(len(key)), "--new-keyfile", "-"),
             *("--new-keyfile-size", str(len(new)), "--new-key-slot", str(slot), *_PBKDF),
         )
-        # One after the other, and each no longer than is said.
+        # cryptsetup reads both keys from standard input, one after the other, each of the length
+        # that its option gives.
         both = key + new
         try:
             self._with_key("luksAddKey", device, both, *words, "--", device)
@@ -307,20 +346,20 @@ class Cryptsetup:
             both[:] = bytes(len(both))
 
     def kill(self, device: str, key: bytearray, slot: int) -> None:
-        """Remove the key of a slot; `key` must open another. Raises WrongKey."""
+        """Remove the key of a slot; `key` must open another slot. Raises WrongKey, CryptFailed."""
         self._with_key("luksKillSlot", device, key, "--", device, str(slot))
 
     def back_up(self, device: str, file: str) -> None:
-        """Write the header, key slots and all, to a file that is not there."""
+        """Write a device's header, with its key slots, to a file that does not exist yet."""
         self._plain("luksHeaderBackup", device, "--header-backup-file", file)
 
     def restore(self, device: str, file: str) -> None:
-        """Have a header of a file in place of the device's."""
+        """Replace a device's header by the header in a file."""
         self._plain("luksHeaderRestore", device, "--header-backup-file", file)
 
     def _plain(self, action: str, device: str, *words: str) -> None:
-        called = ("cryptsetup", action, "--batch-mode", *words, "--", device)
-        result = self._run(*self._prefix, *called)
+        words_of_command = ("cryptsetup", action, "--batch-mode", *words, "--", device)
+        result = self._run(*self._prefix, *words_of_command)
         if result.exit_code != 0:
             raise mount_errors.CryptFailed(action, device, _said(result))
 
@@ -336,7 +375,7 @@ class Cryptsetup:
 
 @contextmanager
 def _turn(device: str) -> Iterator[None]:
-    """Inside, argon2id has its memory. Raises CryptPending."""
+    """Reserve the memory for one derivation of a key for the `with`. Raises CryptPending."""
     if not _AT_ONCE.acquire(timeout=_PATIENCE_SECONDS):
         raise mount_errors.CryptPending(device)
     try:
@@ -346,12 +385,12 @@ def _turn(device: str) -> Iterator[None]:
 
 
 def has_udev() -> bool:
-    """Whether udev answers here."""
+    """Whether udev runs on this node, or in this container."""
     return Path("/run/udev/control").exists()
 
 
 def _said(result: Result) -> str:
-    said = result.stderr.strip() or result.stdout.strip() or "it says nothing"
+    message = result.stderr.strip() or result.stdout.strip() or "it says nothing"
     if result.exit_code == _NO_MEMORY:
-        said += f" (it takes {PBKDF_MEMORY_KIB >> 10} MiB for a moment)"
-    return f"{said} (exit {result.exit_code})"
+        message += f" (it takes {PBKDF_MEMORY_KIB >> 10} MiB for a moment)"
+    return f"{message} (exit {result.exit_code})"

@@ -11,7 +11,7 @@ class MountError(Exception):
 
 
 class BadPath(MountError):
-    """A path at which Carver mounts nothing, by its form or its location."""
+    """A path at which Carver refuses to mount, because of its form or its location."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"path {_short(path)} {reason}")
@@ -289,7 +289,7 @@ class CryptFailed(MountError):
 
 
 class CryptPending(MountError):
-    """A volume must wait, as other volumes that are being opened take all memory for that."""
+    """A volume must wait, as opening other volumes takes all the memory for key derivation."""
 
     def __init__(self, device: str) -> None:
         super().__init__(f"{device} is opened when others are: each takes memory; call again")

@@ -13,10 +13,11 @@ from mount.kernel import ATIME, Kernel
 from mount.options import CONTEXT, Options, is_same_context
 from mount.table import DeviceNumber, Mount, Table
 
-# Errors that file systems return for damage: EFSCORRUPTED and EFSBADCRC by their public names.
+# Error numbers that file systems return for damage: EUCLEAN for the kernel's EFSCORRUPTED, EBADMSG
+# for EFSBADCRC.
 _DAMAGE = (errno.EUCLEAN, errno.EBADMSG)
-# Options of mountinfo that are compared with the requested ones. Options of the file system's own
-# are not compared, as the kernel shows them in other words than were given.
+# Options in mountinfo that must equal the requested ones. Options of the file system's own are not
+# compared, as the kernel shows them in other words than were given.
 _COMPARED = {"nosuid", "nodev", "noexec", "noatime", "relatime", "nodiratime", "nosymfollow"}
 
 
@@ -128,8 +129,10 @@ def ensure_unmounted(
             raise mount_errors.ForeignMount(path, str(mount))
     for _ in stack:
         _unmount(kernel, path)
-    if left := table.read(kernel).at(path):
-        raise mount_errors.UnmountFailed(path, f"{left[-1]} is mounted here again; try once more")
+    if remaining := table.read(kernel).at(path):
+        raise mount_errors.UnmountFailed(
+            path, f"{remaining[-1]} is mounted here again; try once more"
+        )
 
 
 def device_number(kernel: Kernel, device: str) -> DeviceNumber:
@@ -301,6 +304,7 @@ def bound_nodes(kernel: Kernel, mounts: Table) -> list[tuple[Mount, DeviceNumber
     return [(bind, number) for bind in binds if (number := node(kernel, bind.path)) is not None]
 
 
+# Directory of the kernel's information about processes (proc(5)).
 _PROC = Path("/proc")
 
 
@@ -344,7 +348,7 @@ def _showing(process: Path, shown: tuple[DeviceNumber, str] | None) -> set[str]:
 def _links(process: Path) -> Iterator[str]:
     """Yield the paths of all files that a process uses (proc(5)).
 
-    These are its working directory, root, program, open files and mapped files.
+    The files are its working directory, root, program, open files and mapped files.
     """
     links = [process / name for name in ("cwd", "root", "exe")]
     for name in ("fd", "map_files"):

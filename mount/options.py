@@ -14,10 +14,11 @@ from mount import mount_errors
 from mount.filesystem import FILE_SYSTEMS, supported
 from mount.kernel import ATIME, ATTRIBUTES
 
+# Mount options that are flags of the superblock.
 SUPERBLOCK = ("sync", "dirsync", "lazytime", "mand")
 
-# Options for the kernel's defaults, each with its opposite. They change nothing, but contradict
-# their opposites.
+# Options for the kernel's defaults, each with its opposite. Such an option changes nothing, but
+# contradicts its opposite.
 _DEFAULTS = {
     "defaults": "",
     "rw": "ro",
@@ -30,8 +31,10 @@ _DEFAULTS = {
     "nolazytime": "lazytime",
 }
 
+# Pattern of any option but the SELinux context.
 _WORD = re.compile(r"[a-z][a-z0-9_-]*(=[A-Za-z0-9_.:+-]+)?")
 
+# Beginning of the option for the SELinux context.
 CONTEXT = "context="
 # SELinux context: user:role:type and, if the policy has levels, a range of levels, such as s0:c1,c2
 # or s0-s0:c0.c1023.
@@ -67,7 +70,7 @@ def parse(flags: Sequence[str], fs_type: str | None = None) -> Options:
     words = tuple(dict.fromkeys(_checked(word) for flag in flags for word in _split(flag)))
     _refuse_contradictions(words)
     kinds = FILE_SYSTEMS.values() if fs_type is None else [supported(fs_type)]
-    # Only here, so that an unsupported file system is refused also without options.
+    # Without options, return only after `supported` has refused an unsupported file system.
     if not words:
         return Options()
     allowed = {word for file_system in kinds for word in file_system.mount_options.split()}

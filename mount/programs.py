@@ -1,4 +1,4 @@
-"""Start programs: to their end, as a stream, or on a terminal for a conversation."""
+"""Start programs: run them to their end, read their output as a stream, or talk on a terminal."""
 
 import io
 import logging
@@ -29,24 +29,27 @@ from mount.command import (
     remaining_seconds,
 )
 
-# How often to check that a program is alive (another process may keep its terminal open), and
-# how often while it is being ended.
+# Intervals of the checks that a conversation's program is alive, in seconds: in general, and while
+# the program is being ended. The terminal does not show that the program has ended, as another
+# process may keep the terminal open.
 _LOOK_SECONDS, _END_SECONDS = 1.0, 0.01
+# The most bytes that one read returns.
 _PIECE_BYTES = 1 << 16
-# The most of one answer: a report of ten thousand volumes has a tenth of it.
+# The most bytes of an answer in a conversation: a report of ten thousand volumes has a tenth.
 _MOST_BYTES = 256 << 20
 
 
 class Terminal:
-    """The real `Conversation`: a program on a terminal of its own, with a pipe for its reports.
+    """The implementation of `Conversation`: a program on a terminal of its own.
 
-    Raw and without echo, the terminal hands on what is said as it is; a line editor finds nothing
-    to edit there (rl_initialize in libedit's readline.c asks for ECHO).
+    A pipe is for the program's reports. The terminal is raw and has no echo, so it passes on each
+    line unchanged; and a line editor in the program finds nothing to edit (rl_initialize in
+    libedit's readline.c requires ECHO).
     """
 
     def __init__(
         self,
-        start: Callable[..., Any],  # a program of sh's with its arguments
+        start: Callable[..., Any],  # a program as an object of sh, with its arguments
         prompt: bytes,
         environment: Mapping[str, str],
         report: str,
@@ -54,14 +57,15 @@ class Terminal:
         self._prompt = prompt
         terminal, its_terminal = os.openpty()
         reports, its_reports = os.pipe()
-        # Unbuffered files and not numbers: they are closed once, however often that is asked.
+        # The ends are files and not bare descriptors, as a file can be closed twice. The files are
+        # unbuffered, as poll(2) sees only what is not in a buffer.
         self._terminal = os.fdopen(terminal, "r+b", buffering=0)
         self._reports = os.fdopen(reports, "rb", buffering=0)
         with (
             os.fdopen(its_terminal, "r+b", buffering=0) as theirs,
             os.fdopen(its_reports, "wb", buffering=0),
         ):
-            tty.setraw(its_terminal, termios.TCSANOW)  # and no ECHO
+            tty.setraw(its_terminal, termios.TCSANOW)  # which also switches ECHO off
             os.set_blocking(terminal, False)
             os.set_blocking(reports, False)
             self._running = start(
@@ -70,41 +74,43 @@ class Terminal:
                 _out=theirs,
                 _err=theirs,
                 _pass_fds={its_reports},
-                # In the child: no other program that starts meanwhile may get the descriptor.
+                # The function is called in the child process. So no other program that starts
+                # meanwhile inherits the descriptor.
                 _preexec_fn=lambda: os.set_inheritable(its_reports, True),
-                # An interrupt at Carver's own terminal is not for it.
+                # The program gets a session of its own, so that Ctrl-C at Carver's terminal does
+                # not reach the program.
                 _new_session=True,
                 _bg=True,
                 _bg_exc=False,
             )
 
     def exchange(self, line: str | None, seconds: float | None) -> str:
-        """Send a line, or nothing, and return the report up to the prompt."""
-        unsaid = b"" if line is None else line.encode() + b"\n"
+        """Send a line, or nothing; return the program's report up to its next prompt."""
+        unsent = b"" if line is None else line.encode() + b"\n"
         deadline = None if seconds is None else time.monotonic() + seconds
-        said, reported = bytearray(), bytearray()
-        while unsaid or not said.endswith(self._prompt):
-            self._wait(deadline, to_say=bool(unsaid))
-            unsaid = unsaid[self._say(unsaid) :]
-            said += _read(self._terminal)
+        output, reported = bytearray(), bytearray()
+        while unsent or not output.endswith(self._prompt):
+            self._wait(deadline, to_say=bool(unsent))
+            unsent = unsent[self._say(unsent) :]
+            output += _read(self._terminal)
             reported += _read(self._reports)
-            if len(said) + len(reported) > _MOST_BYTES:
+            if len(output) + len(reported) > _MOST_BYTES:
                 raise ConversationOver(f"it said more than {_MOST_BYTES} bytes")
-        # All that it reported was written before the prompt was.
+        # The program wrote all of its report before the prompt, so what remains is in the pipe.
         while piece := _read(self._reports):
             reported += piece
         return reported.decode(errors="backslashreplace")
 
     def is_waiting(self) -> bool:
-        """Whether it runs and waits at its prompt."""
+        """Whether the program runs and waits at its prompt."""
         try:
-            unasked = _read(self._terminal) + _read(self._reports)
+            unexpected = _read(self._terminal) + _read(self._reports)
         except ConversationOver:
             return False
-        return self._is_running() and not unasked
+        return self._is_running() and not unexpected
 
     def resident_bytes(self) -> int:
-        """How much memory it takes now (proc_pid_statm(5)); 0 once it has ended."""
+        """The program's resident memory, in bytes (proc_pid_statm(5)); 0 once it has ended."""
         try:
             pages = Path(f"/proc/{self._running.pid}/statm").read_text().split()[1]
         except (OSError, IndexError):
@@ -112,17 +118,18 @@ class Terminal:
         return int(pages) * mmap.PAGESIZE
 
     def end(self, seconds: float) -> bool:
-        """End it; whether it ended within so many seconds."""
+        """End the program; return whether it ended within so many seconds."""
         deadline = time.monotonic() + seconds
         if not self._terminal.closed:
-            # TERM first: of a line that was said in part, what there is would be done at the end of
-            # the file. lvm2 blocks TERM while it holds a group's lock, and while it waits for one
-            # it only gives that up; the end of the file it meets whenever it is done.
+            # SIGTERM is sent before the terminal is closed: at the end of its input, the shell
+            # would execute the part of a line that it has read. lvm2 blocks SIGTERM while it has a
+            # group's lock, and gives up waiting for a lock; it notices the end of its input only
+            # when its command is done.
             with suppress(ProcessLookupError):
                 self._running.signal(signal.SIGTERM)
             self._terminal.close()
         while self._is_running():
-            # It may wait for room in the pipe.
+            # The program may wait for room in the pipe of its reports: empty the pipe.
             with suppress(ConversationOver):
                 while _read(self._reports):
                     pass
@@ -136,15 +143,18 @@ class Terminal:
         return bool(self._running.is_alive())
 
     def _wait(self, deadline: float | None, *, to_say: bool) -> None:
-        """Wait for something to read, or for room to write; TimeoutError, ConversationOver."""
+        """Wait until there is something to read, or room to write.
+
+        Raises TimeoutError at the deadline, ConversationOver once the program has ended.
+        """
         poll = select.poll()
         poll.register(self._terminal, select.POLLIN | (select.POLLOUT if to_say else 0))
         poll.register(self._reports, select.POLLIN)
         while True:
-            left = _LOOK_SECONDS if deadline is None else deadline - time.monotonic()
-            if left <= 0:
+            seconds = _LOOK_SECONDS if deadline is None else deadline - time.monotonic()
+            if seconds <= 0:
                 raise TimeoutError
-            if poll.poll(min(left, _LOOK_SECONDS) * 1000):
+            if poll.poll(min(seconds, _LOOK_SECONDS) * 1000):
                 return
             if not self._is_running():
                 raise ConversationOver("it ended")
@@ -157,7 +167,7 @@ class Terminal:
 
 
 def _read(stream: io.RawIOBase) -> bytes:
-    """Read what there is now; raises ConversationOver at the end."""
+    """Read what a stream has now; raises ConversationOver at the end of the stream."""
     try:
         piece = stream.read(_PIECE_BYTES)
     except OSError:  # EIO: the program has closed the terminal
@@ -167,28 +177,30 @@ def _read(stream: io.RawIOBase) -> bytes:
     return piece or b""
 
 
-# sh announces each process at INFO; Carver's own observer does that better.
+# sh logs each process at INFO. This log is switched off, as Carver logs programs by its own
+# observer.
 logging.getLogger("sh").setLevel(logging.WARNING)
 
+# Environment of all programs.
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "LC_ALL": "C",
-    # gRPC's sockets are open in this process; lvm2 would name each in a warning.
+    # Without this variable, lvm2 would print a warning about each open socket of gRPC.
     "LVM_SUPPRESS_FD_WARNINGS": "1",
 }
 
-# How long a program has to end after SIGTERM; lvm2 completes its present step within that.
+# Time that a program has to end after SIGTERM, in seconds: lvm2 completes its present step in it.
 _GRACE_SECONDS = 10.0
 
-# Enters the namespaces in which the host's own lvm2, udev and locks live.
+# Command that runs a program in the host's namespaces, with the host's lvm2, udev and locks.
 HOST_NAMESPACES = ("nsenter", "--target", "1", "--mount", "--uts", "--ipc", "--")
 
 
 class Programs:
-    """The real `Runner`.
+    """The implementation of `Runner`: it runs programs on this machine.
 
-    With `lvm_on_host` lvm2 is the host's own, reached from a container that shares the host's
-    process namespace; all other programs are the container's.
+    With `lvm_on_host`, lvm2 is the host's own, reached from a container that shares the host's
+    process namespace. All other programs are the container's.
     """
 
     def __init__(
@@ -198,10 +210,10 @@ class Programs:
         self._observe = observe or (lambda _: None)
 
     def __call__(self, *words: str, stdin: bytearray | None = None) -> Result:
-        """Run a program and return how it ended.
+        """Run a program to its end, and return its result.
 
-        Raises ProgramMissing, or CommandTimedOut when `time_limit` is over: CommandStuck where the
-        program still runs after SIGTERM.
+        Raises ProgramMissing, and CommandTimedOut if the time limit passes before the program ends.
+        If the program even outlasts SIGTERM, that is CommandStuck.
         """
         words = self._reached(words)
         remaining = remaining_seconds()
@@ -217,14 +229,14 @@ class Programs:
     def converse(
         self, *words: str, prompt: str, environment: Mapping[str, str], report: str
     ) -> Conversation:
-        """Start a program to be spoken to: the real `Converse`."""
+        """Start a program for a conversation; the implementation of `Converse`."""
         program, *arguments = self._reached(words)
         start = partial(_program(program), *arguments)
         return Terminal(start, prompt.encode(), {**ENVIRONMENT, **environment}, report)
 
     @contextmanager
     def stream(self, *words: str) -> Iterator[BinaryIO]:
-        """Read what a program prints, as it comes: the real `Stream`."""
+        """Yield the output of a program while it runs; the implementation of `Stream`."""
         remaining, started = remaining_seconds(), time.monotonic()
         if remaining == 0:
             raise mount_errors.CommandTimedOut(words, 0.0)
@@ -238,7 +250,8 @@ class Programs:
             try:
                 yield output
             except mount_errors.CommandError as error:
-                # Output that is cut off is explained by how the program ended.
+                # The reader's error may follow from cut-off output. How the program ended explains
+                # that better, so the reader's error is raised only if the program did not fail.
                 problem = error
             is_read = not output.read(1)
             if not is_read:
@@ -261,7 +274,10 @@ class Programs:
 def _execute(
     words: Sequence[str], timeout_seconds: float | None, stdin: bytearray | None = None
 ) -> tuple[Result, bool]:
-    """How the program ended, and whether it did so by itself. Raises CommandStuck."""
+    """Run a program; return its result, and whether the program ended within the time limit.
+
+    Raises CommandStuck.
+    """
     if words[0] in ("lvm", HOST_NAMESPACES[0]):
         return _by_sh(words, timeout_seconds)
     return _by_subprocess(words, timeout_seconds, stdin)
@@ -274,9 +290,10 @@ def start(
     stderr: BinaryIO | int = subprocess.PIPE,
     environment: Mapping[str, str] | None = ENVIRONMENT,
 ) -> "subprocess.Popen[bytes]":
-    """Start a program other than lvm2, with pipes; its input is one if it reads, else is empty.
+    """Start a program other than lvm2, with pipes for its output and errors.
 
-    Without an environment the program has this process's. Raises ProgramMissing, OSError.
+    If it `reads`, its input is a pipe, else it is empty. If `environment` is None, the program has
+    this process's environment. Raises ProgramMissing, OSError.
     """
     try:
         return subprocess.Popen(
@@ -293,14 +310,14 @@ def start(
 def _by_subprocess(
     words: Sequence[str], timeout_seconds: float | None, stdin: bytearray | None = None
 ) -> tuple[Result, bool]:
-    """Run mkfs and the like, which sh would take longer to start than they run.
+    """Run mkfs or another short program by `subprocess`, with SIGTERM at the time limit.
 
-    It forks a process of this one's size, and has threads to read what the program prints; Popen
-    has neither (vfork(2)).
+    By `sh`, starting such a program would take longer than the program runs: sh forks a process as
+    large as this one, and starts threads to read the output. Popen needs neither (vfork(2)).
     """
     running, in_time = start(words, reads=stdin is not None), True
     try:
-        # Written from where it is: nothing copies it.
+        # The key in `stdin` is written from its own memory, so that no copy of it remains.
         stdout, stderr = running.communicate(cast(bytes, stdin), timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
         in_time = False
@@ -308,7 +325,7 @@ def _by_subprocess(
         try:
             stdout, stderr = running.communicate(timeout=_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
-            # The caller need not wait for its end.
+            # Another thread waits for the program's end, so that the caller need not.
             command.begin("program", running.communicate)
             raise mount_errors.CommandStuck(
                 words, timeout_seconds or 0.0, lambda: running.returncode is not None
@@ -318,7 +335,7 @@ def _by_subprocess(
 
 @contextmanager
 def _ended_in(running: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """End a program when its reader fails, or at the deadline."""
+    """Terminate a program when its reader fails, or at the deadline of the thread."""
     remaining = remaining_seconds()
     timer = threading.Timer(remaining or 0.0, running.terminate)
     timer.daemon = True
@@ -334,13 +351,14 @@ def _ended_in(running: "subprocess.Popen[bytes]") -> Iterator[None]:
 
 
 def _by_sh(words: Sequence[str], timeout_seconds: float | None) -> tuple[Result, bool]:
-    """Run lvm2."""
+    """Run lvm2 by `sh`, with SIGTERM at the time limit."""
     program = _program(words[0])
-    # Buffers of our own: sh's objects refer to each other, and would keep what a program printed
-    # until Python's collector comes by, which counts objects and not bytes.
+    # The output goes to buffers made here. sh's own objects refer to each other, so they would keep
+    # the output until Python's garbage collector runs, which counts objects and not bytes.
     stdout, stderr = io.BytesIO(), io.BytesIO()
-    # In the background only for the limit: with sh's own, which looks ten times a second
-    # whether the program has ended, every program takes a multiple of 0.1 s.
+    # sh runs the program in the background only because of the time limit. With sh's own time
+    # limit, sh looks ten times a second whether the program has ended, so each program would take a
+    # multiple of 0.1 s.
     running = program(
         *words[1:],
         _env=ENVIRONMENT,
@@ -360,22 +378,26 @@ def _by_sh(words: Sequence[str], timeout_seconds: float | None) -> tuple[Result,
 def _ended(
     running: sh.RunningCommand, words: Sequence[str], timeout_seconds: float | None
 ) -> tuple[int, bool]:
-    """The exit code, and whether the program was in time; SIGTERM at the deadline."""
+    """Wait for a program; return its exit code, and whether the program ended in time.
+
+    Sends SIGTERM at the time limit. Raises CommandStuck.
+    """
     if timeout_seconds is None:
         return _exit_code(running), True
-    ended = command.begin("program", lambda: _exit_code(running))
+    future = command.begin("program", lambda: _exit_code(running))
     try:
-        return ended.result(timeout_seconds), True
+        return future.result(timeout_seconds), True
     except TimeoutError:
-        # lvm2 blocks TERM while it holds a group's lock, so TERM lands at a safe point.
-        # KILL could land between two metadata writes.
+        # SIGTERM is safe, as lvm2 blocks it while it has a group's lock. SIGKILL could come between
+        # two writes of metadata.
         with suppress(ProcessLookupError):
             running.signal(signal.SIGTERM)
     try:
-        return ended.result(_GRACE_SECONDS), False
+        return future.result(_GRACE_SECONDS), False
     except TimeoutError:
-        # It waits for a disk in the kernel, and no signal ends that: the caller need not wait.
-        raise mount_errors.CommandStuck(words, timeout_seconds, ended.done) from None
+        # The program waits for a disk in the kernel, where no signal ends it. The caller need not
+        # wait for it.
+        raise mount_errors.CommandStuck(words, timeout_seconds, future.done) from None
 
 
 def _exit_code(running: sh.RunningCommand) -> int:
@@ -387,7 +409,7 @@ def _exit_code(running: sh.RunningCommand) -> int:
 
 def _program(name: str) -> sh.Command:
     try:
-        # Looked up at each call: a program installed meanwhile is found.
+        # The program is looked up at each call, so that one that was installed meanwhile is found.
         return sh.Command(name, search_paths=ENVIRONMENT["PATH"].split(":"))
     except sh.CommandNotFound:
         raise mount_errors.ProgramMissing(name) from None

@@ -1,7 +1,7 @@
-"""The disks below a block device, by sysfs: whether they zero by request, and by a discard.
+"""The disks below a block device, by sysfs: whether a request or a discard makes them zero.
 
-Directories of sysfs are strings here, and are not resolved except to find a name: each erase reads
-the stack, and resolving takes longer than reading.
+Directories of sysfs are strings here, and are resolved only to find a name: each erase reads the
+stack, and resolving a path takes longer than reading an attribute.
 """
 
 import os
@@ -11,14 +11,16 @@ from pathlib import Path
 
 # Prefix of the device-mapper UUIDs of logical volumes and of their parts.
 _VOLUME_UUID = "LVM-"
-# Magic numbers of file systems (<linux/magic.h>) whose files always get a hole when asked for one
-# (fallocate(2)), and read it as zeroes: ext4, XFS, btrfs, tmpfs.
+# Magic numbers of file systems (<linux/magic.h>) in whose files fallocate(2) always makes a hole
+# when asked to, and a hole reads as zeroes: ext4, XFS, btrfs, tmpfs.
 _WITH_HOLES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0x01021994})
-# Values of a SCSI disk's zeroing_mode and provisioning_mode with which a discard zeroes. The kernel
-# has such a zeroing mode only if the disk promises that unmapped blocks read as zeroes (LBPRZ), and
-# the command WRITE SAME with UNMAP writes zeroes to blocks that it does not unmap (SBC-3;
-# drivers/scsi/sd.c, sd_config_write_same()). The command UNMAP may leave blocks unchanged.
+# Values of a SCSI disk's zeroing_mode with which a discard zeroes. The kernel has such a mode only
+# if the disk promises that unmapped blocks read as zeroes (LBPRZ), and the command WRITE SAME with
+# UNMAP writes zeroes to blocks that it does not unmap (SBC-3; drivers/scsi/sd.c,
+# sd_config_write_same()).
 _ZEROING = frozenset({"writesame_16_unmap", "writesame_10_unmap"})
+# Values of a SCSI disk's provisioning_mode with which a discard zeroes. With others the kernel
+# sends the command UNMAP, which may leave blocks unchanged.
 _UNMAPPING = frozenset({"writesame_16", "writesame_10"})
 
 
@@ -62,8 +64,8 @@ def logical_block_bytes(directory: Path) -> int:
 
 
 # Function that returns the magic number (statfs(2)) of the file system of a loop device's backing
-# file, from the loop device's node and the file's path. It raises OSError if the file is not
-# regular or not reachable.
+# file, from the loop device's node and the file's path. The function raises OSError if the file is
+# not regular or not reachable.
 LoopFile = Callable[[str, str], int]
 
 
@@ -80,8 +82,8 @@ def leaves(directory: str) -> Iterator[str]:
 def discard_doubts(directory: Path, file_system: LoopFile) -> Mapping[str, str]:
     """The disks that may not read as zeroes after a discard, by name, each with the reason.
 
-    They are the disks below a logical volume, or the disk itself. A disk is left out only if the
-    kernel's attributes prove that a discard zeroes it.
+    The disks looked at are those below a logical volume, or the disk itself. A disk is left out
+    only if the kernel's attributes prove that a discard zeroes it.
     """
     own = str(directory)
     is_volume = _word(own, "dm/uuid").startswith(_VOLUME_UUID)
@@ -90,9 +92,9 @@ def discard_doubts(directory: Path, file_system: LoopFile) -> Mapping[str, str]:
 
 
 def _doubt(disk: Path, file_system: LoopFile) -> str:
-    """Why a disk may not read as zeroes after a discard; empty if it certainly does.
+    """The reason why a disk may not read as zeroes after a discard; empty if it certainly does.
 
-    The kernel promises nothing itself: discard_zeroes_data in sysfs is always 0 since Linux 4.12,
+    The kernel itself promises nothing: discard_zeroes_data in sysfs is always 0 since Linux 4.12,
     and BLKDISCARD succeeds even if the device refused (blkdev_issue_discard()).
     """
     if _queue(str(disk), "discard_max_bytes") in ("", "0"):

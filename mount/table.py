@@ -9,15 +9,18 @@ from mount.kernel import Kernel
 
 DeviceNumber = tuple[int, int]
 
-# Types of the file systems that device nodes are in.
+# Types of the file systems in which device nodes are.
 NODE_HOLDERS = frozenset({"devtmpfs", "tmpfs"})
 # Suffix of the path of a removed file (d_path(9)).
 _DELETED = "//deleted"
 
+# Pattern of the SELinux context among superblock options, with or without quotes.
 _CONTEXT = re.compile(r'(?:^|,)context=(?:"([^"]*)"|([^,"]*))')
+# Pattern of an escaped character in mountinfo: three octal digits.
 _OCTAL = re.compile(r"\\([0-3][0-7]{2})")
 # Characters that the kernel escapes in some fields (show_mountinfo in fs/proc_namespace.c).
 _ESCAPED = re.compile(r"[ \t\n\\#]")
+# Part of each line of mountinfo about a btrfs.
 _BTRFS = " - btrfs "
 # Superblock options of a file system that takes no writes. After an error ext4 shows "ro"; since
 # Linux 6.14 one of the others (ext4_emergency_ro and ext4_forced_shutdown in fs/ext4/super.c); from
@@ -53,7 +56,7 @@ class Mount:
 
     @property
     def takes_no_writes(self) -> bool:
-        """Whether the superblock takes no writes: mounted read-only, or turned so by an error."""
+        """Whether the superblock takes no writes, by a read-only mount or after an error."""
         return not _NO_WRITES.isdisjoint(self.super_options)
 
     @property
@@ -82,8 +85,8 @@ class Table:
     """All mounts of a mount namespace, in the kernel's order.
 
     A node may have thousands of mounts. So each method searches the kernel's text for the lines
-    that may matter, and only these are parsed. `device_number` gives the number of the device whose
-    node is at a path (see `read`).
+    that may matter, and only those lines are parsed. `device_number` returns the number of the
+    device whose node is at a path (see `read`).
     """
 
     def __init__(
@@ -160,8 +163,8 @@ class Table:
 def read(kernel: Kernel) -> Table:
     """Read the kernel's mount table.
 
-    For btrfs mountinfo has an artificial device number, such as 0:45. It is replaced by the number
-    of the node that is the mount's source, unless that node is absent.
+    For btrfs mountinfo has an artificial device number, such as 0:45. The artificial number is
+    replaced by the number of the node that is the mount's source, unless that node is absent.
     """
     return Table(kernel.mountinfo(), kernel.device_number)
 
@@ -175,7 +178,7 @@ def _lines_with(text: str, word: str) -> Iterator[int]:
 
 
 def _word(path: str, end: str = " ") -> str:
-    """A part of each line with this path: the whole path, or a part without escaped characters."""
+    """A text that is in each line with this path: the path, or its longest part without escapes."""
     plain = _ESCAPED.split(path)
     return f" {path}{end}" if len(plain) == 1 else max(plain, key=len) or " "
 

@@ -15,9 +15,12 @@ from contextlib import contextmanager, suppress
 from mount import mount_errors, table
 from mount.kernel import Kernel
 
+# Length limits of a path and of each of its parts, in bytes.
 _PATH_MAX_BYTES = 4095  # PATH_MAX of <linux/limits.h> counts the closing NUL
 _NAME_MAX_BYTES = 255
+# Pattern of a control character.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+# Modes of the directories and files that are made as mount points.
 _DIRECTORY_MODE = 0o750
 _FILE_MODE = 0o640
 
@@ -77,7 +80,8 @@ def is_inside(kernel: Kernel, path: str, directories: Sequence[str]) -> bool:
 def unchanged(path: str) -> Iterator[None]:
     """Turn ELOOP within a `with` block into PathChanged.
 
-    A resolved path has no symbolic link, so one that the kernel meets was put there since.
+    A resolved path has no symbolic link. So a link that the kernel meets was put there after the
+    path was resolved.
     """
     try:
         yield

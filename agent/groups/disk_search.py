@@ -1,10 +1,38 @@
-"""Find the disks of a volume group by their labels, without lvm2.
+"""Find the disks of a volume group by their labels, without lvm2, and rank disks that compete.
 
-A group is identified by its UUID. Disks of other drivers, of guests and of other nodes may bear its
-name, its UUID, or a copy of one of its disks. Proofs decide, in this order: what was known of the
-group before, what the operator listed, who may have written the disk, active volumes, lvm2's own
-copy of the metadata, Carver's tags. Disks that lose are ignored and reported. If all proofs are
-equal, neither is used.
+Why: Carver confines each lvm2 command to the disks of one group, so that a hung disk stops only its
+own group. For that it must know the group's disks before lvm2 runs. But labels are only claims.
+Disks of other drivers, of guests and of other nodes may bear the group's name, its UUID, or a copy
+of one of its disks. lvm2 would believe the newest metadata that it sees.
+
+Idea: a group is identified by its UUID, not by its name. Among the disks that claim to be the same
+physical volume, or that claim the same group, the one with the best proofs wins:
+
+    proof (the first that differs decides)            a copy or forgery rarely has it, because
+    1. it was the group's disk before, and is         the kernel counts attachments (diskseq)
+       still attached in the same way
+    2. the operator listed it for the group           only the operator writes the configuration
+    3. who may have written it: the node itself,      guests and tenants write their own volumes,
+       the owner of a file or network disk, a guest   which rank last (lvm/candidate_devices.py)
+    4. volumes of the group are active on it          only this node activates them
+    5. lvm2's backup of the metadata has its UUID     the backup is on this node
+    6. the metadata have Carver's tags                a forgery may have them, so this comes last
+
+The search (`locate`) in steps:
+
+1. Read the labels of all disks (lvm/disk_reader.py), and drop the last known location if the
+   group's disks are still attached but no longer the group's.
+2. Collect the disks whose metadata have the group's name. Disks that have a physical volume in
+   common are a family: the same group, whichever disk was written last.
+3. Drop the families that may not be the group at all, and keep the best proved ones. If several
+   groups remain, raise GroupRefused: neither is used.
+4. In the family that remains, the newest metadata of the trusted disks say which disks belong to
+   the group. For each of these, take the best proved disk with its UUID.
+5. Return the disks, the missing ones, and the disks that are ignored, with the reason for each. If
+   a disk that may be the group's does not answer, raise GroupSilent instead.
+
+What it would cost to do without: lvm2 would have to search all disks itself, so one hung disk would
+stop all groups of the node; and a guest could take a group from the node by a label in its volume.
 """
 
 from collections import defaultdict

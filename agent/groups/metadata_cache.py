@@ -1,11 +1,43 @@
 """Metadata cache of a volume group: lvm2's last report, and the proof that it is still true.
 
-A report is as good as a new one until metadata are written: each commit moves them to another place
-on the disks (lvm.labels). Reading that place takes microseconds and no process, so a read after a
-call began proves absence, too. A new report is read after a commit, by this process or another;
-after a command of unknown outcome; when a disk came or went; when a device was left suspended, or a
-snapshot is inactive; and after ten minutes. What the metadata do not say, such as whether a volume
-is active, the kernel is asked.
+Why: each call of CSI decides by the state of the group, and must not decide by an old state. To ask
+lvm2 takes a command, which reads the whole metadata again, and waits behind the group's other
+commands. Most calls come when nothing has changed since the last report.
+
+Idea: lvm2 commits metadata by writing them to another place on the disks. So the place, the length
+and the checksum of the committed metadata on all disks of the group are a fingerprint of its state
+(lvm/labels.py). Equal fingerprints before and after prove that the report is as good as a new one.
+Reading a fingerprint takes 380 us for two disks, and no process.
+
+    state() ---> is the fingerprint of the group's disks the one of the cached report?
+                   |
+                   | yes                              | no, or no report yet
+                   v                                  v
+                 the cached report                  1. find the group's disks by their labels, if
+                                                       they may have changed
+                                                    2. read the fingerprint
+                                                    3. read a report by lvm2, on these disks alone
+                                                    4. read the fingerprint again
+                                                         equal in 2 and 4: cache the report
+                                                         else: return it, but do not cache it
+
+A new report is read if
+
+1. the fingerprint differs: this process, another program or an operator committed something;
+2. a command's outcome is unknown (`forget`);
+3. the group's disks are others than before: their labels are read again after an event of udev's,
+   each minute, and while a disk of the group is missing;
+4. a volume's device is suspended, as a resume writes no metadata;
+5. the kernel has no status of a copy-on-write snapshot, as for an inactive one, whose overflow is
+   recorded in its own COW store alone;
+6. the report is ten minutes old.
+
+The kernel is asked for what metadata do not record, such as whether a volume is active. As the
+fingerprint is read after a call began, the cache also proves that a volume is absent.
+
+What it would cost to do without: a report by lvm2 for each call, also for those that change
+nothing, such as the probes and statistics that kubelet asks for all the time. With a cache that
+only notes Carver's own commands, a call could act on what an operator changed by hand.
 """
 
 import logging

@@ -1,4 +1,9 @@
-"""Prepare reading of a thin snapshot: reserve its pool's metadata snapshot, and activate it."""
+"""Prepare reading of a thin snapshot: reserve its pool's metadata snapshot, activate its device.
+
+A program such as thin_delta(8) cannot read the metadata of an active thin pool, which change while
+they are read. It reads a metadata snapshot of the pool instead, which `Reservations` makes and
+removes. `Activations` activates the snapshots themselves, and deactivates them after the reading.
+"""
 
 import contextvars
 import errno
@@ -26,13 +31,21 @@ from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
+# Tag on a thin pool whose metadata snapshot, if there is one, was reserved by Carver.
 _RESERVED = {tag.METADATA_SNAPSHOT: "reserved"}
+# Time limit of the release of a metadata snapshot after a reading, in seconds.
 _RELEASE_SECONDS = 60.0
 
 
 @dataclass
 class _Turn:
-    """The readers of a pool's metadata snapshot; `begun` counts the snapshots taken."""
+    """The readers that share one thin pool's metadata snapshot, and its state.
+
+    - `changed` is notified when `is_changing` becomes false.
+    - `begun` counts the metadata snapshots that were reserved in this pool by this process.
+    - `readers` is the number of readers of the present metadata snapshot.
+    - `is_changing` is true while a thread reserves or releases the metadata snapshot.
+    """
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     begun: int = 0
@@ -43,10 +56,14 @@ class _Turn:
 class Reservations:
     """Reserves and releases metadata snapshots of thin pools.
 
-    A pool has at most one, and it outlives the process and the boot. While it is there, deleted
-    blocks are not freed. So a tag on the pool says that it is Carver's, from before it is made
-    until after it is gone: the next start releases what a kill left, and one without the tag is
-    left alone. It is kept only while a program reads by it.
+    A thin pool has at most one metadata snapshot. The snapshot survives this process and a reboot,
+    and as long as it exists the pool does not free blocks of deleted volumes. Therefore it is kept
+    only while a program reads it.
+
+    A tag on the pool says that the metadata snapshot is Carver's. The tag is set before the
+    metadata snapshot is reserved and removed after it is released. So the next start of Carver
+    releases what a killed process left, and a metadata snapshot in a pool without the tag, which
+    another program reserved, is left alone.
     """
 
     def __init__(self, context: Context) -> None:
@@ -57,11 +74,14 @@ class Reservations:
 
     @contextmanager
     def held(self, group: str, pool: str) -> Iterator[str]:
-        """Inside, an active pool's metadata can be read from this device, as of the call or later.
+        """Reserve a metadata snapshot of an active thin pool for the `with`; yield its device.
 
-        A call that comes while others read waits until they have ended; the waiting ones then
-        share a new snapshot. Two commands, for the tag. Raises MetadataReserved, OperationPending
-        at the deadline.
+        The device holds the pool's metadata as of this call or later. A call that comes while
+        other readers use an older metadata snapshot waits until those readers have ended; all the
+        waiting calls then share one new metadata snapshot.
+
+        Runs two lvm2 commands, which set and remove the tag. Raises MetadataReserved where another
+        program has reserved a metadata snapshot, OperationPending at the caller's deadline.
         """
         turn = self._turns[group, pool]
         self._join(turn, group, pool)
@@ -71,19 +91,25 @@ class Reservations:
             self._leave(turn, group, pool)
 
     def resume(self, *groups: str) -> int:
-        """Release what an earlier process left in these groups, or in all; return how many."""
+        """Release metadata snapshots that an earlier process left; return the number released.
+
+        Looks in these groups, or in all groups of the node if none is named.
+        """
         count = 0
         with Attempts() as attempts:
             for name in groups or self._volume_groups.names:
                 with attempts.one(), self._volume_groups.hold(name):
-                    found = self._reports.fresh(name).groups.get(name)
-                    for pool in _marked(found) if found is not None else ():
+                    volume_group = self._reports.fresh(name).groups.get(name)
+                    for pool in _marked(volume_group) if volume_group is not None else ():
                         with attempts.one():
                             count += self._resume(name, pool)
         return count
 
     def _resume(self, group: str, pool: str) -> bool:
-        """Release what an earlier process left of a pool; whether it was released."""
+        """Release the metadata snapshot that an earlier process left; say whether it was released.
+
+        Does nothing while this process reads the pool's metadata.
+        """
         if self._turns[group, pool].readers:
             return False
         if not self._activator.is_active(group, pool):
@@ -117,7 +143,8 @@ class Reservations:
                 return
             turn.is_changing = True
         try:
-            # Without the caller's deadline and place among the calls, which may be used up.
+            # Run in an empty context: without the caller's deadline, which may have passed, and
+            # without the caller's position in the queue for the group's lock.
             contextvars.Context().run(self._let_go, group, pool)
         except (errors.AgentError, mount_errors.CommandError, OSError) as error:
             _log.error("thin pool %s/%s keeps old metadata for now: %s", group, pool, error)
@@ -126,7 +153,8 @@ class Reservations:
 
     def _let_go(self, group: str, pool: str) -> None:
         with command.time_limit(_RELEASE_SECONDS):
-            # First, as it slows the pool down; then the tag.
+            # The metadata snapshot is released before the tag is removed, as it slows the pool
+            # down; and after a crash in between, the tag makes the next start look again.
             self._devices.release_metadata(group, pool)
             with self._volume_groups.hold(group):
                 volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
@@ -140,9 +168,10 @@ class Reservations:
 
     def _reserve(self, group: str, pool: str) -> None:
         with self._volume_groups.hold(group):
-            found = self._reports.fresh(group).group(group)
-            if pool in _marked(found):
-                # Left by a reading that could not release it.
+            volume_group = self._reports.fresh(group).group(group)
+            if pool in _marked(volume_group):
+                # The metadata snapshot was reserved by an earlier reading of Carver that failed to
+                # release it.
                 self._release(group, pool)
             elif self._has(group, pool):
                 raise errors.MetadataReserved(group, pool)
@@ -156,41 +185,52 @@ class Reservations:
                 raise
 
     def _release(self, group: str, pool: str) -> None:
-        """Release a metadata snapshot, if there is one, then remove the tag; the group is held."""
+        """Release a pool's metadata snapshot, if there is one, and then remove the tag.
+
+        The caller holds the group's lock.
+        """
         if self._has(group, pool):
             self._devices.release_metadata(group, pool)
         volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
 
     def _has(self, group: str, pool: str) -> bool:
         status = self._activator.status(group, pool)
-        return any(isinstance(one, ThinPool) and one.has_metadata_snapshot for one in status)
+        return any(
+            isinstance(target, ThinPool) and target.has_metadata_snapshot for target in status
+        )
 
 
 def _deactivate(lvm: Lvm, group: str, names: Sequence[str]) -> None:
-    # One that another program just opened keeps its tag.
+    # A snapshot that another program has just opened stays active and keeps its tag.
     with suppress(lvm_errors.InUse):
         volumes.deactivate(lvm, group, *names)
 
 
 def _marked(group: report.Group) -> list[str]:
-    """The pools of a group whose metadata snapshot, if any, is Carver's."""
-    return [one.name for one in records.usable(group) if tag.METADATA_SNAPSHOT in one.own_tags]
+    """The names of a group's thin pools that have Carver's tag for a metadata snapshot."""
+    return [pool.name for pool in records.usable(group) if tag.METADATA_SNAPSHOT in pool.own_tags]
 
 
+# Tag on a snapshot that Carver activated only to read it.
 _OWN = {tag.ACTIVATED: "reading"}
-# How long a snapshot stays active for a command that is to open it.
+# Time for which an activated snapshot waits to be opened by another process, in seconds.
 _LEASE_SECONDS = 60.0
-# The deadline for deactivation after a reading; the next reading does what is left.
+# Time limit of the deactivation after a reading, in seconds. The next reading in the group
+# deactivates what is still active after the limit.
 _END_SECONDS = 30.0
 
 
 class Activations:
-    """Activates thin snapshots for readings, and deactivates them after.
+    """Activates thin snapshots in order to read them, and deactivates them afterwards.
 
-    Each active one costs the kernel a device and every refresh a row, and a backup reads many. A
-    tag marks those that Carver activated, from before until after they are active: the next start,
-    or the next reading in the group, deactivates what a kill left. One that was active before has
-    no tag and is left alone. A COW snapshot is active for as long as its origin is.
+    Each active snapshot costs a device in the kernel and a row in each refresh of the device list,
+    and a backup reads many snapshots. So a snapshot is active only while it is read.
+
+    A tag marks the snapshots that Carver activated. The tag is set before the snapshot is activated
+    and removed after it is deactivated. So the next start of Carver, or the next reading in the
+    group, deactivates what a killed process left active. A snapshot that was active before the
+    reading has no tag and is left alone. A COW snapshot is active as long as its origin is, and is
+    neither activated nor deactivated here.
     """
 
     def __init__(self, context: Context) -> None:
@@ -198,16 +238,18 @@ class Activations:
         self._reports, self._activator = context.reports, context.activator
         self._devices = context.devices
         self._guard = threading.Lock()
-        # By group and name: the number of readers. By lease: the snapshot, and the lease's end
-        # (monotonic).
+        # The number of readers of each snapshot, by group and name.
         self._readers: Counter[tuple[str, str]] = Counter()
+        # For each lease: group and name of its snapshot, and the lease's end (time.monotonic()).
         self._leases: dict[str, tuple[tuple[str, str], float]] = {}
 
     @contextmanager
     def held(self, snapshot: Snapshot) -> Iterator[active_devices.Device]:
-        """Inside, a snapshot's device is active; the group is held to enter. Raises Inactive.
+        """Activate a snapshot for the `with`; yield its device.
 
-        At most two commands. Call `end` once everything read in the group is closed.
+        The caller holds the group's lock when it enters the `with`. Runs at most two lvm2 commands.
+        The caller calls `end` after it has closed everything that it read in the group, which
+        deactivates the snapshot. Raises Inactive.
         """
         key = (snapshot.group.name, snapshot.name)
         with self._guard:
@@ -217,15 +259,16 @@ class Activations:
         finally:
             with self._guard:
                 self._readers[key] -= 1
-                # Or an entry would stay for each snapshot ever read.
+                # Remove the entry, so that the table does not grow with each snapshot ever read.
                 if not self._readers[key]:
                     del self._readers[key]
 
     def lease(self, snapshot: Snapshot) -> str:
         """Activate a snapshot for another process to open; return the lease for `end_lease`.
 
-        Empty where there is nothing to end. The group is held. The device stays active for as long
-        as it is open there. At most two commands.
+        Returns "" for a COW snapshot, whose activation need not be ended. The caller holds the
+        group's lock. The device stays active for `_LEASE_SECONDS`, and beyond for as long as the
+        other process has it open. Runs at most two lvm2 commands.
         """
         self._activate(snapshot)
         if not snapshot.is_thin:
@@ -237,32 +280,42 @@ class Activations:
         return lease
 
     def end_lease(self, group: str, lease: str) -> None:
-        """The process has closed the snapshot."""
+        """End the lease of a snapshot that the other process has closed; deactivate the snapshot.
+
+        Raises nothing.
+        """
         with self._guard:
             self._leases.pop(lease, None)
         self.end(group)
 
     def end(self, *groups: str) -> None:
-        """Deactivate the snapshots in these groups that are no longer read. Raises nothing."""
+        """Deactivate the snapshots in these groups that are no longer read. Raises nothing.
+
+        A failure is logged, and the next reading or the next start deactivates the snapshots.
+        """
 
         def sweep() -> None:
             with command.time_limit(_END_SECONDS):
                 self.resume(*groups)
 
         try:
-            # Without the caller's deadline and place among the calls, which may be used up.
+            # Run in an empty context: without the caller's deadline, which may have passed, and
+            # without the caller's position in the queue for the group's lock.
             contextvars.Context().run(sweep)
         except Exception as error:
             _log.warning("snapshots in %s stay active for now: %s", ", ".join(groups), error)
 
     def resume(self, *groups: str) -> int:
-        """Deactivate as `end`, or in all groups; return how many. Three commands a group."""
+        """Deactivate Carver's unread snapshots in these groups, or in all; return how many.
+
+        Runs at most three lvm2 commands in each group. Raises an ExceptionGroup of the failures.
+        """
         count = 0
         with Attempts() as attempts:
             for name in groups or self._volume_groups.names:
                 with attempts.one(), self._volume_groups.hold(name):
-                    known = self._reports.fresh(name)
-                    if unread := self._unread(known):
+                    current = self._reports.fresh(name)
+                    if unread := self._unread(current):
                         self._deactivate(name, unread)
                         count += len(unread)
         return count
@@ -275,36 +328,42 @@ class Activations:
         return self._activator.activate_snapshot(snapshot)
 
     def _unread(self, known: Fresh) -> list[str]:
-        """The names of snapshots that have the tag and are neither read nor copied."""
+        """The names of snapshots of a group that Carver activated and that are not in use.
+
+        In use are snapshots that are read, have a lease, are open, or are being copied.
+        """
         now = time.monotonic()
         with self._guard:
-            self._leases = {lease: one for lease, one in self._leases.items() if one[1] > now}
+            self._leases = {lease: entry for lease, entry in self._leases.items() if entry[1] > now}
             read = {*self._readers, *(key for key, _ in self._leases.values())}
-        own = [one for one in known.snapshots() if tag.ACTIVATED in one.own_tags]
-        unread = [one for one in own if (one.group.name, one.name) not in read]
+        own = [snapshot for snapshot in known.snapshots() if tag.ACTIVATED in snapshot.own_tags]
+        unread = [snapshot for snapshot in own if (snapshot.group.name, snapshot.name) not in read]
         if not unread:
             return []
-        # A copy, which may be in another group, opens it only for moments.
+        # A copy in progress opens its snapshot only for moments at a time, so the snapshot may be
+        # closed now. The copy may be in another group, so all groups are searched for copies.
         everywhere = self._reports.everywhere(known)
         everywhere.require_read()
-        copied = {one.own_tags.get(tag.FROM) for one in everywhere.copies()}
+        copied = {copy.own_tags.get(tag.FROM) for copy in everywhere.copies()}
         return [
-            one.name
-            for one in unread
-            if str(one.id) not in copied and not self._devices.is_open(one.group.name, one.name)
+            snapshot.name
+            for snapshot in unread
+            if str(snapshot.id) not in copied
+            and not self._devices.is_open(snapshot.group.name, snapshot.name)
         ]
 
     def _deactivate(self, group: str, names: list[str]) -> None:
         lvm = self._volume_groups.lvm(group)
-        active = [one for one in names if self._activator.is_active(group, one)]
-        # First those that an earlier try deactivated: one that fails again keeps no other's tag.
-        self._forget(group, [one for one in names if one not in active])
+        active = [name for name in names if self._activator.is_active(group, name)]
+        # First remove the tags of snapshots that an earlier attempt deactivated, so that a
+        # deactivation that fails again does not keep their tags.
+        self._forget(group, [name for name in names if name not in active])
         if active:
-            all_or_each(active, lambda those: _deactivate(lvm, group, those))
+            all_or_each(active, lambda snapshots: _deactivate(lvm, group, snapshots))
             self._forget(group, active)
 
     def _forget(self, group: str, names: Sequence[str]) -> None:
-        """Take the tag from those of these snapshots that are not active."""
-        done = [(group, one) for one in names if not self._activator.is_active(group, one)]
+        """Remove Carver's tag from each of these snapshots that is not active."""
+        done = [(group, name) for name in names if not self._activator.is_active(group, name)]
         if done:
             volumes.mark_all(self._volume_groups.lvm(group), done, old=_OWN)

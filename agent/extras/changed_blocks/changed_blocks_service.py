@@ -1,4 +1,4 @@
-"""CSI SnapshotMetadata: which ranges of a snapshot are allocated, or changed since another."""
+"""CSI SnapshotMetadata: ranges of a snapshot that are allocated, or changed since another one."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,14 +22,15 @@ from proto import csi_pb2_grpc
 T = TypeVar("T")
 Range = Extent | UserExtent
 
-# The most ranges in one answer: some 30 KiB.
+# The most ranges in one response message, which is then some 30 KiB long.
 _RESULTS = 1024
 
 
 class ChangedBlocks(Extra, csi_pb2_grpc.SnapshotMetadataServicer):
-    """The extra, and its service: readings of snapshots.
+    """The extra `changed_blocks`, and the service CSI SnapshotMetadata.
 
-    A volume is not held meanwhile: its devices are open, and so neither is removed.
+    A call does not take the volume's lock while it streams its responses. The devices that it reads
+    are open meanwhile, so lvm2 can remove neither the snapshot nor its base.
     """
 
     offered = (csi.PluginCapability.Service.SNAPSHOT_METADATA_SERVICE,)
@@ -42,20 +43,20 @@ class ChangedBlocks(Extra, csi_pb2_grpc.SnapshotMetadataServicer):
         csi_pb2_grpc.add_SnapshotMetadataServicer_to_server(self, server)
 
     def recoveries(self) -> Mapping[str, Callable[..., int]]:
-        """Release what readings that were killed have left."""
+        """Name the functions that release what killed readings left."""
         return {
             "metadata snapshots": self.delta.reservations.resume,
             "snapshots that were read": self.delta.activations.resume,
         }
 
     def stop(self) -> None:
-        """End readings at their next piece: a stream may last for hours."""
+        """End all readings at their next piece, as a response stream may last for hours."""
         self.delta.stop()
 
     def GetMetadataAllocated(  # noqa: N802
         self, request: csi.GetMetadataAllocatedRequest, context: grpc.ServicerContext
     ) -> Generator[csi.GetMetadataAllocatedResponse, None, None]:
-        """The ranges of a snapshot that may hold anything but zeroes."""
+        """Stream the ranges of a snapshot that may hold anything but zeroes."""
         call = GetMetadata.from_proto(request)
         require_snapshots(call.snapshot_id)
         reading = self.delta.allocated(call.snapshot_id, context.is_active)
@@ -64,7 +65,7 @@ class ChangedBlocks(Extra, csi_pb2_grpc.SnapshotMetadataServicer):
     def GetMetadataDelta(  # noqa: N802
         self, request: csi.GetMetadataDeltaRequest, context: grpc.ServicerContext
     ) -> Generator[csi.GetMetadataDeltaResponse, None, None]:
-        """The ranges in which a snapshot differs from an earlier one of the same volume."""
+        """Stream the ranges in which a snapshot differs from an earlier one of its volume."""
         call = GetMetadata.from_proto(request)
         require_snapshots(call.base_id, call.snapshot_id)
         reading = self.delta.changed(call.base_id, call.snapshot_id, context.is_active)
@@ -72,26 +73,32 @@ class ChangedBlocks(Extra, csi_pb2_grpc.SnapshotMetadataServicer):
 
 
 def add(service: Service) -> ChangedBlocks:
-    """Make the extra of a service."""
+    """Make the extra `changed_blocks` of a service."""
     return ChangedBlocks(service.context)
 
 
 def of(service: Service) -> ChangedBlocks:
-    """The extra of a service, which has it."""
+    """The extra `changed_blocks` of a service that was made with this extra."""
     return cast(ChangedBlocks, service.extras["changed_blocks"])
 
 
 def require_snapshots(*identities: str) -> None:
-    """Raise NoSuchSnapshot for the id of a volume, which `Delta` would take."""
-    for one in identities:
-        if not names.is_of(ids.SNAPSHOT_PREFIX, ids.logical_name(one)):
-            raise errors.NoSuchSnapshot(one)
+    """Raise NoSuchSnapshot for an id that is not of a snapshot.
+
+    `Delta` also reads volumes by their ids, which CSI does not allow.
+    """
+    for snapshot_id in identities:
+        if not names.is_of(ids.SNAPSHOT_PREFIX, ids.logical_name(snapshot_id)):
+            raise errors.NoSuchSnapshot(snapshot_id)
 
 
 def _answers(
     held: AbstractContextManager[Reading], call: GetMetadata, answer: Callable[..., T]
 ) -> Generator[T, None, None]:
-    """CSI's answers, in the offsets of the device that the volume's user reads."""
+    """Make CSI's response messages from a reading.
+
+    The offsets are those of the device that the volume's user reads, without a LUKS header.
+    """
 
     def view(reading: Reading) -> tuple[int, Iterator[Range]]:
         seen = reading.for_user()
@@ -99,12 +106,12 @@ def _answers(
 
     def make(size_bytes: int, piece: Sequence[Range]) -> T:
         return answer(
-            # Ranges are merged, so they are as long as they happen to be.
+            # Adjacent ranges are merged, so their lengths vary.
             block_metadata_type=csi.BlockMetadataType.VARIABLE_LENGTH,
             volume_capacity_bytes=size_bytes,
             block_metadata=[
-                csi.BlockMetadata(byte_offset=one.offset_bytes, size_bytes=one.length_bytes)
-                for one in piece
+                csi.BlockMetadata(byte_offset=extent.offset_bytes, size_bytes=extent.length_bytes)
+                for extent in piece
             ],
         )
 
@@ -117,10 +124,11 @@ def in_pieces(
     make: Callable[[int, Sequence[Range]], T],
     max_results: int = 0,
 ) -> Generator[T, None, None]:
-    """Make answers of a reading's size and ranges; one without ranges where there are none.
+    """Make responses of a reading's size and ranges, as a generator.
 
-    An answer has at most `max_results` ranges, if set, and fewer where they are long: the caller
-    reads those before it asks for the next answer.
+    A response has at most `_RESULTS` ranges, and at most `max_results` if that is not 0. A response
+    ends early once its ranges have MAX_RANGE_BYTES in total: the caller reads those bytes before it
+    asks for the next response. A reading without ranges gets one response without ranges.
     """
     with held as reading:
         size_bytes, extents = view(reading)
@@ -134,9 +142,9 @@ def in_pieces(
 
 def _piece(extents: Iterator[Range], max_results: int) -> list[Range]:
     piece, piece_bytes = [], 0
-    for one in islice(extents, min(max_results or _RESULTS, _RESULTS)):
-        piece.append(one)
-        piece_bytes += one.length_bytes
+    for extent in islice(extents, min(max_results or _RESULTS, _RESULTS)):
+        piece.append(extent)
+        piece_bytes += extent.length_bytes
         if piece_bytes >= MAX_RANGE_BYTES:
             break
     return piece

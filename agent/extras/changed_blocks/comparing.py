@@ -1,4 +1,4 @@
-"""Find where two devices differ: by COW tables, and by comparing block by block."""
+"""Find where two devices differ: by COW tables, and by comparing their blocks."""
 
 import os
 import re
@@ -14,10 +14,12 @@ from agent.work.pace import Work
 from lvm.active_devices import Exceptions
 from mount.block_io import PIECE_BYTES, Reader
 
-# 32 MiB of bits: at 4 KiB a chunk, 1 TiB of the origin. A multiple of 8.
+# Chunks of the origin that one pass over the COW tables looks at; a multiple of 8. One bit for each
+# is 32 MiB of memory, and at 4 KiB a chunk the pass covers 1 TiB of the origin.
 _PART_CHUNKS = 1 << 28
-# A run of bytes with all bits set, or one byte with some.
+# Pattern of a run of bytes with all bits set, or of one byte with some bits set.
 _SOME = re.compile(rb"\xff+|[^\0]")
+# A byte with all bits set.
 _ALL = 0xFF
 
 
@@ -27,16 +29,21 @@ def ranges(
     end_bytes: int,
     check: Callable[[], None],
 ) -> Iterator[Extent]:
-    """The ranges between two offsets that any table has, sorted and merged.
+    """The sorted and merged ranges between two offsets that any of the COW tables contains.
 
-    A table has the chunks in the order in which they were overwritten. A list of 16 TiB in chunks
-    of 4 KiB would take gigabytes, so the tables are read once for each part of the origin that has
-    chunks, and a part is a bit for each chunk.
+    A table lists the chunks in the order in which they were overwritten, so they have to be sorted.
+    The list of an origin of 16 TiB in chunks of 4 KiB would take gigabytes, so instead:
 
-    All tables have the same chunk size. `check` may raise to end it.
+    1. Divide the origin into parts of `_PART_CHUNKS` chunks.
+    2. Read all tables, and set one bit for each chunk of the first part that a table contains. Note
+       the numbers of the later parts that have chunks in a table.
+    3. Yield the runs of set bits, and repeat from 2 with the next part noted, until none is left.
+
+    All tables have the same chunk size. `check` is called for each block of a table, and may raise
+    to end the search.
     """
-    found = _chunks(tables, start_bytes, end_bytes, check)
-    return clipped(merged(found), start_bytes, end_bytes)
+    overwritten = _chunks(tables, start_bytes, end_bytes, check)
+    return clipped(merged(overwritten), start_bytes, end_bytes)
 
 
 def _chunks(
@@ -47,17 +54,17 @@ def _chunks(
 ) -> Iterator[Extent]:
     size = tables[0].chunk_bytes
     last = -(-end_bytes // size)
-    # Parts that are left to do; the first pass over the tables finds them all.
-    part, left = start_bytes // size // _PART_CHUNKS, set[int]()
+    # Numbers of the parts that are still to do; the first pass over the tables finds all of them.
+    part, remaining = start_bytes // size // _PART_CHUNKS, set[int]()
     while part * _PART_CHUNKS < last:
         base = part * _PART_CHUNKS
         chunks = min(_PART_CHUNKS, last - base)
-        for number, count in _runs(_marked(tables, base, chunks, left, check)):
+        for number, count in _runs(_marked(tables, base, chunks, remaining, check)):
             yield Extent((base + number) * size, count * size)
-        left.discard(part)
-        if not left:
+        remaining.discard(part)
+        if not remaining:
             return
-        part = min(left)
+        part = min(remaining)
 
 
 def _marked(
@@ -67,49 +74,58 @@ def _marked(
     left: set[int],
     check: Callable[[], None],
 ) -> bytearray:
-    """A bit for each chunk of a part; later parts that have chunks are added to `left`."""
+    """Set a bit for each chunk of one part that any table contains; return the bits.
+
+    `base` is the part's first chunk, `chunks` its length. The numbers of later parts that have
+    chunks in a table are added to `left`.
+    """
     bits = bytearray(-(-chunks // 8))
-    for copied in chain.from_iterable(one.chunks() for one in tables):
+    for copied in chain.from_iterable(table.chunks() for table in tables):
         check()
         if not copied:
             continue
         first, last = min(copied) - base, max(copied) - base
         if 0 <= first <= last < chunks and last - first == len(copied) - 1:
-            # A chunk is in a table once, so this is a contiguous run, as most writes are.
+            # A table contains a chunk only once, so these chunks are one contiguous run, as after
+            # most writes. Set their bits together.
             _mark(bits, first, last + 1)
             continue
         for chunk in copied:
-            at = chunk - base
-            if 0 <= at < chunks:
-                bits[at >> 3] |= 1 << (at & 7)
-            elif at >= _PART_CHUNKS:
+            bit = chunk - base
+            if 0 <= bit < chunks:
+                bits[bit >> 3] |= 1 << (bit & 7)
+            elif bit >= _PART_CHUNKS:
                 left.add(chunk // _PART_CHUNKS)
     return bits
 
 
 def _mark(bits: bytearray, start: int, end: int) -> None:
-    """Set the bits from `start` to before `end`."""
+    """Set the bits with the numbers from `start` up to, but not including, `end`."""
     first, last = min(-(-start // 8), end // 8), end // 8
     bits[first:last] = bytes([_ALL]) * (last - first)
     edges = (*range(start, min(8 * first, end)), *range(max(8 * last, start), end))
-    for at in edges:
-        bits[at >> 3] |= 1 << (at & 7)
+    for bit in edges:
+        bits[bit >> 3] |= 1 << (bit & 7)
 
 
 def _runs(bits: bytearray) -> Iterator[tuple[int, int]]:
-    """Runs of set bits: the first bit and the count; adjacent runs are not merged."""
-    for some in _SOME.finditer(bits):
-        at, byte = 8 * some.start(), bits[some.start()]
+    """The runs of set bits, each as its first bit's number and its count of bits.
+
+    Adjacent runs are not merged.
+    """
+    for run in _SOME.finditer(bits):
+        first, byte = 8 * run.start(), bits[run.start()]
         if byte == _ALL:
-            yield at, 8 * (some.end() - some.start())
+            yield first, 8 * (run.end() - run.start())
         else:
-            yield from ((at + bit, 1) for bit in range(8) if byte >> bit & 1)
+            yield from ((first + number, 1) for number in range(8) if byte >> number & 1)
 
 
 _ZEROES = bytes(PIECE_BYTES)
-# Of both devices: half of it is MAX_RANGE_BYTES.
+# Bytes that one I/O slot of a comparison reads, in total from both devices: twice MAX_RANGE_BYTES.
 _TURN_BYTES = 32 << 20
-# The longest range of a comparison: the caller can fetch it without waiting for the rest.
+# The longest range that a comparison yields, in bytes: the caller can read a range while the
+# comparison of the rest has yet to be done.
 MAX_RANGE_BYTES = 16 << 20
 
 
@@ -120,11 +136,14 @@ def differing(
     work: Work,
     extents: Iterable[Extent],
 ) -> Iterator[Extent]:
-    """The blocks of sorted ranges that differ, as ranges of at most MAX_RANGE_BYTES.
+    """The blocks in which two devices differ, as ranges of at most MAX_RANGE_BYTES.
 
-    The base reads as zeroes from `base_bytes` on, and where it is None. Read in turns of `work`,
-    none of which lasts while the caller has a range. Raises OSError, and what `work.check` raises
-    before each piece of at most PIECE_BYTES.
+    Only the given ranges, which are sorted, are compared. The base counts as zeroes from
+    `base_bytes` on, and as zeroes throughout if it is None.
+
+    The devices are read in I/O slots of `work` (agent/work/pace.py). No slot is held while the
+    caller has a range. Raises OSError, and what `work.check` raises, which is called before each
+    piece of at most PIECE_BYTES.
     """
     return merged(_differing(base, base_bytes, target, work, extents), MAX_RANGE_BYTES)
 
@@ -138,104 +157,117 @@ def _differing(
 ) -> Iterator[Extent]:
     ahead = _Ahead(extents)
     while ahead.any():
-        found = list[Extent]()
+        differences = list[Extent]()
         with work.piece(_TURN_BYTES) as turn:
             left_bytes, turn.length_bytes = turn.length_bytes // (1 if base is None else 2), 0
             while left_bytes > 0 and ahead.any():
                 work.check()
-                one = ahead.take(min(left_bytes, PIECE_BYTES))
-                at, length = one.offset_bytes, one.length_bytes
-                here = target.read(at, length)
-                there = _ZEROES if length == PIECE_BYTES else bytes(length)
-                known = max(0, min(length, base_bytes - at)) if base is not None else 0
-                if base is not None and known:
-                    there = base.read(at, known) + bytes(length - known)
-                if here != there:
-                    unequal = _unequal(here, there)
-                    found += (Extent(at + start, end - start) for start, end in unequal)
+                extent = ahead.take(min(left_bytes, PIECE_BYTES))
+                at, length = extent.offset_bytes, extent.length_bytes
+                target_data = target.read(at, length)
+                base_data = _ZEROES if length == PIECE_BYTES else bytes(length)
+                base_length = max(0, min(length, base_bytes - at)) if base is not None else 0
+                if base is not None and base_length:
+                    base_data = base.read(at, base_length) + bytes(length - base_length)
+                if target_data != base_data:
+                    unequal = _unequal(target_data, base_data)
+                    differences += (Extent(at + start, end - start) for start, end in unequal)
                 left_bytes -= length
-                turn.length_bytes += length + known
-        yield from found
+                turn.length_bytes += length + base_length
+        yield from differences
 
 
 def _unequal(here: bytes, there: bytes) -> Iterator[tuple[int, int]]:
-    """Start and end of each run of blocks that differ."""
-    begun = -1
+    """The runs of blocks that differ, each as its start and end in these bytes."""
+    run_start = -1
     for start in range(0, len(here), BLOCK_BYTES):
         end = start + BLOCK_BYTES
         if here[start:end] != there[start:end]:
-            begun = start if begun < 0 else begun
-        elif begun >= 0:
-            yield begun, start
-            begun = -1
-    if begun >= 0:
-        yield begun, len(here)
+            run_start = start if run_start < 0 else run_start
+        elif run_start >= 0:
+            yield run_start, start
+            run_start = -1
+    if run_start >= 0:
+        yield run_start, len(here)
 
 
 class _Ahead:
-    """Sorted ranges, taken piece by piece, from block boundaries on."""
+    """Sorted ranges from which the caller takes pieces, each range from its block's start on."""
 
     def __init__(self, extents: Iterable[Extent]) -> None:
         self._next = iter(extents)
         self._start = self._end = 0
 
     def any(self) -> bool:
-        """Whether there is more."""
+        """Say whether any range is left; `take` may be called only then."""
         while self._start >= self._end:
-            if (one := next(self._next, None)) is None:
+            if (extent := next(self._next, None)) is None:
                 return False
-            self._start, self._end = one.offset_bytes // BLOCK_BYTES * BLOCK_BYTES, one.end_bytes
+            self._start, self._end = (
+                extent.offset_bytes // BLOCK_BYTES * BLOCK_BYTES,
+                extent.end_bytes,
+            )
         return True
 
     def take(self, most_bytes: int) -> Extent:
-        """The next piece, in whole blocks but for the end; there is more."""
+        """Take the next piece: whole blocks of BLOCK_BYTES, but for the end of a range.
+
+        The piece has at most `most_bytes`, or one block. The caller has checked `any`.
+        """
         length = max(most_bytes // BLOCK_BYTES, 1) * BLOCK_BYTES
         piece = Extent(self._start, min(length, self._end - self._start))
         self._start = piece.end_bytes
         return piece
 
 
+# A range in a spool file: offset and length, in bytes.
 _RECORD = struct.Struct("=2Q")
+# Bytes of a spool file that are read or written together.
 _PIECE_BYTES = 4096 * _RECORD.size
+# The most bytes of a spool that are kept in memory; a longer one goes to a file.
 _IN_MEMORY_BYTES = 4 << 20
-# On a disk; /tmp often is not (file-hierarchy(7)).
+# Directory of spool files: on a disk, which /tmp often is not (file-hierarchy(7)).
 _ON_DISK = Path("/var/tmp")  # noqa: S108 - the file has no name there
 
 
 class Spool:
-    """Sorted ranges in a file, 16 bytes each."""
+    """Sorted ranges in a temporary file, 16 bytes for each range."""
 
     def __init__(self, file: "SpooledTemporaryFile[bytes]") -> None:
         self._file = file
 
     def fill(self, extents: Iterable[Extent]) -> None:
-        """Append ranges."""
+        """Append ranges to the file."""
         piece = bytearray()
-        for one in extents:
-            piece += _RECORD.pack(one.offset_bytes, one.length_bytes)
+        for extent in extents:
+            piece += _RECORD.pack(extent.offset_bytes, extent.length_bytes)
             if len(piece) >= _PIECE_BYTES:
                 self._file.write(piece)
                 piece.clear()
         self._file.write(piece)
 
     def add(self, extent: Extent) -> None:
-        """Append one range."""
+        """Append one range to the file."""
         self.fill([extent])
 
     def __iter__(self) -> Iterator[Extent]:
-        at = 0
+        offset = 0
         while True:
-            self._file.seek(at)
+            self._file.seek(offset)
             piece = self._file.read(_PIECE_BYTES)
             if not piece:
                 return
-            at += len(piece)
-            yield from (Extent(*one) for one in _RECORD.iter_unpack(piece))
+            offset += len(piece)
+            yield from (Extent(*record) for record in _RECORD.iter_unpack(piece))
 
 
 @contextmanager
 def opened(otherwise: Path) -> Iterator[Spool]:
-    """A spool that is deleted on exit; in `otherwise` where /var/tmp is read-only, as in a pod."""
+    """Open a spool that is deleted on exit.
+
+    The file is in /var/tmp, or in the directory `otherwise` where /var/tmp cannot be written, as in
+    a pod.
+    """
     directory = _ON_DISK if os.access(_ON_DISK, os.W_OK) else otherwise
     with SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=str(directory)) as file:
         yield Spool(file)

@@ -1,4 +1,4 @@
-"""Which ranges of a snapshot are allocated, or changed since another snapshot of its volume."""
+"""Find the ranges of a snapshot that are allocated, or changed since an earlier snapshot."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,32 +44,38 @@ _Read = Snapshot | Volume
 
 
 def start_of_user_data(kernel: Kernel, those: Sequence[tuple[_Read, str]]) -> LogicalOffset:
-    """The offset of the user's first byte, by the LUKS2 headers of snapshots of one volume.
+    """The offset of the user's first byte, which the LUKS2 headers of these devices agree on.
 
-    Encrypted snapshots are compared as they lie. AES-XTS makes the same ciphertext of the same
-    plaintext at the same place as long as the master key is the same: then what differs encrypted
-    is what differs to the user. So the headers must agree on the offset and on that key; which
-    passphrases open them does not matter.
+    The devices are of snapshots of one volume, or of the volume itself. The offset is 0 if the
+    volume is not encrypted.
 
-    Raises BlocksUnknown where they do not agree or cannot be read, OSError.
+    Encrypted snapshots are compared as ciphertext. AES-XTS makes the same ciphertext of the same
+    plaintext at the same offset as long as the master key is the same, so the ciphertext differs
+    exactly where the plaintext differs. Therefore the headers must agree on the offset and on the
+    master key; which passphrases open them does not matter.
+
+    Raises BlocksUnknown where the headers do not agree or cannot be read, OSError.
     """
-    found = [_start(kernel, one, device) for one, device in those]
-    if len(set(found)) > 1:
+    starts = [_start(kernel, source, device) for source, device in those]
+    if len(set(starts)) > 1:
         raise errors.BlocksUnknown(
             str(those[-1][0].id),
             f"{those[0][0].id!s} has another master key, has its data elsewhere, or is of before"
             " the volume was used first",
             "make a full backup (GetMetadataAllocated)",
         )
-    return found[0][0]
+    return starts[0][0]
 
 
 def _start(kernel: Kernel, one: _Read, device: str) -> tuple[LogicalOffset, str]:
-    """The offset of its data, and a digest of how they are encrypted."""
+    """The offset of the data on one device, and a digest of how the data are encrypted.
+
+    Raises BlocksUnknown where the header is missing, damaged, or of a re-encryption in progress.
+    """
     if not one.is_encrypted:
         return LogicalOffset(0), ""
     if (header := luks.read(kernel, device)) is None:
-        # An unused volume has no header yet.
+        # A new volume has no header before its first use: only its space is reserved.
         was_used = {tag.SEALED, tag.FORMATTED} & one.own_tags.keys()
         if was_used or not one.header_bytes or luks.bears_any(kernel, device):
             raise errors.BlocksUnknown(
@@ -94,8 +100,9 @@ def _start(kernel: Kernel, one: _Read, device: str) -> tuple[LogicalOffset, str]
     return LogicalOffset(header.offset_bytes), header.reading
 
 
-# The ranges to look at between two offsets, and the filter that picks from them.
+# Function that yields the ranges to look at between two offsets.
 _Candidates = Callable[[int, int], Iterable[Extent]]
+# Filter that picks the ranges of the answer from the ranges to look at.
 _Filter = Callable[[Iterable[Extent]], Iterator[Extent]]
 
 
@@ -104,15 +111,19 @@ def _always() -> bool:
 
 
 class Delta:
-    """Reads snapshots, and volumes as they are now, by their ids.
+    """Finds allocated and changed ranges of snapshots, and of volumes, which ids name.
 
-    LVM's metadata say where to look: a thin pool's, which blocks a volume has, and has alone; a COW
-    snapshot's table, which chunks of its origin were overwritten since. The same bytes may have
-    been written again, so the ranges found are compared. Which of two snapshots is older has no
-    say in where to look: a clock may have stepped.
+    LVM's metadata say where to look. The metadata of a thin pool say which blocks a volume has, and
+    which of them it shares with a snapshot. The table of a COW snapshot says which chunks of the
+    origin were overwritten since the snapshot was taken. A block may have been overwritten by the
+    same bytes, so the ranges that the metadata name are then compared on the devices. Both
+    snapshots' metadata are used whichever snapshot is older, as their times may be wrong after a
+    step of the clock.
 
-    The answer for a volume that is written to meanwhile may lack what was written since it began;
-    take a snapshot for more. `is_wanted` is polled; NotWanted is raised once it is false.
+    A volume may be written to while it is read. The answer may lack data that were written since
+    the call began. For an exact answer, take a snapshot and name it.
+
+    Each method polls `is_wanted`, and raises NotWanted once that returns false.
     """
 
     def __init__(self, context: Context) -> None:
@@ -126,34 +137,37 @@ class Delta:
         self._stopping = threading.Event()
 
     def _new_spool(self) -> AbstractContextManager[comparing.Spool]:
-        """A file for ranges, beside the socket."""
+        """Open a new spool for ranges; beside the socket where /var/tmp cannot be written."""
         return comparing.opened(self._configuration.now.endpoint.parent)
 
     @contextmanager
     def allocated(
         self, identity: str, is_wanted: Callable[[], bool] = _always, *, is_compared: bool = True
     ) -> "Iterator[Reading]":
-        """The ranges that may hold anything but zeroes; everything else reads as zeroes.
+        """Find the ranges of a volume that may hold anything but zeroes.
 
-        Unless compared with zeroes, a thick volume is one range; so is an encrypted one, whose
-        zeroes are noise to its user. Raises NoSuchSnapshot, NoSuchVolume, OtherGroup, Copying,
-        SourceLost, MetadataReserved.
+        Everything outside these ranges reads as zeroes. A thick volume has no list of allocated
+        blocks: the answer is the whole volume as one range, or with `is_compared` only the blocks
+        that are not zeroes. An encrypted thick volume is always one range, as its zeroes are
+        ciphertext.
+
+        Raises NoSuchSnapshot, NoSuchVolume, OtherGroup, Copying, SourceLost, MetadataReserved.
         """
         check = self._check(identity, is_wanted)
         with ExitStack() as ending:
-            [(of, reader)] = self._opened(ending, identity)
-            compares = is_compared and not of.is_encrypted
-            work = self._work(check, of, reader)
+            [(source, reader)] = self._opened(ending, identity)
+            compares = is_compared and not source.is_encrypted
+            work = self._work(check, source, reader)
             unlike_zeroes = partial(comparing.differing, None, 0, reader, work)
             pick: _Filter = unlike_zeroes if compares else iter
             candidates: _Candidates = _everything
-            if pool := _pool(of):
+            if pool := _pool(source):
                 ranges = ending.enter_context(self._new_spool())
                 words = thinmaps.mapped_words
-                self._spool(ranges, pool, thinmaps.mapped, words, check, of)
-                # Allocated blocks are not searched for zeroes.
+                self._spool(ranges, pool, thinmaps.mapped, words, check, source)
+                # The blocks that a thin volume has allocated are not searched for zeroes.
                 pick, candidates = iter, partial(clipped, ranges)
-            yield self._reading([(of, reader)], candidates, pick)
+            yield self._reading([(source, reader)], candidates, pick)
 
     @contextmanager
     def changed(
@@ -164,14 +178,18 @@ class Delta:
         *,
         is_compared: bool = True,
     ) -> "Iterator[Reading]":
-        """The blocks in which two snapshots of a volume, or a snapshot and the volume, differ.
+        """Find the blocks in which two snapshots of a volume, or a snapshot and its volume, differ.
 
-        Exactly those. A smaller base reads as zeroes behind its end; what an encrypted volume has
-        there is in the answer as `allocated` has it. Raises as `allocated`, and NotComparable for
-        snapshots of two volumes and for a base that is larger or newer.
+        With `is_compared`, the answer has exactly the blocks that differ. A base that is smaller
+        than the target counts as zeroes behind its end; what an encrypted target has behind the
+        base's end is in the answer whatever its contents.
 
-        Unless compared, the answer is all that was written, and no device is read. Of a thick
-        volume it grows from call to call: it has what was written since the target, too.
+        Without `is_compared`, the answer has all blocks that were written, and no device is read.
+        For a thick volume that also includes blocks that were written after the target was taken,
+        so the answer grows from call to call.
+
+        Raises as `allocated`, and NotComparable for snapshots of two volumes and for a base that is
+        larger or newer than the target.
         """
         check = self._check(target_id, is_wanted)
         with ExitStack() as ending:
@@ -192,55 +210,66 @@ class Delta:
             yield self._reading([(base, old), (target, new)], candidates, pick)
 
     def stop(self) -> None:
-        """End all readings at their next piece, or block of a table."""
+        """End all readings at their next piece, or at the next block of a COW table."""
         self._stopping.set()
 
     def _reading(
         self, those: list[tuple[_Read, Reader]], candidates: _Candidates, pick: _Filter
     ) -> "Reading":
-        of, reader = those[-1]
-        places = [(one, opened.device) for one, opened in those]
+        source, reader = those[-1]
+        places = [(source, reader.device) for source, reader in those]
 
         def require() -> None:
-            for one, _ in those:
-                # Anything read just before that may have been overwritten already.
-                if isinstance(one, Snapshot) and self._activator.has_overflowed(one):
-                    raise errors.SourceLost(str(one.id), "its area is full, what it held is lost")
+            for source, _ in those:
+                # A COW snapshot whose COW store is full is invalid, and what was read from it just
+                # before may already have been wrong.
+                if isinstance(source, Snapshot) and self._activator.has_overflowed(source):
+                    raise errors.SourceLost(
+                        str(source.id), "its area is full, what it held is lost"
+                    )
 
         user_start = partial(start_of_user_data, self._kernel, places)
-        return Reading(of, of.size_bytes, reader.device, candidates, pick, require, user_start)
+        return Reading(
+            source, source.size_bytes, reader.device, candidates, pick, require, user_start
+        )
 
     def _opened(self, ending: ExitStack, *identities: str) -> list[tuple[_Read, Reader]]:
-        """Open the devices of these ids; one command for each that is not active."""
-        for one in identities:
-            if VolumeId.parse(one) is None:
-                raise errors.NoSuchSnapshot(one)
-        groups = sorted({ids.group_of(one) for one in identities})
+        """Open the devices of these ids; run one lvm2 command for each that is not active.
+
+        The devices are closed when `ending` is, and their snapshots deactivated after that.
+        """
+        for identity in identities:
+            if VolumeId.parse(identity) is None:
+                raise errors.NoSuchSnapshot(identity)
+        groups = sorted({ids.group_of(identity) for identity in identities})
         with self._volume_groups.hold(*groups):
-            known = self._mender.mend(*groups)
-            found = [self._found(known, one) for one in identities]
-            if len(found) > 1:
-                _require_comparable(*found)
-            if thin := sorted({one.group.name for one in found if _pool(one)}):
-                # Last, once the devices are closed.
+            current = self._mender.mend(*groups)
+            sources = [self._found(current, identity) for identity in identities]
+            if len(sources) > 1:
+                _require_comparable(*sources)
+            if thin := sorted({source.group.name for source in sources if _pool(source)}):
+                # `end` is registered first, so that it is called after the devices are closed.
                 ending.callback(self.activations.end, *thin)
-            readers = [self._kernel.reader(self._activate(ending, one)) for one in found]
-            # An open device cannot be removed.
+            readers = [self._kernel.reader(self._activate(ending, source)) for source in sources]
+            # While these devices are open, lvm2 cannot remove their volumes.
             return [
-                (one, ending.enter_context(reader))
-                for one, reader in zip(found, readers, strict=True)
+                (source, ending.enter_context(reader))
+                for source, reader in zip(sources, readers, strict=True)
             ]
 
     def _found(self, known: Fresh, identity: str) -> _Read:
         if names.is_of(ids.VOLUME_PREFIX, ids.logical_name(identity)):
             return known.usable(identity, Call.MANAGE)
-        found = self._reports.snapshot(known, identity)
-        if found.problem:
-            raise errors.SourceLost(identity, found.problem)
-        return found
+        snapshot = self._reports.snapshot(known, identity)
+        if snapshot.problem:
+            raise errors.SourceLost(identity, snapshot.problem)
+        return snapshot
 
     def _check(self, identity: str, is_wanted: Callable[[], bool]) -> Callable[[], None]:
-        """A check for each piece; it raises NotWanted, Stopping."""
+        """Make the function that a reading calls before each piece.
+
+        The function raises Stopping when the service stops, NotWanted when the caller has gone.
+        """
 
         def check() -> None:
             if self._stopping.is_set():
@@ -251,7 +280,7 @@ class Delta:
         return check
 
     def _work(self, check: Callable[[], None], of: _Read, *readers: Reader) -> Work:
-        devices = [one.device for one in readers]
+        devices = [reader.device for reader in readers]
         return self._paces.of(of.group.name).work("compare", *devices, check=check, may_join=True)
 
     def _activate(self, ending: ExitStack, one: _Read) -> str:
@@ -268,9 +297,13 @@ class Delta:
         check: Callable[[], None],
         *those: _Read,
     ) -> None:
-        """Read a thin-provisioning tool's output to its end at once, as the pool waits for that."""
+        """Read the whole output of a thin-provisioning tool at once into a spool file.
+
+        The pool's metadata snapshot is reserved while the tool runs, so the tool must not wait for
+        this call's caller. `words` makes the tool's command line, `read` parses its output.
+        """
         group = those[-1].group.name
-        numbers = [self._number(group, one.name) for one in those]
+        numbers = [self._number(group, source.name) for source in those]
         with (
             self.reservations.held(group, pool) as metadata,
             self._stream(*words(metadata, *numbers)) as printed,
@@ -284,23 +317,31 @@ class Delta:
         return number
 
     def _tables(self, base: _Read, target: _Read) -> list[Exceptions]:
-        """COW tables whose union has all that differs; empty where the volume has none.
+        """The COW tables whose union has all chunks that differ; empty for thin volumes.
 
-        The older snapshot's table has it, and everything that the other's has.
+        The table of the older snapshot lists all chunks that were overwritten since, and thereby
+        everything that the newer snapshot's table lists. Both tables are returned, as it is not
+        certain which snapshot is older. Also empty where the chunk sizes differ.
         """
-        those = [base] if isinstance(target, Volume) else [base, target]
-        if any(_pool(one) for one in those):
+        sources = [base] if isinstance(target, Volume) else [base, target]
+        if any(_pool(source) for source in sources):
             return []
-        tables = [self._devices.exceptions(one.group.name, one.name) for one in those]
-        return tables if len({one.chunk_bytes for one in tables}) == 1 else []
+        tables = [self._devices.exceptions(source.group.name, source.name) for source in sources]
+        return tables if len({table.chunk_bytes for table in tables}) == 1 else []
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A snapshot or a volume, or of two the later one, that is held while it is read.
+    """A snapshot or a volume whose device is open while its ranges are read.
 
-    `size_bytes` has the header included. `device` is its active block device, which is open until
-    the reading ends.
+    For a comparison, this is the target, not the base.
+
+    - `of` is the snapshot or the volume.
+    - `size_bytes` is the size of the logical volume, LUKS header included.
+    - `device` is the path of the active block device, which stays open until the reading ends.
+    - `candidates` yields the ranges between two offsets to look at; `pick` filters these.
+    - `require_readable` raises SourceLost where data that were read may be wrong.
+    - `user_start` finds the offset of the user's first byte; raises BlocksUnknown, OSError.
     """
 
     of: _Read
@@ -312,16 +353,20 @@ class Reading:
     user_start: Callable[[], LogicalOffset]
 
     def for_user(self) -> "UserReading":
-        """The reading in the user's offsets; raises BlocksUnknown."""
+        """Convert this reading to the offsets of the user's device; raises BlocksUnknown."""
         with self._proved():
             begins = self.user_start()
         return UserReading(self, begins)
 
     def extents(self, starting_offset: LogicalOffset = LOGICAL_START) -> Iterator[Extent]:
-        """The sorted ranges from an offset on, in whole blocks of BLOCK_BYTES up to the end.
+        """The sorted ranges of the answer from an offset on.
 
-        Ranges are merged, but those found by comparing only in part, to be yielded early. May be
-        called again, also with another offset. Raises SourceLost, DeltaFailed, OSError.
+        The ranges begin and end at multiples of BLOCK_BYTES, but for the starting offset and the
+        end. Adjacent ranges are merged. Ranges found by comparing are merged only up to
+        MAX_RANGE_BYTES, so that the caller gets each range early. May be called again, also with
+        another offset.
+
+        Raises NotBeyond for an offset behind the end, SourceLost, DeltaFailed, OSError.
         """
         if not 0 <= starting_offset <= self.size_bytes:
             raise errors.NotBeyond(starting_offset, self.size_bytes)
@@ -329,13 +374,16 @@ class Reading:
 
     def _extents(self, start: int) -> Iterator[Extent]:
         with self._proved():
-            found = self.pick(self.candidates(start, self.size_bytes))
-            # Blocks are compared whole, wherever the reading begins.
-            yield from clipped(found, start, self.size_bytes)
+            ranges = self.pick(self.candidates(start, self.size_bytes))
+            # Blocks are compared as a whole even if the answer begins inside a block.
+            yield from clipped(ranges, start, self.size_bytes)
 
     @contextmanager
     def _proved(self) -> Iterator[None]:
-        """Raise SourceLost where what was read inside may have been lost meanwhile."""
+        """Raise SourceLost at the end of the `with` where data read inside it may be wrong.
+
+        Also where the reading failed: then the loss explains the error, and replaces it.
+        """
         try:
             yield
         except (OSError, errors.BlocksUnknown):
@@ -346,33 +394,33 @@ class Reading:
 
 @dataclass(frozen=True)
 class UserReading:
-    """A reading in the user's offsets, which begin at `begins`."""
+    """A reading in offsets of the user's device, which begins at the logical offset `begins`."""
 
     logical: Reading
     begins: LogicalOffset
 
     @property
     def size_bytes(self) -> int:
-        """The size that the user sees."""
+        """The size of the user's device, in bytes."""
         return self.logical.size_bytes - self.begins
 
     def extents(self, starting_offset: UserOffset = USER_START) -> Iterator[UserExtent]:
-        """The ranges of the logical volume behind its header."""
+        """The sorted ranges of the answer in offsets of the user's device; as `Reading.extents`."""
         if not 0 <= starting_offset <= self.size_bytes:
             raise errors.NotBeyond(starting_offset, self.size_bytes)
         return (
-            UserExtent(UserOffset(one.offset_bytes - self.begins), one.length_bytes)
-            for one in self.logical.extents(LogicalOffset(self.begins + starting_offset))
+            UserExtent(UserOffset(extent.offset_bytes - self.begins), extent.length_bytes)
+            for extent in self.logical.extents(LogicalOffset(self.begins + starting_offset))
         )
 
 
 def _require_comparable(base: _Read, target: _Read) -> None:
-    of = target.source_id if isinstance(target, Snapshot) else target.id
+    source_id = target.source_id if isinstance(target, Snapshot) else target.id
     why = ""
     if not isinstance(base, Snapshot):
         raise errors.NoSuchSnapshot(str(base.id))
-    if base.source_id != of:
-        why = f"it is of {base.source_id}, the other of {of}"
+    if base.source_id != source_id:
+        why = f"it is of {base.source_id}, the other of {source_id}"
     elif records.is_older(base, target) is False:
         why = "it was taken later"
     elif base.size_bytes > target.size_bytes:
@@ -388,7 +436,7 @@ def _pool(one: _Read) -> str:
 def _overwritten(
     tables: Sequence[Exceptions], base_bytes: int, check: Callable[[], None], start: int, end: int
 ) -> Iterator[Extent]:
-    """What the tables' origin overwrote, and all behind the base's end."""
+    """The ranges between two offsets that COW tables contain, and all behind the base's end."""
     own = min(end, base_bytes)
     if start < own:
         yield from comparing.ranges(tables, start, own, check)
@@ -396,9 +444,9 @@ def _overwritten(
 
 
 def _checked(runs: Iterable[Run], check: Callable[[], None]) -> Iterator[Extent]:
-    for one in runs:
+    for run in runs:
         check()
-        yield Extent(one.offset_bytes, one.length_bytes)
+        yield Extent(run.offset_bytes, run.length_bytes)
 
 
 def _everything(start: int, end: int) -> Iterator[Extent]:
@@ -407,17 +455,17 @@ def _everything(start: int, end: int) -> Iterator[Extent]:
 
 
 def _up_to(end_bytes: int, pick: _Filter, extents: Iterable[Extent]) -> Iterator[Extent]:
-    """Apply a filter to what lies before an offset; keep all that lies behind."""
-    left, behind = iter(extents), list[Extent]()
+    """Apply a filter to the part of sorted ranges before an offset; keep all that lies behind."""
+    remaining, behind = iter(extents), list[Extent]()
 
     def before() -> Iterator[Extent]:
-        for one in left:
-            if one.end_bytes > end_bytes:
-                behind.append(one)
-            yield from clipped([one], 0, end_bytes)
+        for extent in remaining:
+            if extent.end_bytes > end_bytes:
+                behind.append(extent)
+            yield from clipped([extent], 0, end_bytes)
             if behind:
                 return
 
     yield from pick(before())
-    for one in chain(behind, left):
-        yield from clipped([one], end_bytes, one.end_bytes)
+    for extent in chain(behind, remaining):
+        yield from clipped([extent], end_bytes, extent.end_bytes)

@@ -1,20 +1,22 @@
-"""Byte ranges: allocated in a snapshot, or changed since another one.
+"""Byte ranges of volumes: allocated in a snapshot, or changed since another snapshot.
 
-The data of an encrypted volume begin behind its header, so a byte has two offsets: in the logical
-volume, as LVM and streams count, and in the device that the user has open, as CSI counts. Each has
-its own type, and mypy refuses one for the other.
+The data of an encrypted volume begin behind its LUKS header, so a byte has two offsets: one in the
+logical volume, which LVM and Carver's streams use, and one in the decrypted device that the pod has
+open, which CSI uses. Each kind of offset has its own type, and mypy refuses one for the other.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NewType
 
-# From the first byte of the logical volume, header included; from that of the user's device.
+# Offset from the first byte of the logical volume, whose header counts, in bytes.
 LogicalOffset = NewType("LogicalOffset", int)
+# Offset from the first byte of the device that the volume's user reads, in bytes.
 UserOffset = NewType("UserOffset", int)
+# Offsets of the first byte of the logical volume, and of the user's device.
 LOGICAL_START, USER_START = LogicalOffset(0), UserOffset(0)
 
-# The unit of comparison: a page, and a sector of most disks.
+# Unit of comparison, in bytes: a page of memory, and a sector of most disks.
 BLOCK_BYTES = 4096
 
 
@@ -27,7 +29,7 @@ class Extent:
 
     @property
     def end_bytes(self) -> int:
-        """The offset behind its last byte."""
+        """The offset of the first byte behind this range."""
         return self.offset_bytes + self.length_bytes
 
 
@@ -40,16 +42,19 @@ class UserExtent:
 
 
 def merged(extents: Iterable[Extent], most_bytes: int | None = None) -> Iterator[Extent]:
-    """Merge ranges that are sorted by their offsets, into ranges of at most `most_bytes`."""
+    """Merge adjacent and overlapping ranges, which are sorted by their offsets.
+
+    The ranges that result have at most `most_bytes` each, if given.
+    """
     last: Extent | None = None
-    for one in extents:
-        if last is not None and one.offset_bytes <= last.end_bytes:
-            end = max(last.end_bytes, one.end_bytes)
+    for extent in extents:
+        if last is not None and extent.offset_bytes <= last.end_bytes:
+            end = max(last.end_bytes, extent.end_bytes)
             last = Extent(last.offset_bytes, end - last.offset_bytes)
         else:
             if last is not None:
                 yield last
-            last = one
+            last = extent
         while most_bytes is not None and last is not None and last.length_bytes >= most_bytes:
             yield Extent(last.offset_bytes, most_bytes)
             rest = last.length_bytes - most_bytes
@@ -59,10 +64,10 @@ def merged(extents: Iterable[Extent], most_bytes: int | None = None) -> Iterator
 
 
 def clipped(extents: Iterable[Extent], start_bytes: int, end_bytes: int) -> Iterator[Extent]:
-    """Clip sorted ranges to those between two offsets."""
-    for one in extents:
-        if one.offset_bytes >= end_bytes:
+    """Clip sorted ranges to the bytes from `start_bytes` up to `end_bytes`."""
+    for extent in extents:
+        if extent.offset_bytes >= end_bytes:
             return
-        start, end = max(one.offset_bytes, start_bytes), min(one.end_bytes, end_bytes)
+        start, end = max(extent.offset_bytes, start_bytes), min(extent.end_bytes, end_bytes)
         if start < end:
             yield Extent(start, end - start)

@@ -1,1 +1,1 @@
-"""Volumes and objects of the cluster that are no longer needed."""
+"""The extra `orphans`: find volumes, and objects of the cluster, that are no longer needed."""

@@ -1,4 +1,4 @@
-"""Find candidates: volumes, cluster objects and kubelet's directories that nothing refers to."""
+"""Find candidates for orphans: volumes, objects and kubelet's directories without a reference."""
 
 import json
 import shlex
@@ -22,7 +22,13 @@ from mount.table import Table
 
 
 class Kind(StrEnum):
-    """The kind of an orphan; `REMEDIES` has a remedy for each."""
+    """The kind of an orphan.
+
+    VOLUME, INLINE: a volume of a claim, or of a pod, that is gone. HALF_MADE: a volume or snapshot
+    that is incomplete. WIPING: a deleted volume that is not erased yet. STAGING, TARGET: a
+    directory of kubelet's whose volume is gone. CAPACITY, PERSISTENT_VOLUME: an object of a node
+    that is gone. CLAIM: a claim that waits for a node that is gone or not ready.
+    """
 
     VOLUME = "volume"
     INLINE = "inline"
@@ -35,7 +41,9 @@ class Kind(StrEnum):
     CLAIM = "claim"
 
 
+# Remedy for an orphan that Carver can delete itself.
 _DELETE = "carver orphans --delete {name} --yes"
+# The remedy for each kind of orphan, for the operator.
 REMEDIES = {
     Kind.VOLUME: _DELETE,
     Kind.INLINE: _DELETE,
@@ -54,11 +62,15 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A possible orphan.
+    """A possible orphan: something that nothing refers to now.
 
-    `name` is a volume's id, a path or an object's name. `identity` distinguishes it from another of
-    that name: it is LVM's, the file system's or the API server's. `handle` is the volume's id as
-    kubelet knows it, and `path` its place, if it has these. `remedy` replaces that of its kind.
+    - `name` is a volume's id, a path or the name of an object.
+    - `identity` distinguishes it from an earlier object of the same name. It is LVM's UUID, device
+      and inode of a directory, or the API server's UID.
+    - `about` describes it for the operator.
+    - `handle` is the volume's id as kubelet knows it, empty if it has none.
+    - `path` is the directory where the volume is mounted, empty if there is none.
+    - `remedy` replaces the remedy of its kind, if not empty.
     """
 
     kind: Kind
@@ -71,91 +83,104 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """Return its key in the history."""
+        """Return the candidate's key in the history of earlier looks."""
         return f"{self.kind}:{self.identity}:{self.name}"
 
     @property
     def full_remedy(self) -> str:
-        """Return what to do about it."""
+        """Return the remedy for this candidate, with its name filled in."""
         namespace, _, name = self.name.rpartition("/")
         text = self.remedy or REMEDIES[self.kind]
         fields = {"name": self.name, "namespace": namespace, "object": name}
-        return text.format(**{key: shlex.quote(one) for key, one in fields.items()})
+        return text.format(**{key: shlex.quote(value) for key, value in fields.items()})
 
 
 def of_volumes(reports: Reports, known: Fresh, references: References) -> Iterator[Candidate]:
-    """Find Carver's volumes that nothing in the cluster refers to."""
-    for one in known.volumes():
-        # Volumes that move between nodes are left to the operator.
-        if not (kind := one.orphan):
+    """Find Carver's volumes and snapshots that nothing in the cluster refers to.
+
+    Volumes that are being moved to another node are left to the operator.
+    """
+    for volume in known.volumes():
+        # A volume without a kind of orphan is in a state that only its own process may end, such
+        # as a move to another node.
+        if not (kind := volume.orphan):
             continue
-        if one.is_ephemeral:
-            if _lacks_its_pod(one, references):
-                yield _inline(one)
-        elif not references.names(one.name, one.own_tags[tag.NAME], one.own_tags.get(tag.PV, "")):
-            yield Candidate(Kind(kind), str(one.id), _uuid(one), _about(one), handle=str(one.id))
-    for one in known.doomed():
-        why = f"deleted, not overwritten yet, {one.size_bytes} bytes"
-        yield Candidate(Kind.WIPING, str(one.id), _uuid(one), why)
+        if volume.is_ephemeral:
+            if _lacks_its_pod(volume, references):
+                yield _inline(volume)
+        elif not references.names(
+            volume.name, volume.own_tags[tag.NAME], volume.own_tags.get(tag.PV, "")
+        ):
+            yield Candidate(
+                Kind(kind), str(volume.id), _uuid(volume), _about(volume), handle=str(volume.id)
+            )
+    for volume in known.doomed():
+        why = f"deleted, not overwritten yet, {volume.size_bytes} bytes"
+        yield Candidate(Kind.WIPING, str(volume.id), _uuid(volume), why)
     yield from _half_made(reports, reports.everywhere(known))
 
 
 def of_objects(references: References) -> Iterator[Candidate]:
-    """Find the driver's objects of nodes that are gone, and claims also of unready ones.
+    """Find the driver's objects of nodes that are gone, and claims that wait for such a node.
 
-    Only the selected node's provisioner makes the volume of a claim.
+    Claims that wait for a node that is not ready are found, too: only the provisioner of the
+    selected node makes the volume of a claim.
     """
-    for one in references.capacities:
-        if one.node not in references.nodes:
-            yield Candidate(Kind.CAPACITY, one.name, one.uid, f"of {one.node}, which is gone")
+    for capacity in references.capacities:
+        if capacity.node not in references.nodes:
+            yield Candidate(
+                Kind.CAPACITY, capacity.name, capacity.uid, f"of {capacity.node}, which is gone"
+            )
     for volume in references.volumes:
         if volume.nodes and references.nodes.isdisjoint(volume.nodes):
             where = ", ".join(sorted(volume.nodes))
-            about = f"of {where}, which is gone{_of_claim(volume.claim)}"
-            yield Candidate(Kind.PERSISTENT_VOLUME, volume.name, volume.uid, about)
+            description = f"of {where}, which is gone{_of_claim(volume.claim)}"
+            yield Candidate(Kind.PERSISTENT_VOLUME, volume.name, volume.uid, description)
     for claim in references.waiting_claims:
         is_gone = claim.node not in references.nodes
         if is_gone or claim.node in references.unready:
-            about = f"waits for {claim.node}, which is {'gone' if is_gone else 'not ready'}"
-            yield Candidate(Kind.CLAIM, claim.name, f"{claim.uid}@{claim.node}", about)
+            description = f"waits for {claim.node}, which is {'gone' if is_gone else 'not ready'}"
+            yield Candidate(Kind.CLAIM, claim.name, f"{claim.uid}@{claim.node}", description)
 
 
 def pod_of(target_path: str) -> str:
-    """Return the pod's UID in kubelet's path of a volume; empty for another path."""
+    """Return the UID of the pod in kubelet's path of a volume; empty for any other path."""
     _, pods, inside = target_path.rpartition("/pods/")
     uid, volumes, _ = inside.partition("/volumes/")
     return uid if pods and volumes and "/" not in uid else ""
 
 
 def _lacks_its_pod(volume: Volume, references: References) -> bool:
-    """Whether its tags name a pod that the cluster does not have on this node."""
-    of_target = pod_of(volume.own_tags.get(tag.TARGET, ""))
-    uids = {volume.own_tags.get(tag.POD_UID, ""), of_target} - {""}
+    """Return whether an inline volume's pod, which its tags name, is not on this node any more."""
+    pod_uid = pod_of(volume.own_tags.get(tag.TARGET, ""))
+    uids = {volume.own_tags.get(tag.POD_UID, ""), pod_uid} - {""}
     return bool(uids) and references.pods.isdisjoint(uids)
 
 
 def _inline(volume: Volume) -> Candidate:
     own_tags, path = volume.own_tags, volume.own_tags.get(tag.TARGET, "")
     pod = "/".join(filter(None, (own_tags.get(tag.NAMESPACE), own_tags.get(tag.POD))))
-    about = f"{volume.size_bytes} bytes, of pod {pod or 'without a name'}, which is gone"
+    description = f"{volume.size_bytes} bytes, of pod {pod or 'without a name'}, which is gone"
     remedy = "" if path else "restart Carver and see its log: its path is not known"
     return Candidate(
-        Kind.INLINE, str(volume.id), _uuid(volume), about, own_tags[tag.NAME], path, remedy
+        Kind.INLINE, str(volume.id), _uuid(volume), description, own_tags[tag.NAME], path, remedy
     )
 
 
 def _half_made(reports: Reports, known: Every) -> Iterator[Candidate]:
     """Find snapshots of copies that are not in progress, and of incomplete group snapshots."""
-    copying = {one.own_tags[tag.NAME] for one in known.copies()}
+    copying = {volume.own_tags[tag.NAME] for volume in known.copies()}
     half_made = reports.half_made(known)
-    for one in known.snapshots():
-        if one.is_bridge:
-            # One whose copy may be in a group that does not answer is in use, for what is known.
-            if one.own_tags[tag.NAME] in copying or not known.is_known_unused(one):
+    for snapshot in known.snapshots():
+        if snapshot.is_bridge:
+            # The snapshot counts as in use where its copy may be in a group that does not answer.
+            if snapshot.own_tags[tag.NAME] in copying or not known.is_known_unused(snapshot):
                 continue
-            yield _snapshot(one, "was made for a copy that is not in progress")
-        elif one.group_snapshot_id in half_made:
-            yield _snapshot(one, f"of group snapshot {one.group_snapshot_id}, which is incomplete")
+            yield _snapshot(snapshot, "was made for a copy that is not in progress")
+        elif snapshot.group_snapshot_id in half_made:
+            yield _snapshot(
+                snapshot, f"of group snapshot {snapshot.group_snapshot_id}, which is incomplete"
+            )
 
 
 def _snapshot(one: Snapshot, about: str) -> Candidate:
@@ -178,27 +203,38 @@ def _of_claim(claim: str) -> str:
 
 
 def proves_absent(known: report.Report, handle: str, groups: tuple[str, ...]) -> bool:
-    """Whether the report proves that there is no volume of that id, nor a remainder of one.
+    """Return whether the report proves that no volume of that id, nor a remainder of one, exists.
 
-    An inline volume's id does not name its group: then all of Carver's groups must be present.
+    The id of an inline volume does not name its group. So for such an id, all of Carver's groups
+    must be in the report.
     """
     logical = backing.of_id(handle)
-    every = [known.groups.get(one) for one in ([logical.group] if logical.group else groups)]
+    volume_groups = [
+        known.groups.get(name) for name in ([logical.group] if logical.group else groups)
+    ]
     return all(
         group is not None and logical.may_be_in(group) and logical.name not in group.volumes
-        for group in every
+        for group in volume_groups
     )
 
 
-# Of pkg/volume/csi in kubelet.
+# Name of the file in which kubelet records a volume's driver and handle (pkg/volume/csi).
 VOLUME_DATA = "vol_data.json"
+# Pattern of the directories of published volumes, relative to kubelet's directory.
 _TARGETS = "pods/*/volumes/kubernetes.io~csi/*"
+# Name, inside such a directory, of the directory on which the volume is mounted.
 _MOUNTED = {Kind.STAGING: "globalmount", Kind.TARGET: "mount"}
 
 
 @dataclass(frozen=True)
 class Place:
-    """A directory of kubelet's; `handle` is empty if kubelet has removed its file there."""
+    """A directory that kubelet made for a volume of the driver.
+
+    - `directory` is kubelet's directory for the volume; `path` is the directory inside it on which
+      the volume is mounted.
+    - `identity` has the device and inode numbers of `directory`.
+    - `handle` is the volume's id, empty if kubelet has already removed its file with the id.
+    """
 
     kind: Kind
     directory: str
@@ -208,15 +244,16 @@ class Place:
 
 
 def all_of(kernel: Kernel, kubelet_dir: Sequence[str], driver_name: str) -> list[Place]:
-    """Find every place of the driver's by kubelet's files, without touching what is mounted.
+    """Find all directories that kubelet made for the driver, without touching mounted volumes.
 
-    Read this before the volumes: the report then includes volumes made meanwhile.
+    Call this before reading the volumes: so the report includes every volume that was made while
+    this ran, and no directory of a new volume looks orphaned.
     """
     places: list[Place] = []
-    for one in map(Path, kubelet_dir):
-        staging = one / "plugins/kubernetes.io/csi" / driver_name
+    for kubelet in map(Path, kubelet_dir):
+        staging = kubelet / "plugins/kubernetes.io/csi" / driver_name
         places += _places(kernel, Kind.STAGING, staging, "*", driver_name)
-        places += _places(kernel, Kind.TARGET, one, _TARGETS, driver_name)
+        places += _places(kernel, Kind.TARGET, kubelet, _TARGETS, driver_name)
     return places
 
 
@@ -227,55 +264,61 @@ def candidates(
     groups: tuple[str, ...],
     references: References,
 ) -> Iterator[Candidate]:
-    """Find places whose volumes are proved absent, and that the cluster does not refer to."""
-    whole = all(one in known.groups for one in groups)
+    """Find directories whose volume is proved absent, and that the cluster does not refer to."""
+    whole = all(name in known.groups for name in groups)
     digests = {
         cluster.digest(str(VolumeId.of(group, name)))
         for group in known.groups.values()
         for name in group.volumes
     }
-    for one in places:
-        if one.handle:
-            lost = proves_absent(known, one.handle, groups)
+    for place in places:
+        if place.handle:
+            lost = proves_absent(known, place.handle, groups)
         else:
-            # Only its name identifies its volume, which an absent group may have.
-            lost = whole and Path(one.directory).name not in digests
+            # Only the directory's name, a digest of the handle, identifies the volume. The volume
+            # may be in a group that is absent from the report: so all groups must be present.
+            lost = whole and Path(place.directory).name not in digests
         wanted = (
-            pod_of(one.path) in references.pods
-            if one.kind is Kind.TARGET
-            else Path(one.directory).name in references.handle_digests
+            pod_of(place.path) in references.pods
+            if place.kind is Kind.TARGET
+            else Path(place.directory).name in references.handle_digests
         )
         if lost and not wanted:
-            seen = mounts.top(one.path)
-            what = f"has {seen}" if seen else "has nothing mounted"
-            about = f"of {one.handle or 'a volume'}, which is not there; {what}"
-            yield Candidate(one.kind, one.directory, one.identity, about, one.handle, one.path)
+            mounted = mounts.top(place.path)
+            what = f"has {mounted}" if mounted else "has nothing mounted"
+            description = f"of {place.handle or 'a volume'}, which is not there; {what}"
+            yield Candidate(
+                place.kind, place.directory, place.identity, description, place.handle, place.path
+            )
 
 
 def _places(
     kernel: Kernel, kind: Kind, directory: Path, pattern: str, driver_name: str
 ) -> Iterator[Place]:
-    for one in _inside(directory, pattern):
-        data = _volume_data(one / VOLUME_DATA)
-        # A staging directory is the driver's by its place, also if its file is gone.
+    for entry in _inside(directory, pattern):
+        data = _volume_data(entry / VOLUME_DATA)
+        # A staging directory has the driver's name in its path, so it counts also without a file.
         if data is None or (kind is Kind.TARGET and not data.get("volumeHandle")):
             continue
         if data.get("driverName", driver_name if kind is Kind.STAGING else "") != driver_name:
             continue
         with suppress(OSError):  # gone meanwhile
-            seen = kernel.lstat(str(one))
-            path, identity = str(one / _MOUNTED[kind]), f"{seen.st_dev}.{seen.st_ino}"
-            yield Place(kind, str(one), path, identity, data.get("volumeHandle", ""))
+            status = kernel.lstat(str(entry))
+            path, identity = str(entry / _MOUNTED[kind]), f"{status.st_dev}.{status.st_ino}"
+            yield Place(kind, str(entry), path, identity, data.get("volumeHandle", ""))
 
 
 def _inside(directory: Path, pattern: str) -> list[Path]:
     with suppress(OSError):
-        return sorted(one for one in directory.glob(pattern) if not one.is_symlink())
+        return sorted(entry for entry in directory.glob(pattern) if not entry.is_symlink())
     return []
 
 
 def _volume_data(file: Path) -> dict[str, str] | None:
-    """Read kubelet's file; empty if there is none, None if it cannot be parsed."""
+    """Read kubelet's file about a volume.
+
+    Returns an empty dictionary if there is no file, None if the file cannot be parsed.
+    """
     try:
         data = json.loads(file.read_bytes())
     except FileNotFoundError:

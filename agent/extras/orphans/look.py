@@ -1,4 +1,4 @@
-"""Find orphans in the order that proves them, record since when they are seen, and repeat."""
+"""Find orphans, record since when each was seen, and repeat that in the background."""
 
 import fcntl
 import json
@@ -29,7 +29,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds since the boot, suspended time included, and the id of the boot."""
+    """The clock of the history.
+
+    - `seconds` returns the seconds since the boot, including time while the machine was suspended.
+    - `boot` returns the id of the present boot.
+    """
 
     seconds: Callable[[], float] = boot.seconds
     boot: Callable[[], str] = boot.identity
@@ -37,7 +41,13 @@ class Clock:
 
 @dataclass(frozen=True)
 class _Known:
-    """The file's content: since when each orphan was always seen, in seconds of that boot."""
+    """The content of the history's file.
+
+    - `boot` is the id of the boot in which it was written, `seconds` the time since that boot.
+    - `versions` has the resource version of each of the cluster's lists at the last look.
+    - `since` has, for each candidate's key, the time since that boot at which the candidate was
+      first seen; every look since has seen it.
+    """
 
     boot: str = ""
     seconds: float = 0.0
@@ -46,34 +56,42 @@ class _Known:
 
 
 class History:
-    """A file of what every look up to now has seen, and since when."""
+    """A file that records which candidates every look has seen so far, and since when."""
 
     def __init__(self, file: Path, clock: Clock | None = None) -> None:
         self._file = file
         self._clock = clock or Clock()
 
     def record(self, seen: Iterable[str], versions: Mapping[str, str]) -> Mapping[str, float]:
-        """Record a complete look; return for how many seconds each was seen, 0 at first.
+        """Record a complete look; return for each candidate the seconds for which it was seen.
 
-        `versions` are those of the cluster's lists. If one is older than before, the API server was
-        restored from a backup or is not complete yet, so the history is dropped. Raises NotReady if
-        the file cannot be used.
+        `seen` has the candidates' keys. A candidate that is new has 0 seconds. The history is
+        dropped, and begins again with this look, where the boot is another one, and where a list in
+        `versions`, which has the resource versions of the cluster's lists, is older than before:
+        the API server was then restored from a backup, or is not complete yet.
+
+        Raises NotReady if the file cannot be used.
         """
         with self._opened() as descriptor:
-            known = _parse(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
+            previous = _parse(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
             now, boot = self._clock.seconds(), self._clock.boot()
-            if known.boot != boot or now < known.seconds or _is_older(versions, known.versions):
-                known = _Known()
-            since = {one: min(known.since.get(one, now), now) for one in seen}
-            noted = {"boot": boot, "seconds": now, "versions": dict(versions), "since": since}
-            # In place, as this is the locked file. Empty first: half of it is not JSON then.
+            if (
+                previous.boot != boot
+                or now < previous.seconds
+                or _is_older(versions, previous.versions)
+            ):
+                previous = _Known()
+            since = {key: min(previous.since.get(key, now), now) for key in seen}
+            content = {"boot": boot, "seconds": now, "versions": dict(versions), "since": since}
+            # The content is written in place, as this file is the locked one. The file is
+            # truncated first: half a content is not valid JSON, and counts as an empty history.
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(noted).encode(), 0)
-        return {one: now - first for one, first in since.items()}
+            os.pwrite(descriptor, json.dumps(content).encode(), 0)
+        return {key: now - first for key, first in since.items()}
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """Open the file and lock it, so that two looks do not write at once."""
+        """Open and lock the history's file, so that two looks do not write at the same time."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._file.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
@@ -102,16 +120,24 @@ def _parse(content: bytes) -> _Known:
 
 
 def _is_older(versions: Mapping[str, str], before: Mapping[str, str]) -> bool:
-    """Whether a list is older than before; versions that are not numbers are ignored."""
+    """Return whether a list's resource version is older than before.
+
+    Versions that are not decimal numbers are ignored.
+    """
     return any(
-        one.isdecimal() and (then := before.get(key, "")).isdecimal() and int(one) < int(then)
-        for key, one in versions.items()
+        version.isdecimal()
+        and (previous := before.get(key, "")).isdecimal()
+        and int(version) < int(previous)
+        for key, version in versions.items()
     )
 
 
 @dataclass(frozen=True)
 class Orphan:
-    """A candidate, and for how long every look has seen it; `sure` after the grace period."""
+    """A candidate, and for how long every look has seen it.
+
+    `sure` is true once the candidate has been seen for the grace period.
+    """
 
     candidate: Candidate
     seen_seconds: float
@@ -121,38 +147,46 @@ class Orphan:
 def judged(
     found: Sequence[Candidate], history: History, wanted: References, grace_seconds: float
 ) -> Sequence[Orphan]:
-    """Record the candidates of a complete look; return them, the sure ones first."""
-    seen = history.record((one.key for one in found), wanted.versions)
-    orphans = [Orphan(one, seen[one.key], seen[one.key] >= grace_seconds) for one in found]
-    return sorted(orphans, key=lambda one: (not one.sure, one.candidate.kind))
+    """Record the candidates of a complete look; return them as orphans, the sure ones first."""
+    seen = history.record((candidate.key for candidate in found), wanted.versions)
+    orphans = [
+        Orphan(candidate, seen[candidate.key], seen[candidate.key] >= grace_seconds)
+        for candidate in found
+    ]
+    return sorted(orphans, key=lambda orphan: (not orphan.sure, orphan.candidate.kind))
 
 
 class Looking(Protocol):
-    """What finds orphans: on a node, or in the whole cluster."""
+    """A finder of orphans, on one node or in the whole cluster."""
 
     def look(self) -> Sequence[Orphan]:
-        """Return all candidates, the sure ones first."""
+        """Find all candidates; return them, the sure ones first."""
 
 
 class Finder:
-    """Finds orphans by the cluster that the configuration names."""
+    """Finds orphans on this node, and in the cluster that the configuration names."""
 
     def __init__(self, configuration: Configuration, kernel: Kernel, reports: Reports) -> None:
         self._configuration = configuration
         self._kernel = kernel
         self._reports = reports
-        # Beside the socket, like Carver's other files.
+        # The history is in the socket's directory, like Carver's other files.
         self._history = History(configuration.now.endpoint.parent / "orphans.json")
 
     def look(self) -> Sequence[Orphan]:
-        """Return all candidates, the sure ones first.
+        """Find all candidates on this node and in the cluster; return them, the sure ones first.
 
-        Raises ClusterSilent, BadConfig, NotReady and what a report raises; nothing is recorded
-        then.
+        1. Find kubelet's directories.
+        2. Read the volumes: the report has every volume of the directories found.
+        3. Read the cluster's lists: they have every object that refers to a volume found.
+        4. Read the mount table, compare all of these, and record the candidates.
+
+        Raises ClusterSilent, BadConfig, NotReady, and what `Reports.fresh` raises. A look that
+        raises is not recorded.
         """
         config = self._configuration.now
         found_places = candidates.all_of(self._kernel, config.kubelet_dir, config.driver_name)
-        known = self._reports.fresh()
+        current = self._reports.fresh()
         wanted = references.read(
             self._lists(),
             config.driver_name,
@@ -161,20 +195,20 @@ class Finder:
             pods_on=config.node_id,
         )
         mounts = table.read(self._kernel)
-        found = [
-            *candidates.of_volumes(self._reports, known, wanted),
-            *candidates.candidates(found_places, mounts, known, config.groups, wanted),
+        found_candidates = [
+            *candidates.of_volumes(self._reports, current, wanted),
+            *candidates.candidates(found_places, mounts, current, config.groups, wanted),
             *candidates.of_objects(wanted),
         ]
-        return judged(found, self._history, wanted, config.orphan_grace_seconds)
+        return judged(found_candidates, self._history, wanted, config.orphan_grace_seconds)
 
     def _lists(self) -> Lists:
-        # For each look, as certificates and tokens change.
+        # The connection is made anew for each look, as certificates and tokens change.
         return Lists(access.find(self._configuration.now.kubeconfig, os.environ))
 
 
 class OrphanWatch:
-    """Looks for orphans periodically in the background."""
+    """Looks for orphans periodically in the background, logs new ones and counts them."""
 
     def __init__(
         self,
@@ -187,7 +221,7 @@ class OrphanWatch:
         self._clock = clock
         self._counts: Counter[Kind] = Counter()
         self._logged: frozenset[str] = frozenset()
-        # The time of the last complete look, since the epoch; 0 before the first.
+        # The time of the last complete look, in seconds since the epoch; 0 before the first look.
         self.time_seconds = 0.0
         self.task = PeriodicTask(
             "orphans",
@@ -198,15 +232,18 @@ class OrphanWatch:
         )
 
     def counts(self) -> Mapping[Kind, int]:
-        """Count the sure ones of each kind at the last complete look."""
-        return {one: self._counts[one] for one in Kind}
+        """Return the number of sure orphans of each kind at the last complete look."""
+        return {kind: self._counts[kind] for kind in Kind}
 
     def _step(self) -> None:
-        """Look once, and log new orphans."""
-        found = [one.candidate for one in self._look() if one.sure]
-        self._counts, self.time_seconds = Counter(one.kind for one in found), self._clock()
-        for one in found:
-            if one.key not in self._logged:
-                words = (one.kind, one.name, one.about, one.full_remedy)
+        """Look for orphans once, count the sure ones, and log each that was not logged before."""
+        sure = [orphan.candidate for orphan in self._look() if orphan.sure]
+        self._counts, self.time_seconds = (
+            Counter(candidate.kind for candidate in sure),
+            self._clock(),
+        )
+        for candidate in sure:
+            if candidate.key not in self._logged:
+                words = (candidate.kind, candidate.name, candidate.about, candidate.full_remedy)
                 _log.warning("orphan: %s %s: %s; %s", *words)
-        self._logged = frozenset(one.key for one in found)
+        self._logged = frozenset(candidate.key for candidate in sure)

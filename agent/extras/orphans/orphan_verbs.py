@@ -17,22 +17,26 @@ from mount.kernel import Kernel
 
 
 def show(found: Sequence[Orphan], grace_seconds: int, *, as_json: bool) -> None:
-    """Show orphans, the sure ones with their remedies."""
+    """Print a table of orphans, and the remedies of the sure ones; or all of them as JSON."""
     if as_json:
-        print(json.dumps([_row(one) for one in found], indent=2, ensure_ascii=False))
+        print(json.dumps([_row(orphan) for orphan in found], indent=2, ensure_ascii=False))
         return
     if not found:
         print("There are no orphans.")
         return
-    made = terminal.table("KIND", "NAME", "SEEN FOR", "WHAT", right=("SEEN FOR",))
-    for one in found:
-        seen = _duration(one.seen_seconds) if one.sure else f"{_duration(one.seen_seconds)}, wait"
-        made.add_row(one.candidate.kind, one.candidate.name, seen, one.candidate.about)
-    terminal.console().print(made)
-    for one in found:
-        if one.sure:
-            print(f"\n{one.candidate.name}:\n    {one.candidate.full_remedy}")
-    if not all(one.sure for one in found):
+    table = terminal.table("KIND", "NAME", "SEEN FOR", "WHAT", right=("SEEN FOR",))
+    for orphan in found:
+        seen = (
+            _duration(orphan.seen_seconds)
+            if orphan.sure
+            else f"{_duration(orphan.seen_seconds)}, wait"
+        )
+        table.add_row(orphan.candidate.kind, orphan.candidate.name, seen, orphan.candidate.about)
+    terminal.console().print(table)
+    for orphan in found:
+        if orphan.sure:
+            print(f"\n{orphan.candidate.name}:\n    {orphan.candidate.full_remedy}")
+    if not all(orphan.sure for orphan in found):
         print(
             f"\nOne that must wait counts when it is seen again {_duration(grace_seconds)} after it"
             " was first seen."
@@ -42,9 +46,12 @@ def show(found: Sequence[Orphan], grace_seconds: int, *, as_json: bool) -> None:
 def delete(
     settings: Config, kernel: Kernel | None, finder: Looking, name: str, *, confirmed: bool
 ) -> None:
-    """Delete one sure orphan, by the calls that a cluster would make; `kernel` is the node's.
+    """Delete one sure orphan of that name, by the CSI calls that a cluster would make.
 
-    Raises NotConfirmed, NoOrphan, NotServed, CallRefused, what a look raises, OSError.
+    `kernel` is the kernel of this node, by which kubelet's directories are removed; None if there
+    are none to remove.
+
+    Raises NotConfirmed, NoOrphan, NotServed, CallRefused, what `finder.look` raises, OSError.
     """
     if not confirmed:
         raise errors.NotConfirmed(name)
@@ -62,16 +69,16 @@ def delete(
 
 
 def _sure(found: Sequence[Orphan], name: str, grace_seconds: int) -> Candidate:
-    """Return the one of that name if it may be deleted; raises NoOrphan."""
-    for one in found:
-        if one.candidate.name != name:
+    """Return the candidate of that name if Carver may delete it; raises NoOrphan."""
+    for orphan in found:
+        if orphan.candidate.name != name:
             continue
-        if not one.sure:
-            seen = f"it was seen for {_duration(one.seen_seconds)}"
+        if not orphan.sure:
+            seen = f"it was seen for {_duration(orphan.seen_seconds)}"
             raise errors.NoOrphan(name, f"{seen}, and counts after {_duration(grace_seconds)}")
-        if not one.candidate.full_remedy.startswith("carver "):
-            raise errors.NoOrphan(name, f"that is not Carver's; {one.candidate.full_remedy}")
-        return one.candidate
+        if not orphan.candidate.full_remedy.startswith("carver "):
+            raise errors.NoOrphan(name, f"that is not Carver's; {orphan.candidate.full_remedy}")
+        return orphan.candidate
     raise errors.NoOrphan(name, "it is not an orphan; list them for those that are")
 
 
@@ -85,7 +92,10 @@ def _call(caller: Client, one: Candidate) -> None:
 
 
 def _clear(kernel: Kernel, one: Candidate) -> None:
-    """Remove kubelet's directories; the kernel refuses those in use or not empty."""
+    """Remove kubelet's directories of a candidate, and the file in them.
+
+    The kernel refuses to remove a directory that is a mount point or not empty. Raises NoOrphan.
+    """
     for remove, path in (
         (kernel.remove_directory, one.path),
         (kernel.remove_file, f"{one.name}/{candidates.VOLUME_DATA}"),

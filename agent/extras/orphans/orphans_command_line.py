@@ -1,4 +1,4 @@
-"""`carver orphans`."""
+"""The command `carver orphans`: its arguments."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ from agent.settings.configuration import Configuration
 
 
 def add(line: CommandLine) -> None:
-    """Add the command."""
+    """Add `carver orphans` to the command line."""
     orphans = line.commands.add_parser(
         "orphans",
         help="list orphaned volumes and objects; delete one by name",
@@ -36,7 +36,7 @@ def _orphans(parsed: argparse.Namespace) -> int:
     require_root()
     config = settings.load(parsed, os.environ)
     host = this_host(config)
-    # Reads LVM and the kernel itself: the service need not run.
+    # LVM and the kernel are read by this process, so the service need not run for a list.
     reports = Reports(status.volume_groups(config, host))
     finder = Finder(Configuration(config), host.kernel, reports)
     if parsed.delete:

@@ -1,4 +1,4 @@
-"""The service's periodic look for orphans, and its metrics."""
+"""The service's periodic search for orphans, and its metrics."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -11,21 +11,21 @@ if TYPE_CHECKING:
 
 
 class Orphans(Extra):
-    """The extra: a periodic look."""
+    """The extra `orphans`: a periodic search for orphans."""
 
     def __init__(self, watch: "OrphanWatch") -> None:
         self.watch = watch
 
     def start(self) -> None:
-        """Start the periodic look."""
+        """Start the periodic search."""
         self.watch.task.start()
 
     def stop(self) -> None:
-        """Stop the periodic look."""
+        """Stop the periodic search."""
         self.watch.task.stop()
 
     def gauges(self) -> Iterable[Gauge]:
-        """Return the number of orphans, and when they were counted."""
+        """Return the number of orphans of each kind, and the time at which they were counted."""
         return (
             Gauge(
                 "carver_orphans",
@@ -42,11 +42,11 @@ class Orphans(Extra):
 
 
 def add(service: Service) -> Extra:
-    """Make the extra of a service, which looks only if the settings ask for it."""
+    """Make the extra of a service; it searches only if `orphan_interval_seconds` is set."""
     interval_seconds = service.configuration.now.orphan_interval_seconds
     if not interval_seconds:
         return Extra()
-    # Imported here: it needs a YAML parser, which most services do not load.
+    # `look` is imported only here, as it imports a YAML parser, which most services do not need.
     from agent.extras.orphans.look import Finder, OrphanWatch
 
     finder = Finder(service.configuration, service.context.kernel, service.reports)

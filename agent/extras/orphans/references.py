@@ -8,14 +8,16 @@ from typing import Any
 from agent.core import errors, ids
 from agent.extras.kubernetes.objects import NODES, VOLUMES, Listing, Lists
 
-# Kubernetes' own: the prefix of provisioned volumes, and a mirror pod's annotation with the UID of
-# its static pod.
+# Prefix of the names of provisioned volumes, set by Kubernetes' external-provisioner.
 _PROVISIONED = "pvc-"
+# Annotation of a mirror pod: the UID of its static pod.
 _STATIC_POD = "kubernetes.io/config.hash"
+# Label of a node: its host name, set by kubelet.
 _HOSTNAME = "kubernetes.io/hostname"
-# A claim's annotations: the node that the scheduler chose, and the driver that provisions its
-# volume, set by the controller-manager (component-helpers, storage/volume/pv_helpers.go).
+# Annotation of a claim: the node that the scheduler chose.
 _SELECTED_NODE = "volume.kubernetes.io/selected-node"
+# Annotations of a claim, of which the second is the older: the driver that provisions its volume.
+# The controller-manager sets both (component-helpers, storage/volume/pv_helpers.go).
 _PROVISIONERS = (
     "volume.kubernetes.io/storage-provisioner",
     "volume.beta.kubernetes.io/storage-provisioner",
@@ -24,9 +26,11 @@ _PROVISIONERS = (
 
 @dataclass(frozen=True)
 class PersistentVolume:
-    """One of the driver's. `nodes` are those that it may be used on, empty if it names none.
+    """A PersistentVolume of the driver's.
 
-    `claim` is namespace/name of the claim that it is bound to, if any.
+    - `handle` is the volume's id.
+    - `nodes` has the topology segments of the nodes that may use it, empty if it names none.
+    - `claim` is namespace/name of the claim that it is bound to, empty if there is none.
     """
 
     name: str
@@ -38,9 +42,10 @@ class PersistentVolume:
 
 @dataclass(frozen=True)
 class OfNode:
-    """A CSIStorageCapacity of the driver's, or a claim that waits for its selected node's volume.
+    """An object of the cluster that belongs to one node.
 
-    `name` is namespace/name.
+    The object is a CSIStorageCapacity of the driver's, or a claim that waits until the node that
+    the scheduler selected makes the claim's volume. `name` is namespace/name.
     """
 
     name: str
@@ -50,11 +55,14 @@ class OfNode:
 
 @dataclass(frozen=True)
 class References:
-    """All references, with the resource version of each list.
+    """All objects of the cluster that may refer to a volume.
 
-    `unready` are the nodes whose Ready condition is not true. `spoken_for` are the names that
-    volumes in use may have: those of PersistentVolumes, of the logical volumes in their handles,
-    and of claims' volumes, bound or not yet.
+    - `spoken_for` has the names that volumes in use may have: the names of PersistentVolumes, of
+      the logical volumes in their handles, and of the volumes of claims, bound or not yet.
+    - `handle_digests` has the names of kubelet's staging directories for the PersistentVolumes.
+    - `pods` has the UIDs of the pods on one node.
+    - `unready` has the nodes whose Ready condition is not true.
+    - `versions` has the resource version of each list.
     """
 
     volumes: tuple[PersistentVolume, ...]
@@ -68,7 +76,7 @@ class References:
     versions: Mapping[str, str]
 
     def names(self, *names: str) -> bool:
-        """Whether anything refers to a volume, by one of its names."""
+        """Return whether an object refers to a volume that has one of these names."""
         return not self.spoken_for.isdisjoint(names)
 
 
@@ -80,14 +88,17 @@ def read(
     *,
     pods_on: str = "",
 ) -> References:
-    """Read the lists, and with `pods_on` that of the pods on that node.
+    """Read the cluster's lists of nodes, claims, PersistentVolumes and capacities.
 
-    Raises ClusterSilent if one is incomplete, or of another cluster: one without these nodes.
+    With `pods_on`, also read the list of the pods on that node.
+
+    Raises ClusterSilent if a list is incomplete, or if these nodes, by their ids, are not all in
+    the cluster: the API server is then of another cluster.
     """
     try:
         return _read(lists, driver_name, topology_key, node_ids, pods_on)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        # What a malformed object refers to is unknown.
+        # An object that cannot be parsed may refer to any volume, so the whole look fails.
         problem = f"an object cannot be parsed: {type(error).__name__}: {error}"
         raise errors.ClusterSilent("its lists", problem) from error
 
@@ -96,12 +107,12 @@ def _read(
     lists: Lists, driver_name: str, topology_key: str, node_ids: Collection[str], pods_on: str
 ) -> References:
     nodes = lists.whole(NODES, "NodeList")
-    known = frozenset(names_of_nodes(nodes.items, topology_key))
-    for one in sorted(node_ids):
-        if one not in known:
+    node_names = frozenset(names_of_nodes(nodes.items, topology_key))
+    for node_id in sorted(node_ids):
+        if node_id not in node_names:
             # The API server is of another cluster, or has lost its data.
             which = "this node" if pods_on else "a node of the controller"
-            raise errors.ClusterSilent("nodes", f"{which}, {one}, is not among them")
+            raise errors.ClusterSilent("nodes", f"{which}, {node_id}, is not among them")
     pods = Listing((), "")
     if pods_on:
         pods = lists.whole("/api/v1/pods", "PodList", fieldSelector=f"spec.nodeName={pods_on}")
@@ -110,26 +121,27 @@ def _read(
     capacities = lists.whole(
         "/apis/storage.k8s.io/v1/csistoragecapacities", "CSIStorageCapacityList"
     )
-    every = [(one, _table(_table(one, "spec"), "csi")) for one in volumes.items]
-    handles = {str(csi.get("volumeHandle", "")) for _, csi in every} - {""}
+    volumes_and_csi = [(volume, _table(_table(volume, "spec"), "csi")) for volume in volumes.items]
+    handles = {str(csi.get("volumeHandle", "")) for _, csi in volumes_and_csi} - {""}
     return References(
         volumes=tuple(
-            _volume(one, csi, topology_key)
-            for one, csi in every
+            _volume(volume, csi, topology_key)
+            for volume, csi in volumes_and_csi
             if csi.get("driver") == driver_name
         ),
         capacities=tuple(_capacities(capacities.items, topology_key)),
         waiting_claims=tuple(_waiting_claims(claims.items, driver_name)),
         spoken_for=frozenset(
-            # Of any driver: an object of a renamed driver refers to its volume, too.
-            {one["metadata"]["name"] for one in volumes.items}
-            | {ids.logical_name(one) for one in handles}
+            # The names come from PersistentVolumes of any driver, as the object of a driver that
+            # was renamed refers to its volume, too.
+            {volume["metadata"]["name"] for volume in volumes.items}
+            | {ids.logical_name(handle) for handle in handles}
             | set(_names_of_claims(claims.items))
         ),
-        handle_digests=frozenset(digest(one) for one in handles),
+        handle_digests=frozenset(digest(handle) for handle in handles),
         pods=frozenset(_uids_of_pods(pods.items)),
-        nodes=known,
-        unready=frozenset(one["metadata"]["name"] for one in nodes.items if _is_unready(one)),
+        nodes=node_names,
+        unready=frozenset(node["metadata"]["name"] for node in nodes.items if _is_unready(node)),
         versions={
             "nodes": nodes.version,
             "pods": pods.version,
@@ -141,59 +153,62 @@ def _read(
 
 
 def digest(volume_handle: str) -> str:
-    """Return the name of kubelet's staging directory of a volume."""
+    """Return the name of kubelet's staging directory of a volume: a SHA-256 in hexadecimal."""
     return hashlib.sha256(volume_handle.encode()).hexdigest()
 
 
 def names_of_nodes(items: Any, topology_key: str) -> Iterator[str]:
-    """Return the names that Carver may know nodes by, and their topology segments."""
-    for one in items:
-        yield (name := one["metadata"]["name"])
+    """Return the names and topology segments by which Carver may know nodes of the cluster."""
+    for node in items:
+        yield (name := node["metadata"]["name"])
         yield ids.node_segment(name)
-        labels = _table(_table(one, "metadata"), "labels")
-        # A node that was named anew for Carver has that in the label that kubelet made.
+        labels = _table(_table(node, "metadata"), "labels")
+        # A node whose id in Carver is not its Kubernetes name has that id in a label.
         yield from (str(labels[key]) for key in (topology_key, _HOSTNAME) if key in labels)
 
 
 def _names_of_claims(items: Any) -> Iterator[str]:
-    for one in items:
-        yield f"{_PROVISIONED}{one['metadata']['uid']}"
-        if name := _table(one, "spec").get("volumeName"):
+    for claim in items:
+        yield f"{_PROVISIONED}{claim['metadata']['uid']}"
+        if name := _table(claim, "spec").get("volumeName"):
             yield str(name)
 
 
 def _is_unready(node: Mapping[str, Any]) -> bool:
-    """Whether its Ready condition is not true; a new node has no condition."""
+    """Return whether a node's Ready condition is not true; false for a node without conditions."""
     conditions = _table(node, "status").get("conditions") or ()
-    return any(one.get("type") == "Ready" and one.get("status") != "True" for one in conditions)
+    return any(
+        condition.get("type") == "Ready" and condition.get("status") != "True"
+        for condition in conditions
+    )
 
 
 def selected_node(claim: Mapping[str, Any]) -> str:
-    """Return the node that the scheduler chose for a claim; empty for none."""
+    """Return the node that the scheduler chose for a claim; empty if it chose none."""
     return str(_table(_table(claim, "metadata"), "annotations").get(_SELECTED_NODE) or "")
 
 
 def _waiting_claims(items: Any, driver_name: str) -> Iterator[OfNode]:
-    for one in items:
-        about = one["metadata"]
-        said = _table(about, "annotations")
-        node, is_own = selected_node(one), driver_name in map(said.get, _PROVISIONERS)
-        if node and is_own and _table(one, "status").get("phase") == "Pending":
-            yield OfNode(_full_name(one), about["uid"], node)
+    for claim in items:
+        metadata = claim["metadata"]
+        annotations = _table(metadata, "annotations")
+        node, is_own = selected_node(claim), driver_name in map(annotations.get, _PROVISIONERS)
+        if node and is_own and _table(claim, "status").get("phase") == "Pending":
+            yield OfNode(_full_name(claim), metadata["uid"], node)
 
 
 def _uids_of_pods(items: Any) -> Iterator[str]:
-    for one in items:
-        yield one["metadata"]["uid"]
-        # Kubelet knows a static pod by this UID.
-        if uid := _table(_table(one, "metadata"), "annotations").get(_STATIC_POD):
+    for pod in items:
+        yield pod["metadata"]["uid"]
+        # Kubelet knows a static pod by the UID in its mirror pod's annotation.
+        if uid := _table(_table(pod, "metadata"), "annotations").get(_STATIC_POD):
             yield str(uid)
 
 
 def _capacities(items: Any, topology_key: str) -> Iterator[OfNode]:
-    for one in items:
-        if node := _table(_table(one, "nodeTopology"), "matchLabels").get(topology_key):
-            yield OfNode(_full_name(one), one["metadata"]["uid"], str(node))
+    for capacity in items:
+        if node := _table(_table(capacity, "nodeTopology"), "matchLabels").get(topology_key):
+            yield OfNode(_full_name(capacity), capacity["metadata"]["uid"], str(node))
 
 
 def _full_name(one: Mapping[str, Any]) -> str:
@@ -201,11 +216,11 @@ def _full_name(one: Mapping[str, Any]) -> str:
 
 
 def _volume(one: Mapping[str, Any], csi: Mapping[str, Any], topology_key: str) -> PersistentVolume:
-    about, spec = one["metadata"], _table(one, "spec")
+    metadata, spec = one["metadata"], _table(one, "spec")
     claim = _table(spec, "claimRef")
     return PersistentVolume(
-        name=about["name"],
-        uid=about["uid"],
+        name=metadata["name"],
+        uid=metadata["uid"],
         handle=str(csi.get("volumeHandle", "")),
         nodes=frozenset(nodes_of(spec, topology_key)),
         claim="/".join(str(claim[key]) for key in ("namespace", "name") if key in claim),
@@ -213,15 +228,15 @@ def _volume(one: Mapping[str, Any], csi: Mapping[str, Any], topology_key: str) -
 
 
 def nodes_of(spec: Mapping[str, Any], topology_key: str) -> Iterator[str]:
-    """Return the topology segments of the nodes that a PersistentVolume's terms name."""
+    """Return the values of a topology key that a PersistentVolume's node affinity names."""
     required = _table(_table(spec, "nodeAffinity"), "required")
     for term in required.get("nodeSelectorTerms") or ():
-        for wanted in _table({"term": term}, "term").get("matchExpressions") or ():
-            if wanted.get("key") == topology_key and wanted.get("operator") == "In":
-                yield from map(str, wanted.get("values") or ())
+        for expression in _table({"term": term}, "term").get("matchExpressions") or ():
+            if expression.get("key") == topology_key and expression.get("operator") == "In":
+                yield from map(str, expression.get("values") or ())
 
 
 def _table(one: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a table in an object, or an empty one."""
-    found = one.get(key)
-    return found if isinstance(found, dict) else {}
+    """Return the table under a key of an object, or an empty table where there is none."""
+    value = one.get(key)
+    return value if isinstance(value, dict) else {}

@@ -1,1 +1,1 @@
-"""Volumes as streams of bytes."""
+"""Volumes as streams of bytes: the format, and how a stream is written and applied."""

@@ -22,16 +22,20 @@ from mount.block_io import Bytes
 A = TypeVar("A")
 B = TypeVar("B")
 
-# Reading, hashing, compressing and writing all release Python's lock. More workers than a disk and
-# a few processors can use would only take memory: a piece is up to MOST_BYTES.
+# Number of threads that read, hash, compress and write pieces of a stream in parallel, as all of
+# these release Python's global lock. More threads than a disk and a few processors can use would
+# only take memory, as each has a piece of up to MOST_BYTES.
 WORKERS = min(4, os.cpu_count() or 1) + 1
+# The most pieces that are submitted to the threads ahead of the one whose result is due.
 _AHEAD = 2 * WORKERS
 
 
 def lent(pieces: Iterable[A], most_bytes: int) -> Iterator[tuple[A, memoryview]]:
-    """Pieces, each with memory of `most_bytes` that is its own until `ordered` gave its result.
+    """Pair each piece with a memory area of `most_bytes` that its worker may use.
 
-    Memory is reused: the kernel zeroes new memory page by page, which takes longer than a disk.
+    An area belongs to its piece until `ordered` has yielded the piece's result, and is then used
+    for a later piece. Memory is reused because the kernel zeroes new memory page by page, which
+    takes longer than a disk takes to fill it.
     """
     places = rooms(most_bytes)
     for piece in pieces:
@@ -39,76 +43,99 @@ def lent(pieces: Iterable[A], most_bytes: int) -> Iterator[tuple[A, memoryview]]
 
 
 def rooms(most_bytes: int) -> Iterator[memoryview]:
-    """A ring of memory areas, each reused when `ordered` is done with it."""
+    """Yield memory areas from a ring, without end.
+
+    The ring is so long that `ordered` is done with an area's piece before the area comes again.
+    """
     return cycle([memoryview(mmap.mmap(-1, most_bytes)) for _ in range(_AHEAD + 2)])
 
 
 def ordered(work: Callable[[A], B], pieces: Iterable[A]) -> Iterator[B]:
-    """Run `work` on pieces in parallel and give the results in order; raise what fails first.
+    """Run `work` on pieces in parallel threads; yield the results in the pieces' order.
 
-    Where `pieces` fails, results of what was begun come before its error. Only a few pieces are
-    taken ahead. Once closed, no work is running.
+    Raises the first error in that order. Where the iterable `pieces` itself fails, the results of
+    the pieces before come first, then its error. At most `_AHEAD` pieces are taken in advance. Once
+    the generator is closed, no work is running.
     """
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="stream") as pool:
-        begun: deque[Future[B]] = deque()
+        futures: deque[Future[B]] = deque()
         try:
-            taken, problem = iter(pieces), None
+            remaining, problem = iter(pieces), None
             while problem is None:
                 try:
-                    piece = next(taken)
+                    piece = next(remaining)
                 except StopIteration:
                     break
                 except Exception as error:
                     problem = error
                 else:
-                    begun.append(pool.submit(work, piece))
-                    if len(begun) >= _AHEAD:
-                        yield begun.popleft().result()
-            while begun:
-                yield begun.popleft().result()
+                    futures.append(pool.submit(work, piece))
+                    if len(futures) >= _AHEAD:
+                        yield futures.popleft().result()
+            while futures:
+                yield futures.popleft().result()
             if problem is not None:
                 raise problem
         finally:
-            for one in begun:
-                one.cancel()
+            for future in futures:
+                future.cancel()
 
 
+# First bytes of each stream.
 MAGIC = b"\x89CARVER\n"
+# Version of the format that this module writes, and the only one that it reads.
 VERSION = 1
-# The most uncompressed data in a frame.
+# The most uncompressed data in a frame, in bytes.
 MOST_BYTES = 4 << 20
-# Sizes and offsets are multiples of the sector of block devices.
+# Unit of sizes and offsets, in bytes: the sector of block devices.
 SECTOR_BYTES = 512
-# A volume is smaller (LVM's limit, on a 64-bit kernel).
+# The largest size of a volume, in bytes: LVM's limit, on a 64-bit kernel.
 LARGEST_BYTES = 8 << 60
 
+# First part of a header: MAGIC, version, zero, length of the JSON text that follows.
 _PREFIX = struct.Struct("!8sHHI")
+# Heading of a frame: kind, encoding, zero, length of the payload, offset and length in the volume,
+# digest of the payload. A digest that chains the headings follows.
 _FRAME = struct.Struct("!cBHIQQ16s")
+# Payload of the end mark: the fields of `Totals`.
 _TOTALS = struct.Struct("!QQQ")
+# The most bytes of a header's JSON text.
 _MOST_HEADER_BYTES = 64 << 10
+# Length of the digests that chain header and frames, in bytes: of SHA-256.
 _DIGEST_BYTES = 32
-# Of data: it finds damage; SHA-256 would be slower than a good disk.
+# Digest of a frame's payload, which finds damage. SHA-256 would be slower than a fast disk.
 digest_of = xxhash.xxh3_128_digest
+# Digest in the heading of a frame without a payload.
 _NO_DIGEST = bytes(16)
+# Pattern of a chain: a SHA-256 in hexadecimal.
 _CHAIN = re.compile(r"[0-9a-f]{64}")
 
-# The types of a header's fields; all others are tables.
+# The types of the fields of `Header`. Any other field is a table, as a `dict`.
 _KINDS: Mapping[Any, type] = {str: str, int: int}
 
+# Kinds of frames: data, a range of zeroes, the end mark.
 DATA, ZEROES, END = b"D", b"Z", b"E"
+# Encodings of a payload: as it is, and compressed by zstandard.
 RAW, ZSTD = 0, 1
-# zstd's default: faster with a slow disk, little slower with a fast one.
+# Compression level: zstandard's default. With a slow disk, compressing is faster than sending the
+# data as they are; with a fast disk, little slower.
 _LEVEL = 3
 
 
 @dataclass(frozen=True)
 class Header:
-    """A stream's first part. Sizes and offsets are in bytes, times in nanoseconds of the epoch.
+    """The first part of a stream. Sizes are in bytes, times in nanoseconds since the epoch.
 
-    `chain` names exactly the contents of a volume after the stream was applied to one that had
-    those of `base_chain`, which is empty for a whole volume. `offset_bytes` is where this stream
-    begins, if a part was sent before. `release` is the SHA-256 of the word without which the volume
-    must not be finished, or empty.
+    A chain is a digest that names exactly what a snapshot holds (`chain_of`).
+
+    - `chain` names what the volume holds after the stream was applied.
+    - `base_chain` names what the volume must hold before. It is empty for a stream of a whole
+      volume, which needs no base.
+    - `offset_bytes` is where this stream begins, if an earlier one, which was cut off, was received
+      up to this offset.
+    - `release` is the SHA-256 of a word without which the receiving node must not finish the
+      volume; empty if no word is needed.
+    - `facts` has tags of the volume, such as its file system.
     """
 
     volume_id: str
@@ -125,12 +152,12 @@ class Header:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it needs no base."""
+        """Return whether this is a stream of a whole volume, which needs no base."""
         return not self.base_chain
 
 
 class Packed(NamedTuple):
-    """Data as in a frame."""
+    """The payload of a frame: encoding, encoded bytes, and their digest."""
 
     encoding: int
     payload: Bytes
@@ -139,9 +166,11 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame:
-    """A part of a volume: data, or zeroes. Its place is proved, its payload is not yet.
+    """A part of a volume in a stream: data, or a range of zeroes.
 
-    `room` is the memory that the payload lies in, if it has room for the unpacked data.
+    Offset and length have been verified by the digest in the heading; the payload is verified only
+    by `data`. `room` is the memory area that the payload is in, if the area is also large enough
+    for the decompressed data.
     """
 
     offset_bytes: int
@@ -153,21 +182,24 @@ class Frame:
 
     @property
     def end_bytes(self) -> int:
-        """Where it ends in the volume."""
+        """The offset in the volume of the first byte behind this frame."""
         return self.offset_bytes + self.length_bytes
 
     @property
     def is_zeroes(self) -> bool:
-        """Whether all of it is to read as zeroes."""
+        """Return whether the frame is a range of zeroes."""
         return not self.payload
 
     def data(self) -> Bytes:
-        """The data to write, proved to be what was sent; raises BadStream. In `room`, if there."""
+        """Verify and decompress the data of this frame; return them.
+
+        The data are in `room`, if that is set. Raises BadStream where they are not what was sent.
+        """
         if digest_of(self.payload) != self.digest:
             raise errors.BadStream(f"the data for byte {self.offset_bytes} were altered")
         if self.encoding == RAW:
             return self.payload
-        # First, as the decompressor would allocate whatever size the data say.
+        # The stated size is checked first: the decompressor would allocate any size stated.
         try:
             stated = zstandard.frame_content_size(self.payload)
             data = (
@@ -189,14 +221,14 @@ class Frame:
 
 @dataclass
 class Totals:
-    """The counts of a stream that its end mark has."""
+    """The counts in a stream's end mark: frames, bytes of data, bytes of zeroes."""
 
     frames: int = 0
     data_bytes: int = 0
     zero_bytes: int = 0
 
     def add(self, length_bytes: int, *, is_zeroes: bool) -> None:
-        """Count a frame."""
+        """Count one frame."""
         self.frames += 1
         if is_zeroes:
             self.zero_bytes += length_bytes
@@ -204,18 +236,21 @@ class Totals:
             self.data_bytes += length_bytes
 
     def pack(self) -> bytes:
-        """Encode for the end mark."""
+        """Encode the counts as the end mark's payload."""
         return _TOTALS.pack(self.frames, self.data_bytes, self.zero_bytes)
 
 
 def chain_of(volume_id: str, snapshot_uuid: str, taken_nanoseconds: int, size_bytes: int) -> str:
-    """Name exactly what a snapshot holds: LVM never uses a UUID again."""
+    """Return the chain of a snapshot: a digest that names exactly what the snapshot holds.
+
+    The chain is made from LVM's UUID of the snapshot, which LVM never uses again.
+    """
     parts = ("carver snapshot 1", volume_id, snapshot_uuid, taken_nanoseconds, size_bytes)
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
 
 
 def pack(data: Bytes, *, compress: bool) -> Packed:
-    """Encode data for a frame, compressed where that is smaller."""
+    """Encode data as a frame's payload, compressed if asked for and if that is smaller."""
     if compress:
         smaller = zstandard.ZstdCompressor(_LEVEL).compress(data)
         if len(smaller) < len(data):
@@ -229,7 +264,7 @@ def text_of(header: Header) -> bytes:
 
 
 def header_of(text: bytes | str) -> Header:
-    """Decode a header, checked field by field; raises BadStream."""
+    """Decode a header from JSON, and check each field; raises BadStream."""
     try:
         return _header(json.loads(text))
     except (ValueError, TypeError, RecursionError) as error:
@@ -237,7 +272,10 @@ def header_of(text: bytes | str) -> Header:
 
 
 def opening(header: Header) -> tuple[bytes, bytes]:
-    """A stream's first bytes, and the digest that its first frame continues."""
+    """Encode a header; return a stream's first bytes, and the digest to chain the first frame to.
+
+    Raises BadStream if the header is too long.
+    """
     body = text_of(header)
     if len(body) > _MOST_HEADER_BYTES:
         raise errors.BadStream(f"a header of {len(body)} bytes is too long")
@@ -249,19 +287,27 @@ def opening(header: Header) -> tuple[bytes, bytes]:
 def heading(
     proof: bytes, kind: bytes, offset_bytes: int, length_bytes: int, packed: Packed | None = None
 ) -> tuple[bytes, bytes]:
-    """The bytes before a frame's payload, and the digest that the next frame continues."""
+    """Encode a frame's heading; return it, and the digest that the next frame chains to.
+
+    `proof` is the digest that the frame before returned. The payload follows the heading.
+    """
     encoding, payload, digest = packed or (RAW, b"", _NO_DIGEST)
     head = _FRAME.pack(kind, encoding, 0, len(payload), offset_bytes, length_bytes, digest)
     proof = hashlib.sha256(proof + head).digest()
     return head + proof, proof
 
 
+# Length of the first part of a header, in bytes.
 PREFIX_BYTES = _PREFIX.size
+# Length of a frame's heading with its digest, in bytes.
 HEADING_BYTES = _FRAME.size + _DIGEST_BYTES
 
 
 def header_bytes(prefix: bytes) -> int:
-    """The length of the rest of a header, digest included; raises BadStream."""
+    """Return the length of the rest of a header, digest included, in bytes; raises BadStream.
+
+    `prefix` has the stream's first PREFIX_BYTES.
+    """
     magic, version, reserved, length = _PREFIX.unpack(prefix)
     if magic != MAGIC:
         raise errors.BadStream("it does not begin as a stream of Carver's (docs/backup.md)")
@@ -275,7 +321,10 @@ def header_bytes(prefix: bytes) -> int:
 
 
 def header(prefix: bytes, rest: bytes) -> tuple[Header, bytes]:
-    """Decode a header, and return the digest that frames continue; raises BadStream."""
+    """Decode a header; return it and the digest that the first frame chains to.
+
+    Raises BadStream.
+    """
     body, proof = rest[:-_DIGEST_BYTES], rest[-_DIGEST_BYTES:]
     if hashlib.sha256(prefix + body).digest() != proof:
         raise errors.BadStream("its header was altered")
@@ -283,9 +332,11 @@ def header(prefix: bytes, rest: bytes) -> tuple[Header, bytes]:
 
 
 def parsed(proof: bytes, heading: bytes) -> tuple[bytes, Frame, int, bytes]:
-    """Kind, frame without its payload, the payload's length, and the next digest.
+    """Decode a frame's heading.
 
-    Proved to continue `proof`: no frame is left out, doubled or moved. Raises BadStream.
+    Returns the frame's kind, the frame without its payload, the length of the payload in bytes, and
+    the digest that the next frame chains to. The heading is verified to follow the digest `proof`,
+    so no frame before it was left out, doubled or moved. Raises BadStream.
     """
     head, proved = heading[: _FRAME.size], heading[_FRAME.size :]
     proof = hashlib.sha256(proof + head).digest()
@@ -308,27 +359,27 @@ def parsed(proof: bytes, heading: bytes) -> tuple[bytes, Frame, int, bytes]:
 def _header(table: Any) -> Header:
     if not isinstance(table, dict):
         raise ValueError("is no JSON object")
-    known = {one.name: one.type for one in fields(Header)}
-    if table.keys() != known.keys():
-        odd = ", ".join(sorted(map(str, table.keys() ^ known.keys())))
+    types = {field.name: field.type for field in fields(Header)}
+    if table.keys() != types.keys():
+        odd = ", ".join(sorted(map(str, table.keys() ^ types.keys())))
         raise ValueError(f"has unknown or missing fields: {odd}")
     for name, value in table.items():
-        if type(value) is not _KINDS.get(known[name], dict):
+        if type(value) is not _KINDS.get(types[name], dict):
             raise ValueError(f"{name} has the wrong type")
     facts = table["facts"]
     if not all(isinstance(value, str) for value in facts.values()):
         raise ValueError("facts must be strings")
-    made = Header(**table)
-    sizes = (made.size_bytes, made.base_size_bytes, made.offset_bytes)
-    if any(not 0 <= one <= LARGEST_BYTES or one % SECTOR_BYTES for one in sizes):
+    header = Header(**table)
+    sizes = (header.size_bytes, header.base_size_bytes, header.offset_bytes)
+    if any(not 0 <= size <= LARGEST_BYTES or size % SECTOR_BYTES for size in sizes):
         raise ValueError(f"sizes must be multiples of {SECTOR_BYTES} up to {LARGEST_BYTES}")
-    if not made.size_bytes or max(sizes) > made.size_bytes or made.taken_nanoseconds < 0:
+    if not header.size_bytes or max(sizes) > header.size_bytes or header.taken_nanoseconds < 0:
         raise ValueError("its sizes contradict each other")
-    chains = filter(None, (made.base_chain, made.release))
-    if not all(map(_CHAIN.fullmatch, (made.chain, *chains))) or made.chain == made.base_chain:
+    chains = filter(None, (header.base_chain, header.release))
+    if not all(map(_CHAIN.fullmatch, (header.chain, *chains))) or header.chain == header.base_chain:
         raise ValueError("a chain must be a SHA-256 in hexadecimal, and not its base's")
-    if bool(made.base_chain) is not bool(made.base_snapshot_id) or (
-        made.is_whole and made.base_size_bytes
+    if bool(header.base_chain) is not bool(header.base_snapshot_id) or (
+        header.is_whole and header.base_size_bytes
     ):
         raise ValueError("it has only a part of a base")
-    return made
+    return header

@@ -1,4 +1,4 @@
-"""Read a stream and apply it to a device, and record how far it is on the disk."""
+"""Read a stream, apply it to a device, and report how much of it is on the disk."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,10 +13,16 @@ from mount.block_io import Opened
 
 
 class Reader:
-    """Reads a stream. Raises BadStream, StreamEnded."""
+    """A stream that is read frame by frame. Raises BadStream, StreamEnded.
+
+    `totals` counts the frames read so far, `read_bytes` the bytes of the stream.
+    """
 
     def __init__(self, source: BufferedIOBase, begun: bytes = b"") -> None:
-        """`begun` are the stream's first bytes, if they were read already."""
+        """Read the stream's header.
+
+        `begun` has the stream's first bytes, if the caller has read them already.
+        """
         self.totals = Totals()
         self.read_bytes = 0
         self._source = source
@@ -24,36 +30,45 @@ class Reader:
         self.header, self._proof = form.header(prefix, self._take(form.header_bytes(prefix)))
 
     def frames(self) -> Iterator[Frame]:
-        """The parts in their order; when this ends, the stream was whole.
+        """Yield the frames in their order, and end when the end mark was verified.
 
-        A frame's place is proved here, its data by `Frame.data`. The data are valid only while the
-        frame is on its way through `form.ordered`.
+        A heading is verified before its frame is yielded; the payload is verified by `Frame.data`.
+        A payload is valid only until the frame has passed through `form.ordered`, as its memory
+        area is then used again.
         """
-        at = self.header.offset_bytes
+        expected_offset = self.header.offset_bytes
         rooms = form.rooms(form.MOST_BYTES)
         while True:
             kind, frame, stored, self._proof = form.parsed(
                 self._proof, self._take(form.HEADING_BYTES)
             )
             if stored:
-                # Only then, as a frame of zeroes may be left out on the way.
+                # Only a frame with a payload takes a memory area. A frame of zeroes may never reach
+                # `form.ordered`, whose progress frees the areas.
                 room = next(rooms)
                 frame = replace(frame, payload=self._fill(room[:stored]), room=room)
-            if not at <= frame.offset_bytes <= frame.end_bytes <= self.header.size_bytes:
-                raise errors.BadStream(f"after byte {at} comes byte {frame.offset_bytes}")
+            if (
+                not expected_offset
+                <= frame.offset_bytes
+                <= frame.end_bytes
+                <= self.header.size_bytes
+            ):
+                raise errors.BadStream(
+                    f"after byte {expected_offset} comes byte {frame.offset_bytes}"
+                )
             if kind == form.END:
                 is_end = frame.offset_bytes == self.header.size_bytes
                 if frame.data() != self.totals.pack() or not is_end:
                     raise errors.BadStream("its end mark is of another stream")
                 return
-            at = frame.end_bytes
+            expected_offset = frame.end_bytes
             self.totals.add(frame.length_bytes, is_zeroes=frame.is_zeroes)
             yield frame
 
     def _take(self, length: int) -> bytes:
-        taken = self._source.read(length) if length else b""
-        self._count(len(taken), length)
-        return taken
+        data = self._source.read(length) if length else b""
+        self._count(len(data), length)
+        return data
 
     def _fill(self, place: memoryview) -> memoryview:
         self._count(self._source.readinto(place), len(place))
@@ -66,25 +81,27 @@ class Reader:
 
 
 def streams(source: BufferedIOBase) -> Iterator[Reader]:
-    """Streams one after another, such as a whole one and increments.
+    """Yield a reader for each of the streams in a source, such as a whole volume and increments.
 
-    Read all frames of one before the next.
+    The caller reads all frames of a stream before it asks for the next reader.
     """
-    while begun := source.read(1):
-        yield Reader(source, begun)
+    while first_byte := source.read(1):
+        yield Reader(source, first_byte)
 
 
-# The interval of records: after a crash, at most so much is sent again.
+# Interval of the calls that record how much is on the disk, in seconds: after a crash, what came in
+# this time has to be sent again.
 RECORD_SECONDS = 20.0
-# The part of a range of zeroes that one call writes, so that none takes long.
+# The most zeroes written by one system call, in bytes, so that no call takes long.
 _ZERO_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
 class Target:
-    """The device of `size_bytes` that a stream is applied to.
+    """The device that a stream is applied to; its size is `size_bytes`.
 
-    A `blank` one reads as zeroes wherever it was never written.
+    `blank` is true if the device reads as zeroes where it was never written, as a new thin volume
+    does.
     """
 
     device: Opened
@@ -100,11 +117,16 @@ def apply(
     note: Callable[[Extent], None] = lambda _part: None,
     tell: Callable[[int], None] = lambda _offset_bytes: None,
 ) -> None:
-    """Apply all of a stream; when this returns, it is on the disk.
+    """Apply a whole stream to a device; return when all of it is on the disk.
 
-    `record` is called now and then with the offset up to which it is on the disk, `tell` with the
-    offset up to which it was written, `note` with each part that the stream names. Only proved data
-    are written. Raises BadStream, OSError.
+    Only data whose digest was verified are written.
+
+    - `record` is called every RECORD_SECONDS with the offset up to which the stream is on the disk,
+      so that a stream that is cut off can continue there.
+    - `note` is called with the range of each frame.
+    - `tell` is called with the offset up to which the stream was written, for a progress bar.
+
+    Raises BadStream, StreamEnded, OSError, and what `record` raises.
     """
     device, header = target.device, reader.header
 
@@ -129,40 +151,41 @@ def apply(
             recorded_bytes = written_bytes
             record(min(written_bytes, header.size_bytes))
 
-    due = time.monotonic() + RECORD_SECONDS
+    record_at = time.monotonic() + RECORD_SECONDS
     try:
         for frame in form.ordered(write, _parts(noted(), target, header)):
             written_bytes = frame.end_bytes
             tell(min(written_bytes, header.size_bytes))
-            if time.monotonic() >= due:
+            if time.monotonic() >= record_at:
                 write_down()
-                due = time.monotonic() + RECORD_SECONDS
+                record_at = time.monotonic() + RECORD_SECONDS
     except errors.BadStream:
-        # Everything before that is good, and need not be sent again.
+        # The frames before the bad one are good. Record them, so that they need not be sent again.
         write_down()
         raise
     device.flush()
 
 
 def _parts(frames: Iterable[Frame], target: Target, header: Header) -> Iterator[Frame]:
-    """The frames, and zeroes for parts without a frame that may hold old data.
+    """Yield the frames, and zeroes for ranges without a frame that may hold old data.
 
-    In a whole volume that is anywhere; in an increment, only what the volume grew by since.
+    In a stream of a whole volume, any range without a frame may hold old data. In an increment,
+    only the range by which the volume grew since the base.
     """
-    at = max(header.offset_bytes, header.base_size_bytes)
+    offset = max(header.offset_bytes, header.base_size_bytes)
     for frame in frames:
-        yield from _zeroes(at, frame.offset_bytes, target)
+        yield from _zeroes(offset, frame.offset_bytes, target)
         if not frame.is_zeroes:
             yield frame
         elif not (target.blank and header.is_whole):
             yield from _zeroes(frame.offset_bytes, frame.end_bytes, target, needed=True)
-        at = max(at, frame.end_bytes)
-    # To the end of the device, which may be larger than what was sent.
-    yield from _zeroes(at, target.size_bytes, target)
+        offset = max(offset, frame.end_bytes)
+    # Up to the end of the device, which may be larger than the volume that was sent.
+    yield from _zeroes(offset, target.size_bytes, target)
 
 
 def _zeroes(start: int, end: int, target: Target, *, needed: bool = False) -> Iterator[Frame]:
     if target.blank and not needed:
         return
-    for at in range(start, end, _ZERO_BYTES):
-        yield Frame(at, min(_ZERO_BYTES, end - at))
+    for offset in range(start, end, _ZERO_BYTES):
+        yield Frame(offset, min(_ZERO_BYTES, end - offset))

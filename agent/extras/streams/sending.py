@@ -1,4 +1,4 @@
-"""Write a stream from a device; compute checksums of devices and streams."""
+"""Write a stream from a device; compute checksums of devices, and of the parts of a stream."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +12,10 @@ from mount.block_io import Bytes, Opened
 
 
 class Writer:
-    """Writes a stream. `write` takes all bytes that it is given."""
+    """A stream that is written frame by frame by `write`, which takes all bytes it is given.
+
+    `totals` counts the frames so far.
+    """
 
     def __init__(self, write: Callable[[Bytes], object], header: Header) -> None:
         self.totals = Totals()
@@ -22,17 +25,17 @@ class Writer:
         self._write(text)
 
     def data(self, offset_bytes: int, length_bytes: int, packed: Packed) -> None:
-        """Write a part with data, packed by `form.pack`."""
+        """Write a frame with data, which `form.pack` has packed."""
         self._frame(form.DATA, offset_bytes, length_bytes, packed)
         self.totals.add(length_bytes, is_zeroes=False)
 
     def zeroes(self, offset_bytes: int, length_bytes: int) -> None:
-        """Write a part of zeroes."""
+        """Write a frame for a range of zeroes."""
         self._frame(form.ZEROES, offset_bytes, length_bytes)
         self.totals.add(length_bytes, is_zeroes=True)
 
     def end(self) -> None:
-        """Write the end mark, without which a reader refuses the stream."""
+        """Write the end mark; a reader refuses a stream without the end mark."""
         packed = form.pack(self.totals.pack(), compress=False)
         self._frame(form.END, self._header.size_bytes, 0, packed)
 
@@ -45,17 +48,19 @@ class Writer:
             self._write(packed.payload)
 
 
-# The granularity in which zeroes are found.
+# Length of the pieces that are tested for being all zeroes, in bytes.
 PIECE_BYTES = 1 << 20
-# One read: large, for the same reason as in `mount.block_io`.
+# Length of one read, in bytes; large, as in `mount.block_io`, so that a disk reads fast.
 READ_BYTES = form.MOST_BYTES
-# bytearray compares with any memory by memcmp(3), a memoryview byte by byte.
+# One piece of zeroes. A bytearray is compared with a memoryview by memcmp(3); two memoryviews are
+# compared byte by byte.
 _ZEROES = bytearray(PIECE_BYTES)
 
 
 class _Part(NamedTuple):
+    """A range of the device, and its packed data; None for zeroes."""
+
     extent: Extent
-    # None for zeroes.
     packed: Packed | None
 
 
@@ -70,22 +75,27 @@ def send(
     note: Callable[[Extent], None] = lambda _part: None,
     tell: Callable[[int], None] = lambda _offset_bytes: None,
 ) -> Totals:
-    """Send sorted parts of a device from the header's offset on; return the stream's totals.
+    """Write a stream of a device's sorted ranges, from the header's offset on; return its totals.
 
-    `note` is called with each part, `tell` with the offset so far. `prove` is called when all was
-    read, and raises if the data may be wrong: then there is no end mark. Raises OSError.
+    - `note` is called with each range, `tell` with the offset up to which the stream was written.
+    - `prove` is called when everything was read, before the end mark is written. It raises if the
+      data may be wrong; the stream then has no end mark, and a reader refuses it.
+
+    Raises OSError, and what `prove` and `write` raise.
     """
 
     def read(piece: tuple[Extent, memoryview]) -> list[_Part]:
-        extent, place = piece
-        data = place[: extent.length_bytes]
+        extent, buffer = piece
+        data = buffer[: extent.length_bytes]
         device.read_into(extent.offset_bytes, data)
-        parts = []
-        for one, is_zero in _parts(extent, data):
-            begun = one.offset_bytes - extent.offset_bytes
-            some = data[begun : begun + one.length_bytes]
-            parts.append(_Part(one, None if is_zero else form.pack(some, compress=compress)))
-        return parts
+        packed_parts = []
+        for run, is_zero in _parts(extent, data):
+            start = run.offset_bytes - extent.offset_bytes
+            run_data = data[start : start + run.length_bytes]
+            packed_parts.append(
+                _Part(run, None if is_zero else form.pack(run_data, compress=compress))
+            )
+        return packed_parts
 
     writer = Writer(write, header)
     zeroes = Extent(0, 0)
@@ -107,13 +117,13 @@ def send(
 
 
 def is_zeroes(data: memoryview) -> bool:
-    """Whether data of at most PIECE_BYTES are all zeroes."""
+    """Return whether data of at most PIECE_BYTES are all zeroes."""
     zeroes = _ZEROES if len(data) == len(_ZEROES) else bytearray(len(data))
     return zeroes == data
 
 
 def pieces_of(start: int, end: int, most_bytes: int) -> Iterator[Extent]:
-    """Split a range at multiples of `most_bytes`."""
+    """Split a range of bytes at multiples of `most_bytes`."""
     while start < end:
         length = min(most_bytes - start % most_bytes, end - start)
         yield Extent(start, length)
@@ -121,14 +131,14 @@ def pieces_of(start: int, end: int, most_bytes: int) -> Iterator[Extent]:
 
 
 def _parts(extent: Extent, data: memoryview) -> Iterator[tuple[Extent, bool]]:
-    """Split what was read into runs that are zeroes and runs that are not."""
-    begun = extent.offset_bytes
+    """Split a range that was read into runs that are all zeroes, and runs that are not."""
+    offset = extent.offset_bytes
 
     def is_zero(one: Extent) -> bool:
-        return is_zeroes(data[one.offset_bytes - begun : one.end_bytes - begun])
+        return is_zeroes(data[one.offset_bytes - offset : one.end_bytes - offset])
 
-    for zero, those in groupby(pieces_of(begun, extent.end_bytes, PIECE_BYTES), is_zero):
-        run = list(those)
+    for zero, extents in groupby(pieces_of(offset, extent.end_bytes, PIECE_BYTES), is_zero):
+        run = list(extents)
         start = run[0].offset_bytes
         yield Extent(start, run[-1].end_bytes - start), zero
 
@@ -141,56 +151,58 @@ def _put(writer: Writer, zeroes: Extent) -> None:
 def _pieces(
     extents: Iterable[Extent], header: Header, note: Callable[[Extent], None]
 ) -> Iterator[Extent]:
-    """Split ranges from the header's offset on into reads."""
-    for one in clipped(extents, header.offset_bytes, header.size_bytes):
-        note(one)
-        yield from pieces_of(one.offset_bytes, one.end_bytes, READ_BYTES)
+    """Split the ranges, from the header's offset on, into reads of at most READ_BYTES."""
+    for extent in clipped(extents, header.offset_bytes, header.size_bytes):
+        note(extent)
+        yield from pieces_of(extent.offset_bytes, extent.end_bytes, READ_BYTES)
 
 
 def of(
     device: Opened, size_bytes: int, tell: Callable[[int], None] = lambda _offset_bytes: None
 ) -> str:
-    """SHA-256 over offset and SHA-256 of each piece of 1 MiB that is not all zeroes.
+    """Compute a checksum of a whole device, which depends only on its size and contents.
 
-    So it is the same for the same contents on any layout. Reads the whole device, in parallel.
-    Raises OSError.
+    The checksum is the SHA-256 over the size, and the offset and SHA-256 of each piece of 1 MiB
+    that is not all zeroes. So the checksum is equal for equal contents, whatever the layout. The
+    device is read as a whole, in parallel. Raises OSError.
     """
     whole = hashlib.sha256(size_bytes.to_bytes(8, "big"))
-    for read, found in _digests(device, pieces_of(0, size_bytes, READ_BYTES)):
-        whole.update(found)
+    for read, digests in _digests(device, pieces_of(0, size_bytes, READ_BYTES)):
+        whole.update(digests)
         tell(read.end_bytes)
     return whole.hexdigest()
 
 
 def of_parts(device: Opened, header: Header, parts: Iterable[Extent]) -> str:
-    """The checksum of the parts that a stream names, and of all behind its base's end.
+    """Compute a checksum of the ranges that a stream names, and of all behind its base's end.
 
-    Two volumes that held the same before the stream hold the same after it where these are equal,
-    if nothing else was changed. Raises OSError.
+    Suppose two volumes held the same data before the stream was applied, and nothing else changed
+    the volumes. Then both hold the same data afterwards if their checksums are equal. Raises
+    OSError.
     """
     base_bytes, size_bytes = header.base_size_bytes, header.size_bytes
     behind = Extent(base_bytes, size_bytes - base_bytes)
-    every = chain(clipped(merged(parts), 0, base_bytes), [behind])
-    pieces = (pieces_of(one.offset_bytes, one.end_bytes, READ_BYTES) for one in every)
+    ranges = chain(clipped(merged(parts), 0, base_bytes), [behind])
+    pieces = (pieces_of(extent.offset_bytes, extent.end_bytes, READ_BYTES) for extent in ranges)
     whole = hashlib.sha256(f"{header.base_chain} {header.chain} {size_bytes}".encode())
-    for read, found in _digests(device, chain.from_iterable(pieces)):
-        # For zeroes as well: the range is one of the parts.
+    for read, digests in _digests(device, chain.from_iterable(pieces)):
+        # Offset and length are added also for ranges of zeroes, as the range is one of the parts.
         whole.update(read.offset_bytes.to_bytes(8, "big") + read.length_bytes.to_bytes(8, "big"))
-        whole.update(found)
+        whole.update(digests)
     return whole.hexdigest()
 
 
 def _digests(device: Opened, reads: Iterable[Extent]) -> Iterator[tuple[Extent, bytes]]:
-    """Each read, with offset and digest of each of its pieces that is not all zeroes."""
+    """Yield each read, and the offset and digest of each of its pieces that is not all zeroes."""
 
     def digests(given: tuple[Extent, memoryview]) -> tuple[Extent, bytes]:
-        extent, place = given
-        begun, found = extent.offset_bytes, b""
-        device.read_into(begun, place[: extent.length_bytes])
-        for one in pieces_of(begun, extent.end_bytes, PIECE_BYTES):
-            data = place[one.offset_bytes - begun : one.end_bytes - begun]
+        extent, buffer = given
+        start, digests = extent.offset_bytes, b""
+        device.read_into(start, buffer[: extent.length_bytes])
+        for piece in pieces_of(start, extent.end_bytes, PIECE_BYTES):
+            data = buffer[piece.offset_bytes - start : piece.end_bytes - start]
             if not is_zeroes(data):
-                found += one.offset_bytes.to_bytes(8, "big") + hashlib.sha256(data).digest()
-        return extent, found
+                digests += piece.offset_bytes.to_bytes(8, "big") + hashlib.sha256(data).digest()
+        return extent, digests
 
     return form.ordered(digests, form.lent(reads, READ_BYTES))

@@ -1,1 +1,1 @@
-"""Volumes received from elsewhere, and moved to other nodes."""
+"""The extra `transfer`: send and receive volumes as streams, and move them to other nodes."""

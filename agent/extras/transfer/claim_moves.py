@@ -1,4 +1,4 @@
-"""Rebind a Kubernetes claim to a volume that moved, or print the steps."""
+"""Rebind a Kubernetes claim to a volume that moved, or print the steps for the operator."""
 
 import argparse
 import json
@@ -15,6 +15,7 @@ from agent.extras.kubernetes.rebinding import Place, Rebinding
 from agent.extras.transfer import streams_command
 from proto import carver_pb2 as carver
 
+# The steps by which an operator rebinds the claim by hand, as a template.
 _STEPS = """\
 In Kubernetes, while nothing runs that uses the claim. The same words with --kubeconfig FILE carry
 these steps out; by hand, in this order:
@@ -36,11 +37,12 @@ these steps out; by hand, in this order:
     kubectl patch pv {new} --patch '{{"spec":{{"persistentVolumeReclaimPolicy":"Delete"}}}}'
  7. here: carver volume move {name} --finish
 """
-# The fields that the cluster sets in the course of an object's life.
+# Beginning of a jq filter that deletes the fields that the cluster sets during an object's life.
 _LIFE = (
     "del(.status, .metadata.uid, .metadata.resourceVersion, .metadata.creationTimestamp,"
     " .metadata.finalizers, .metadata.deletionTimestamp"
 )
+# jq filter that makes the new PersistentVolume from the old one.
 _PV_FILTER = (
     _LIFE + ", .spec.claimRef.uid, .spec.claimRef.resourceVersion,"
     ' .metadata.annotations["pv.kubernetes.io/bound-by-controller"])'
@@ -51,6 +53,7 @@ _PV_FILTER = (
     ' [{{"matchExpressions": [{{"key": {key}, "operator": "In",'
     ' "values": [{node}]}}]}}]'
 )
+# jq filter that makes the new claim from the old one.
 _PVC_FILTER = (
     _LIFE + ', .metadata.annotations["pv.kubernetes.io/bind-completed"],'
     ' .metadata.annotations["pv.kubernetes.io/bound-by-controller"],'
@@ -60,10 +63,13 @@ _PVC_FILTER = (
 
 
 def steps(moved: carver.MoveState, place: Place) -> str:
-    """The steps for the claim of a volume that moved: lines for a shell, with each value quoted."""
+    """Return the steps to rebind the claim of a volume that moved, as lines for a shell.
+
+    Each value in them is quoted for the shell.
+    """
     new = rebinding.moved_name(moved.pv, place.handle)
     of_pv = {"new": new, "handle": place.handle, "key": place.topology_key, "node": place.segment}
-    given = {
+    values = {
         "pvc": moved.pvc,
         "namespace": moved.namespace,
         "name": moved.volume_id,
@@ -71,7 +77,7 @@ def steps(moved: carver.MoveState, place: Place) -> str:
         "pv_filter": _PV_FILTER.format(**_as_json(of_pv)),
         "pvc_filter": _PVC_FILTER.format(**_as_json({"new": new})),
     }
-    return _STEPS.format(**{key: shlex.quote(text) for key, text in given.items()})
+    return _STEPS.format(**{key: shlex.quote(text) for key, text in values.items()})
 
 
 def _as_json(texts: Mapping[str, str]) -> dict[str, str]:
@@ -79,27 +85,28 @@ def _as_json(texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def say(text: str) -> None:
-    """Print a step to the standard error, as the standard output is for the result."""
+    """Print a step to standard error, as standard output is for the result."""
     print(text, file=sys.stderr, flush=True)
 
 
 def rebind(cluster: Server, was: str, place: Place, *, yes: bool, undo: bool = False) -> None:
-    """Rebind the claim; raises as Rebinding.
+    """Rebind the claim of a volume that moved; with `undo`, bind it to the old volume again.
 
-    `was` is the volume's id on the node that it left. Asks before each step, unless `yes`.
+    `was` is the volume's id on the node that it left, `place` where the volume is now. Asks the
+    operator before each step, unless `yes`. Raises as `Rebinding`.
     """
 
     def confirmed(question: str) -> bool:
         return yes or terminal.confirmed(question)
 
-    made = Rebinding(cluster, was, place)
-    (made.undo if undo else made.run)(confirmed, say)
+    rebinding_steps = Rebinding(cluster, was, place)
+    (rebinding_steps.undo if undo else rebinding_steps.run)(confirmed, say)
 
 
 def finish(at: VolumeVerbs, parsed: argparse.Namespace) -> None:
     """Carry out `carver volume receive --finish --kubeconfig`.
 
-    The claim gets the volume that was received in place of the stream's source.
+    Finishes the received volume, and then rebinds the claim of the stream's source to it.
     """
     cluster = access.of_file(Path(parsed.kubeconfig))
     result = streams_command.finish(at, parsed.name, parsed.release)

@@ -1,7 +1,12 @@
-"""`carver volume move`: send rounds of snapshots while the volume is used, and a last one.
+"""`carver volume move`: send snapshots of a volume while it is in use, then hand the volume over.
 
-Each call reads the records of both nodes and does what is left, so repeating the command continues
-after a crash of either. docs/backup.md has the table of states.
+A move goes in rounds. Each round takes a snapshot, and sends what changed since the snapshot of the
+round before. Once the volume is not in use, it is held: no call can use it. A last, short round is
+sent, both nodes compare checksums, and the volume becomes the other node's.
+
+Each step first reads the records of both nodes and does what is left. So after a crash of either
+node, or of this command, the same command continues the move. docs/backup.md has the table of
+states.
 """
 
 import argparse
@@ -28,24 +33,28 @@ from mount.block_io import Bytes
 from proto import carver_pb2 as carver
 from proto.carver_pb2_grpc import TransferStub
 
-# The interval of checks whether a volume is in use, and the number of checks after which another
-# round is sent, so that the last one is short.
+# Interval of the checks whether a volume is in use, in seconds.
 _LOOK_SECONDS = 2.0
+# Number of checks after which another round is sent, so that the last round is short.
 _LOOKS = 150
+# Age, in seconds, of a round's snapshot at which another round is sent before the last one.
 _OLD_SECONDS = _LOOKS * _LOOK_SECONDS
-# A hold ends after HELD_SECONDS (agent.extras.transfer.moving).
+# Interval at which a hold is renewed, in seconds; the hold ends after HELD_SECONDS (moving.py).
 _KEEP_SECONDS = 8.0
-# Checks while another command holds it: longer than the hold of one that was killed.
+# Number of attempts to hold a volume that another command holds. In total they take longer than the
+# hold of a command that was killed.
 _HELD_LOOKS = 20
-# Last rounds of one command whose hold ended, as on a node that was stopped for a while.
+# The most last rounds of one command that are repeated because the hold ended before the commit, as
+# it does on a node that is suspended for a while.
 _MOST_LOST_HOLDS = 5
+# Prefix of the names of a move's snapshots, and how many characters of the move's release follow.
 _PREFIX = "move-"
 _PREFIX_CHARACTERS = 12
 
 
 @dataclass(frozen=True)
 class Options:
-    """The volume's name and class there, and the form of its streams."""
+    """Options of a move: the volume's name and class on the other node, and the streams' form."""
 
     name: str
     device_class: str = ""
@@ -54,7 +63,10 @@ class Options:
 
 
 class Move:
-    """One volume's move. `tell` is called with each step. Raises NodeRefused."""
+    """The move of one volume to another node. Raises NodeRefused.
+
+    `tell` is called with a line for the operator at each step.
+    """
 
     def __init__(
         self,
@@ -70,34 +82,39 @@ class Move:
         self._volume_id = volume_id
         self._options = options
         self._tell = tell
-        # Whether the other node's Carver takes --verify; the snapshot that both nodes were found to
-        # hold; when each was taken (monotonic). Only by this run of the command.
+        # Whether Carver on the other node takes --verify (0.1.0 does not).
         self._verifies = False
+        # The id of the snapshot whose contents this run has found equal on both nodes.
         self._proved = ""
+        # When this run took each snapshot (time.monotonic()), by the snapshot's id.
         self._taken: dict[str, float] = {}
-        # How many last rounds were in vain as their hold ended.
+        # Number of last rounds in vain, as the hold ended before the commit.
         self._lost_holds = 0
 
     def run(self) -> dict[str, Any]:
-        """Move it, and return its state there. The volume here stays in quarantine.
+        """Move the volume; return its state on the other node.
 
-        Waits until it is not in use. Raises NotMoved, NodeRefused.
+        Waits until the volume is not in use. What is left on this node stays under quarantine until
+        `finish` or `undo`. Raises NotMoved, NodeRefused.
         """
         request = carver.BeginMoveRequest(volume_id=self._volume_id, node=self._remote.node)
-        begun = self._transfer.BeginMove(request)
-        while begun.state != tag.MOVED:
-            begun = self._round(begun) or begun
-        return self._complete(begun)
+        move = self._transfer.BeginMove(request)
+        while move.state != tag.MOVED:
+            move = self._round(move) or move
+        return self._complete(move)
 
     def status(self) -> dict[str, Any]:
-        """The move's state here and there."""
+        """Return the move's state on this node and on the other one."""
         here = streams_command.values(self._here())
-        # A text in the JSON since 0.1.0.
+        # A string in the JSON output since 0.1.0, and so kept.
         here["in_use"] = str(here["in_use"])
         return {"here": {**here, "word": ""}, "there": self._ask("--status")}
 
     def finish(self) -> None:
-        """Delete what is left here, if the other node has the volume; raises NotMoved."""
+        """Delete what is left on this node of a volume that the other node has.
+
+        Raises NotMoved where the other node does not have the volume as its own.
+        """
         here = self._here()
         if here.state == tag.MOVED:
             there = self._ask("--status")
@@ -112,11 +129,15 @@ class Move:
         self._transfer.FinishMove(carver.VolumeRequest(volume_id=self._volume_id))
 
     def undo(self, *, confirmed: Callable[[str], bool], is_nowhere: Callable[[str], bool]) -> None:
-        """Make it this node's again, and remove it there.
+        """Make the volume this node's again, and remove it from the other node.
 
-        `confirmed` is asked where the other node has finished it: what was written there is lost.
-        `is_nowhere` is asked where that node has none but may have finished it: it may be a third
-        node's by now. Raises NotMoved, NotConfirmed.
+        Asks the operator in two cases:
+
+        - `confirmed`, where the other node has finished the volume: what was written there is lost.
+        - `is_nowhere`, where the other node has no such volume, but may have finished it: by now
+          the volume may be a third node's.
+
+        Raises NotMoved, NotConfirmed.
         """
         name, node = self._options.name, self._remote.node
         here = self._here()
@@ -125,7 +146,8 @@ class Move:
         if here.state == tag.WIPING:
             raise self._refused("what is left of it here is being deleted")
         there = self._ask("--status")
-        # A volume of that name that did not come by this move is not touched.
+        # The other node may have a volume of that name that did not come by this move, and which
+        # is left alone.
         is_theirs = there["state"] != streams_command.ABSENT and there["release"] == here.release
         if is_theirs and there["state"] == tag.MOVED:
             raise self._refused(f"{node} has moved it on; --undo that move there first")
@@ -135,7 +157,7 @@ class Move:
                 raise errors.NotConfirmed(name, "taken back")
             self._ask("--withdraw", "--release", here.word)
         elif here.state == tag.MOVED and not (
-            # It was never finished there, or an --undo has withdrawn it.
+            # Safe without a question: the other node never finished it, or an --undo withdrew it.
             is_theirs and (there["state"] == tag.RECEIVING or there["finishing"])
         ):
             none = f"{node} has no {name} that came by this move"
@@ -151,18 +173,24 @@ class Move:
         self._tell(f"{name} is this node's, and {node} has none of it")
 
     def take_back(self) -> None:
-        """Make it this node's again; the caller knows that no other node has it."""
-        # First, as their names have the move's release in them.
+        """Make the volume this node's again, without asking another node.
+
+        The caller knows that no other node has the volume.
+        """
+        # The snapshots are deleted first, as their names contain the move's release.
         self._drop(keep=())
         self._transfer.UndoMove(carver.VolumeRequest(volume_id=self._volume_id))
 
     def place_there(self, there: Mapping[str, Any]) -> Place:
-        """The volume's place for Kubernetes; `there` is its state on the other node."""
+        """Return the volume's place for Kubernetes: its id, node and driver on the other node.
+
+        `there` is the volume's state on the other node.
+        """
         node = self._remote.ask("status", "--json")
         return Place(there["volume_id"], node["node"], node["driver"])
 
     def _round(self, begun: carver.MoveState) -> carver.MoveState | None:
-        """Do one step; return the move's state if that was the last."""
+        """Do one step of the move; return the move's state if that step was the last, else None."""
         there, own = self._ask("--status"), self._own()
         release = begun.release
         if there["state"] != streams_command.ABSENT and there["release"] != release:
@@ -174,11 +202,11 @@ class Move:
         base = own.get(there["chain"], "")
         has_base = bool(base) or not there["chain"]
         if there["into"] in own and has_base:
-            # A round was cut off: continue it.
+            # A round was cut off. Continue it at the offset that the other node has recorded.
             self._send(own[there["into"]], base, release, there["offset_bytes"])
             return None
         if there["into"] or not has_base:
-            # For example after a snapshot's area was full.
+            # A snapshot was lost, for example because its COW store was full. Begin anew.
             self._tell("cannot continue from what was sent; sending all of it again")
             self._ask("--abort", "--yes")
             return None
@@ -191,7 +219,7 @@ class Move:
             self._tell("comparing what both hold")
             self._compare(base)
         if self._is_old(base):
-            # The last round is to be short.
+            # Send another round first, so that the last round is short.
             self._send(self._take(), base, release)
             return None
         if self._waits(base, release):
@@ -199,14 +227,15 @@ class Move:
         return self._last(base, release)
 
     def _is_old(self, base: str) -> bool:
-        """Whether much may have changed since a snapshot was taken."""
+        """Return whether much may have changed since a snapshot was taken, by its age."""
         taken = self._taken.get(base)
         return taken is None or time.monotonic() - taken > _OLD_SECONDS
 
     def _waits(self, base: str, release: str) -> bool:
-        """Wait while the volume is used; return whether another round is due before the last.
+        """Wait while the volume is in use; return whether to begin again with a further round.
 
-        It is after a round was sent meanwhile, or where the base is lost because its area is full.
+        True after a round that was sent while waiting, and where the base was lost because its COW
+        store is full. False once the volume is not in use, so that the last round can follow.
         """
         for look in range(_LOOKS):
             here = self._here()
@@ -221,16 +250,17 @@ class Move:
         return True
 
     def _last(self, base: str, release: str) -> carver.MoveState | None:
-        """Send what changed since the last round while it is held, and commit the move.
+        """Hold the volume, send what changed since the last round, compare, and commit the move.
 
-        None where the hold ended meanwhile, so that another round is due; a few times at most.
+        Returns None where the hold ended meanwhile, so that another round is needed; after
+        `_MOST_LOST_HOLDS` times, the refused commit is raised.
         """
         self._tell("it is not in use: sending what changed since, while it cannot be used")
         with _kept(self._transfer, self._volume_id) as token:
             snapshot_id = self._take()
             self._send(snapshot_id, base, release)
             if self._proved != snapshot_id:
-                # 0.1.0 has no --verify.
+                # The other node's Carver is 0.1.0 and has no --verify.
                 self._tell(f"Carver on {self._remote.node} is older: now both read all of it")
                 self._compare(snapshot_id)
             self._tell("both hold the same")
@@ -249,7 +279,7 @@ class Move:
         return None
 
     def _is_held(self, token: str) -> bool:
-        """Whether the hold of that token goes on for all that is known."""
+        """Return whether a token's hold still lasts; also true if the service does not answer."""
         request = carver.HoldMoveRequest(volume_id=self._volume_id, token=token)
         try:
             self._transfer.HoldMove(request)
@@ -258,7 +288,7 @@ class Move:
         return True
 
     def _compare(self, snapshot_id: str) -> None:
-        """Compare checksums of all that both hold; raises NotMoved."""
+        """Compare the checksums of all that both nodes hold; raises NotMoved if they differ."""
         with streams_command.outgoing(self._at, snapshot_id) as source:
             here = source.checksum(as_json=self._options.as_json)
         self._require_same(here, self._ask("--checksum")["sha256"])
@@ -274,7 +304,10 @@ class Move:
         )
 
     def _complete(self, begun: carver.MoveState) -> dict[str, Any]:
-        """Finish a committed move on the other node."""
+        """Finish a committed move on the other node; return the volume's state there.
+
+        Raises NotMoved where the other node no longer has the volume, or has moved it on.
+        """
         there = self._ask("--status")
         if there["state"] == streams_command.ABSENT or there["release"] != begun.release:
             raise self._refused(
@@ -297,8 +330,8 @@ class Move:
     def _send(self, snapshot_id: str, base: str, release: str, offset_bytes: int = 0) -> None:
         """Send a snapshot, or what changed since its base, to the other node.
 
-        Where both were found to hold the same base, both read again only what was sent, and compare
-        that. Raises NotMoved where they differ.
+        Where both nodes were found to hold the same base, both then read again only the parts that
+        were sent, and compare their checksums. Raises NotMoved where the checksums differ.
         """
         options = self._options
         words = ["volume", "receive", options.name]
@@ -329,41 +362,46 @@ class Move:
                 self._proved = snapshot_id
 
     def _take(self) -> str:
-        """Take a snapshot under a new name, as an earlier one may still be being erased."""
-        begun = time.monotonic()
+        """Take a snapshot; return its id.
+
+        Each gets a new name, as an earlier snapshot may still be in the course of being erased.
+        """
+        begun_at = time.monotonic()
         taken = self._caller.snapshot(
             f"{self._prefix()}{secrets.token_hex(4)}", self._volume_id
         ).snapshot_id
-        self._taken[taken] = begun
+        self._taken[taken] = begun_at
         return taken
 
     def _prefix(self) -> str:
-        """The prefix of the names of this move's snapshots."""
-        begun = self._here()
-        return f"{_PREFIX}{begun.release[:_PREFIX_CHARACTERS]}-"
+        """Return the prefix of the names of this move's snapshots."""
+        state = self._here()
+        return f"{_PREFIX}{state.release[:_PREFIX_CHARACTERS]}-"
 
     def _snapshots(self) -> list[str]:
-        """The ids of this move's snapshots."""
+        """Return the ids of this move's snapshots."""
         prefix = self._prefix()
-        found = (one.snapshot_id for one in self._caller.snapshots(volume_id=self._volume_id))
-        return [one for one in found if prefix in one]
+        snapshot_ids = (
+            snapshot.snapshot_id for snapshot in self._caller.snapshots(volume_id=self._volume_id)
+        )
+        return [snapshot_id for snapshot_id in snapshot_ids if prefix in snapshot_id]
 
     def _own(self) -> dict[str, str]:
-        """Those of them that are readable, by their chains."""
-        found = {}
-        for one in self._snapshots():
+        """Return the ids of this move's readable snapshots, by their chains."""
+        by_chain = {}
+        for snapshot_id in self._snapshots():
             try:
-                found[streams_command.chain_of(self._at, one)] = one
+                by_chain[streams_command.chain_of(self._at, snapshot_id)] = snapshot_id
             except grpc.RpcError:
-                if streams_command.is_ready(self._at, one):
+                if streams_command.is_ready(self._at, snapshot_id):
                     raise
-        return found
+        return by_chain
 
     def _drop(self, keep: tuple[str, ...]) -> None:
-        """Delete the snapshots of this move except some."""
-        for one in self._snapshots():
-            if one not in keep:
-                self._caller.delete_snapshot(one)
+        """Delete the snapshots of this move, except those in `keep`."""
+        for snapshot_id in self._snapshots():
+            if snapshot_id not in keep:
+                self._caller.delete_snapshot(snapshot_id)
 
     def _refused(self, why: str) -> errors.NotMoved:
         return errors.NotMoved(self._volume_id, why)
@@ -378,18 +416,18 @@ class Move:
 def carry_out(
     at: VolumeVerbs, parsed: argparse.Namespace, remote_of: Callable[[str], Remote]
 ) -> None:
-    """Do what the flags of `carver volume move` ask for."""
-    # First, as it raises BadConfig.
+    """Do what the options of `carver volume move` ask for."""
+    # The kubeconfig is read first, as a wrong one raises BadConfig before anything was done.
     cluster = access.of_file(Path(parsed.kubeconfig)) if parsed.kubeconfig else None
-    found = at.caller.stub(TransferStub).MoveStatus(carver.NameRequest(name=parsed.name))
-    node = parsed.to or found.node
+    state = at.caller.stub(TransferStub).MoveStatus(carver.NameRequest(name=parsed.name))
+    node = parsed.to or state.node
     if not node:
         raise errors.Missing("--to")
-    name = parsed.name_there or ids.readable_name(found.volume_id)
+    name = parsed.name_there or ids.readable_name(state.volume_id)
     options = Options(name, parsed.device_class, parsed.compress, parsed.json)
-    move = Move(at, remote_of(node), found.volume_id, options, claim_moves.say)
-    if found.node not in ("", node):
-        raise errors.NotMoved(parsed.name, f"it moves to {found.node}")
+    move = Move(at, remote_of(node), state.volume_id, options, claim_moves.say)
+    if state.node not in ("", node):
+        raise errors.NotMoved(parsed.name, f"it moves to {state.node}")
 
     def confirmed(question: str) -> bool:
         return bool(parsed.yes) or terminal.confirmed(question)
@@ -401,11 +439,12 @@ def carry_out(
             raise errors.NotConfirmed(parsed.name)
         move.finish()
     elif parsed.undo:
-        # First: the other node's volume must not be a claim's when it is removed.
-        if cluster and (there := move.status()["there"])["release"] == found.release:
+        # The claim is rebound first: the other node's volume must not be bound when it is removed.
+        if cluster and (there := move.status()["there"])["release"] == state.release:
             place = move.place_there(there)
-            claim_moves.rebind(cluster, found.volume_id, place, yes=parsed.yes, undo=True)
-        # --yes says that what is there may be lost, and not that it is nowhere.
+            claim_moves.rebind(cluster, state.volume_id, place, yes=parsed.yes, undo=True)
+        # --yes answers whether what is on the other node may be lost. Whether the volume is on no
+        # other node is a second question, which the operator is always asked.
         move.undo(confirmed=confirmed, is_nowhere=terminal.confirmed)
     elif parsed.there_is_none:
         if not confirmed(f"Is {name} on no other node any more, {node} or another?"):
@@ -414,27 +453,27 @@ def carry_out(
     else:
         there = move.run()
         streams_command.show(there, as_json=parsed.json)
-        if cluster or found.pv:
+        if cluster or state.pv:
             place = move.place_there(there)
             if cluster:
-                claim_moves.rebind(cluster, found.volume_id, place, yes=parsed.yes)
+                claim_moves.rebind(cluster, state.volume_id, place, yes=parsed.yes)
             else:
-                claim_moves.say(claim_moves.steps(found, place))
+                claim_moves.say(claim_moves.steps(state, place))
 
 
 @contextmanager
 def _kept(transfer: TransferStub, volume_id: str) -> Iterator[str]:
-    """Inside, the volume cannot be used; gives the token that proves it.
+    """Hold the volume for the `with`, so that no call can use it; yield the hold's token.
 
-    Where this process ends, so does that.
+    A thread of this process renews the hold, so the hold ends soon after this process does.
     """
     request = carver.HoldMoveRequest(volume_id=volume_id, token=_hold(transfer, volume_id))
     ended = threading.Event()
 
     def keep() -> None:
         while not ended.wait(_KEEP_SECONDS):
-            # A call that met another one is repeated in time. Where the hold is lost, CommitMove
-            # refuses.
+            # A renewal that meets another call for the volume fails, and is repeated before the
+            # hold ends. Where the hold is lost, CommitMove refuses the move.
             with suppress(grpc.RpcError):
                 transfer.HoldMove(request)
 
@@ -449,15 +488,18 @@ def _kept(transfer: TransferStub, volume_id: str) -> Iterator[str]:
 
 
 def _hold(transfer: TransferStub, volume_id: str) -> str:
-    """Hold it; wait for the hold of a command that was killed, such as an earlier move, to end."""
-    looks = 0
+    """Hold the volume; return the hold's token.
+
+    Waits for the end of another hold, such as that of an earlier move that was killed.
+    """
+    attempts = 0
     while True:
         try:
             return transfer.HoldMove(carver.HoldMoveRequest(volume_id=volume_id)).token
         except grpc.RpcError as error:
             here = transfer.MoveStatus(carver.NameRequest(name=volume_id))
             is_held = error.code() is grpc.StatusCode.FAILED_PRECONDITION
-            if not is_held or here.in_use or looks == _HELD_LOOKS:
+            if not is_held or here.in_use or attempts == _HELD_LOOKS:
                 raise
-        looks += 1
+        attempts += 1
         sleep(_LOOK_SECONDS)

@@ -1,13 +1,14 @@
-"""Move volumes to another node: the part of the node that they leave.
+"""Move volumes to another node: the part of the node that the volume leaves.
 
-`carver volume move` talks to the other node, this module does not. Tags here decide whose the
-volume is:
+`carver volume move` talks to both nodes; this module knows only its own. A volume's tags on this
+node decide whose the volume is:
 
     ready ──begin──▶ ready, moveTo, moveWord ──commit──▶ moved ──finish──▶ deleted
                        └──────────undo──────────┴──undo──▶ ready
 
-The other node's volume can be finished only with a word that this node gives out only when the
-volume is `moved`: so both can never be used at once.
+The other node can finish its volume only with a secret word. This node reveals the word only while
+its own volume is `moved`, and so cannot be used. Therefore the volume can never be used on both
+nodes at once.
 """
 
 import hashlib
@@ -26,13 +27,14 @@ from lvm import volumes
 from mount import mount_errors as mount_errors
 from proto import carver_pb2 as carver
 
+# Length of the secret word, in bytes.
 _WORD_BYTES = 16
-# How long a hold lasts unless the command prolongs it.
+# Time for which a hold lasts unless the command renews it, in seconds.
 HELD_SECONDS = 30.0
 
 
 class Mover:
-    """Moves volumes away."""
+    """Moves volumes away from this node."""
 
     def __init__(self, context: Context, deleter: VolumeDeleter) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
@@ -42,20 +44,23 @@ class Mover:
         self._holds = context.holds
 
     def status(self, name: str) -> carver.MoveState:
-        """The move's state, by the volume's name, logical volume or id; raises NoSuchVolume."""
+        """Return a move's state, by the volume's name, logical volume or id.
+
+        Raises NoSuchVolume.
+        """
 
         def is_it(one: Volume) -> bool:
             names = (one.name, str(one.id), one.own_tags[tag.NAME])
             return name in names and not one.is_ephemeral
 
-        if (found := self._reports.search(is_it)) is None:
+        if (volume := self._reports.search(is_it)) is None:
             raise errors.NoSuchVolume(name)
-        return self._state(found)
+        return self._state(volume)
 
     def begin(self, volume_id: str, node: str) -> carver.MoveState:
-        """Record that it moves to a node; it can be used as before. Idempotent.
+        """Record that a volume moves to a node; the volume can be used as before. Idempotent.
 
-        Raises NotMoved where it moves to another node.
+        Raises NotMoved where the volume already moves to another node.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._volume(volume_id)
@@ -64,42 +69,45 @@ class Mover:
                 why = f"it moves to {was}; end that by --finish or --undo first"
                 raise errors.NotMoved(volume_id, why)
             if not was:
-                known = self._mender.mend(volume.group.name)
-                known.usable(volume_id, Call.MANAGE)
+                current = self._mender.mend(volume.group.name)
+                current.usable(volume_id, Call.MANAGE)
                 word = secrets.token_hex(_WORD_BYTES)
                 self._mark(volume, {tag.MOVE_TO: node, tag.MOVE_WORD: word})
                 volume = self._volume(volume_id)
         return self._state(volume)
 
     def hold(self, volume_id: str, token: str = "") -> str:
-        """Keep an unused volume from use for HELD_SECONDS; return the token that prolongs that.
+        """Hold an unused volume, so that no call can use it, for HELD_SECONDS.
 
-        The caller holds the volume's lock. Raises VolumeInUse, and Moved where another command
-        holds it or the token has expired.
+        Returns the token that renews the hold. The caller holds the volume's lock. Raises
+        VolumeInUse, and Moved where another command holds the volume or the token has expired.
         """
         volume = self._moving(volume_id)
-        held = self._holds.hold(volume_id, volume.own_tags[tag.MOVE_TO], HELD_SECONDS, token)
+        held_token = self._holds.hold(volume_id, volume.own_tags[tag.MOVE_TO], HELD_SECONDS, token)
         try:
             users.require_unused(self._kernel, self._activator, volume)
             if not token:
                 group = volume.group.name
                 with self._volume_groups.hold(group):
-                    known = self._mender.mend(group).group(group)
-                    there = frozenset(one.uuid for one in records.every(known))
-                    self._holds.note(volume_id, held, there)
+                    volume_group = self._mender.mend(group).group(group)
+                    uuids = frozenset(
+                        logical_volume.uuid for logical_volume in records.every(volume_group)
+                    )
+                    self._holds.note(volume_id, held_token, uuids)
         except BaseException:
-            self._holds.release(volume_id, held)
+            self._holds.release(volume_id, held_token)
             raise
-        return held
+        return held_token
 
     def release(self, volume_id: str, token: str) -> None:
-        """Let it be used again."""
+        """End a hold, so that the volume can be used again."""
         self._holds.release(volume_id, token)
 
     def commit(self, volume_id: str, snapshot_id: str, token: str) -> carver.MoveState:
-        """Make it the other node's, which has all that the last snapshot holds.
+        """Make a volume the other node's, which has all that the last snapshot holds.
 
-        The hold began before that snapshot was taken. Two commands. Raises NotMoved, VolumeInUse.
+        The hold must have begun before the snapshot was taken, so that nothing was written since.
+        Runs two lvm2 commands. Raises NotMoved, VolumeInUse.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._moving(volume_id)
@@ -107,11 +115,11 @@ class Mover:
                 return self._state(volume)
             if volume.ended_by is not Ender.CALLER:
                 raise errors.NotMoved(volume_id, "it is not this node's any more")
-            known = self._mender.mend(volume.group.name)
+            current = self._mender.mend(volume.group.name)
             parsed = VolumeId.parse(snapshot_id)
             if parsed is not None and parsed.group != volume.group.name:
                 raise errors.NotMoved(volume_id, f"{snapshot_id} is not all of it")
-            snapshot = self._reports.snapshot(known, snapshot_id)
+            snapshot = self._reports.snapshot(current, snapshot_id)
             uuid = snapshot.group.volume(snapshot.name).uuid
             if not self._holds.has_all(volume_id, token, uuid):
                 why = f"it may have been used since {snapshot_id} was taken; send another"
@@ -123,10 +131,10 @@ class Mover:
             try:
                 self._mark(volume, volume_states.tags_for(Ender.MOVER))
             except BaseException:
-                # The command may have worked all the same.
+                # A command that failed may have set the tags all the same: read them again.
                 self._recall(volume_id)
                 raise
-            # Without a device, any use first reads its tags.
+            # Deactivate the volume: anything that uses it later has to read its tags first.
             with suppress(mount_errors.CommandError):
                 volumes.deactivate(
                     self._volume_groups.lvm(volume.group.name), volume.group.name, volume.name
@@ -134,7 +142,11 @@ class Mover:
             return self._state(self._volume(volume_id))
 
     def undo(self, volume_id: str) -> None:
-        """Make it this node's again; the caller made sure that the other node has none of it."""
+        """Make a volume this node's again, and forget the move.
+
+        The caller has made sure that the other node has nothing of the volume. Raises NotMoved
+        where what is left of the volume here is being deleted.
+        """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._volume(volume_id)
             if _is_going(volume):
@@ -145,9 +157,9 @@ class Mover:
             self._holds.allow(volume_id)
 
     def finish(self, volume_id: str) -> None:
-        """Delete what is left here of a volume that is the other node's. Idempotent.
+        """Delete what is left on this node of a volume that is the other node's. Idempotent.
 
-        Raises NotMoved where it is still this node's.
+        Raises NotMoved where the volume is still this node's, HasSnapshots.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             try:
@@ -160,7 +172,8 @@ class Mover:
                 raise errors.HasSnapshots(
                     volume_id, held, "the move is final only while it has none here"
                 )
-            # Before its first byte is erased: an undo would take back an incomplete volume.
+            # The tag is set before the first byte is erased: an undo after that would take back an
+            # incomplete volume.
             if not _is_going(volume):
                 self._mark(volume, {tag.MOVE_ENDED: volume_states.word_of(Ender.ERASER)})
         self._deleter.delete(volume_id, is_own=False)
@@ -170,14 +183,14 @@ class Mover:
         try:
             is_moved = _is_gone(self._volume(volume_id))
         except Exception:
-            # Unknown: it stays held until the next start.
+            # Whether the tags were set is unknown: the volume stays held until the next start.
             return
         if not is_moved:
             self._holds.allow(volume_id)
 
     def _volume(self, volume_id: str) -> Volume:
-        known = self._mender.mend(ids.group_of(volume_id))
-        volume = known.volume(volume_id)
+        current = self._mender.mend(ids.group_of(volume_id))
+        volume = current.volume(volume_id)
         if volume.is_ephemeral:
             raise errors.NoSuchVolume(volume_id)
         return volume
@@ -209,10 +222,10 @@ class Mover:
 
 
 def _is_gone(volume: Volume) -> bool:
-    """Whether it was moved to another node, and is kept here until the move is final."""
+    """Return whether a volume was moved to another node and is kept until the move is final."""
     return volume.ended_by is Ender.MOVER
 
 
 def _is_going(volume: Volume) -> bool:
-    """Whether what is left of it here is being deleted, and so may be incomplete."""
+    """Return whether a moved volume is being deleted here, and so may be incomplete."""
     return volume.is_doomed or (_is_gone(volume) and tag.MOVE_ENDED in volume.own_tags)

@@ -1,4 +1,11 @@
-"""A device whose reads and writes wait for the service's turns (turns.py), in the command."""
+"""A device whose reads and writes wait for I/O slots that the service grants.
+
+The commands that send, receive and compare volumes read and write devices in their own process,
+while the service's background I/O on the same disks is in another one. So that neither slows the
+node's pods, both take I/O slots from one queue in the service (agent/work/pace.py). This module is
+the command's side, turns.py the service's. An I/O slot is called a turn in the code and in
+proto/carver.proto: the permission to read or write up to so many bytes now.
+"""
 
 import threading
 import time
@@ -14,17 +21,22 @@ from mount.block_io import Bytes, Opened
 from proto import carver_pb2 as carver
 from proto.carver_pb2_grpc import TransferStub
 
-# What is asked for: so much is granted at once only where there is no limit.
+# Bytes that each request asks for. The service grants as many at once only where the background
+# bandwidth is not limited.
 _ASKED_BYTES = 1 << 30
-# So much is written before it is flushed: a turn also ends where a pipe is empty.
+# Bytes that are written between two flushes. A flush at the end of each I/O slot would be too many,
+# as a slot also ends where the pipe is empty.
 _FLUSHED_BYTES = 16 << 20
-# How soon turns are asked for again where there are none.
+# Time after which I/O slots are asked for again where the service did not grant any, in seconds.
 _AGAIN_SECONDS = 10.0
 
 
 @contextmanager
 def paced(caller: Client, volume_id: str, kind: str, device: Opened) -> Iterator[Opened]:
-    """Inside, the device of a volume or a snapshot waits for turns; `kind` is of turns.KINDS."""
+    """Make the device of a volume or a snapshot wait for I/O slots during the `with`.
+
+    `kind` is one of `turns.KINDS`.
+    """
     turns = _Turns(caller.stub(TransferStub), volume_id, kind)
     try:
         yield _Paced(device, turns)
@@ -33,9 +45,9 @@ def paced(caller: Client, volume_id: str, kind: str, device: Opened) -> Iterator
 
 
 class _Paced(Opened):
-    """An open device that is used in turns, by several threads at once.
+    """An open device that several threads read or write in I/O slots.
 
-    Pieces are as long as a turn lasts: what is read or written is the same without.
+    Each read or write is split into pieces as long as the slots allow; the data are the same.
     """
 
     def __init__(self, device: Opened, turns: "_Turns") -> None:
@@ -66,7 +78,8 @@ class _Paced(Opened):
 
     def flush(self) -> None:
         if self._problem is not None:
-            # The kernel reports it once (fsync(2)), and this flush is perhaps another thread's.
+            # The kernel reports a failed write to one fsync(2) only, which may have been the flush
+            # of another thread. So all later flushes raise the same error.
             raise self._problem
         try:
             self._opened.flush()
@@ -81,46 +94,53 @@ class _Paced(Opened):
         act: Callable[[int, int], None],
         ending: Callable[[int], None] = lambda _turn_bytes: None,
     ) -> None:
-        at = 0
-        while at < length_bytes:
-            with self._turns.piece(length_bytes - at, ending) as piece_bytes:
-                act(at, at + piece_bytes)
-            at += piece_bytes
+        done = 0
+        while done < length_bytes:
+            with self._turns.piece(length_bytes - done, ending) as piece_bytes:
+                act(done, done + piece_bytes)
+            done += piece_bytes
 
     def _wrote(self, turn_bytes: int) -> None:
-        """A turn ends in which so much was written: others' next flush is not to pay for it."""
+        """Flush at the end of an I/O slot if enough was written since the last flush.
+
+        So what was written is flushed inside a slot: others' next fsync(2) does not wait for it.
+        """
         self._unflushed_bytes += turn_bytes
         if self._unflushed_bytes >= _FLUSHED_BYTES:
             self.flush()
 
 
 class _Turns:
-    """The turns of one command, which its threads share.
+    """The I/O slots of one command, which all its threads share.
 
-    Where others may wait, a turn ends once nothing is under way, even if less was done than it was
-    for: a command whose pipe is full or empty keeps no other waiting.
+    Where other workers may wait for the disks, a slot ends as soon as no thread is reading or
+    writing, even if bytes of it are left. So a command that waits for a full or an empty pipe does
+    not keep others waiting.
 
-    Where the service does not answer, ends, or is of a version without turns, the command goes on
-    without, and asks again after ten seconds: a backup that is late is better than one that failed.
+    Where the service does not answer, stops, or is of a version without I/O slots, the command goes
+    on without slots, and asks again after `_AGAIN_SECONDS`: a backup that disturbs is better than
+    one that failed.
     """
 
     def __init__(self, transfer: TransferStub, volume_id: str, kind: str) -> None:
         self._transfer, self._volume_id, self._kind = transfer, volume_id, kind
         self._changed = threading.Condition()
-        # Of the turn: what is left, and what was done; how many threads are in it, and how many are
-        # to begin. `_is_changing` while one ends or is waited for.
+        # State of the present slot: bytes left, bytes done, the number of threads that are reading
+        # or writing in it, and the number of threads that wait to begin.
         self._left_bytes = self._done_bytes = self._under_way = self._waiting = 0
+        # `_is_unlimited`: no other worker waits for the slot's end. `_is_changing`: a thread ends
+        # a slot, or waits for the next one.
         self._is_unlimited = self._is_changing = False
-        # The call; None where there is none.
+        # The answers of the TakeTurns call in progress; None if there is no call.
         self._answers: Iterator[carver.Turn] | None = None
         self._requests: SimpleQueue[carver.TurnRequest | None] = SimpleQueue()
         self._again_at = 0.0
 
     @contextmanager
     def piece(self, left_bytes: int, ending: Callable[[int], None]) -> Iterator[int]:
-        """Wait for a turn; yield how many bytes of what is left may be done inside.
+        """Wait for a slot; yield how many of `left_bytes` the caller may do inside the `with`.
 
-        `ending` is called before the turn ends, with what was done in it; it may raise.
+        `ending` is called before the slot ends, with the bytes that were done in it, and may raise.
         """
         piece_bytes, done_bytes = self._begin(left_bytes), 0
         try:
@@ -130,20 +150,21 @@ class _Turns:
             self._end(done_bytes, ending)
 
     def close(self) -> None:
-        """Want no more turns."""
+        """Report what was done, and end the call for I/O slots."""
         if self._done_bytes:
             self._report(self._done_bytes)
         self._requests.put(None)
-        # Until the service has heard of it.
+        # Read the answers to their end, so that the service has received the report.
         with suppress(grpc.RpcError):
             for _ in self._answers or ():
                 pass
         self._answers = None
 
     def _begin(self, wanted_bytes: int) -> int:
-        """Wait for a turn; return how much of what is wanted may be done in it.
+        """Wait for a slot; return how many of the wanted bytes may be done in it.
 
-        In whole pieces of LEAST_BYTES but for the end: direct I/O takes whole blocks.
+        The result is a multiple of LEAST_BYTES, as direct I/O takes whole blocks, but for the end
+        of what is wanted.
         """
         while True:
             with self._changed:
@@ -165,7 +186,7 @@ class _Turns:
 
     @property
     def _is_open(self) -> bool:
-        """Whether a thread may begin: in the turn, or by asking for one."""
+        """Whether a thread may begin: in the present slot, or by asking for a new one."""
         return bool(self._left_bytes) or not self._under_way
 
     def _end(self, done_bytes: int, ending: Callable[[int], None]) -> None:
@@ -192,7 +213,10 @@ class _Turns:
             self._changed.notify_all()
 
     def _ask(self) -> int:
-        """Ask for a turn, and wait for it; return for how much it is."""
+        """Ask the service for a slot, and wait for it; return its length in bytes.
+
+        Without the service's answer, return MOST_BYTES.
+        """
         request = carver.TurnRequest(most_bytes=_ASKED_BYTES)
         try:
             if self._answers is None:

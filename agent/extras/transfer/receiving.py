@@ -1,14 +1,17 @@
-"""Receive volumes as streams: create them, take increments, finish or remove them.
+"""Receive volumes as streams: create them, apply increments, finish them or remove them.
 
-A volume is tagged `receiving` from its lvcreate until it is finished: not listed, not staged, not
-grown. Only streams write to it, so it holds exactly what its tags say. Each stream brings it from
-one chain, the name of exactly what a snapshot held, to the next:
+A volume that is being received is tagged `receiving` from its lvcreate until it is finished.
+Meanwhile it is not listed, not staged and not expanded. Only streams write to it, so it holds
+exactly what its tags say. A chain is a digest that names exactly what a snapshot held. Each stream
+brings the volume from one chain to the next:
 
     nothing ──whole──▶ into=A, offset=… ──all of it──▶ chain=A ──increment──▶ chain=A, into=B … ▶ B
 
-A stream that was cut off continues at the recorded offset, before which all is on the disk; the
-records are tags. Finishing checks the file system, which may write to it: then the volume no longer
-holds what its chain says, so the record that it takes no more streams comes first.
+A stream that was cut off continues at the offset in the volume's tags; everything before the offset
+is on the disk.
+
+Finishing checks the file system, and the check may write to the volume, which then no longer holds
+what its chain says. So a tag that forbids further streams is set before the check.
 """
 
 import hashlib
@@ -37,14 +40,14 @@ from lvm.volumes import New
 from mount import filesystem, luks
 from proto import carver_pb2 as carver
 
-# The tags that are removed when it is finished.
+# The tags that are removed from a volume when it is finished.
 _COMING = (tag.CHAIN, tag.CONTENT, tag.INTO, tag.OFFSET, tag.RELEASE, tag.FINISHING)
-# The value of FINISHING for a volume that can only be removed.
+# Value of the tag FINISHING on a volume that was finished and withdrawn, and can only be removed.
 _WITHDRAWN = "withdrawn"
 
 
 class Receiver:
-    """Receives volumes into this node's groups."""
+    """Receives volumes into the volume groups of this node."""
 
     def __init__(self, context: Context, deleter: VolumeDeleter, pool_remover: PoolRemover) -> None:
         self._configuration, self._run = context.configuration, context.run
@@ -58,49 +61,51 @@ class Receiver:
         self._detached = context.detached
 
     def status(self, name: str) -> carver.ReceiveState:
-        """The state of the volume of that name; `absent` where the report proves there is none.
+        """Return the state of the volume of that name.
 
-        Raises NeedsOther, TagsDamaged: a volume here may not be usable on its first node.
+        The state is `absent` where the report proves that there is no such volume. Raises
+        NeedsOther, TagsDamaged where there may be one whose tags this version cannot read: until
+        that is known, the node that the volume came from must not use its own.
         """
         own_name = names.logical_volume(ids.VOLUME_PREFIX, name)
-        found = self._reports.search(lambda one: one.name == own_name)
-        if found is not None:
-            return _state(found)
+        volume = self._reports.search(lambda candidate: candidate.name == own_name)
+        if volume is not None:
+            return _state(volume)
         self._reports.fresh().require_none_named(name, ids.VOLUME_PREFIX)
         return carver.ReceiveState(state="absent")
 
     def begin(self, name: str, device_class: str, header: Header) -> carver.ReceiveState:
-        """Create or grow the volume for a stream, and return its state: where the stream begins.
+        """Create or grow the volume for a stream; return its state, with the stream's offset.
 
-        The first stream takes two commands. There is nothing to apply where `chain` is the
-        stream's already. Raises NotReceived, VolumeInUse, NoRoom.
+        If the state's `chain` is the stream's chain already, there is nothing to apply. Creating
+        the volume runs two lvm2 commands. Raises NotReceived, VolumeInUse, NoRoom, NotAllowed.
         """
-        one = self._configuration.now.device_class(device_class)
-        if one is None:
-            known_classes = [each.name for each in self._configuration.now.classes]
-            raise errors.NotAllowed("class", device_class, known_classes)
+        chosen = self._configuration.now.device_class(device_class)
+        if chosen is None:
+            class_names = [known_class.name for known_class in self._configuration.now.classes]
+            raise errors.NotAllowed("class", device_class, class_names)
 
         def begin() -> carver.ReceiveState:
-            return self._begin(one, name, header)
+            return self._begin(chosen, name, header)
 
-        return self._pool_remover.when_kept(one.group, pool_name(one.name), begin)
+        return self._pool_remover.when_kept(chosen.group, pool_name(chosen.name), begin)
 
     def _begin(self, one: DeviceClass, name: str, header: Header) -> carver.ReceiveState:
         self._reports.await_others(one.group)
         with self._volume_groups.hold(one.group):
-            known = self._mender.mend(one.group)
-            found = self._reports.everywhere(known).named(name)
-            if found is None:
-                return self._make(known, one, name, header)
-            if found.group.name == one.group:
-                return self._go_on(found, name, header)
-        # It was received into another class's group.
-        with self._volume_groups.hold(found.group.name):
-            known = self._mender.mend(found.group.name)
-            return self._go_on(known.volume(str(found.id)), name, header)
+            current = self._mender.mend(one.group)
+            volume = self._reports.everywhere(current).named(name)
+            if volume is None:
+                return self._make(current, one, name, header)
+            if volume.group.name == one.group:
+                return self._go_on(volume, name, header)
+        # An earlier stream was received into the volume group of another class.
+        with self._volume_groups.hold(volume.group.name):
+            current = self._mender.mend(volume.group.name)
+            return self._go_on(current.volume(str(volume.id)), name, header)
 
     def record(self, volume_id: str, into: str, offset_bytes: int) -> None:
-        """Record that everything before an offset is on the disk. One command."""
+        """Record that everything before an offset is on the disk. One lvm2 command."""
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._coming(volume_id)
             self._require_into(volume, into)
@@ -108,7 +113,7 @@ class Receiver:
                 self._mark(volume, {tag.OFFSET: str(offset_bytes)})
 
     def end(self, volume_id: str, header: Header) -> None:
-        """Record that the whole stream is on the disk: the volume holds its chain."""
+        """Record that a whole stream is on the disk: the volume then holds the stream's chain."""
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._coming(volume_id)
             if volume.own_tags.get(tag.CHAIN) == header.chain:
@@ -118,21 +123,21 @@ class Receiver:
             self._mark(volume, new, without=(tag.INTO, tag.OFFSET))
 
     def open(self, volume_id: str) -> None:
-        """Activate what was received, for reading."""
+        """Activate a volume that is being received, so that it can be read."""
         with self._volume_groups.hold(ids.group_of(volume_id)):
             self._activator.activate(self._coming(volume_id))
 
     def finish(self, volume_id: str, release: str) -> None:
-        """Make it a volume of this node, its file system checked. A second call does nothing.
+        """Check the file system of a received volume, and make it a volume of this node.
 
-        Raises NotReceived where a stream is incomplete or its source has not released it; Damaged,
-        ContentsLost.
+        A second call does nothing. Raises NotReceived where a stream is incomplete or where its
+        source has not released the volume; Damaged, ContentsLost.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
-            known = self._mender.mend(ids.group_of(volume_id))
-            volume = known.volume(volume_id)
+            current = self._mender.mend(ids.group_of(volume_id))
+            volume = current.volume(volume_id)
             if tag.RECEIVED in volume.own_tags and volume.is_listed:
-                # An earlier call may have finished it without its answer from lvm2.
+                # An earlier call may have set the tags, but got an error of lvm2 as its answer.
                 self._holds.allow(volume_id)
                 return
             volume = self._coming(volume_id)
@@ -149,14 +154,14 @@ class Receiver:
         self._holds.allow(volume_id)
 
     def abort(self, volume_id: str) -> None:
-        """Erase and remove what was received; it is no error if there is no such volume.
+        """Erase and remove a volume that is being received; do nothing if there is none.
 
-        Raises NotReceived for one that was finished, VolumeInUse while a stream is applied.
+        Raises NotReceived for a volume that was finished, VolumeInUse while a stream is applied.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
-            known = self._mender.mend(ids.group_of(volume_id))
+            current = self._mender.mend(ids.group_of(volume_id))
             try:
-                volume = known.volume(volume_id)
+                volume = current.volume(volume_id)
             except errors.NoSuchVolume:
                 self._holds.allow(volume_id)
                 return
@@ -164,20 +169,22 @@ class Receiver:
                 raise errors.NotReceived(volume_id, "it is finished, and a volume like any other")
             if _is_coming(volume) and volume.own_tags.get(tag.FINISHING) != _WITHDRAWN:
                 users.require_unused(self._kernel, self._activator, volume)
-                # Before the first byte is erased: then it no longer holds what its tags say.
+                # Remove the tags of the chain before the first byte is erased: from then on the
+                # volume no longer holds what these tags say.
                 gone = (tag.CHAIN, tag.INTO, tag.OFFSET)
                 self._mark(volume, {tag.FINISHING: _WITHDRAWN}, without=gone)
         self._deleter.delete(volume_id, is_own=False)
         self._holds.allow(volume_id)
 
     def withdraw(self, volume_id: str, release: str) -> None:
-        """Undo `finish`: it is no volume of this node any more, and `abort` removes it.
+        """Undo `finish`: the volume cannot be used on this node any more, and `abort` removes it.
 
-        Raises NotReceived where it did not come by this move, VolumeInUse.
+        `release` is the word of the move by which the volume came. Raises NotReceived where the
+        volume came by another move or by none, HasSnapshots, VolumeInUse.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
-            known = self._mender.mend(ids.group_of(volume_id))
-            volume = known.volume(volume_id)
+            current = self._mender.mend(ids.group_of(volume_id))
+            volume = current.volume(volume_id)
             if _is_coming(volume):
                 return
             was = volume.own_tags.get(tag.RELEASED, "")
@@ -215,7 +222,8 @@ class Receiver:
             self._pool_remover.require_kept(group.name, pool_name(one.name))
         logical = names.logical_volume(ids.VOLUME_PREFIX, name)
         volume_id = str(VolumeId.of(group, logical))
-        # Also where lvcreate fails: it may have created it, and `abort` finds out.
+        # Note the volume before lvcreate, which may create the volume and yet fail. `abort` finds
+        # out whether the volume exists.
         self._holds.receiving(volume_id)
         with ExitStack() as undo:
             if one.layout.is_thin:
@@ -224,10 +232,10 @@ class Receiver:
             new = New(logical, size_bytes, own_tags, tuning)
             allocator.create(self._volume_groups.lvm(group.name), group, new)
             undo.pop_all()
-        made = Volume(
+        volume = Volume(
             VolumeId.of(group, logical), backing.of(group, logical), group, size_bytes, own_tags
         )
-        return _state(made)
+        return _state(volume)
 
     def _go_on(self, volume: Volume, name: str, header: Header) -> carver.ReceiveState:
         if volume.is_doomed:
@@ -244,8 +252,8 @@ class Receiver:
         size_bytes = layout.round_up(header.size_bytes, extent, volume.layout)
         if (more := size_bytes - volume.size_bytes) > 0:
             allocator = self._allocators.of_volume(volume)
-            if more > (room := allocator.maximum_growth_bytes(volume)):
-                raise errors.NoRoom(group.name, more, room, f"more {allocator.purpose(group)}")
+            if more > (growth := allocator.maximum_growth_bytes(volume)):
+                raise errors.NoRoom(group.name, more, growth, f"more {allocator.purpose(group)}")
             allocator.extend(self._volume_groups.lvm(group.name), volume, size_bytes)
             volume = replace(volume, size_bytes=size_bytes)
         self._activator.activate(volume)
@@ -259,7 +267,7 @@ class Receiver:
         return _state(volume)
 
     def _require_fit(self, volume: Volume, name: str, header: Header) -> None:
-        """Raise NotReceived where the stream does not continue what is there."""
+        """Raise NotReceived where the stream does not continue what the volume holds."""
         own_tags = volume.own_tags
         holds, into = own_tags.get(tag.CHAIN, ""), own_tags.get(tag.INTO, "")
         if own_tags.get(tag.FINISHING) == _WITHDRAWN:
@@ -294,10 +302,10 @@ class Receiver:
             self._mark(volume, {tag.RELEASED: release})
 
     def _check(self, volume: Volume, device: Device) -> None:
-        """Check the file system, and give it an id of its own where it needs one."""
+        """Check a volume's file system, and give it a new UUID where the kernel needs one."""
         own_tags, identity = volume.own_tags, str(volume.id)
         if volume.is_encrypted:
-            # Its file system is checked when it is opened.
+            # The file system of an encrypted volume is checked when it is opened.
             header = luks.read(self._kernel, device.path)
             if (sealed := own_tags.get(tag.SEALED)) and (header is None or header.uuid != sealed):
                 raise errors.HeaderDamaged(identity, "it did not come with the stream")
@@ -309,28 +317,35 @@ class Receiver:
         if clone.may_hold_btrfs(own_tags) and filesystem.is_on(self._kernel, device.path):
             filesystem.renew(self._kernel, device.path)
         if not formatted:
-            found = filesystem.probe(self._kernel, device.path)
-            if found is None or found.fs_type not in filesystem.FILE_SYSTEMS:
+            signature = filesystem.probe(self._kernel, device.path)
+            if signature is None or signature.fs_type not in filesystem.FILE_SYSTEMS:
                 return
-            formatted = found.fs_type
-        elif (found := filesystem.find(self._kernel, device.path, formatted)) is None:
+            formatted = signature.fs_type
+        elif (signature := filesystem.find(self._kernel, device.path, formatted)) is None:
             raise errors.ContentsLost(identity, formatted, device.path)
-        # A stream of an earlier version, or of a file system that was made since, does not tell.
-        self._require_blocks(own_tags[tag.NAME], volume.group, found.block_bytes)
+        # The header of a stream may lack the block size: if an earlier version of Carver sent the
+        # stream, or if the file system was made after the header. So check it on the device.
+        self._require_blocks(own_tags[tag.NAME], volume.group, signature.block_bytes)
         check = partial(filesystem.check, self._run, device.path, formatted)
         proof = partial(self._activator.require_same, volume, device)
         self._detached.do(identity, volume.group.name, "fsck", check, proof)
 
     def _require_blocks(self, name: str, group: report.Group, held_bytes: int) -> None:
-        """Raise NotReceived where the contents cannot be used on a group's disks."""
+        """Raise NotReceived where the contents cannot be used on the disks of a group.
+
+        `held_bytes` is the largest logical block that the contents can lie on.
+        """
         wanted = block_sizes.of_group(self._kernel, group)
         if why := block_sizes.problem(held_bytes, group, wanted):
             raise errors.NotReceived(name, why)
 
     def _coming(self, volume_id: str) -> Volume:
-        """A volume that is being received; the group is held. Raises NotReceived."""
-        known = self._mender.mend(ids.group_of(volume_id))
-        volume = known.volume(volume_id)
+        """Return the volume of that id; raises NotReceived if it is not being received.
+
+        The caller holds the group's lock.
+        """
+        current = self._mender.mend(ids.group_of(volume_id))
+        volume = current.volume(volume_id)
         if not _is_coming(volume):
             raise errors.NotReceived(volume_id, "it is not being received")
         return volume
@@ -343,7 +358,7 @@ class Receiver:
     def _mark(
         self, volume: Volume, new: Mapping[str, str], without: tuple[str, ...] = ()
     ) -> Volume:
-        """Change tags, all or none, in one command; return the changed volume."""
+        """Change tags in one lvm2 command, all or none; return the changed volume."""
         new = {key: value for key, value in new.items() if volume.own_tags.get(key) != value}
         gone = {key for key in (*new, *without) if key in volume.own_tags}
         old = {key: volume.own_tags[key] for key in gone}
@@ -354,12 +369,12 @@ class Receiver:
 
 
 def _is_coming(volume: Volume) -> bool:
-    """Whether it is being received, and so is no volume yet."""
+    """Return whether a volume is being received, and so cannot be used yet."""
     return volume.ended_by is Ender.RECEIVER
 
 
 def _state(volume: Volume) -> carver.ReceiveState:
-    """The state of a volume by its tags."""
+    """Return the state of a received volume, as its tags say."""
     own_tags = volume.own_tags
     return carver.ReceiveState(
         volume_id=str(volume.id),

@@ -1,6 +1,7 @@
 """Run `carver` on another node by the user's own ssh.
 
-ssh needs the user's environment, agent and terminal, which the service's programs must not have.
+ssh(1) needs the user's environment, agent and terminal. The programs that Carver's service starts
+have none of these, so only the command, not the service, connects to another node.
 """
 
 import json
@@ -13,14 +14,17 @@ from mount import mount_errors as mount_errors
 from mount import programs
 from mount.block_io import Bytes
 
-# Writes a stream by the function that it is given.
+# Function that writes a stream, by the function that it is given as its argument.
 Write = Callable[[Callable[[Bytes], object]], object]
-# The most of the other node's error output that is quoted.
+# The most characters of the other node's error output that an error quotes.
 _MOST_CHARACTERS = 2000
 
 
 class Remote:
-    """Another node's `carver`. `ssh` and `carver` are the words of the commands here and there."""
+    """The `carver` of another node, run by ssh.
+
+    `ssh` and `carver` are the words of the two commands, on this node and on the other.
+    """
 
     def __init__(self, node: str, ssh: Sequence[str], carver: Sequence[str]) -> None:
         self.node = node
@@ -28,7 +32,7 @@ class Remote:
         self._carver = tuple(carver)
 
     def ask(self, *words: str) -> dict[str, Any]:
-        """Run `carver` there; return the JSON that it prints. Raises NodeRefused."""
+        """Run `carver` on the other node; return the JSON that it prints. Raises NodeRefused."""
         answer = self._run(words)
         if answer is None:
             why = "it does not answer with JSON; use the same version on both nodes"
@@ -36,11 +40,15 @@ class Remote:
         return answer
 
     def feed(self, *words: str, write: Write) -> dict[str, Any]:
-        """Run `carver` there while `write` writes its input; return its JSON, if any."""
+        """Run `carver` on the other node while `write` writes its input; return its JSON.
+
+        Returns an empty dictionary if it prints no JSON. Raises NodeRefused, and what `write`
+        raises.
+        """
         return self._run(words, write) or {}
 
     def _run(self, words: Sequence[str], write: Write | None = None) -> dict[str, Any] | None:
-        # ssh(1) joins its arguments and gives them to a shell there.
+        # ssh(1) joins its arguments, and a shell on the other node parses them: so quote them.
         line = [*self._ssh, "--", self.node, shlex.join((*self._carver, *words))]
         try:
             running = programs.start(line, reads=write is not None, environment=None)
@@ -54,16 +62,17 @@ class Remote:
                     with stdin:
                         write(stdin.write)
             except BrokenPipeError:
-                pass  # Its error output says why.
+                pass  # The other node's error output says why it closed the pipe.
             except BaseException as error:
                 problem = error
-                # A stream that is cut off has no end mark, and can be continued.
+                # A stream that is cut off has no end mark, so its volume is not finished. The
+                # stream can be continued later.
                 running.terminate()
-            printed, said = running.communicate()
+            printed, complaints = running.communicate()
         if problem is not None:
             raise problem
         if running.returncode:
-            text = said.decode(errors="backslashreplace").strip()[-_MOST_CHARACTERS:]
+            text = complaints.decode(errors="backslashreplace").strip()[-_MOST_CHARACTERS:]
             raise self._refused(words, text or f"exit {running.returncode}")
         try:
             answer = json.loads(printed)

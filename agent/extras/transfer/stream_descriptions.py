@@ -23,34 +23,43 @@ from lvm import report, tags
 from mount import filesystem, luks
 from mount import mount_errors as mount_errors
 
-# Tags of the parameters that staging needs, and of the limits of I/O.
+# Keys of the tags of the parameters that staging needs, and of the limits of I/O.
 PARAMETERS = (*(row.tag for row in IN_CONTEXT), *(row.key for row in LIMITS))
-# The tags of a volume that a stream carries: the rest is its node's, or is made anew.
+# Keys of the tags of a volume that a stream carries. All other tags belong to the node, or are made
+# anew where the volume is received.
 SENT = (
     *(tag.ACCESS, tag.CAPABILITIES, tag.FORMATTED, tag.HEADER, tag.SEALED, tag.ROTATING),
     *(*PARAMETERS, tag.PVC, tag.NAMESPACE, tag.PV, tag.REQUESTED),
 )
 
-# The largest logical block that the contents can lie on, 0 for any; no tag.
+# Key, in a header's facts, of the largest logical block size that the contents can lie on, in
+# bytes; 0 for any. This key is not a tag.
 BLOCKS = "blocks"
 
 
 def blocks_of(header: Header) -> int:
-    """The largest logical block that a stream's contents can lie on; 0 for any, or if unknown."""
+    """Return the largest logical block size that a stream's contents can lie on, in bytes.
+
+    0 if they can lie on any, and if the header does not say.
+    """
     return tags.number(header.facts.get(BLOCKS, "")) or 0
 
 
 def tags_of(
     name: str, one: DeviceClass, header: Header, size_bytes: int, group: report.Group
 ) -> dict[str, str]:
-    """The tags of a volume to be received; raises BadField, NotAllowed for a wrong header."""
+    """Make the tags of a volume to be received from a stream's header.
+
+    Raises BadField, NotAllowed where the header is wrong.
+    """
     sent = {key: value for key, value in header.facts.items() if key in SENT}
-    # Never a guess: what is given to pods as a device holds no file system of Carver's.
+    # Volume mode is not guessed: without it, only a volume that Carver formatted counts as one with
+    # a file system, as a volume that pods use as a raw device has no file system of Carver's.
     access = sent.get(tag.ACCESS, MOUNT if sent.get(tag.FORMATTED) else "")
     if access not in (BLOCK, MOUNT):
         raise errors.NotAllowed("stream.facts[access]", access, (BLOCK, MOUNT))
-    given = {key: sent[key] for key in PARAMETERS if key in sent} | {tag.CLASS: one.name}
-    parameters = Parameters.from_proto(given, "stream.facts")
+    given_parameters = {key: sent[key] for key in PARAMETERS if key in sent} | {tag.CLASS: one.name}
+    parameters = Parameters.from_proto(given_parameters, "stream.facts")
     if parameters.fs_type:
         parameters.check_for(parameters.fs_type, "stream.facts")
     _check_encryption(one, sent, header.size_bytes)
@@ -80,13 +89,16 @@ def tags_of(
 
 
 def requested(header: Header, size_bytes: int) -> dict[str, str]:
-    """The tag of what the sent volume's caller asked for, in a volume of so many bytes."""
+    """Make the tag of the size that the sent volume's caller had asked for.
+
+    `size_bytes` is the size of the receiving volume.
+    """
     asked = records.requested_bytes(header.facts, header.size_bytes)
     return records.requested(asked, size_bytes, tags.number(header.facts.get(tag.HEADER, "")) or 0)
 
 
 def _check_encryption(one: DeviceClass, sent: Mapping[str, str], size_bytes: int) -> None:
-    """Raise BadField where the encryption of stream and class differ, or its tags are wrong."""
+    """Raise BadField where only one of stream and class is encrypted, or such a tag is wrong."""
     sealed, length = sent.get(tag.SEALED, ""), sent.get(tag.HEADER, "")
     if tag.ENCRYPTION not in sent:
         if one.encryption:
@@ -109,7 +121,7 @@ def _check_encryption(one: DeviceClass, sent: Mapping[str, str], size_bytes: int
 
 
 class Sender:
-    """Opens snapshots and makes the headers of their streams."""
+    """Activates snapshots to be sent, and makes the headers of their streams."""
 
     def __init__(self, context: Context, activations: Activations) -> None:
         self._volume_groups = context.volume_groups
@@ -119,22 +131,24 @@ class Sender:
         self._activations = activations
 
     def open(self, snapshot_id: str, base_id: str = "") -> tuple[Header, str]:
-        """Activate a snapshot; return a stream's header, since a base if named, and the lease.
+        """Activate a snapshot; return its stream's header, and a lease on the snapshot.
 
-        `Activations.end_lease` ends it. At most two commands. Raises NoSuchSnapshot, OtherGroup,
-        SourceLost, TagsDamaged, BadField.
+        With `base_id`, the header is of an increment since that snapshot. The caller ends the lease
+        by `Activations.end_lease`. Runs at most two lvm2 commands. Raises NoSuchSnapshot,
+        OtherGroup, SourceLost, TagsDamaged, BadField.
         """
         with self._volume_groups.hold(group_of(snapshot_id)):
-            known = self._mender.mend(group_of(snapshot_id))
-            snapshot = self._ready(known, snapshot_id)
-            header = self._header(known, snapshot, base_id)
+            current = self._mender.mend(group_of(snapshot_id))
+            snapshot = self._ready(current, snapshot_id)
+            header = self._header(current, snapshot, base_id)
             lease = self._activations.lease(snapshot)
         return self._with_blocks(header, snapshot), lease
 
     def _with_blocks(self, header: Header, snapshot: Snapshot) -> Header:
-        """Add the largest logical block that the contents can lie on, if that can be found.
+        """Add to a header the largest logical block size that the contents can lie on.
 
-        It is read from the snapshot's device, which is active, with no group held.
+        The size is read from the snapshot's active device, while no group's lock is held. The
+        header is returned unchanged where it cannot be read.
         """
         device = self._activator.device(snapshot.backing)
         if device is not None:
@@ -144,9 +158,12 @@ class Sender:
         return header
 
     def chain(self, snapshot_id: str) -> str:
-        """Name exactly what a snapshot holds; it need not be active. Raises as `open`."""
-        known = self._reports.fresh(group_of(snapshot_id))
-        return chain_of(self._ready(known, snapshot_id))
+        """Return a snapshot's chain, which names exactly what the snapshot holds.
+
+        The snapshot need not be active. Raises as `open`.
+        """
+        current = self._reports.fresh(group_of(snapshot_id))
+        return chain_of(self._ready(current, snapshot_id))
 
     def _header(self, known: Fresh, snapshot: Snapshot, base_id: str) -> Header:
         header = Header(
@@ -166,7 +183,7 @@ class Sender:
         if base.source_id != snapshot.source_id:
             raise errors.BadField("since", f"{base_id} is of {base.source_id}, another volume")
         is_newer = records.is_older(base, snapshot) is False
-        # Volumes only grow.
+        # A base is never larger than the snapshot, as volumes only grow.
         if is_newer or base.id == snapshot.id or base.size_bytes > snapshot.size_bytes:
             raise errors.BadField("since", f"{base_id} is no older than {snapshot.id}")
         return replace(
@@ -183,7 +200,10 @@ class Sender:
         return snapshot
 
     def _own_tags(self, known: Fresh, snapshot: Snapshot) -> dict[str, str]:
-        """The volume's tags, or its snapshot's copy of them where it is gone."""
+        """Return the volume's tags that a stream carries, as of the snapshot.
+
+        Where the volume is gone, they come from the snapshot's copy of the tags.
+        """
         own_tags = snapshot.own_tags
         volume_id = str(snapshot.source_id)
         if VolumeId.parse(volume_id) is not None:
@@ -191,17 +211,22 @@ class Sender:
                 volume = known.volume(volume_id).own_tags
             except errors.NoSuchVolume:
                 volume = {}
-            # It may have been formatted, or got its header or another key, since.
+            # Since the snapshot was taken, the volume may have been formatted, or got its header or
+            # another key. So the tags of format, header and keys come from the snapshot only.
             since = dict.fromkeys((tag.FORMATTED, tag.SEALED, *tag.OF_KEYS), "")
             own_tags = {**volume, **since, **own_tags}
         sent = {key: own_tags[key] for key in SENT if own_tags.get(key)}
-        # Raises TagsDamaged where the tag is lost, and nothing else says it.
+        # `is_block` raises TagsDamaged where the tag of the access mode is lost, and no other tag
+        # implies the access mode.
         is_block = records.is_block(str(snapshot.id), sent)
         return {**sent, tag.ACCESS: BLOCK if is_block else MOUNT}
 
 
 def chain_of(snapshot: Snapshot) -> str:
-    """Name exactly what a snapshot holds; its volume may be gone."""
+    """Return a snapshot's chain: a digest that names exactly what the snapshot holds.
+
+    The snapshot's volume may be gone.
+    """
     own = snapshot.group.volume(snapshot.name).uuid
     return form.chain_of(
         str(snapshot.source_id), own, snapshot.time_nanoseconds, snapshot.size_bytes

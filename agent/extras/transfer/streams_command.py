@@ -1,4 +1,8 @@
-"""`carver snapshot send` and `receive`: the bytes go through here, LVM is the service's."""
+"""`carver snapshot send` and `carver volume receive`.
+
+This process, the command, reads and writes the devices and the stream. The service runs lvm2: it
+creates, activates and finishes the volumes.
+"""
 
 import argparse
 import fcntl
@@ -33,16 +37,19 @@ from mount.block_io import Bytes, Opened
 from proto import carver_pb2 as carver
 from proto.carver_pb2_grpc import TransferStub
 
+# Interval of the lines of progress in JSON, in seconds.
 _JSON_SECONDS = 1.0
 
-
-# Called with the offset in the volume so far.
+# Function that shows progress: called with the offset in the volume that was reached, in bytes.
 Tell = Callable[[int], None]
 
 
 @contextmanager
 def shown(what: str, start_bytes: int, size_bytes: int, *, as_json: bool) -> Iterator[Tell]:
-    """Show progress on standard error: as JSON, as a bar on a terminal, or not at all."""
+    """Show progress on standard error during the `with`; yield the function that advances it.
+
+    Progress is shown as JSON if asked for, as a bar if standard error is a terminal, else not.
+    """
     if as_json:
         yield _lines(what, start_bytes, size_bytes)
     elif sys.stderr.isatty():
@@ -66,7 +73,7 @@ def _lines(what: str, start_bytes: int, size_bytes: int) -> Tell:
             "what": what,
             "offset_bytes": offset_bytes,
             "size_bytes": size_bytes,
-            # Of the volume's bytes, sent or skipped.
+            # Bytes of the volume in a second, of which some were skipped and not sent.
             "bytes_per_second": round(rate),
             "seconds_left": round((size_bytes - offset_bytes) / rate) if rate > 0 else None,
         }
@@ -75,12 +82,13 @@ def _lines(what: str, start_bytes: int, size_bytes: int) -> Tell:
     return tell
 
 
+# The state of a volume that does not exist, as `carver volume receive --status` shows it.
 ABSENT = "absent"
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A snapshot that is open, and so cannot be removed, and the header of its stream."""
+    """An open snapshot and the header of its stream. While it is open, it cannot be removed."""
 
     at: VolumeVerbs
     header: Header
@@ -97,21 +105,25 @@ class Outgoing:
         note: Callable[[Extent], None] = lambda _part: None,
         as_json: bool = False,
     ) -> dict[str, Any]:
-        """Send it from an offset on; return what was sent. Raises SourceLost, TransferFailed.
+        """Send the snapshot from an offset on; return a summary of what was sent.
 
-        An increment has all that was written since the base, or with `compare` only what differs.
-        Either way can continue a stream at an offset: everything before it was received.
+        An increment has all blocks that were written since the base, or with `compare` only blocks
+        that differ. Either can continue a stream that was cut off at `offset_bytes`, up to which
+        everything was received.
+
+        Raises SourceLost, TransferFailed, BadField.
         """
         header = replace(self.header, offset_bytes=offset_bytes, release=release)
         if offset_bytes % form.SECTOR_BYTES or not 0 <= offset_bytes <= header.size_bytes:
             why = f"must be a multiple of {form.SECTOR_BYTES} up to {header.size_bytes}"
             raise errors.BadField("offset", why)
         ids_of_both = header.snapshot_id, header.base_snapshot_id
-        found = extents(self.at.caller, *ids_of_both, offset_bytes, is_compared=compare)
-        first = next(found, None)
-        # The service has the base open now, so it can no longer be replaced.
+        ranges = extents(self.at.caller, *ids_of_both, offset_bytes, is_compared=compare)
+        first_range = next(ranges, None)
+        # Check both snapshots now: the service has the base open, so from here on the base cannot
+        # be replaced.
         self.require_same()
-        parts = found if first is None else chain([first], found)
+        parts = ranges if first_range is None else chain([first_range], ranges)
         what = f"sending {ids.logical_name(header.snapshot_id)}"
         with (
             shown(what, offset_bytes, header.size_bytes, as_json=as_json) as tell,
@@ -137,23 +149,29 @@ class Outgoing:
         }
 
     def checksum(self, *, as_json: bool = False) -> str:
-        """The checksum of the whole snapshot."""
+        """Compute the checksum of the whole snapshot; raises SourceLost, TransferFailed."""
         with _explained(f"reading {ids.logical_name(self.header.snapshot_id)}"):
             with self._checked() as device:
-                found = _checksum(device, self.header.size_bytes, as_json=as_json)
+                digest = _checksum(device, self.header.size_bytes, as_json=as_json)
             self._prove()
-            return found
+            return digest
 
     def checksum_of(self, parts: Spool) -> str:
-        """The checksum of the parts that a stream of it named; reads them again."""
+        """Read again the parts that a stream of this snapshot named; return their checksum.
+
+        Raises SourceLost, TransferFailed.
+        """
         with _explained(f"reading {ids.logical_name(self.header.snapshot_id)}"):
             with self._checked() as device:
-                found = sending.of_parts(device, self.header, parts)
+                digest = sending.of_parts(device, self.header, parts)
             self._prove()
-            return found
+            return digest
 
     def require_same(self) -> None:
-        """Raise SourceLost where another snapshot of the same name is open than the header's."""
+        """Raise SourceLost where the snapshot or its base is not the one that the header names.
+
+        A snapshot may have been deleted, and another one taken under its name.
+        """
         was, base_id = self.header, self.header.base_snapshot_id
         now = chain_of(self.at, was.snapshot_id)
         if now != was.chain or (base_id and chain_of(self.at, base_id) != was.base_chain):
@@ -164,21 +182,24 @@ class Outgoing:
         return paced(self.at.caller, self.header.snapshot_id, CHECKSUM, self.device)
 
     def _prove(self) -> None:
-        """Raise SourceLost where the data read may be wrong."""
+        """Raise SourceLost where the snapshot became invalid: the data read may be wrong."""
         snapshot_id = self.header.snapshot_id
         if not is_ready(self.at, snapshot_id):
             raise errors.SourceLost(snapshot_id, "it was lost while it was read")
 
 
 def is_ready(at: VolumeVerbs, snapshot_id: str) -> bool:
-    """Whether a snapshot is there and not lost."""
-    found = at.caller.snapshots(snapshot_id=snapshot_id)
-    return bool(found) and found[0].ready_to_use
+    """Return whether a snapshot exists and is valid."""
+    snapshots = at.caller.snapshots(snapshot_id=snapshot_id)
+    return bool(snapshots) and snapshots[0].ready_to_use
 
 
 @contextmanager
 def outgoing(at: VolumeVerbs, snapshot_id: str, base_id: str = "") -> Iterator[Outgoing]:
-    """Open a snapshot; raises grpc.RpcError."""
+    """Activate and open a snapshot for the `with`, as the source of a stream.
+
+    With `base_id`, the stream is an increment. Raises grpc.RpcError, Inactive, SourceLost.
+    """
     request = carver.OpenSnapshotRequest(snapshot_id=snapshot_id, base_snapshot_id=base_id)
     opened = _transfer(at).OpenSnapshot(request)
     try:
@@ -189,13 +210,16 @@ def outgoing(at: VolumeVerbs, snapshot_id: str, base_id: str = "") -> Iterator[O
     finally:
         if opened.lease:
             close = carver.CloseSnapshotRequest(snapshot_id=snapshot_id, lease=opened.lease)
-            # On failure, the next reading or the next start deactivates it.
+            # A failure is ignored: the next reading or the next start deactivates the snapshot.
             with suppress(grpc.RpcError):
                 _transfer(at).CloseSnapshot(close)
 
 
 def chain_of(at: VolumeVerbs, snapshot_id: str) -> str:
-    """Name exactly what a snapshot holds; it need not be active."""
+    """Return a snapshot's chain: a digest that names exactly what the snapshot holds.
+
+    The snapshot need not be active.
+    """
     return _transfer(at).SnapshotChain(carver.SnapshotChainRequest(snapshot_id=snapshot_id)).chain
 
 
@@ -207,9 +231,10 @@ def extents(
     *,
     is_compared: bool = False,
 ) -> Iterator[Extent]:
-    """The ranges of a snapshot's logical volume that were written, at all or since its base.
+    """Yield ranges of a snapshot's logical volume, from an offset on.
 
-    Or those that differ from its base, where `is_compared`.
+    Without a base, the ranges that were ever written. With a base, those written since; with
+    `is_compared` only those that differ.
     """
     request = carver.RangesRequest(
         snapshot_id=snapshot_id, base_snapshot_id=base_id, starting_offset=starting_offset
@@ -217,12 +242,14 @@ def extents(
     transfer = caller.stub(TransferStub)
     answers = (transfer.GetDiffering if is_compared else transfer.GetWritten)(request)
     return (
-        Extent(one.offset_bytes, one.length_bytes) for answer in answers for one in answer.ranges
+        Extent(extent.offset_bytes, extent.length_bytes)
+        for answer in answers
+        for extent in answer.ranges
     )
 
 
 def values(message: Message) -> dict[str, Any]:
-    """The fields of a message, those that are not set as well, for JSON."""
+    """Return all fields of a message, also those that are not set, to be printed as JSON."""
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
@@ -231,7 +258,7 @@ def _transfer(at: VolumeVerbs) -> TransferStub:
 
 
 def received(at: VolumeVerbs, parsed: argparse.Namespace, source: BinaryIO) -> dict[str, Any]:
-    """Do what the flags of `carver volume receive` ask for; return the volume's state."""
+    """Do what the options of `carver volume receive` ask for; return the volume's state."""
     name = parsed.name
     if parsed.status:
         return status(at, name)
@@ -248,7 +275,7 @@ def received(at: VolumeVerbs, parsed: argparse.Namespace, source: BinaryIO) -> d
 
 
 def show(result: dict[str, Any], *, as_json: bool) -> None:
-    """Print a result."""
+    """Print a result, as JSON or as lines of key and value."""
     if as_json:
         print(json.dumps(result, indent=2))
     else:
@@ -266,7 +293,10 @@ def send(
     compress: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Write a stream of a snapshot, or of what changed since an older one of its volume."""
+    """Write a stream of a snapshot to `out`; with `since`, only what changed since that snapshot.
+
+    Raises TransferFailed, BadField, SourceLost.
+    """
     if out.isatty():
         raise errors.TransferFailed(
             "a stream is not for a terminal", "have it go to a file or a program: > or |"
@@ -290,13 +320,13 @@ def send(
 
 
 def widen(pipe: BinaryIO | int) -> None:
-    """Make a pipe hold a whole piece of a volume and not 64 KiB; anything else is left alone."""
+    """Enlarge the buffer of a pipe from 64 KiB to a whole piece; do nothing for another file."""
     with suppress(OSError):
         fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, sending.PIECE_BYTES)
 
 
 def checksum_of(at: VolumeVerbs, name: str, *, as_json: bool = False) -> dict[str, Any]:
-    """The checksum of a whole snapshot."""
+    """Compute the checksum of a whole snapshot; return it with the snapshot's chain."""
     with outgoing(at, at.find_snapshot(name).snapshot_id) as source:
         return {"chain": source.header.chain, "sha256": source.checksum(as_json=as_json)}
 
@@ -310,15 +340,15 @@ def receive(
     verify: bool = False,
     as_json: bool = False,
 ) -> dict[str, Any]:
-    """Apply streams that come one after another; return the volume's state.
+    """Apply the streams that come one after another from `source`; return the volume's state.
 
-    With `verify` also the checksum of the last one's parts, read from the disk again; empty where
-    that stream was there already.
+    With `verify`, the state also has the checksum of the last stream's parts, which are read again
+    from the disk. The checksum is empty where the volume held that stream already.
     """
     if source.isatty():
         raise errors.TransferFailed("a stream does not come from a terminal", "use < or |")
     widen(source)
-    # typing.BinaryIO lacks readinto, which each binary file has.
+    # The cast is needed as typing.BinaryIO lacks readinto, which each binary file has.
     verified = ""
     for reader in reading.streams(cast("BufferedIOBase", source)):
         with opened_spool(at) as parts:
@@ -328,7 +358,7 @@ def receive(
 
 
 def opened_spool(at: VolumeVerbs) -> AbstractContextManager[Spool]:
-    """A spool for the parts of a stream."""
+    """Open a spool for the ranges of a stream's parts; deleted on exit."""
     return comparing.opened(at.settings.endpoint.parent)
 
 
@@ -341,23 +371,28 @@ def _receive_one(
     *,
     as_json: bool,
 ) -> str:
-    """Apply a stream; return its parts' checksum, if asked for and it was not there already."""
+    """Apply one stream; return the checksum of its parts.
+
+    The checksum is empty if `parts` is None, and if the volume held the stream already.
+    """
     header = reader.header
     text = form.text_of(header).decode()
     transfer = _transfer(at)
-    begun = transfer.BeginReceive(
+    state = transfer.BeginReceive(
         carver.BeginReceiveRequest(name=name, device_class=device_class, header=text)
     )
-    volume_id = begun.volume_id
-    if begun.chain == header.chain:
-        # It is there already. Read it to its end, so that its sender ends well.
+    volume_id = state.volume_id
+    if state.chain == header.chain:
+        # The volume holds this stream already. Read the stream to its end all the same, so that
+        # its sender does not fail.
         for _ in reader.frames():
             pass
         return ""
     path = _device(at, volume_id)
     kernel = at.host.kernel
     with _explained(f"receiving {name}"), kernel.opened(path, to_write=True) as device:
-        # Opened for writing, it has no other writer; one may have ended just before.
+        # The device is opened exclusively, so it has no other writer now. Another one may have
+        # ended just before: so look again at which stream the volume expects.
         now = transfer.ReceiveStatus(carver.NameRequest(name=name))
         if now.volume_id != volume_id or now.into != header.chain:
             raise errors.NotReceived(name, "another stream was received meanwhile")
@@ -372,65 +407,66 @@ def _receive_one(
             shown(f"receiving {name}", start, end, as_json=as_json) as tell,
             paced(at.caller, volume_id, RECEIVE, device) as writing,
         ):
-            target = Target(writing, kernel.device_size_bytes(path), begun.blank)
+            target = Target(writing, kernel.device_size_bytes(path), state.blank)
             note = (lambda _part: None) if parts is None else parts.add
             reading.apply(reader, target, record=record, note=note, tell=tell)
             tell(end)
         transfer.EndReceive(carver.EndReceiveRequest(volume_id=volume_id, header=text))
         if parts is None:
             return ""
-        # Still open for writing, so that it has no other writer.
+        # The device is still open for writing, so it has no other writer meanwhile.
         with paced(at.caller, volume_id, CHECKSUM, device) as checked:
             return sending.of_parts(checked, header, parts)
 
 
 def status(at: VolumeVerbs, name: str) -> dict[str, Any]:
-    """The state of a volume that is received, and the offset where a stream continues."""
-    found = _transfer(at).ReceiveStatus(carver.NameRequest(name=name))
-    # Says that it takes --verify, which 0.1.0 does not.
-    return {**values(found), "name": name, "verifies": True}
+    """Return the state of a volume that is received, with the offset where a stream continues."""
+    state = _transfer(at).ReceiveStatus(carver.NameRequest(name=name))
+    # `verifies` tells the other node that this Carver takes --verify, which 0.1.0 does not.
+    return {**values(state), "name": name, "verifies": True}
 
 
 def received_checksum(at: VolumeVerbs, name: str, *, as_json: bool = False) -> dict[str, Any]:
-    """The checksum of a whole volume that was received."""
-    found = _require_received(at, name)
-    if not found["chain"] or found["into"]:
+    """Compute the checksum of a whole received volume; return it with the volume's chain."""
+    state = _require_received(at, name)
+    if not state["chain"] or state["into"]:
         raise errors.NotReceived(name, "its stream is incomplete; send it again")
-    _transfer(at).OpenReceived(carver.VolumeRequest(volume_id=found["volume_id"]))
-    path = _device(at, found["volume_id"])
+    _transfer(at).OpenReceived(carver.VolumeRequest(volume_id=state["volume_id"]))
+    path = _device(at, state["volume_id"])
     with (
         _explained(f"reading {name}"),
         at.host.kernel.opened(path) as opened,
-        paced(at.caller, found["volume_id"], CHECKSUM, opened) as device,
+        paced(at.caller, state["volume_id"], CHECKSUM, opened) as device,
     ):
-        digest = _checksum(device, found["content_bytes"], as_json=as_json)
-    return {"chain": found["chain"], "sha256": digest}
+        digest = _checksum(device, state["content_bytes"], as_json=as_json)
+    return {"chain": state["chain"], "sha256": digest}
 
 
 def finish(at: VolumeVerbs, name: str, release: str = "") -> dict[str, Any]:
-    """Make what was received a volume, its file system checked."""
+    """Make a received volume a volume of this node, after its file system was checked."""
     _transfer(at).FinishReceive(_release(at, name, release))
     return status(at, name)
 
 
 def withdraw(at: VolumeVerbs, name: str, release: str) -> dict[str, Any]:
-    """Undo `finish`."""
+    """Undo `finish`: the volume can then only be removed."""
     _transfer(at).WithdrawReceive(_release(at, name, release))
     return status(at, name)
 
 
 def abort(at: VolumeVerbs, name: str, *, confirmed: bool) -> dict[str, Any]:
-    """Erase and remove what was received, if anything.
+    """Erase and remove what was received, if there is anything; return the volume's state.
 
-    Asks first, as it may be the work of months. Raises NotConfirmed.
+    Asks the operator first, unless `confirmed`, as it may be the work of months. Raises
+    NotConfirmed.
     """
-    found = status(at, name)
-    if found["state"] != ABSENT:
-        size = terminal.human(found["content_bytes"])
+    state = status(at, name)
+    if state["state"] != ABSENT:
+        size = terminal.human(state["content_bytes"])
         asked = f"Erase and remove {name}, {size}, and all that was received?"
         if not confirmed and not terminal.confirmed(asked):
             raise errors.NotConfirmed(name, "removed")
-        _transfer(at).AbortReceive(carver.VolumeRequest(volume_id=found["volume_id"]))
+        _transfer(at).AbortReceive(carver.VolumeRequest(volume_id=state["volume_id"]))
     return status(at, name)
 
 
@@ -439,10 +475,10 @@ def _release(at: VolumeVerbs, name: str, word: str) -> carver.ReleaseRequest:
 
 
 def _require_received(at: VolumeVerbs, name: str) -> dict[str, Any]:
-    found = status(at, name)
-    if found["state"] == ABSENT:
+    state = status(at, name)
+    if state["state"] == ABSENT:
         raise errors.NoSuchVolume(name)
-    return found
+    return state
 
 
 def _checksum(device: Opened, size_bytes: int, *, as_json: bool) -> str:
@@ -451,7 +487,7 @@ def _checksum(device: Opened, size_bytes: int, *, as_json: bool) -> str:
 
 
 def _device(at: VolumeVerbs, identity: str) -> str:
-    """The device that the service has just activated; raises Inactive."""
+    """Return the path of the device that the service has just activated; raises Inactive."""
     logical = backing.of_id(identity)
     device = at.host.devices.find(logical.group, logical.name)
     if device is None:
@@ -461,7 +497,7 @@ def _device(at: VolumeVerbs, identity: str) -> str:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turn an OSError into TransferFailed."""
+    """Turn an OSError raised inside the `with` into TransferFailed."""
     try:
         yield
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""`carver snapshot send`, `carver volume receive` and `carver volume move`."""
+"""The arguments of `carver snapshot send`, `carver volume receive` and `carver volume move`."""
 
 import argparse
 import shlex
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def add(line: CommandLine) -> None:
-    """Add the verbs."""
+    """Add the commands of this extra to the command line."""
     _add_receive(line.volume)
     _add_move(line.volume)
     _add_send(line.snapshot)
@@ -50,14 +50,14 @@ def _add_receive(verbs: Commands) -> None:
 
 
 def _add_actions(verb: argparse.ArgumentParser, *actions: tuple[str, str]) -> None:
-    """Add options of a verb that exclude each other: the name, and the help."""
+    """Add options of a verb that exclude each other; each action is an option's name and help."""
     choice = verb.add_mutually_exclusive_group()
     for word, text in actions:
         choice.add_argument(f"--{word}", action="store_true", help=text)
 
 
 def _add_kubeconfig(verb: argparse.ArgumentParser, text: str) -> None:
-    # A setting's name: checked as one, with an error that names it.
+    # The option has a setting's name, so a wrong path raises that setting's error.
     verb.add_argument("--kubeconfig", metavar="FILE", help=text)
     verb.add_argument("--yes", action="store_true", help="do not ask")
 
@@ -71,14 +71,15 @@ def _receive(verbs: "VolumeVerbs", parsed: argparse.Namespace) -> None:
         return
     if not parsed.finish:
         raise errors.BadField("--kubeconfig", "goes with --finish")
-    # Only here: a move has words without it carried out over and over.
+    # `claim_moves` is imported only here, as a move runs the other forms of this command again
+    # and again, and each run would import it.
     from agent.extras.transfer import claim_moves
 
     claim_moves.finish(verbs, parsed)
 
 
 def _add_send(verbs: Commands) -> None:
-    """The words of `carver snapshot send`."""
+    """Add `carver snapshot send`."""
     send = verb(
         verbs,
         "send",
@@ -126,7 +127,7 @@ def _send(verbs: "VolumeVerbs", parsed: argparse.Namespace) -> None:
 
 
 def _add_move(verbs: Commands) -> None:
-    """The words of `carver volume move`."""
+    """Add `carver volume move`."""
     move = verb(
         verbs,
         "move",

@@ -1,8 +1,8 @@
-"""Sending, receiving and moving volumes: parse the request, lock the volume, call it, answer.
+"""The service that sends, receives and moves volumes: parse, lock the volume, call, answer.
 
-On the same socket as CSI, which only root can open; the command reads and writes the devices
-itself. proto/carver.proto has the calls. Ranges are in offsets of the logical volume: a stream has
-an encrypted volume as it lies, with its header.
+It is on the same socket as CSI, which only root can open. The command reads and writes the devices
+itself. proto/carver.proto describes the calls. Ranges are in offsets of the logical volume: a
+stream has an encrypted volume as ciphertext, with its header.
 """
 # ruff: noqa: D102, N802
 
@@ -29,19 +29,19 @@ from lvm import names
 from proto import carver_pb2 as carver
 from proto import carver_pb2_grpc
 
-# A stream's header is a field, too.
+# The most characters of a field, as a stream's header is one.
 _MAX_CHARACTERS = 64 << 10
 _Context = grpc.ServicerContext
 _Ranges = Generator[carver.RangesResponse, None, None]
 
 
 def add(service: Service) -> "Transfer":
-    """Make the extra of a service."""
+    """Make the extra `transfer` of a service."""
     return Transfer(service)
 
 
 class Transfer(Extra, carver_pb2_grpc.TransferServicer):
-    """The extra, and its service."""
+    """The extra `transfer`, and its gRPC service."""
 
     def __init__(self, service: Service) -> None:
         context, self._locks = service.context, service.context.locks
@@ -52,10 +52,10 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         self._turns = Turns(context)
 
     def add_services(self, server: grpc.Server) -> None:
-        """Register this service."""
+        """Register the service Transfer."""
         carver_pb2_grpc.add_TransferServicer_to_server(self, server)
 
-    # Sending
+    # Calls for sending.
 
     def OpenSnapshot(
         self, request: carver.OpenSnapshotRequest, context: _Context
@@ -101,7 +101,7 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
             _ranges,
         )
 
-    # Both
+    # Calls for sending and receiving.
 
     def TakeTurns(
         self, requests: Iterator[carver.TurnRequest], context: _Context
@@ -111,10 +111,10 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         return self._turns.give(first, requests, context)
 
     def stop(self) -> None:
-        """Take the turns of commands, which may run for hours: they go on without."""
+        """End the I/O slots of all commands, which may run for hours, and go on without slots."""
         self._turns.stop()
 
-    # Receiving
+    # Calls for receiving.
 
     def ReceiveStatus(self, request: carver.NameRequest, context: _Context) -> carver.ReceiveState:
         _require(request, "name")
@@ -158,7 +158,7 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
             self._receiver.withdraw(request.volume_id, request.release)
         return Empty()
 
-    # Moving
+    # Calls for moving.
 
     def MoveStatus(self, request: carver.NameRequest, context: _Context) -> carver.MoveState:
         _require(request, "name")
@@ -171,7 +171,7 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
     def HoldMove(
         self, request: carver.HoldMoveRequest, context: _Context
     ) -> carver.HoldMoveResponse:
-        # The lock keeps out a call that looked before and is about to use the volume.
+        # The volume's lock keeps out a call that checked the volume before, and is about to use it.
         with self._held(request):
             token = self._mover.hold(request.volume_id, request.token)
             return carver.HoldMoveResponse(token=token)
@@ -196,15 +196,15 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         return Empty()
 
     def _held(self, request: Any, *required: str) -> AbstractContextManager[None]:
-        """Check a request, and hold its volume."""
+        """Check the required fields of a request, and hold the lock of the request's volume."""
         _require(request, "volume_id", *required)
         return self._locks.hold(ids.logical_name(request.volume_id))
 
 
 def _ranges(_size_bytes: int, found: Sequence[changed_blocks.Range]) -> carver.RangesResponse:
     answer = carver.RangesResponse()
-    for one in found:
-        answer.ranges.add(offset_bytes=one.offset_bytes, length_bytes=one.length_bytes)
+    for extent in found:
+        answer.ranges.add(offset_bytes=extent.offset_bytes, length_bytes=extent.length_bytes)
     return answer
 
 

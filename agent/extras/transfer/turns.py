@@ -1,4 +1,9 @@
-"""Give commands turns in their group's background I/O (TakeTurns, proto/carver.proto)."""
+"""Grant I/O slots to commands (TakeTurns, proto/carver.proto).
+
+An I/O slot, called a turn in the code, is the permission to read or write up to so many bytes of a
+volume group's disks now. The service's background tasks and the commands that send, receive and
+compare volumes take slots from one queue (agent/work/pace.py). paced.py is the command's side.
+"""
 
 import threading
 from collections.abc import Generator, Iterator
@@ -12,16 +17,17 @@ from agent.work.group_worker import Stopping
 from lvm import lvm_errors as lvm_errors
 from proto import carver_pb2 as carver
 
-# A command can be killed at any time.
+# The most bytes of one slot. A slot is short, as a command can be killed in a slot at any time.
 _MOST_BYTES = 512 << 20
+# The kinds of work for which a command can ask for slots.
 SEND, RECEIVE, CHECKSUM = KINDS = ("send", "receive", "checksum")
 
 
 class Turns:
-    """The turns of all commands.
+    """Grants I/O slots to all commands.
 
-    A command that is killed loses its turn at once, with its connection. One that hangs in its turn
-    is passed by, as any worker (agent/work/pace.py).
+    A command that is killed loses its slot at once, with its connection. A command that hangs in
+    its slot does not keep other workers waiting for long, as any worker (agent/work/pace.py).
     """
 
     def __init__(self, context: Context) -> None:
@@ -36,10 +42,10 @@ class Turns:
         requests: Iterator[carver.TurnRequest],
         context: grpc.ServicerContext,
     ) -> Generator[carver.Turn, None, None]:
-        """Answer each request for a turn when it is the command's, until it wants no more.
+        """Grant a slot for each request, when the command's position in the queue comes.
 
-        The device must be active. Raises NotAllowed, BadField, NoSuchVolume, Inactive,
-        NotWanted, Stopping.
+        Ends when the command asks for no more. The volume's device must be active. Raises
+        NotAllowed, BadField, NoSuchVolume, Inactive, NotWanted, Stopping.
         """
         if first.kind not in KINDS:
             raise errors.NotAllowed("kind", first.kind, KINDS)
@@ -79,11 +85,11 @@ class Turns:
                 self._open.discard(context)
 
     def stop(self) -> None:
-        """End all of them, and give no more."""
+        """End the slots of all commands, and grant no more."""
         with self._guard:
-            self._is_stopping, those = True, list(self._open)
-        for one in those:
-            one.cancel()
+            self._is_stopping, calls = True, list(self._open)
+        for call in calls:
+            call.cancel()
 
     def _add(self, context: grpc.ServicerContext) -> None:
         with self._guard:
