@@ -101,7 +101,7 @@ class Reason(enum.Enum):
 class Condition:
     """One thing that is wrong: its reason, a message with a remedy, and when it was seen.
 
-    `seen_seconds` is a time of the epoch, or 0 if the condition was seen just now.
+    `seen_seconds` is Unix time, in seconds, or 0 if the condition was seen just now.
     """
 
     reason: Reason
@@ -110,7 +110,7 @@ class Condition:
 
     @property
     def size_bytes(self) -> int:
-        """The most bytes that the condition takes in a gRPC message, including its age and reason."""
+        """The most bytes that the condition takes in a gRPC message, with its age and reason."""
         return min(_MOST_BYTES, len(self.message.encode()) + _MOST_BYTES_OF_AGE) + 64
 
     def text(self, now_seconds: float) -> str:
@@ -167,7 +167,7 @@ def silence(volume_group: VolumeGroup) -> Iterator[Condition]:
 
 
 def aged(found: Iterable[Condition], seen_seconds: float) -> Iterator[Condition]:
-    """Yield conditions with `seen_seconds` set to this time of the epoch."""
+    """Yield conditions with `seen_seconds` set to this Unix time."""
     return (replace(condition, seen_seconds=seen_seconds) for condition in found)
 
 
@@ -251,7 +251,7 @@ class Diagnosis:
     ) -> tuple[Condition, ...]:
         """Return the conditions of a volume in a report, used or not; usually none.
 
-        `seen_seconds` (epoch) is the time of the report. The method waits for the kernel until
+        `seen_seconds` is the Unix time of the report. The method waits for the kernel until
         `until_seconds` (monotonic), or for two seconds by default.
         """
         by_kernel = self._by_kernel(str(volume.id), volume, mounts, until_seconds)
@@ -359,10 +359,10 @@ class Diagnosis:
                 yield Condition(_OF_FILE_SYSTEMS[problem.kind], problem.message)
 
     def _is_left_open(self, volume: Volume, device: Device, mounts: table.Table) -> bool:
-        """Whether an encrypted volume with a file system is open, but neither mounted nor used by
-        mkfs.
+        """Whether an encrypted volume with a file system is open without being in use.
 
-        False for a raw block volume, which is open while it is staged, used or not.
+        Such a volume is neither mounted nor opened by mkfs. The result is False for a raw block
+        volume, which is open while it is staged, used or not.
         """
         if device.below is None or volume.own_tags.get(tag.ACCESS) == BLOCK:
             return False

@@ -90,8 +90,8 @@ class Replacement:
                 raise errors.BadField("new_disk", f"{new} is the disk that it is to replace")
             if leaving.missing:
                 _require_copies(group, leaving)
-            elif missing_uuids := ", ".join(group.missing_uuids):
-                why = f"lvm2 moves nothing while the disk {missing_uuids} is missing; replace that one first"
+            elif gone := ", ".join(group.missing_uuids):
+                why = f"lvm2 moves nothing while the disk {gone} is missing; replace that one first"
                 raise errors.NotRepairable(leaving.name, why)
             if coming is None:
                 self._add(group, leaving, new)

@@ -92,8 +92,8 @@ class VolumesHealth:
         gone_devices = [
             Condition(
                 Reason.DEVICE_GONE,
-                f"{path} shows a device that went away; look at `dmesg`, stop the workload, and have"
-                " the volume unpublished and published again",
+                f"{path} shows a device that went away; look at `dmesg`, stop the workload, and"
+                " have the volume unpublished and published again",
             )
             for path in paths
             if any(mounted.is_stale_node for mounted in mounts.at(path))
