@@ -1,4 +1,4 @@
-"""Plan a new volume (class, parameters, size, tags), and compare an existing volume with a request."""
+"""Plan a new volume: class, parameters, size, tags; compare an existing volume with a request."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
