@@ -189,9 +189,9 @@ class Adopter:
             yield self._reports.group(state, asked.group)
 
     def _adopted(self, group: report.Group, asked: Asked) -> Volume | None:
-        """Return the adopted volume that has the requested name, now or before; None if there is none.
+        """Return the adopted volume that has the requested name, now or before the adoption.
 
-        Raises NeedsOther.
+        The result is None if there is no such volume. Raises NeedsOther.
         """
         state = report_age.fresh([group])
         for volume in state.shown():
@@ -232,7 +232,7 @@ class Adopter:
     def _planned(
         self, asked: Asked, group: report.Group, found: report.LogicalVolume, fs_type: str = ""
     ) -> Mapping[str, str]:
-        """Return the tags that make a logical volume one of Carver's, with this file system, if any.
+        """Return the tags that make a logical volume one of Carver's, with its file system, if any.
 
         Raises NotAdopted, NotAllowed.
         """
@@ -340,7 +340,10 @@ class Adopter:
         if not volume.is_listed:
             why = "it is being deleted"
         elif snapshots := volume.group.made_of(volume.name):
-            why = f"it has the snapshots {', '.join(snapshot.name for snapshot in snapshots)}, which Carver took"
+            why = (
+                f"it has the snapshots {', '.join(snapshot.name for snapshot in snapshots)},"
+                " which Carver took"
+            )
         elif records.reservation(volume.group, volume.name) is not None:
             why = "it is growing; call again"
         if why:
@@ -365,13 +368,13 @@ def _shape(
     The layout may differ from that of the device class.
     """
     why, shape = "", layout.recognize(found)
-    snapshots = [snapshot.name for snapshot in group.made_of(found.name)]
+    snapshot_names = [snapshot.name for snapshot in group.made_of(found.name)]
     if group.missing_disks:
         why = "a disk of its group is missing; attach it again"
     elif found.origin:
         why = f"it is a snapshot of {found.origin}"
-    elif snapshots:
-        why = f"it has the snapshots {', '.join(snapshots)}, which are not Carver's"
+    elif snapshot_names:
+        why = f"it has the snapshots {', '.join(snapshot_names)}, which are not Carver's"
     elif shape is None:
         is_now = ", ".join(sorted(found.layout))
         why = f"its layout is {is_now}; known are {', '.join(layout.KINDS)}"

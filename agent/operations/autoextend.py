@@ -232,7 +232,7 @@ class Autoextender:
             )
 
     def _may_be_unclean(self, part: _Part) -> bool:
-        """Whether a part may get extents that were not zeroed, because it is erased itself later."""
+        """Whether a part may get extents that were not zeroed, as it is erased itself later."""
         return part.kind != AREA or self._sweeper.policy.zeroes
 
     def _give_up(self, part: _Part, percent: float, outcome: str, why: str) -> None:

@@ -346,8 +346,8 @@ class GroupSnapshotter:
             with self._limiter.lifted(*(volume.backing for volume in held)), quiesce:
                 yield quiesce
         finally:
-            for (group, _), is_free in quiesce.free.items():
-                turns.keep(group, is_free)
+            for (group, _), resumed in quiesce.free.items():
+                turns.keep(group, resumed)
 
     def _choose_held(self, volumes: list[Volume]) -> Mapping[str, Volume]:
         """Return the active volumes, by their ids: these have to be suspended.
