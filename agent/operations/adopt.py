@@ -110,18 +110,18 @@ class Adopter:
             if asked.new_name in group.volumes:
                 raise errors.NotAdopted(asked.path, f"there is a {asked.group}/{asked.new_name}")
             # Replace the tags, if any, of an earlier adoption or undo that was interrupted.
-            old = dict(logical.own_tags.items() - own_tags.items())
-            new = dict(own_tags.items() - logical.own_tags.items())
+            removed_tags = dict(logical.own_tags.items() - own_tags.items())
+            added_tags = dict(own_tags.items() - logical.own_tags.items())
             steps = []
-            if old:
-                steps.append(f"remove the tags {_words(old)} from {asked.path}")
-            if new:
-                steps.append(f"add the tags {_words(new)} to {asked.path}")
+            if removed_tags:
+                steps.append(f"remove the tags {_words(removed_tags)} from {asked.path}")
+            if added_tags:
+                steps.append(f"add the tags {_words(added_tags)} to {asked.path}")
             steps.append(f"rename {asked.path} to {asked.new_name}")
             if not asked.dry_run:
                 lvm = self._volume_groups.lvm(asked.group)
-                if old or new:
-                    volumes.mark(lvm, asked.group, asked.name, old=old, new=new)
+                if removed_tags or added_tags:
+                    volumes.mark(lvm, asked.group, asked.name, old=removed_tags, new=added_tags)
                 # Crash point: the logical volume is tagged and not renamed, so it is no volume yet;
                 # a repeated call renames it.
                 volumes.rename(lvm, asked.group, asked.name, asked.new_name)
@@ -218,10 +218,10 @@ class Adopter:
             )
             raise errors.NotAdopted(asked.path, why)
         self._check_driver(asked, name, adopted.group.volume(adopted.name))
-        wanted = {**asked.claim, tag.ACCESS: BLOCK if asked.is_block else MOUNT}
+        requested_tags = {**asked.claim, tag.ACCESS: BLOCK if asked.is_block else MOUNT}
         if asked.device_class:
-            wanted[tag.CLASS] = asked.device_class
-        for key, value in wanted.items():
+            requested_tags[tag.CLASS] = asked.device_class
+        for key, value in requested_tags.items():
             if (present := own_tags.get(key, "")) != value:
                 raise errors.Incompatible(
                     f"cannot adopt {asked.path}: it was adopted as {adopted.id} with {key}"
@@ -279,8 +279,10 @@ class Adopter:
             class_names = [
                 known_class.name for known_class in classes if known_class.group == asked.group
             ]
-            wanted = asked.device_class or (device_class.name if device_class is not None else "")
-            raise errors.NotAllowed("class", wanted, class_names)
+            requested_class = asked.device_class or (
+                device_class.name if device_class is not None else ""
+            )
+            raise errors.NotAllowed("class", requested_class, class_names)
         if device_class.encryption:
             why = (
                 f"class {device_class.name} encrypts, and it is not encrypted; name another --class"

@@ -56,14 +56,14 @@ class Attacher:
         if why := validate.unfit(volume, call.capability):
             raise errors.BadField("volume_capability", why)
         capability = call.capability
-        wanted = Attachment(capability.access, capability.mode, call.read_only, self._node_id)
+        attachment = Attachment(capability.access, capability.mode, call.read_only, self._node_id)
         present = volume.attachment_to(self._node_id)
-        if present == wanted:
+        if present == attachment:
             return
         if present is not None:
-            raise errors.AttachedOtherwise(call.volume_id, present, wanted)
+            raise errors.AttachedOtherwise(call.volume_id, present, attachment)
         with self._counted(call.volume_id):
-            self._record(call.volume_id, {tag.ATTACHED: str(wanted)})
+            self._record(call.volume_id, {tag.ATTACHED: str(attachment)})
 
     def detach(self, call: DetachVolume) -> None:
         """Remove the record that a volume is attached to this node.

@@ -259,10 +259,10 @@ class Autoextender:
             return None
         extent, present_bytes = group.extent_size_bytes, snapshot.size_bytes
         useful_bytes = layout.copy_on_write_bytes(origin.size_bytes, _ALL_OF_IT, group)
-        wanted = thin.wanted_extents(present_bytes // extent, percent, _OF_SNAPSHOTS)
+        wanted_extents = thin.wanted_extents(present_bytes // extent, percent, _OF_SNAPSHOTS)
         beside_bytes = self._allocators.beside_bytes(room, origin.own_tags.get(tag.CLASS, ""))
         most_bytes = min(beside_bytes, useful_bytes - present_bytes)
-        more_bytes = max(0, min(wanted * extent, most_bytes))
+        more_bytes = max(0, min(wanted_extents * extent, most_bytes))
         if more_bytes:
             size, disks = present_bytes + more_bytes, room.anywhere()
             volumes.extend(lvm, group.name, name, size_bytes=size, disks=disks)

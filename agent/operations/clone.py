@@ -92,9 +92,9 @@ def as_taken(origin: Snapshot | Volume, source: Snapshot) -> Snapshot | Volume:
     """
     if isinstance(origin, Snapshot):
         return origin
-    kept = {key: text for key, text in origin.own_tags.items() if key not in INHERITED}
-    taken = {key: source.own_tags[key] for key in INHERITED if key in source.own_tags}
-    return replace(origin, size_bytes=source.size_bytes, own_tags={**kept, **taken})
+    other_tags = {key: text for key, text in origin.own_tags.items() if key not in INHERITED}
+    inherited_tags = {key: source.own_tags[key] for key in INHERITED if key in source.own_tags}
+    return replace(origin, size_bytes=source.size_bytes, own_tags={**other_tags, **inherited_tags})
 
 
 def is_in(origin: Snapshot | Volume, group: report.Group, pool: str) -> bool:
@@ -224,7 +224,7 @@ class Copier:
         self._snapshotter.require_free(known, bridge.name)
         self._snapshotter.make_room(origin)
         try:
-            taken = self._snapshotter.take(
+            new_bridge = self._snapshotter.take(
                 bridge.name, origin, {tag.NAME: name, tag.COPY: copy_id}, None
             )
         except mount_errors.CommandError:
@@ -232,8 +232,8 @@ class Copier:
             # ended.
             self.bridges.start(Job(identity))
             raise
-        self._unused[identity] = taken.time_nanoseconds
-        return taken
+        self._unused[identity] = new_bridge.time_nanoseconds
+        return new_bridge
 
     @contextmanager
     def promised(self, source: Snapshot, name: str) -> Iterator[None]:
@@ -401,9 +401,9 @@ class Copier:
         bridge = self._bridge(known, bridge_id) if (bridge_id := _bridge_id(volume)) else None
         if bridge is None or str(bridge.source_id) != volume.own_tags[tag.FROM]:
             return None
-        taken = str(bridge.time_nanoseconds)
+        time_text = str(bridge.time_nanoseconds)
         # Accept a volume without the time of its bridge, which older versions did not record.
-        return bridge if volume.own_tags.get(tag.BRIDGE, taken) == taken else None
+        return bridge if volume.own_tags.get(tag.BRIDGE, time_text) == time_text else None
 
     def _bridge(self, known: Known, identity: str) -> Snapshot | None:
         """Return the bridge of an id; None if it does not exist."""

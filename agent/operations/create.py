@@ -254,10 +254,10 @@ class VolumeCreator:
             except _FOR_EVER as error:
                 if existing is None:
                     raise
-                lost = error
+                final_error = error
         # Delete the volume: after this error no call for the volume follows.
         self._deleter.delete(str(existing.id))
-        raise lost
+        raise final_error
 
     def _take(
         self,
@@ -449,12 +449,12 @@ class VolumeCreator:
         Runs a command or two only if the disks have larger logical blocks and the source is
         inactive. No group is locked while a device is read.
         """
-        wanted = block_sizes.of_group(self._kernel, group)
-        if wanted <= block_sizes.of_group(self._kernel, origin.group):
+        group_bytes = block_sizes.of_group(self._kernel, group)
+        if group_bytes <= block_sizes.of_group(self._kernel, origin.group):
             return
         device = self._activated(origin)
-        held = block_sizes.of_contents(self._kernel, origin.own_tags, device.path)
-        if why := block_sizes.problem(held, group, wanted):
+        contents_bytes = block_sizes.of_contents(self._kernel, origin.own_tags, device.path)
+        if why := block_sizes.problem(contents_bytes, group, group_bytes):
             raise errors.BadField("volume_content_source", f"cannot copy {str(origin.id)!r}: {why}")
 
     def _activated(self, origin: Snapshot | Volume) -> Device:

@@ -139,12 +139,12 @@ def distinct(found: Iterable[Condition]) -> tuple[Condition, ...]:
     """
     merged: dict[Reason, Condition] = {}
     for condition in found:
-        if (same := merged.setdefault(condition.reason, condition)) is condition:
+        if (earlier := merged.setdefault(condition.reason, condition)) is condition:
             continue
-        message = same.message
+        message = earlier.message
         if condition.message not in message.split("; and "):
             message = f"{message}; and {condition.message}"
-        ages = [part.seen_seconds for part in (same, condition) if part.seen_seconds]
+        ages = [part.seen_seconds for part in (earlier, condition) if part.seen_seconds]
         merged[condition.reason] = Condition(condition.reason, message, min(ages, default=0.0))
     worst_first = sorted(merged.values(), key=lambda condition: condition.reason.rank)
     return tuple(worst_first[:_MOST_CONDITIONS])
@@ -267,15 +267,15 @@ class Diagnosis:
     ) -> tuple[Condition, ...]:
         """Return the conditions that device-mapper reports about a thin pool itself."""
         place = f"{group.name}/{name}"
-        named = f"thin pool {place}"
+        description = f"thin pool {place}"
 
         def look() -> _Kernels:
             status = thin.status_of(self._activator.status(group.name, name))
             if status is None:
                 return _Kernels()
-            return _Kernels(tuple(_of_pool(status, named, has_all=has_all(group, name))))
+            return _Kernels(tuple(_of_pool(status, description, has_all=has_all(group, name))))
 
-        return self._waited(f"pool {place}", place, named, look, until_seconds).conditions
+        return self._waited(f"pool {place}", place, description, look, until_seconds).conditions
 
     def _by_kernel(
         self,
@@ -295,8 +295,8 @@ class Diagnosis:
         # together.
         pool = _pool_of(volume)
         place = f"{logical.group}/{pool}" if pool else logical.group
-        named = f"logical volume {logical.name}"
-        return self._waited(volume_id, place, named, look, until_seconds)
+        description = f"logical volume {logical.name}"
+        return self._waited(volume_id, place, description, look, until_seconds)
 
     def _waited(
         self, what: str, place: str, named: str, look: Callable[[], _Kernels], until_seconds: float

@@ -94,8 +94,8 @@ class EncryptedDevices:
 
     def check(self, volume: Volume, keys: Keys) -> None:
         """Raise KeyMissing or BadField if the keys of a call do not fit an existing volume."""
-        called = volume.own_tags.get(tag.CLASS, "")
-        self.check_keys(str(volume.id), called, keys, encrypted=volume.is_encrypted)
+        class_name = volume.own_tags.get(tag.CLASS, "")
+        self.check_keys(str(volume.id), class_name, keys, encrypted=volume.is_encrypted)
 
     def opened(self, volume: Volume, device: Device, keys: Keys) -> tuple[Device, dict[str, str]]:
         """Open an active encrypted volume; return the device to use and new tags for the volume.
@@ -191,13 +191,13 @@ class EncryptedDevices:
         if self._kernel.device_size_bytes(mapping.path) >= size_bytes:
             return True
         volume = self._reports.cached(volume_id)
-        called = "" if volume is None else volume.own_tags.get(tag.CLASS, "")
-        if not keys.present and self._key_file(called) is None:
+        class_name = "" if volume is None else volume.own_tags.get(tag.CLASS, "")
+        if not keys.present and self._key_file(class_name) is None:
             if if_possible:
                 return False
             raise errors.GrowsWithKey(volume_id)
         self.follow(volume_id, mapping, keys)
-        with self._key(volume_id, called, keys) as key:
+        with self._key(volume_id, class_name, keys) as key:
             self._cryptsetup.grow(logical.path, key.data, mapping.name)
         return True
 
@@ -217,9 +217,9 @@ class EncryptedDevices:
 
         The table at the top of this module says which headers are created, accepted and refused.
         """
-        sealed, own = volume.own_tags.get(tag.SEALED), own_uuid(device)
+        sealed, derived_uuid = volume.own_tags.get(tag.SEALED), own_uuid(device)
         may_be_new = not sealed and tag.FORMATTED not in volume.own_tags
-        if header is None or (may_be_new and not header.slots and header.uuid == own):
+        if header is None or (may_be_new and not header.slots and header.uuid == derived_uuid):
             if not may_be_new:
                 raise errors.HeaderDamaged(str(volume.id), "its header is not there, or not whole")
             if header is None:
@@ -232,15 +232,15 @@ class EncryptedDevices:
             self._cryptsetup.make(
                 device.path,
                 key.data,
-                uuid=own,
+                uuid=derived_uuid,
                 offset_bytes=volume.header_bytes,
                 sector_bytes=_LARGE_SECTOR_BYTES if is_large else 512,
             )
-            return {tag.SEALED: own}
+            return {tag.SEALED: derived_uuid}
         # Accept the volume's own UUID for a copy with the tag `sharedKey`: Carver up to 0.2.0 gave
         # the header of a re-encrypted copy that UUID, and wrote the tag `sealed` only afterwards.
-        if not (tag.SHARED_KEY in volume.own_tags and header.uuid == own):
-            expected = sealed or ("" if volume.is_copied else own)
+        if not (tag.SHARED_KEY in volume.own_tags and header.uuid == derived_uuid):
+            expected = sealed or ("" if volume.is_copied else derived_uuid)
             if expected and header.uuid != expected:
                 why = f"there is another header, {header.uuid}, not {expected}"
                 raise errors.HeaderDamaged(str(volume.id), why)
@@ -322,10 +322,10 @@ class EncryptedDevices:
         `fits` is the slot that the present key opens.
         """
         was_begun = bool(previous) or tag.ROTATING in volume.own_tags
-        others = [slot for slot in slots if slot not in (fits, luks.RECOVERY)]
+        other_slots = [slot for slot in slots if slot not in (fits, luks.RECOVERY)]
         return [
             slot
-            for slot in others
+            for slot in other_slots
             if (was_begun and {slot, fits} <= {*_USUAL})
             or (previous and self._cryptsetup.check(path, previous.data, slot))
         ]

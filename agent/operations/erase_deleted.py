@@ -59,10 +59,10 @@ def mark_for_erase(
         return False
     disk_list = tag.BETWEEN.join(sorted({*_marked_disks(marks), *disks}))
     is_named = bool(disks) and tags.fits(tag.SWEEP_DISKS, disk_list)
-    new = {tag.SWEEP_DISKS: disk_list} if is_named else {tag.SWEEP: "yes"}
-    if new == marks:
+    new_marks = {tag.SWEEP_DISKS: disk_list} if is_named else {tag.SWEEP: "yes"}
+    if new_marks == marks:
         return False
-    groups.mark(lvm, group.name, old=marks, new={**new, **also})
+    groups.mark(lvm, group.name, old=marks, new={**new_marks, **also})
     return True
 
 
@@ -77,8 +77,10 @@ def unmark_disk(lvm: Lvm, group: report.Group, disk: str, also: Mapping[str, str
         return
     remaining_disks = tag.BETWEEN.join(sorted({*_marked_disks(marks)} - {disk}))
     other_marks = {key: value for key, value in marks.items() if key != tag.SWEEP_DISKS}
-    new = {**other_marks, tag.SWEEP_DISKS: remaining_disks} if remaining_disks else other_marks
-    groups.mark(lvm, group.name, old={**marks, **also}, new=new)
+    new_marks = (
+        {**other_marks, tag.SWEEP_DISKS: remaining_disks} if remaining_disks else other_marks
+    )
+    groups.mark(lvm, group.name, old={**marks, **also}, new=new_marks)
 
 
 def unmark_if_erased(lvm: Lvm, group: report.Group) -> bool:
@@ -298,8 +300,8 @@ class Eraser:
         # Keep only the logical volumes that the job needs: many jobs may wait, and each would keep
         # a report of all volumes in memory.
         snapshot_names = [logical.name for logical in volume.group.made_of(volume.name)]
-        own = volume.group.volumes.get(volume.name)
-        pool = "" if own is None else own.pool
+        logical = volume.group.volumes.get(volume.name)
+        pool = "" if logical is None else logical.pool
         detached_cache = caches.parted(volume.group, volume.name)
         group = volume.group.only(volume.name, detached_cache, pool, *snapshot_names)
         volume = replace(volume, group=group)
@@ -341,9 +343,9 @@ class Eraser:
         if volume is None:
             return
         group_name, erases = volume.group.name, self.policy.erases(volume)
-        doomed, are_lost = [volume.name, *_detached_caches(volume)], True
+        doomed_names, are_lost = [volume.name, *_detached_caches(volume)], True
         if erases:
-            doomed, are_lost = yield from self._erase(job, volume)
+            doomed_names, are_lost = yield from self._erase(job, volume)
         is_partial = erases and bool(volume.missing_disks)
         with self._volume_groups.hold(group_name):
             job.check()
@@ -351,7 +353,7 @@ class Eraser:
             if is_partial:
                 group = self._reports.fresh(group_name).group(group_name)
                 mark_for_erase(lvm, group, volume.missing_disks if are_lost else ())
-            volumes.remove(lvm, group_name, *doomed)
+            volumes.remove(lvm, group_name, *doomed_names)
             job.removed = True
         if is_partial:
             _log.warning(
@@ -373,13 +375,13 @@ class Eraser:
             with self._volume_groups.hold(group):
                 volumes.allow_writing(self._lvm(group), group, volume.name)
         self._activator.activate(volume, partial=bool(volume.missing_disks))
-        doomed = [volume.name, *(yield from self._detach_cache(volume))]
+        doomed_names = [volume.name, *(yield from self._detach_cache(volume))]
         if self._dead_images(volume):
             # Refresh the volume, because its disk may have failed only for a while (lvmraid(7)).
             with self._volume_groups.hold(group):
                 volumes.refresh(self._lvm(group), group, volume.name)
         are_lost = []
-        for name in doomed:
+        for name in doomed_names:
             # Overwrite the volume and its detached cache, which is a logical volume of its own for
             # a while.
             part = replace(volume, backing=backing.of(volume.group, name))
@@ -390,7 +392,7 @@ class Eraser:
                 f"the health of its RAID images is {dead}, and D takes no writes (`lvs -a"
                 f" {group}/{volume.name}`, `dmesg`). It is retried; repair or replace that disk",
             )
-        return doomed, all(are_lost)
+        return doomed_names, all(are_lost)
 
     def _detached(self, volume: Volume) -> Volume | None:
         """Make a deleted volume independent of its pool or origin; None if it is removed.
@@ -456,11 +458,11 @@ class Eraser:
         if logical is not None and logical.layout == {"linear"}:
             return ""
         status = self._activator.status(volume.group.name, volume.name)
-        raids, lost = (
+        raids, missing_count = (
             (target for target in status if isinstance(target, Raid)),
             len(volume.missing_disks),
         )
-        return next((raid.health for raid in raids if sum(raid.failed) > lost), "")
+        return next((raid.health for raid in raids if sum(raid.failed) > missing_count), "")
 
     def _detach_cache(self, volume: Volume) -> Generator[float, None, list[str]]:
         """Detach a volume's cache, and return the cache's name as a logical volume of its own.

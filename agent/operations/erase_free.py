@@ -89,9 +89,9 @@ class GrowthZeroer:
             volumes.remove(lvm, group.name, reservation)
             reserved = None
         if reserved is None:
-            if more_bytes > (room := allocator.maximum_growth_bytes(volume)):
+            if more_bytes > (free_bytes := allocator.maximum_growth_bytes(volume)):
                 raise errors.NoRoom(
-                    group.name, more_bytes, room, f"more {allocator.purpose(group)}"
+                    group.name, more_bytes, free_bytes, f"more {allocator.purpose(group)}"
                 )
             reserved = self._reserve(volume, more_bytes)
         if reserved.uuid not in self._done:
@@ -146,12 +146,12 @@ class GrowthZeroer:
         # Reserve as much of each disk as the volume allocates there, including parity and mirror
         # images.
         spread = LINEAR if shape.is_linear else Layout("striped", stripes=shape.disks)
-        taken = _taken_bytes(volume, size_bytes)
+        allocated_bytes = _taken_bytes(volume, size_bytes)
         deleted = volume_states.tags_for(Ender.ERASER)
         own_tags = {tag.NAME: volume.own_tags[tag.NAME], **deleted}
-        new = New(records.reservation_name(volume.name), taken, own_tags)
-        volumes.create(self._lvm(group.name), group.name, new, layout=spread, disks=disks)
-        return self._reports.fresh(group.name).group(group.name).volume(new.name)
+        reservation = New(records.reservation_name(volume.name), allocated_bytes, own_tags)
+        volumes.create(self._lvm(group.name), group.name, reservation, layout=spread, disks=disks)
+        return self._reports.fresh(group.name).group(group.name).volume(reservation.name)
 
     def _overwrite(self, job: _Growth) -> Steps:
         device = self._activator.ensure_active(job.group, job.name).path
@@ -325,8 +325,8 @@ class FreedSpaceEraser:
                 lvm, group.name, ids.SWEEP, size_bytes=size_bytes, disks=disk_names, in_pieces=True
             )
         else:
-            new = New(ids.SWEEP, size_bytes, volume_states.tags_for(Ender.ERASER))
-            volumes.create(lvm, group.name, new, disks=disk_names, in_pieces=True)
+            sweep = New(ids.SWEEP, size_bytes, volume_states.tags_for(Ender.ERASER))
+            volumes.create(lvm, group.name, sweep, disks=disk_names, in_pieces=True)
 
     def _remove(self, group: report.Group, root: report.LogicalVolume) -> None:
         """Remove a thin pool or an origin with all its dependents, which are all deleted."""

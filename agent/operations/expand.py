@@ -171,21 +171,21 @@ class Expander:
             state = self._mender.mend(group)
             volume = state.usable(call.volume_id, Call.EXPAND)
             volume.require_header_bytes()
-            wanted = _wanted_bytes(volume, call.size)
-            if wanted > volume.size_bytes:
+            wanted_bytes = _wanted_bytes(volume, call.size)
+            if wanted_bytes > volume.size_bytes:
                 try:
-                    self._extend(state, volume, wanted)
+                    self._extend(state, volume, wanted_bytes)
                 except (errors.VolumeInUse, lvm_errors.InUse) as error:
                     if self._is_only_copied(volume) and not is_in_use:
                         why = "it grows when that is done"
                         raise errors.Copying(call.volume_id, why) from None
-                    self._record(volume, wanted)
+                    self._record(volume, wanted_bytes)
                     snapshot_ids = volume.copy_on_write_snapshots
                     raise errors.GrowsLater(
-                        call.volume_id, wanted, snapshot_ids, str(error)
+                        call.volume_id, wanted_bytes, snapshot_ids, str(error)
                     ) from None
                 except (*_NO_ROOM, mount_errors.CommandFailed) as error:
-                    self._refuse(volume, wanted)
+                    self._refuse(volume, wanted_bytes)
                     if not isinstance(error, _NO_ROOM):
                         raise
                     raise errors.TooLarge(call.volume_id, str(error)) from None
@@ -195,10 +195,10 @@ class Expander:
                 volumes.remove(self._volume_groups.lvm(group), group, reserved.name)
             # Record the requested size also for a volume that has it: a stage may have extended the
             # volume, and a stage does not know the size that the caller requested.
-            self._record_request(volume, call.size, max(wanted, volume.size_bytes))
+            self._record_request(volume, call.size, max(wanted_bytes, volume.size_bytes))
             if call.size.required_bytes:
-                self._withdraw(volume, wanted)
-        volume = replace(volume, size_bytes=max(wanted, volume.size_bytes))
+                self._withdraw(volume, wanted_bytes)
+        volume = replace(volume, size_bytes=max(wanted_bytes, volume.size_bytes))
         self._limiter.grown(volume.backing, volume.capacity_bytes)
         return volume
 
@@ -308,17 +308,19 @@ class Expander:
         with self._volume_groups.hold(volume.group.name):
             state = self._mender.mend(volume.group.name)
             volume = state.usable(str(volume.id), Call.EXPAND)
-            wanted = volume.wanted_bytes
+            wanted_bytes = volume.wanted_bytes
             try:
-                self._extend(state, volume, wanted)
+                self._extend(state, volume, wanted_bytes)
             except (mount_errors.OutcomeUnknown, lvm_errors.StillRunning, errors.Overwriting):
                 # Let the caller repeat the call, which reads a fresh report first.
                 raise
             except (errors.AgentError, mount_errors.CommandError) as error:
-                _log.warning("volume %s is not grown to %d bytes yet: %s", volume.id, wanted, error)
+                _log.warning(
+                    "volume %s is not grown to %d bytes yet: %s", volume.id, wanted_bytes, error
+                )
                 return volume
-        _log.info("volume %s is grown to the %d bytes that were asked for", volume.id, wanted)
-        return replace(volume, size_bytes=wanted)
+        _log.info("volume %s is grown to the %d bytes that were asked for", volume.id, wanted_bytes)
+        return replace(volume, size_bytes=wanted_bytes)
 
     def _extend(self, known: Fresh, volume: Volume, size_bytes: int) -> None:
         """Extend a volume, which is deactivated first if it has copy-on-write snapshots.
@@ -333,8 +335,10 @@ class Expander:
             ranges = self._growth_zeroer.take(volume, growth_bytes, allocator)
             volumes.extend(lvm, group.name, volume.name, size_bytes=size_bytes, disks=ranges)
             return
-        if growth_bytes > (room := allocator.maximum_growth_bytes(volume)):
-            raise errors.NoRoom(group.name, growth_bytes, room, f"more {allocator.purpose(group)}")
+        if growth_bytes > (free_bytes := allocator.maximum_growth_bytes(volume)):
+            raise errors.NoRoom(
+                group.name, growth_bytes, free_bytes, f"more {allocator.purpose(group)}"
+            )
         self._deactivate_origin(known, volume)
         allocator.extend(lvm, volume, size_bytes)
 
@@ -385,21 +389,23 @@ class Expander:
 
     def _record_request(self, volume: Volume, size: SizeRange, size_bytes: int) -> None:
         """Record the requested size if it was rounded up to `size_bytes`; runs one command then."""
-        new = _request(volume, size, size_bytes)
-        if new.items() - volume.own_tags.items():
-            old = {key: volume.own_tags[key] for key in new if key in volume.own_tags}
+        new_tags = _request(volume, size, size_bytes)
+        if new_tags.items() - volume.own_tags.items():
+            old_tags = {key: volume.own_tags[key] for key in new_tags if key in volume.own_tags}
             group = volume.group.name
             with tag_writer.logging_refusals(str(volume.id), tag.REQUESTED):
-                volumes.mark(self._volume_groups.lvm(group), group, volume.name, old=old, new=new)
+                volumes.mark(
+                    self._volume_groups.lvm(group), group, volume.name, old=old_tags, new=new_tags
+                )
 
     def _record(self, volume: Volume, size_bytes: int, key: str = tag.WANTED) -> None:
         """Replace the sizes on record by one size; 0 removes them."""
-        group, new = volume.group.name, {key: str(size_bytes)} if size_bytes else {}
-        if new and volume.own_tags.get(key) == new[key]:
+        group, new_tags = volume.group.name, {key: str(size_bytes)} if size_bytes else {}
+        if new_tags and volume.own_tags.get(key) == new_tags[key]:
             return
-        old = {key: volume.own_tags[key] for key in _ON_RECORD if key in volume.own_tags}
-        volumes.mark(self._volume_groups.lvm(group), group, volume.name, old=old, new=new)
-        if new:
+        old_tags = {key: volume.own_tags[key] for key in _ON_RECORD if key in volume.own_tags}
+        volumes.mark(self._volume_groups.lvm(group), group, volume.name, old=old_tags, new=new_tags)
+        if new_tags:
             # Refresh the cached state: staging of a raw block volume reads nothing else.
             self._reports.fresh(group)
 
@@ -410,17 +416,17 @@ def _request(volume: Volume, size: SizeRange, size_bytes: int) -> dict[str, str]
     The result is empty if the volume is larger, or if its layout is unknown.
     """
     extent, header = volume.group.extent_size_bytes, volume.header_bytes
-    asked = size.required_bytes
+    requested_bytes = size.required_bytes
     with suppress(errors.LayoutUnknown):
-        if layout.round_up(asked + header, extent, volume.layout) == size_bytes:
-            return records.requested(asked, size_bytes, header)
+        if layout.round_up(requested_bytes + header, extent, volume.layout) == size_bytes:
+            return records.requested(requested_bytes, size_bytes, header)
     return {}
 
 
 def _lacks_request(volume: Volume, size: SizeRange) -> bool:
     """Whether a volume has the requested size, but not the tag that records the request."""
-    new = _request(volume, size, volume.size_bytes)
-    return bool(new.items() - volume.own_tags.items())
+    new_tags = _request(volume, size, volume.size_bytes)
+    return bool(new_tags.items() - volume.own_tags.items())
 
 
 def _wanted_bytes(volume: Volume, size: SizeRange) -> int:
@@ -429,11 +435,11 @@ def _wanted_bytes(volume: Volume, size: SizeRange) -> int:
     Raises BadSize if the volume would be larger than the limit.
     """
     extent, header = volume.group.extent_size_bytes, volume.header_bytes
-    wanted = layout.round_up(size.required_bytes + header, extent, volume.layout)
-    larger = max(wanted, volume.size_bytes) - header
-    if size.limit_bytes and larger > size.limit_bytes:
+    wanted_bytes = layout.round_up(size.required_bytes + header, extent, volume.layout)
+    capacity_bytes = max(wanted_bytes, volume.size_bytes) - header
+    if size.limit_bytes and capacity_bytes > size.limit_bytes:
         raise errors.BadSize(
             f"capacity_range.limit_bytes: {size.limit_bytes} is less than the volume's size would"
-            f" be, {larger} bytes"
+            f" be, {capacity_bytes} bytes"
         )
-    return wanted
+    return wanted_bytes

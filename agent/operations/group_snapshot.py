@@ -109,22 +109,22 @@ class GroupSnapshotter:
             with self._limiter.lifted(source):
                 users.flush(self._kernel, self._activator, source)
         own_name = self.logical_name(call.name)
-        groups = self._groups(sources, lambda known: self._named(known, own_name))
+        groups = self._groups(sources, lambda report: self._named(report, own_name))
         with ExitStack() as undo, self._volume_groups.hold(*groups) as locked_groups:
-            known = self._mender.mend(*groups)
-            all_groups = self._reports.everywhere(known)
+            state = self._mender.mend(*groups)
+            all_groups = self._reports.everywhere(state)
             members = self._named(all_groups, own_name)
             if not members:
-                return self._make(call, known, undo, locked_groups)
+                return self._make(call, state, undo, locked_groups)
             if records.is_whole(members) and not self._is_to_be_undone(members):
-                same = _same(_group_snapshot(members), call)
+                existing = _same(_group_snapshot(members), call)
                 self._commit(members)
-                return same
+                return existing
             if not records.is_whole(members):
                 self._require_half_made(all_groups, members)
         # Remove the snapshots of an earlier call, and start again. Crash point: some of the
         # snapshots exist, or an earlier call failed and could not remove them.
-        self._discard(known, members[0].group_snapshot_id)
+        self._discard(state, members[0].group_snapshot_id)
         return self.create(call)
 
     def get(self, call: KnownGroupSnapshot) -> GroupSnapshot:
@@ -282,16 +282,16 @@ class GroupSnapshotter:
                     raise errors.NotTogether(str(volume.id), why) from None
             own_tags |= {tag.TIME: str(time.time_ns())}
             undo.callback(self._undo, identity, {volume.group.name for volume in sources})
-            taken = [
+            snapshots = [
                 self._snapshotter.take(
                     name, volume, own_tags, call.size, copy_on_write=str(volume.id) in suspended
                 )
                 for name, volume in planned.items()
             ]
             quiesce.check()
-        self._commit(taken)
+        self._commit(snapshots)
         undo.pop_all()
-        return _group_snapshot(taken)
+        return _group_snapshot(snapshots)
 
     def _commit(self, members: list[Snapshot]) -> None:
         """Tag snapshots as committed: all snapshots of their group snapshot were taken.
@@ -403,8 +403,8 @@ class GroupSnapshotter:
 
         The id of the group snapshot names the group of its first source.
         """
-        own = ids.group_of(group_snapshot_id)
-        return self._groups([own], lambda known: known.members(group_snapshot_id))
+        id_group = ids.group_of(group_snapshot_id)
+        return self._groups([id_group], lambda report: report.members(group_snapshot_id))
 
     def _groups(self, own: Iterable[str], find: Callable[[Every], list[Snapshot]]) -> Set[str]:
         """Return these volume groups, and those with further snapshots of a group snapshot.

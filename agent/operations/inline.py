@@ -157,7 +157,7 @@ class InlineVolumes:
         about = {**parameters.about, tag.EPHEMERAL: "true"}
         if tags.fits(tag.TARGET, place):
             about[tag.TARGET] = place
-        wanted = CreateVolume(
+        request = CreateVolume(
             name=call.volume_id,
             size=SizeRange(call.size_bytes),
             capabilities=(call.capability,),
@@ -181,7 +181,7 @@ class InlineVolumes:
             attempt.looked = True
             try:
                 with self._admitted.call():
-                    made = self._creator.create(wanted, admit)
+                    made = self._creator.create(request, admit)
             finally:
                 for sweep in list(self._sweeps.values()):
                     sweep.may_be_some = True
@@ -350,9 +350,9 @@ class InlineVolumes:
             return False
         for kubelet_dir in self._configuration.now.kubelet_dir:
             root = self._kernel.real_path(kubelet_dir).rstrip("/") + "/"
-            all_pods, *inside = place.removeprefix(root).split("/")
-            if place.startswith(root) and len(inside) > 1 and self._is_there(root + all_pods):
-                return not self._is_there(f"{root}{all_pods}/{inside[0]}")
+            all_pods, *below = place.removeprefix(root).split("/")
+            if place.startswith(root) and len(below) > 1 and self._is_there(root + all_pods):
+                return not self._is_there(f"{root}{all_pods}/{below[0]}")
         return False
 
     def _is_there(self, path: str) -> bool:
@@ -383,8 +383,8 @@ class InlineVolumes:
         targets = set(
             users.targets(self._kernel, known, device, self._configuration.now.kubelet_dir)
         )
-        if others := targets - {place}:
-            elsewhere = ", ".join(sorted(others))
+        if other_targets := targets - {place}:
+            elsewhere = ", ".join(sorted(other_targets))
             raise errors.VolumeInUse(
                 volume_id, f"it is published at {elsewhere}, and an inline volume has one target"
             )

@@ -77,7 +77,10 @@ def with_defaults(
 
     `held` is the file system of the source of a copy.
     """
-    requested = next((c.fs_type for c in capabilities if c.fs_type), "") or parameters.fs_type
+    requested = (
+        next((capability.fs_type for capability in capabilities if capability.fs_type), "")
+        or parameters.fs_type
+    )
     mounted = any(not capability.is_block for capability in capabilities)
     fs_type = (requested or held or one.fs_type) if mounted else ""
     return parameters.completed(one, fs_type)
@@ -104,8 +107,8 @@ def new(
         return size, own_tags
     requested_bytes = call.size.required_bytes
     call = replace(call, size=_size_of_copy(call.size, origin))
-    held = origin.own_tags.get(tag.FORMATTED, "")
-    size, own_tags = _planned(call, one, group, origin.header_bytes, held)
+    source_fs_type = origin.own_tags.get(tag.FORMATTED, "")
+    size, own_tags = _planned(call, one, group, origin.header_bytes, source_fs_type)
     own_tags.pop(tag.REQUESTED, None)
     own_tags |= records.requested(requested_bytes, size, origin.header_bytes)
     own_tags |= _tags_of_copy(own_tags, origin)
@@ -118,13 +121,13 @@ def _size_of_copy(size: SizeRange, origin: Snapshot | Volume) -> SizeRange:
     The source may have been rounded up, and a caller requires a minimum size. Raises BadSize if the
     limit is less than the source's size.
     """
-    least = origin.capacity_bytes
-    if 0 < size.limit_bytes < least:
+    source_bytes = origin.capacity_bytes
+    if 0 < size.limit_bytes < source_bytes:
         raise errors.BadSize(
             f"capacity_range.limit_bytes: {size.limit_bytes} is less than what"
-            f" {str(origin.id)!r} holds, {least} bytes"
+            f" {str(origin.id)!r} holds, {source_bytes} bytes"
         )
-    return SizeRange(max(size.required_bytes, least), size.limit_bytes)
+    return SizeRange(max(size.required_bytes, source_bytes), size.limit_bytes)
 
 
 def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dict[str, str]:
@@ -284,9 +287,9 @@ def require_same(call: CreateVolume, found: Volume) -> None:
     for ever.
     """
     source = call.source.id if call.source is not None else ""
-    if (was := found.own_tags.get(tag.FROM, "")) != source:
+    if (present := found.own_tags.get(tag.FROM, "")) != source:
         raise errors.Incompatible(
-            f"cannot make volume {call.name!r}: it exists, made of {was or 'nothing'}, not of"
+            f"cannot make volume {call.name!r}: it exists, made of {present or 'nothing'}, not of"
             f" {source or 'nothing'}; use another name"
         )
     made_bytes = found.made_bytes
@@ -300,19 +303,19 @@ def require_same(call: CreateVolume, found: Volume) -> None:
         )
     fs_types = [capability.fs_type for capability in call.capabilities if capability.fs_type]
     is_mounted = any(not capability.is_block for capability in call.capabilities)
-    given = call.parameters
+    parameters = call.parameters
     if fs_types or not is_mounted:
-        given = given.with_value(tag.FS_TYPE, fs_types[0] if fs_types else "")
+        parameters = parameters.with_value(tag.FS_TYPE, fs_types[0] if fs_types else "")
     capabilities = found.own_tags.get(tag.CAPABILITIES, "")
     compared = [
         (tag.CAPABILITIES, _capabilities(call), capabilities),
-        *differing(found, given),
+        *differing(found, parameters),
     ]
-    for key, wanted, was in compared:
-        if was != wanted:
+    for key, requested, present in compared:
+        if present != requested:
             raise errors.Incompatible(
-                f"cannot make volume {call.name!r}: it exists with {key} {was or 'none'!r},"
-                f" not {wanted or 'none'!r}; use another name"
+                f"cannot make volume {call.name!r}: it exists with {key} {present or 'none'!r},"
+                f" not {requested or 'none'!r}; use another name"
             )
 
 
@@ -323,23 +326,23 @@ def differing(volume: Volume, given: Parameters) -> Iterator[tuple[str, str, str
     volume was created.
     """
     own_tags = volume.own_tags
-    wanted = given.own_tags()
-    made = {key: own_tags.get(key, "") for key in wanted}
+    requested = given.own_tags()
+    present = {key: own_tags.get(key, "") for key in requested}
     for row in STORAGE_CLASS:
         if row.part and row.tag == tag.LAYOUT and row.key in given.given:
-            wanted[row.key] = str(given.given[row.key])
+            requested[row.key] = str(given.given[row.key])
             # Compare with the layout that the volume was created with; it may have been converted
             # by hand since.
             shape = layout.Layout.parse(own_tags.get(tag.LAYOUT, "")) or volume.layout
-            made[row.key] = str(getattr(shape, row.part))
+            present[row.key] = str(getattr(shape, row.part))
     if (size := given.given.get(CACHE_SIZE)) is not None:
-        made[CACHE_SIZE] = own_tags.get(tag.CACHE, "") or "no cache"
-        cache, extent = Cache.parse(made[CACHE_SIZE]), volume.group.extent_size_bytes
+        present[CACHE_SIZE] = own_tags.get(tag.CACHE, "") or "no cache"
+        cache, extent = Cache.parse(present[CACHE_SIZE]), volume.group.extent_size_bytes
         requested_cache = None if cache is None else replace(cache, size=size)
-        wanted[CACHE_SIZE] = (
+        requested[CACHE_SIZE] = (
             requested_cache.tag_value(volume.made_bytes, extent) if requested_cache else "a cache"
         )
-    return ((key, text, made[key]) for key, text in wanted.items() if text != made[key])
+    return ((key, text, present[key]) for key, text in requested.items() if text != present[key])
 
 
 def class_of(config: Config, volume: Volume) -> DeviceClass:
@@ -348,14 +351,14 @@ def class_of(config: Config, volume: Volume) -> DeviceClass:
     If the configuration lacks the class, the result is as much of it as the volume's tags and
     layout tell. The group, the layout and the cache are always the volume's own.
     """
-    named, shape = volume.own_tags.get(tag.CLASS, ""), volume.layout
+    class_name, shape = volume.own_tags.get(tag.CLASS, ""), volume.layout
     cache = Cache.parse(volume.own_tags.get(tag.CACHE, ""))
     for known_class in config.classes:
-        if known_class.name == named and (known_class.pool is not None) == volume.is_thin:
+        if known_class.name == class_name and (known_class.pool is not None) == volume.is_thin:
             own_cache = known_class.cache if volume.is_thin else cache
             return replace(known_class, group=volume.group.name, layout=shape, cache=own_cache)
     return DeviceClass(
-        named,
+        class_name,
         volume.group.name,
         layout=shape,
         pool=Policy() if volume.is_thin else None,

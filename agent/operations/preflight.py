@@ -130,8 +130,8 @@ def _pass(message: str) -> Seen:
 def _privileges(node: Node) -> Iterator[Seen]:
     """Check the effective capabilities of this process: CAP_SYS_ADMIN."""
     lines = node.at("/proc/self/status").read_text().splitlines()
-    held = dict(line.split(":", 1) for line in lines).get("CapEff", "0")
-    if int(held, 16) >> _CAP_SYS_ADMIN & 1:
+    capabilities = dict(line.split(":", 1) for line in lines).get("CapEff", "0")
+    if int(capabilities, 16) >> _CAP_SYS_ADMIN & 1:
         yield _pass("may mount and use device-mapper")
     else:
         yield (
@@ -158,14 +158,14 @@ def _kubelet_directory(node: Node) -> Iterator[Seen]:
             or not any(option.startswith("shared:") for option in holder.propagation)
         }
         for place, holder in private.items():
-            seen = "/" if holder is None else holder.path
+            mount = "/" if holder is None else holder.path
             yield (
                 # Only warn if the directory does not exist: without kubelet nothing else needs to
                 # see the mounts.
                 FAIL if node.at(place).exists() else WARN,
-                f"{place} is in a mount that is not shared ({seen}): kubelet and pods would not see"
+                f"{place} is in a mount that is not shared ({mount}): kubelet and pods would not see"
                 " what Carver mounts there",
-                f"`mount --make-rshared {seen}`; in a container, mountPropagation: Bidirectional;"
+                f"`mount --make-rshared {mount}`; in a container, mountPropagation: Bidirectional;"
                 " under systemd, nothing that gives the unit mounts of its own (systemd.exec(5))",
             )
         if not private:
@@ -292,13 +292,13 @@ def _lvm2(node: Node) -> Iterator[Seen]:
     except mount_errors.CommandError as error:
         yield FAIL, str(error), "install lvm2, where `lvm` in the configuration says that it is"
         return
-    shown, least = (
+    shown, oldest = (
         f"{numbers[0]}.{numbers[1]:02}.{numbers[2]}" for numbers in (version, LEAST_LVM2)
     )
     if version < LEAST_LVM2:
-        yield FAIL, f"lvm2 is {shown}, too old", f"install {least} or newer"
+        yield FAIL, f"lvm2 is {shown}, too old", f"install {oldest} or newer"
     else:
-        yield _pass(f"lvm2 is {shown}; {least} is enough")
+        yield _pass(f"lvm2 is {shown}; {oldest} is enough")
 
 
 def _groups(node: Node) -> Iterator[Seen]:
@@ -418,14 +418,14 @@ def _of_no_class(node: Node, group: Group) -> Iterator[Seen]:
     classes = [
         device_class for device_class in node.settings.classes if device_class.group == group.name
     ]
-    own, with_pool = (
+    class_names, with_pool = (
         {device_class.name for device_class in classes},
         {device_class.name for device_class in classes if device_class.pool},
     )
     volume_names = defaultdict[str, list[str]](list)
     for logical in records.every(group):
         name = logical.own_tags.get(tag.CLASS, "")
-        is_gone = name not in (with_pool if is_pool(logical) else own)
+        is_gone = name not in (with_pool if is_pool(logical) else class_names)
         if name and is_gone and not names.is_part(logical.name):
             volume_names[name].append(logical.name)
     for name, members in sorted(volume_names.items()):
@@ -525,11 +525,11 @@ def _kernel(node: Node) -> Iterator[Seen]:
 
 def too_old(kernel: Kernel) -> str:
     """Return why Carver does not run with this kernel; empty if it does."""
-    version, least = (".".join(map(str, one)) for one in (kernel.version(), OLDEST))
+    version, oldest = (".".join(map(str, numbers)) for numbers in (kernel.version(), OLDEST))
     if kernel.version() >= OLDEST:
         return ""
     return (
-        f"Linux {version} is too old: before {least} a mount table may lack mounts that are there,"
+        f"Linux {version} is too old: before {oldest} a mount table may lack mounts that are there,"
         " so that volumes would be mounted twice, or called unmounted while they are in use"
     )
 
@@ -549,8 +549,10 @@ def _modules(node: Node) -> Iterator[Seen]:
         for device_class in node.settings.classes
         if device_class.cache
     }
-    wanted = {"dm-snapshot": "snapshots"} | {module: f"class {needed[module]}" for module in needed}
-    for module, purpose in sorted(wanted.items()):
+    purposes = {"dm-snapshot": "snapshots"} | {
+        module: f"class {needed[module]}" for module in needed
+    }
+    for module, purpose in sorted(purposes.items()):
         is_there = _module_is_there(node, module)
         if is_there:
             yield _pass(f"the kernel has {module}, for {purpose}")
@@ -629,12 +631,12 @@ def _encryption(node: Node) -> Iterator[Seen]:
     encrypted = [device_class for device_class in node.settings.classes if device_class.encryption]
     if not encrypted:
         return
-    named = f"class {', '.join(device_class.name for device_class in encrypted)}"
+    class_names = f"class {', '.join(device_class.name for device_class in encrypted)}"
     if not _has(node, "cryptsetup"):
-        yield FAIL, f"cryptsetup is missing, which {named} needs", "install cryptsetup-bin"
+        yield FAIL, f"cryptsetup is missing, which {class_names} needs", "install cryptsetup-bin"
     is_there = _module_is_there(node, "dm-crypt")
     if is_there is False:
-        yield FAIL, f"the kernel has no dm-crypt, which {named} needs", "install its modules"
+        yield FAIL, f"the kernel has no dm-crypt, which {class_names} needs", "install its modules"
     elif _has(node, "cryptsetup"):
         yield _pass(f"cryptsetup is there, and dm-crypt{' perhaps' * (is_there is None)}")
     # Look for the flag `aes`, which x86 and 64-bit ARM both use for the instructions.

@@ -156,10 +156,10 @@ class Publisher:
         if call.capability.is_shared:
             return
         targets = set(users.targets(self._kernel, known, device, self._volumes.inside))
-        if others := targets - {call.staging_path, call.target_path}:
+        if other_targets := targets - {call.staging_path, call.target_path}:
             raise errors.VolumeInUse(
                 call.volume_id,
-                f"it is published at {', '.join(sorted(others))}, and {call.capability.mode}"
+                f"it is published at {', '.join(sorted(other_targets))}, and {call.capability.mode}"
                 " allows one target",
             )
 

@@ -94,8 +94,10 @@ class PoolRemover:
         the job is `wait_seconds` at most.
         """
         pool = removed.group.volume(removed.name).pool
-        others = [volume for volume in removed.group.in_pool(pool) if volume.name != removed.name]
-        if all(_fills_pool(volume) for volume in others):
+        other_volumes = [
+            volume for volume in removed.group.in_pool(pool) if volume.name != removed.name
+        ]
+        if all(_fills_pool(volume) for volume in other_volumes):
             self.give_back(removed.group.name, pool)
             if (job := self.jobs.of(f"{removed.group.name}/{pool}")) is not None:
                 self.jobs.wait(job, wait_seconds)
@@ -201,8 +203,8 @@ class PoolRemover:
                     erase_deleted.mark_for_erase(self._lvm(group_name), group, pool.disks)
                 # Remove the cache before the pool: a restart finds a pool without its cache, but no
                 # cache whose pool is gone.
-                doomed = [cache, pool_name] if cache else [pool_name]
-                volumes.remove(self._lvm(group_name), group_name, *doomed)
+                doomed_names = [cache, pool_name] if cache else [pool_name]
+                volumes.remove(self._lvm(group_name), group_name, *doomed_names)
                 if is_unclean:
                     self._freed(group_name)
 
@@ -250,8 +252,8 @@ class PoolRemover:
         # name, lvm2 refuses.
         if not group.in_pool(pool.name):
             own_tags = {**volume_states.tags_for(Ender.ERASER), tag.CLASS: device_class}
-            new = New(name, pool.size_bytes, own_tags)
-            thin.create(self._lvm(group.name), group.name, pool.name, new)
+            zeroing_volume = New(name, pool.size_bytes, own_tags)
+            thin.create(self._lvm(group.name), group.name, pool.name, zeroing_volume)
         return self._activator.ensure_active(group.name, name).path
 
     def _zero_pool(self, job: Job, pool: report.LogicalVolume, wiping: str) -> Steps:
@@ -287,14 +289,14 @@ class PoolRemover:
         `below` is the path of a thin volume that is kept open meanwhile, if the device is the data
         device of its pool.
         """
-        pace, held = self._paces.of(job.key.split("/")[0]), bool(below)
+        pace, is_held = self._paces.of(job.key.split("/")[0]), bool(below)
         work = pace.work("erase", device, check=job.check, progress=job.progress)
 
         def writing() -> AbstractContextManager[object]:
             return self._kernel.opened(below) if below else nullcontext()
 
         def zero(offset: int, length: int, by: By) -> None:
-            self._kernel.zero_out(device, offset, length, held=held, by=by)
+            self._kernel.zero_out(device, offset, length, held=is_held, by=by)
             # Flush the device; on a thin volume this also commits the pool's mapping of the zeroed
             # chunks.
             self._kernel.flush(device)
@@ -304,7 +306,7 @@ class PoolRemover:
             device,
             size_bytes,
             purpose=Purpose.DELETED,
-            held=held,
+            held=is_held,
             zero=zero,
             within=writing,
         )
@@ -326,7 +328,9 @@ def _abandoned(group: report.Group) -> list[str]:
     """
     logical_volumes = list(records.usable(group))
     half_made = [logical.name for logical in logical_volumes if is_half_made_pool(logical)]
-    own = ((pool.name, group.in_pool(pool.name)) for pool in logical_volumes if is_own_pool(pool))
+    own_pools = (
+        (pool.name, group.in_pool(pool.name)) for pool in logical_volumes if is_own_pool(pool)
+    )
     return half_made + [
-        name for name, members in own if not members or any(map(_fills_pool, members))
+        name for name, members in own_pools if not members or any(map(_fills_pool, members))
     ]

@@ -143,16 +143,22 @@ class Repairer:
         does count: a volume is not to be lost for the sake of a reserve.
         """
         extent = group.extent_size_bytes
-        lost, image_extents = sum(group.lost_images(logical)), layout.image_extents(logical, extent)
+        lost_images, image_extents = (
+            sum(group.lost_images(logical)),
+            layout.image_extents(logical, extent),
+        )
         room = Room(group, self._allocators.promised_extents(group)).overwriting
         images = min(len(candidates(group, logical)), room.available_extents // image_extents)
-        if images < lost:
+        if images < lost_images:
             where = (
                 "on disks that have no image of the volume yet, for its lost images (add one:"
                 " `carver group replace-disk`)"
             )
             raise errors.NoRoom(
-                group.name, lost * image_extents * extent, images * image_extents * extent, where
+                group.name,
+                lost_images * image_extents * extent,
+                images * image_extents * extent,
+                where,
             )
 
     def _repair_pool(self, group: report.Group, pool: str, *, is_confirmed: bool) -> Progress:
@@ -273,24 +279,30 @@ class AutoRepair:
         The state of the group is at most a minute old. Returns False, so that the next check runs
         after the usual interval.
         """
-        seen, now_seconds = self._seen[group], clock()
+        degraded_state, now_seconds = self._seen[group], clock()
         # Delays before a repair, in seconds, by the name of the device class.
         delays = {
             device_class.name: device_class.repair_after_seconds for device_class in self._classes()
         }
         degraded = {str(volume.id): volume for volume in self._degraded(group, delays)}
         lacking = {(key, frozenset(volume.missing_disks)) for key, volume in degraded.items()}
-        seen.since = {key: seen.since.get(key, now_seconds) for key in lacking}
-        seen.due = {key: at for key, at in seen.due.items() if key in degraded}
-        seen.logged = {key: text for key, text in seen.logged.items() if key in degraded}
-        for (key, _), since_seconds in sorted(seen.since.items(), key=lambda item: item[1]):
+        degraded_state.since = {key: degraded_state.since.get(key, now_seconds) for key in lacking}
+        degraded_state.due = {
+            key: due_seconds for key, due_seconds in degraded_state.due.items() if key in degraded
+        }
+        degraded_state.logged = {
+            key: text for key, text in degraded_state.logged.items() if key in degraded
+        }
+        for (key, _), since_seconds in sorted(
+            degraded_state.since.items(), key=lambda item: item[1]
+        ):
             wait_seconds = delays[degraded[key].own_tags[tag.CLASS]]
             is_late = now_seconds - since_seconds >= wait_seconds
-            if is_late and seen.due.get(key, now_seconds) <= now_seconds:
-                self._repair(key, seen)
+            if is_late and degraded_state.due.get(key, now_seconds) <= now_seconds:
+                self._repair(key, degraded_state)
                 # Count the time until the next attempt from the end of this one, which may have
                 # taken long.
-                seen.due[key] = clock() + _RETRY_SECONDS
+                degraded_state.due[key] = clock() + _RETRY_SECONDS
         return False
 
     def _degraded(self, group: str, classes: Collection[str]) -> Iterator[Volume]:

@@ -198,11 +198,13 @@ class Replacement:
         # Give the new disk the largest metadata area that leaves room for the extents, so that a
         # small metadata area of another disk no longer limits the size of the group's metadata.
         for area_bytes in (groups.widest_area_bytes(group), group.metadata_bytes):
-            room = max(0, size_bytes - groups.LABEL_BYTES - area_bytes) // extent
-            if room >= leaving.allocated_extents:
+            free_extents = max(0, size_bytes - groups.LABEL_BYTES - area_bytes) // extent
+            if free_extents >= leaving.allocated_extents:
                 break
         else:
-            raise errors.DiskTooSmall(new, room * extent, leaving.allocated_extents * extent)
+            raise errors.DiskTooSmall(
+                new, free_extents * extent, leaving.allocated_extents * extent
+            )
         lvm = self._volume_groups.lvm_with(group.name, path)
         groups.extend(lvm, group.name, path, area_bytes)
         self._volume_groups.outdate()
@@ -240,8 +242,8 @@ class Replacement:
                 group_sizes.add(self._kernel.logical_block_bytes(disk.name))
         size = self._kernel.logical_block_bytes(new)
         if group_sizes and size not in group_sizes:
-            others = " and ".join(str(block_bytes) for block_bytes in sorted(group_sizes))
-            problem = f"has logical blocks of {size} bytes, and {group.name}'s disks have {others}"
+            sizes = " and ".join(str(block_bytes) for block_bytes in sorted(group_sizes))
+            problem = f"has logical blocks of {size} bytes, and {group.name}'s disks have {sizes}"
             raise mount_errors.NotVacant(new, problem, "name a disk with blocks like theirs")
 
     def _move(self, group: Group, leaving: PhysicalVolume, coming: PhysicalVolume) -> Progress:
@@ -321,13 +323,13 @@ class Replacement:
         If several images are lost, lvm2 may rebuild any of them on the new disk, and a disk holds
         only one image of a volume.
         """
-        own, disks = group.volume(name).disks, [coming.name]
-        if coming.uuid in own:
+        image_disks, disks = group.volume(name).disks, [coming.name]
+        if coming.uuid in image_disks:
             disks += candidates(group, group.volume(name))
         try:
             return self._repairer.next_step(group, name, disks).message
         except lvm_errors.NoSpace:
-            if coming.uuid not in own:
+            if coming.uuid not in image_disks:
                 raise
         return f"{group.name}/{name} lacks more than one disk: replace each, then this one again"
 
@@ -371,8 +373,8 @@ def _by_uuid(group: Group, uuid: str) -> PhysicalVolume:
 
 def _require_copies(group: Group, leaving: PhysicalVolume) -> None:
     """Raise WouldBeLost for volumes that have data on a missing disk and nowhere else."""
-    lost: list[str] = []
-    waiting: list[str] = []
+    lost_names: list[str] = []
+    waiting_names: list[str] = []
     for logical in sorted(records.every(group), key=attrgetter("name")):
         name = logical.name
         holder, is_pool = group.volumes.get(logical.pool, logical), is_own_pool(logical)
@@ -381,6 +383,8 @@ def _require_copies(group: Group, leaving: PhysicalVolume) -> None:
         # Skip a pool with volumes, which are counted themselves, and the volume that zeroes free
         # extents, which holds no data.
         if not (is_pool and group.in_pool(name)) and not erase_deleted.is_sweep(group, name):
-            (waiting if is_pool or erase_deleted.is_deleted(logical) else lost).append(name)
-    if lost or waiting:
-        raise errors.WouldBeLost(leaving.uuid, lost, waiting)
+            (waiting_names if is_pool or erase_deleted.is_deleted(logical) else lost_names).append(
+                name
+            )
+    if lost_names or waiting_names:
+        raise errors.WouldBeLost(leaving.uuid, lost_names, waiting_names)

@@ -182,7 +182,7 @@ class Snapshotter:
         if is_thin:
             allocator = self._allocators.of_volume(volume)
             limited = allocator.full(group, beside)
-            needed, room = volume.size_bytes, 0 if limited else allocator.maximum_bytes(group)
+            needed, free_bytes = volume.size_bytes, 0 if limited else allocator.maximum_bytes(group)
             purpose = limited or allocator.purpose(group)
         else:
             device_class = self._configuration.now.device_class(
@@ -191,11 +191,11 @@ class Snapshotter:
             wish = size or (SNAPSHOT_SIZE if device_class is None else device_class.snapshot_size)
             needed = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
             closed = closed_to_new(group) or full(group, 1 + beside)
-            room = 0 if closed else self._allocators.beside_bytes(Room(group), class_name)
+            free_bytes = 0 if closed else self._allocators.beside_bytes(Room(group), class_name)
             purpose = f"for a snapshot of {volume.name} {closed}".rstrip()
-        room = max(0, room - beside_bytes)
-        if needed > room:
-            raise errors.NoRoom(group.name, needed, room, purpose)
+        free_bytes = max(0, free_bytes - beside_bytes)
+        if needed > free_bytes:
+            raise errors.NoRoom(group.name, needed, free_bytes, purpose)
         return needed
 
     def delete(self, snapshot_id: str) -> None:
@@ -307,12 +307,12 @@ class Snapshotter:
 
         If the request names a snapshot or a source, only the group of that id is read.
         """
-        named = VolumeId.parse(call.snapshot_id or call.source_id)
-        if named is not None and self._volume_groups.of(named.group) is not None:
+        parsed = VolumeId.parse(call.snapshot_id or call.source_id)
+        if parsed is not None and self._volume_groups.of(parsed.group) is not None:
             # Read only the group that the id names: the external-snapshotter polls a snapshot this
             # way, and another group may hang.
-            state: Known = self._reports.fresh(named.group)
-            self._reports.group(state, named.group)
+            state: Known = self._reports.fresh(parsed.group)
+            self._reports.group(state, parsed.group)
         else:
             state = self._reports.lists()
             self._reports.require_groups(state)

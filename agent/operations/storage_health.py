@@ -98,11 +98,11 @@ class StorageHealth:
         return diagnosis.distinct([*conditions, *self._of_programs()])
 
     def _of_state(self, volume_group: VolumeGroup, until_seconds: float) -> Iterator[Condition]:
-        named, problem = f"volume group {volume_group.name}", volume_group.problem
+        label, problem = f"volume group {volume_group.name}", volume_group.problem
         for path, why in volume_group.metadata.ignored:
             yield Condition(
                 Reason.DISK_IGNORED,
-                f"{path} is not used for {named}: it {why}; {REMEDY}",
+                f"{path} is not used for {label}: it {why}; {REMEDY}",
                 volume_group.time_seconds,
             )
         if isinstance(problem, errors.GroupRefused):
@@ -113,7 +113,7 @@ class StorageHealth:
         elif isinstance(problem, mount_errors.CommandError | OSError):
             yield Condition(
                 Reason.LVM_NOT_ANSWERING,
-                f"{named} could not be looked at: {problem}; look for a disk that hangs (`dmesg`)",
+                f"{label} could not be looked at: {problem}; look for a disk that hangs (`dmesg`)",
                 volume_group.tried_seconds,
             )
         elif problem is None:
@@ -125,7 +125,7 @@ class StorageHealth:
         elif volume_group.time_seconds and self._was_here(volume_group):
             yield Condition(
                 Reason.GROUP_MISSING,
-                f"{named} is not on this node, and was: attach its disks (`pvs --all`), or correct"
+                f"{label} is not on this node, and was: attach its disks (`pvs --all`), or correct"
                 " the classes that name it",
                 volume_group.time_seconds,
             )
