@@ -165,8 +165,8 @@ class Adopter:
                 lvm = self._volume_groups.lvm(asked.group)
                 if lacking != AS_IT_IS and adopted is not None:
                     tuning.change(lvm, asked.group, [adopted.name], lacking, present)
-                    # Crash point: the limit on RAID recovery is removed; the next start sets it
-                    # again.
+                    # Crash point: the limit on RAID recovery is removed; the next start of Carver
+                    # sets it again.
                 if adopted is not None:
                     volumes.rename(lvm, asked.group, adopted.name, old_name)
                 # Crash point: the logical volume has its old name and still the tags; this call,
@@ -205,7 +205,7 @@ class Adopter:
     def _require_asked(self, asked: Asked, adopted: Volume) -> None:
         """Raise NotAdopted or Incompatible unless an adopted volume is the one that is asked for.
 
-        Raises Receiving, Moved for a volume in such a state.
+        Raises Receiving or Moved for a volume that is being received or was moved.
         """
         volume_states.require(Call.ADOPT, adopted)
         if not adopted.is_listed:

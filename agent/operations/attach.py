@@ -26,8 +26,8 @@ class Attacher:
         self._tag_writer = context.tag_writer
         self._configuration = context.configuration
         self._guard = threading.Lock()
-        # Ids of the volumes that calls under way are attaching; the volumes' tags do not record it
-        # yet.
+        # Ids of the volumes that calls under way are attaching; the volumes' tags do not record the
+        # attachment yet.
         self._beginning: set[str] = set()
 
     @property

@@ -215,8 +215,9 @@ class Autoextender:
     def _grow(self, part: _Part, percent: float) -> tuple[int | None, bool]:
         """Extend a part; return by how many bytes, and whether a sweep holds free extents.
 
-        The bytes are 0 for no room and None for nothing to extend. If no clean extents are free,
-        the part is extended into free extents that are still to be zeroed.
+        A sweep is a logical volume in which free extents are zeroed. The bytes are 0 for no room
+        and None for nothing to extend. If no clean extents are free, the part is extended into free
+        extents that are still to be zeroed.
         """
         with self._volume_groups.hold(part.group):
             group = self._reports.fresh(part.group).group(part.group)
@@ -249,7 +250,8 @@ class Autoextender:
 
         Whether the logical volume is a snapshot, and of which origin, is read from lvm2's report: a
         damaged tag of the snapshot or its origin must not let the store overflow. Only the reserve
-        follows from the tags. Returns as `_Part.extend`.
+        follows from the tags. Returns the bytes by which the store was extended: 0 if there is no
+        room, None if there is nothing to extend.
         """
         group = room.group
         snapshot = group.volumes.get(name)

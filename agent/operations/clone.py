@@ -4,7 +4,7 @@ The volume is created first, with the tag `copying` and a tag with its source. W
 on the disk, the tag becomes `ready`; only then it counts as a volume. CreateVolume waits for that
 until its deadline, without a lock and without counting as a call under way. At the deadline it
 answers with the progress, and the CO repeats the call. Crash point: the volume has the tag
-`copying`; the next start copies from the beginning.
+`copying`; the next start of Carver copies from the beginning.
 
 A volume is copied from a snapshot of one moment, the bridge, since it may be in use. The bridge is
 taken before the new volume is created, and removed when the new volume is ready.
@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 # Time limit, in seconds, of a report that is read with a group's lock held: a group that answered a
 # moment ago needs no longer.
 _LOOK_SECONDS = 10.0
-# Time limit, in seconds, for which a call waits until an unused bridge is removed.
+# Time limit, in seconds, for which a call waits until an unused bridge snapshot is removed.
 _DISMISS_SECONDS = 10.0
 # Time before the caller's deadline, in seconds, at which a waiting call answers with the progress.
 _MARGIN_SECONDS = 1.0
@@ -85,7 +85,7 @@ def find(within: Reports, known: Known, source: Source) -> Snapshot | Volume:
 
 
 def as_taken(origin: Snapshot | Volume, source: Snapshot) -> Snapshot | Volume:
-    """Return the origin of a copy as it was when its bridge, `source`, was taken.
+    """Return the origin of a copy as it was when its bridge snapshot, `source`, was taken.
 
     Another call may have taken the bridge. Since then the origin may have grown, been formatted, or
     had its key changed; the bridge has not.
@@ -179,33 +179,38 @@ class Copier:
         context.conflicts.add(
             Ender.COPIER, self.jobs, aborted=lambda job: errors.Copying(job.key, str(job))
         )
-        # Jobs that remove bridges that may be unused; they have no caller, and so no deadline.
+        # Jobs that remove bridge snapshots that may be unused; they have no caller, and so no
+        # deadline.
         self.bridges: Jobs[Job] = Jobs(
             context.workers,
             "bridge",
             self._sweep,
             "cannot remove the unused snapshot %s yet: %s",
         )
-        # Times (Unix, in nanoseconds) at which this process took each bridge that has no volume
-        # yet, by the bridge's id.
+        # Times (Unix, in nanoseconds) at which this process took each bridge snapshot that has no
+        # volume yet, by the bridge's id.
         self._unused: dict[str, int] = {}
         # Promised snapshots: the id of each snapshot from which a call is about to fill a volume,
         # with the name of that volume.
         self._promised: set[tuple[str, str]] = set()
 
     def takes_bridge(self, known: Known, name: str, origin: Snapshot | Volume) -> bool:
-        """Whether `prepare` will take a bridge for a volume, which is a further logical volume."""
+        """Whether `prepare` will take a bridge snapshot for a new volume.
+
+        A bridge snapshot is a further logical volume, for which the group needs room.
+        """
         identity = str(_bridge_for(name, origin))
         return isinstance(origin, Volume) and self._bridge(known, identity) is None
 
     def prepare(
         self, known: Known, name: str, origin: Snapshot | Volume, into: report.Group
     ) -> Snapshot:
-        """Return the snapshot from which to copy the volume called `name`: source or new bridge.
+        """Return the snapshot from which to copy the volume called `name`.
 
-        To be called with the source's group locked and a report that was read under that lock. The
-        volume is to be created in the group `into`. Runs one command for a bridge. Raises NoRoom,
-        and OperationPending while a bridge of that name is being removed.
+        If the source is a volume, the snapshot is a bridge snapshot, which is taken by one command
+        unless an earlier call took it. To be called with the source's group locked and a report
+        that was read under that lock. The volume is to be created in the group `into`. Raises
+        NoRoom, and OperationPending while a bridge snapshot of that name is being removed.
         """
         if isinstance(origin, Snapshot):
             return origin
@@ -213,8 +218,8 @@ class Copier:
         identity = str(bridge)
         copy_id = str(VolumeId.of(into, names.logical_volume(ids.VOLUME_PREFIX, name)))
         if (present := self._bridge(known, identity)) is not None:
-            # Use the bridge of an earlier call, if the bridge fits. Crash point: the earlier call
-            # died before it created the volume.
+            # Use the bridge snapshot of an earlier call, if the bridge fits. Crash point: the
+            # earlier call died before it created the volume.
             is_unused = self._unused.get(identity) == present.time_nanoseconds
             is_for_it = present.copy_id == copy_id and present.source_id == origin.id
             if is_unused and is_for_it and not present.problem:
@@ -228,8 +233,8 @@ class Copier:
                 bridge.name, origin, {tag.NAME: name, tag.COPY: copy_id}, None
             )
         except mount_errors.CommandError:
-            # Remove the bridge in the background: lvm2 may have taken it before the command was
-            # ended.
+            # Remove the bridge snapshot in the background: lvm2 may have taken it before the
+            # command was ended.
             self.bridges.start(Job(identity))
             raise
         self._unused[identity] = new_bridge.time_nanoseconds
@@ -250,7 +255,7 @@ class Copier:
             self._promised.discard(promise)
 
     def dismiss(self, *bridge_ids: str) -> None:
-        """Remove bridges in the background if they are unused; wait up to ten seconds for that."""
+        """Remove unused bridge snapshots in the background; wait up to ten seconds for that."""
         patience = command.patience_seconds(_DISMISS_SECONDS)
         wait([self.bridges.start(Job(bridge_id)).ended for bridge_id in bridge_ids], patience)
 
@@ -330,7 +335,7 @@ class Copier:
         return snapshot
 
     def clear(self, volume: Volume) -> None:
-        """Remove the bridge of a deleted volume in the background, if the bridge is left.
+        """Remove the bridge snapshot of a deleted volume in the background, if the bridge is left.
 
         The volume's tags name the bridge: the source may be in another group, whose cached state
         may lack the bridge. Few complete volumes still have a bridge, so for these the cached state
@@ -344,9 +349,10 @@ class Copier:
             self.bridges.start(Job(bridge_id))
 
     def _is_seen(self, bridge_id: str) -> bool:
-        """Whether the cached state of its group has a bridge.
+        """Whether the cached state of a group has a bridge snapshot.
 
-        A bridge that the state lacks is removed by the retry of the job that failed to remove it.
+        A bridge snapshot that the state lacks is removed by the retry of the job that failed to
+        remove it.
         """
         volume_group = self._volume_groups.known(ids.group_of(bridge_id))
         cached_group = None if volume_group is None else volume_group.cached
@@ -355,7 +361,7 @@ class Copier:
     def resume(self, group: str) -> int:
         """Start the unfinished copies of a group anew; return how many there are.
 
-        Unused bridges of the group are removed, too.
+        Unused bridge snapshots of the group are removed, too.
         """
         with Attempts() as attempts:
             copies = 0
@@ -388,13 +394,13 @@ class Copier:
                     yield self._copy_of(volume, _source_id(volume))
 
     def _clear_failed(self, job: Copy) -> None:
-        # Remove the bridge: the copy is complete, as its last command wrote the tag although it
-        # seemed to fail. The volume may be in use.
+        # Remove the bridge snapshot: the copy is complete, as its last command wrote the tag
+        # although it seemed to fail. The volume may be in use.
         if bridge_id := _bridge_id(job.volume):
             self.bridges.start(Job(bridge_id))
 
     def _bridge_of(self, known: Known, volume: Volume) -> Snapshot | None:
-        """Return the bridge from which a volume is or was copied; None if there is none.
+        """Return the bridge snapshot from which a volume is or was copied; None if there is none.
 
         A bridge with the same name may be another volume's.
         """
@@ -402,11 +408,12 @@ class Copier:
         if bridge is None or str(bridge.source_id) != volume.own_tags[tag.FROM]:
             return None
         time_text = str(bridge.time_nanoseconds)
-        # Accept a volume without the time of its bridge, which older versions did not record.
+        # Accept a volume without the time of its bridge snapshot, which older versions did not
+        # record.
         return bridge if volume.own_tags.get(tag.BRIDGE, time_text) == time_text else None
 
     def _bridge(self, known: Known, identity: str) -> Snapshot | None:
-        """Return the bridge of an id; None if it does not exist."""
+        """Return the bridge snapshot of an id; None if it does not exist."""
         own_name = backing.of_id(identity).name
         for group in known.groups.values():
             if group.name == ids.group_of(identity) and own_name in group.volumes:
@@ -512,27 +519,27 @@ class Copier:
         )
 
     def _drop(self, source: Snapshot) -> None:
-        """Remove the bridge of a complete volume."""
+        """Remove the bridge snapshot of a complete volume."""
         if not source.is_bridge:
             return
         try:
-            # Remove the bridge, which is unused: a deletion of the volume waits for this job, so no
-            # new copy of that name can use the bridge yet.
+            # Remove the bridge snapshot, which is unused: a deletion of the volume waits for this
+            # job, so no new copy of that name can use the bridge yet.
             self._snapshotter.discard(source)
         except Exception as error:
             _log.error("cannot remove the unused snapshot %s yet: %s", source.id, error)
             self.bridges.start(Job(str(source.id)))
 
     def _sweep(self, job: Job) -> None:
-        """Remove a bridge if a fresh report shows no volume that is copied from it.
+        """Remove a bridge snapshot if a fresh report shows no volume that is copied from it.
 
-        Raises VolumeInUse if a volume is copied from the bridge or is about to be, and GroupBusy if
-        one may be in a group that does not answer. After an error the job is retried, since the
-        copy may end without it.
+        Raises VolumeInUse if a volume is copied from the bridge snapshot or is about to be, and
+        GroupBusy if such a volume may be in a group that does not answer. After an error the job is
+        retried, since the copy may end without removing its bridge snapshot.
         """
         group = ids.group_of(job.key)
-        # Read all groups, since any may have a volume that is copied from the bridge. No lock is
-        # held yet, because a group may hang.
+        # Read all groups, since any may have a volume that is copied from the bridge snapshot. No
+        # lock is held yet, because a group may hang.
         self._reports.everywhere(self._reports.fresh(group))
         with self._volume_groups.hold(group):
             with command.time_limit(_LOOK_SECONDS):
@@ -550,15 +557,15 @@ class Copier:
         self._snapshotter.finish(bridge)
 
     def _wanted(self, known: Every) -> set[str]:
-        """Return the ids of the bridges from which volumes are being copied."""
+        """Return the ids of the bridge snapshots from which volumes are being copied."""
         copies = list(known.copies())
         bridge_ids = {
             str(snapshot.id)
             for snapshot in map(partial(self._bridge_of, known), copies)
             if snapshot
         }
-        # Keep the bridge of a volume that lost its tag `from`, which may be put back; the bridge's
-        # name is derived from the volume's.
+        # Keep the bridge snapshot of a volume that lost its tag `from`, which may be put back; the
+        # bridge's name is derived from the volume's.
         lost_names = {
             names.logical_volume(ids.BRIDGE_PREFIX, volume.own_tags[tag.NAME])
             for volume in copies
@@ -570,12 +577,15 @@ class Copier:
 
 
 def _bridge_for(name: str, origin: Snapshot | Volume) -> VolumeId:
-    """Return the id of the bridge from which the volume called `name` is copied."""
+    """Return the id of the bridge snapshot from which the volume called `name` is copied."""
     return VolumeId.of(origin.group, names.logical_volume(ids.BRIDGE_PREFIX, name))
 
 
 def _bridge_id(volume: Volume) -> str:
-    """Return the id of the bridge that a volume's copy has or had; empty if it never had one."""
+    """Return the id of the bridge snapshot of a volume's copy; empty if it never had one.
+
+    The bridge snapshot may be removed already.
+    """
     source = source_of(volume.own_tags)
     if source is None or source.kind == SNAPSHOT or (parsed := VolumeId.parse(source.id)) is None:
         return ""
@@ -586,8 +596,8 @@ def _bridge_id(volume: Volume) -> str:
 def _source_id(volume: Volume) -> str:
     """Return the id of the snapshot that an incomplete volume is copied from; empty if none.
 
-    The volume must be in its own report: one that shares the blocks of its source has an origin
-    there, and needs no copy.
+    `volume` must have a report that contains the volume. A volume that shares the blocks of its
+    source has an origin in the report, and needs no copy.
     """
     if volume.group.volume(volume.name).origin or (source := source_of(volume.own_tags)) is None:
         return ""

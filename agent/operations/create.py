@@ -49,7 +49,10 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Made:
-    """A volume that was found or created, and the job that fills it, if it has no contents yet."""
+    """A volume that was found or created, and the job that fills it.
+
+    The job is None for a volume that has its contents.
+    """
 
     volume: Volume
     filling: Copy | None = None
@@ -71,8 +74,8 @@ class _Taken:
     """A source in another volume group that is reserved for the new volume.
 
     `origin` is the source as it was when it was taken. `snapshot` is what is copied: the origin
-    itself, or its bridge. `disks` are the UUIDs of the disks of the new volume's group, on which
-    the contents can be used.
+    itself, or its bridge snapshot. `disks` are the UUIDs of the disks of the new volume's group, on
+    which the contents can be used.
     """
 
     origin: Snapshot | Volume
@@ -84,8 +87,8 @@ class _Taken:
 # on this node.
 _FOR_EVER = (errors.NoSuchSnapshot, errors.SourceLost, errors.NotHere)
 
-# Errors after which another node may create the volume: those above, and a lack of room for the
-# data of a volume that is being filled.
+# Errors that no repeated call can overcome on this node while a volume is filled: those above, and
+# a lack of room for its data. Another node may have the room.
 _NOT_HERE = (*_FOR_EVER, errors.NoRoom, lvm_errors.NoSpace, lvm_errors.MetadataFull)
 
 # Check that is called before a volume is created, with the state of all groups and the volume's
@@ -123,7 +126,8 @@ class VolumeCreator:
 
         - Runs two commands: a report, and lvcreate, which also tags and activates. The first thin
           volume of a class takes up to two more, for its pool. A copy of another volume takes one
-          more, for its bridge, and so does a RAID with a minimum recovery rate without a maximum.
+          more, for its bridge snapshot, and so does a RAID with a minimum recovery rate without a
+          maximum.
         - Raises NotHere if the class's group or the source is not on this node: only after that
           error does a scheduler choose another node.
         - Raises OperationPending while a volume of this name is being erased, or was erased in
@@ -244,8 +248,8 @@ class VolumeCreator:
                     if volume.ended_by is Ender.COPIER and not is_across:
                         with _absence_as_not_here():
                             source = self._copier.source_of(state, volume)
-                # Crash point: the volume has the tag `copying`; the next start or call fills the
-                # volume anew.
+                # Crash point: the volume has the tag `copying`; the next call or the next start of
+                # Carver fills the volume anew.
                 if volume.ended_by is not Ender.COPIER:
                     return Made(volume)
                 if is_across:
@@ -269,8 +273,8 @@ class VolumeCreator:
     ) -> _Taken:
         """Reserve a source in another volume group for the new volume.
 
-        A request that cannot be met is refused before a bridge is created. Only the source's group
-        is locked, and no group while a device is read. Raises the errors of `_make`.
+        A request that cannot be met is refused before a bridge snapshot is created. Only the
+        source's group is locked, and no group while a device is read. Raises the errors of `_make`.
         """
         group, source_group = untaken.group, ids.group_of(untaken.source.id)
         with self._volume_groups.hold(source_group):
@@ -284,8 +288,8 @@ class VolumeCreator:
                 # Let the caller repeat the call, since the source was replaced by hand, and its new
                 # contents were not checked.
                 raise errors.OperationPending(str(reread.id))
-            # Crash point: the bridge exists without its volume; the next call uses the bridge, or
-            # the next start removes it.
+            # Crash point: the bridge snapshot exists without its volume; the next call uses the
+            # bridge, or the next start of Carver removes it.
             snapshot = self._copier.prepare(state, call.name, reread, group)
             if snapshot.is_bridge:
                 undo.callback(self._copier.dismiss, str(snapshot.id))
@@ -340,8 +344,8 @@ class VolumeCreator:
             device_class = plan.class_of(self._configuration.now, volume)
             # Crash point: the volume was created, and its cache or its recovery rates are missing.
             self._allocators.of(device_class).finish(lvm, volume)
-        # Crash point: the parameters are on record and not set; the next start, or this call again,
-        # sets them.
+        # Crash point: the parameters are written as tags and not set in the kernel; the next start
+        # of Carver, or this call again, sets them.
         bound_kib = self._configuration.now.recovery_bound_kib(volume.group.name)
         self._limiter.apply(volume, modify.ensure(lvm, volume, call.tuning, bound_kib))
 
@@ -357,8 +361,8 @@ class VolumeCreator:
     ) -> tuple[Volume, Snapshot | None]:
         """Create a volume; return it with the snapshot to copy from, if any.
 
-        `undo` removes the bridge or an empty pool again if the volume cannot be created. Raises
-        NoRoom, NotHere.
+        `undo` removes the bridge snapshot or an empty pool again if the volume cannot be created.
+        Raises NoRoom, NotHere.
         """
         state, all_groups = states
         group = self._reports.group(state, one.group)
@@ -372,8 +376,8 @@ class VolumeCreator:
             admit(all_groups, size_bytes)
         allocator, pool = self._allocators.of(one), pool_name(one.name)
         is_shared = origin is not None and clone.is_in(origin, group, pool)
-        # Count the bridge of a copy within the group, which is a logical volume of its own until
-        # the copy is ready.
+        # Count the bridge snapshot of a copy within the group, which is a logical volume of its own
+        # until the copy is ready.
         takes_bridge = (
             taken is None
             and origin is not None
@@ -393,7 +397,7 @@ class VolumeCreator:
             return volume, None
         source = None if taken is None else taken.snapshot
         if origin is not None and source is None:
-            # Crash point: the bridge exists without its volume, as in `_take`.
+            # Crash point: the bridge snapshot exists without its volume, as in `_take`.
             source = self._copier.prepare(state, call.name, origin, group)
             if source.is_bridge:
                 undo.callback(self._copier.dismiss, str(source.id))
@@ -403,7 +407,7 @@ class VolumeCreator:
             own_tags |= {tag.BRIDGE: str(source.time_nanoseconds)}
         if one.layout.is_thin:
             # Crash point: the thin pool exists without a volume; the next call uses the pool, or
-            # the next start removes it.
+            # the next start of Carver removes it.
             self._pool_remover.empty(group, pool)
             undo.callback(self._pool_remover.give_back, group.name, pool)
         allocator.create(lvm, group, New(name, size_bytes, own_tags, tuning.for_new()))
@@ -461,7 +465,8 @@ class VolumeCreator:
         """Activate a source, so that it can be read with no group locked; return its device.
 
         The caller holds the lock of the source's id. The source is left active, as by a copy:
-        deactivating it might take the device from a copy that began meanwhile, or from a stage.
+        deactivating it might take the device from a copy that began meanwhile, or from a
+        NodeStageVolume call.
         """
         with self._volume_groups.hold(origin.group.name):
             if isinstance(origin, Volume):

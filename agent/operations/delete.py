@@ -91,8 +91,8 @@ class VolumeDeleter:
             elif at_once:
                 users.require_unused(self._kernel, self._activator, volume)
                 if not volume.is_encrypted:
-                    # Crash point: the thin pool may be left without volumes; the next start removes
-                    # the pool.
+                    # Crash point: the thin pool may be left without volumes; the next start of
+                    # Carver removes the pool.
                     self._pool_remover.remove(volume)
         if at_once and volume.is_encrypted:
             # Close and erase the LUKS header without the group's lock: a disk that hangs would keep
@@ -108,8 +108,8 @@ class VolumeDeleter:
             self._pool_remover.after(volume, self._eraser.grace_seconds)
         elif not is_bare:
             # Crash point: before the volume has the tag `wiping`, the caller repeats the call;
-            # afterwards the next start continues the deletion.
+            # afterwards the next start of Carver continues the deletion.
             self._eraser.delete(volume)
         # Crash point: the volume's bridge (the temporary snapshot that it was copied from) is left;
-        # the next start removes the bridge.
+        # the next start of Carver removes the bridge.
         self._copier.clear(volume)

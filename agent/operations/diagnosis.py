@@ -220,7 +220,10 @@ _OF_FILE_SYSTEMS = {
 
 
 class _Kernels(NamedTuple):
-    """Conditions that the kernel reports; `has_status` if device-mapper reports on the volume."""
+    """Conditions that the kernel reports about a volume.
+
+    `has_status` is True if device-mapper reports on the volume.
+    """
 
     conditions: tuple[Condition, ...] = ()
     has_status: bool = False

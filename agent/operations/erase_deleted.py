@@ -160,17 +160,17 @@ class _Wipe(Job):
     """A job that erases and removes a deleted volume; its key is the volume's id."""
 
     volume: Volume
-    # Whether the volume was removed. Set with the group's lock held, so that no removed volume is
-    # tagged.
+    # Whether the volume was removed. The flag is set with the group's lock held, so that no removed
+    # volume is tagged.
     removed: bool = False
     # Whether a part of the volume may be overwritten, by this job or by an earlier one that failed.
     overwritten: bool = False
 
     @property
     def goes_on(self) -> bool:
-        """Whether calls meet the job: also after it failed with a part of the volume overwritten.
+        """Whether the job is unfinished, or has failed with a part of the volume overwritten.
 
-        Such a volume can only be deleted.
+        A volume that is overwritten in part can only be deleted.
         """
         return super().goes_on or self.overwritten
 
@@ -245,7 +245,7 @@ class Eraser:
         job.ended.result()
 
     def finish(self, volume: Volume) -> None:
-        """Erase and remove a volume that is tagged as deleted; wait a moment for that."""
+        """Erase and remove a volume that is tagged as deleted; wait up to two seconds for that."""
         self.jobs.wait(self._start(volume), self.grace_seconds)
 
     def _put_on_record(self, job: _Wipe) -> bool:
@@ -259,8 +259,8 @@ class Eraser:
             volume_states.hand_over(self._lvm(group), group, name, own_tags, Ender.ERASER)
             job.on_record = True
         if job.ended.done():
-            # Retry the job: it failed before the deletion was on record, so the background loop
-            # does not retry it by itself.
+            # Retry the job: it failed before the volume was tagged as deleted, so the background
+            # loop does not retry it by itself.
             self.jobs.wake(job, self.jobs.retry_seconds)
         return True
 
@@ -331,9 +331,9 @@ class Eraser:
     def _erase_and_remove(self, job: _Wipe) -> Steps:
         """Detach a deleted volume from its pool or origin, erase it, and remove it.
 
-        Crash points: after a crash at any step, the volume's tag has the next start begin anew. A
-        cache that was detached is found by its name. The group gets its erase mark before extents
-        that were not overwritten are freed.
+        Crash points: after a crash at any step, the volume's tag has the next start of Carver begin
+        anew. A cache that was detached is found by its name. The group gets its erase mark before
+        extents that were not overwritten are freed.
         """
         if job.volume.is_encrypted and job.volume.name in job.volume.group.volumes:
             # Delete the backup of the LUKS header first, because the backup opens what is left of

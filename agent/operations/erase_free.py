@@ -27,10 +27,10 @@ from mount.mount_errors import CommandError
 
 _log = logging.getLogger(__name__)
 
-# Number of slices in which a sweep takes the extents to be zeroed, so that thin pools and COW
-# stores can grow into the remaining extents meanwhile.
+# Number of slices in which a sweep takes the extents to be zeroed. A sweep is a logical volume;
+# thin pools and COW stores can grow into the extents that it has not taken yet.
 _SLICES = 32
-# Minimum size of a slice, in bytes; fewer slices are taken if they would be smaller.
+# Minimum size of a slice of a sweep, in bytes; fewer slices are taken if they would be smaller.
 _SMALLEST_SLICE_BYTES = 1 << 30
 
 
@@ -77,8 +77,8 @@ class GrowthZeroer:
 
         Call the method with the group's lock held and a report that was read under that lock, and
         extend the volume at once. The first call reserves the extents and starts a job that zeroes
-        them; the call after the job's end frees them for the volume. Both calls run two commands in
-        all. Raises Overwriting while the extents are being zeroed, AnotherSize, NoRoom.
+        them. The call after the job's end frees them for the volume. Together these two calls run
+        two commands. Raises Overwriting while the extents are being zeroed, AnotherSize, NoRoom.
         """
         group, reservation = volume.group, records.reservation_name(volume.name)
         lvm = self._lvm(group.name)
@@ -212,13 +212,17 @@ class FreedSpaceEraser:
         self._conflicts.add(Work.SWEEP, self.jobs, key_of=lambda group: f"{group}/{ids.SWEEP}")
 
     def start(self, group: str) -> Future[None]:
-        """Start the job of a group, or find the running one; return the future of its end."""
+        """Start the job that zeroes a group's marked free extents, or find the running one.
+
+        Returns a future of the job's end.
+        """
         return self.jobs.start(Job(f"{group}/{ids.SWEEP}")).ended
 
     @contextmanager
     def giving_way(self, group: str) -> Iterator[None]:
-        """Keep a group without a sweep within the `with`; the sweep begins anew afterwards.
+        """Remove the sweep of a group for the time of the `with`, so that its extents are free.
 
+        The sweep is the logical volume in which free extents are zeroed; it begins anew afterwards.
         To be entered without the group's lock. Runs a report and a command. Raises Stopping if the
         job's present chunk takes too long.
         """
@@ -249,7 +253,8 @@ class FreedSpaceEraser:
                     return
                 sweep = group.volume(ids.SWEEP)
                 if sweep.uuid == uuid and sweep.size_bytes == done_bytes:
-                    # Finish, because nothing was freed while the last slice was zeroed.
+                    # Remove the sweep and the erase mark: no marked extents were freed while the
+                    # last slice was zeroed.
                     volumes.remove(self._lvm(name), name, ids.SWEEP)
                     erase_deleted.unmark(self._lvm(name), group)
                     return
@@ -271,10 +276,11 @@ class FreedSpaceEraser:
             done_bytes = sweep.size_bytes
 
     def _take(self, name: str) -> report.Group | None:
-        """Remove volumes that were given up, and take a slice of the marked free extents.
+        """Remove volumes that were given up, and take free extents into the group's sweep.
 
-        The caller holds the group's lock. Returns the group with the sweep, or None if there is
-        nothing to zero. Raises NotSwept.
+        An operator gives up volumes that lost data with a disk. The sweep is the logical volume in
+        which free extents are zeroed; it grows by one slice. The caller holds the group's lock.
+        Returns the group with the sweep, or None if there is nothing to zero. Raises NotSwept.
         """
         # Read a fresh report: a volume that was created in a pool since the last report would be
         # removed with the pool.
@@ -306,10 +312,10 @@ class FreedSpaceEraser:
         return group
 
     def _reserve(self, group: report.Group, disks: Collection[report.PhysicalVolume]) -> None:
-        """Create the sweep, or extend it, by a slice of the free extents of these disks.
+        """Create a group's sweep, or extend it, by a slice of the free extents of these disks.
 
-        The slice may consist of any pieces: a group's policy that wants one disk for one volume is
-        for users' volumes only.
+        The sweep is the logical volume in which free extents are zeroed. The slice may consist of
+        any pieces: a group's policy that wants one disk for one volume is for users' volumes only.
         """
         lvm = self._lvm(group.name)
         disk_names = [disk.name for disk in disks]

@@ -1,28 +1,29 @@
 """ControllerExpandVolume and NodeExpandVolume: grow volumes now, or when they are staged next.
 
-A volume with copy-on-write snapshots grows at its next stage: lvm2 extends the origin of such
-snapshots only while the origin is inactive, and a cluster asks a node to expand a volume while a
-pod uses it. So Carver records the size in the tag `wanted` and answers FAILED_PRECONDITION. After
-that code kubelet lets the pod go on, or start, and asks again when the volume is mounted next
-(expandOnPlugin in pkg/volume/util/operationexecutor/node_expander.go). FAILED_PRECONDITION is also
-the answer if there is no room. After any other error code the pod would not start. After OK with
-the present size kubelet would mark the claim as grown, because kubelet reads no size in the answer.
+A volume with copy-on-write snapshots grows at its next NodeStageVolume call: lvm2 extends the
+origin of such snapshots only while the origin is inactive, and a cluster asks a node to expand a
+volume while a pod uses it. So Carver records the size in the tag `wanted` and answers
+FAILED_PRECONDITION. After that code kubelet lets the pod go on, or start, and asks again when the
+volume is mounted next (expandOnPlugin in pkg/volume/util/operationexecutor/node_expander.go).
+FAILED_PRECONDITION is also the answer if there is no room. After any other error code the pod would
+not start. After OK with the present size kubelet would mark the claim as grown, because kubelet
+reads no size in the answer.
 
-The next stage finds the tag `wanted` and grows the volume while it is not in use: the volume is
-deactivated, extended, and activated as usual. If there is still no room, or lvm2 refuses, the
-volume is staged with its present size, so that the pod starts, and the tag stays.
+The next NodeStageVolume call finds the tag `wanted` and grows the volume while it is not in use:
+the volume is deactivated, extended, and activated as usual. If there is still no room, or lvm2
+refuses, the volume is staged with its present size, so that the pod starts, and the tag stays.
 
 A wanted size that the volume has is void, so no separate step removes the tag. Crash points: before
 the tag is written the caller repeats the call. After the tag is written, or between deactivation
-and growth, the next stage finds the tag. After the growth the volume has the size, and staging
-continues as after any crash.
+and growth, the next NodeStageVolume call finds the tag. After the growth the volume has the size,
+and staging continues as after any crash.
 
 For a volume without such snapshots, a size that it cannot have is recorded in the tag `refused`,
-for the calls that report a volume's health. A stage does not grow the volume to the refused size:
-the claim may have been made smaller since, a volume never shrinks, and kubelet asks for the claim's
-size as soon as the volume is mounted. The tag also marks a volume that grew while its file system,
-or its open LUKS mapping, did not. The tag is removed when the volume, the mapping and the file
-system have the size, or when a smaller size is requested.
+for the calls that report a volume's health. A NodeStageVolume call does not grow the volume to the
+refused size: the claim may have been made smaller since, a volume never shrinks, and kubelet asks
+for the claim's size as soon as the volume is mounted. The tag also marks a volume that grew while
+its file system, or its open LUKS mapping, did not. The tag is removed when the volume, the mapping
+and the file system have the size, or when a smaller size is requested.
 """
 
 import logging
@@ -96,9 +97,9 @@ class Expander:
         volume_id, size_bytes = call.volume_id, self._volumes.size_bytes(at)
         try:
             cached_volume = self._reports.cached(volume_id)
-            # Call `expand` also for a size that the volume has: it withdraws a larger size on
-            # record, after the claim was made smaller again, and records the requested size if the
-            # tag for that is missing.
+            # Call `expand` also for a size that the volume has: it removes a larger recorded size
+            # (tags `wanted` and `refused`), after the claim was made smaller again, and records the
+            # requested size if the tag for that is missing.
             is_on_record = cached_volume is not None and (
                 cached_volume.wanted_bytes
                 or cached_volume.refused_bytes
@@ -107,7 +108,7 @@ class Expander:
             if is_on_record or not call.size.allows(size_bytes):
                 size_bytes = self.expand(call, is_in_use=True).capacity_bytes
             # Crash point: the volume is larger than its file system; kubelet repeats the call, and
-            # each stage tries to grow the file system.
+            # each NodeStageVolume call tries to grow the file system.
             with self._recording(volume_id):
                 read_only = call.read_only or self._is_attached_read_only(cached_volume)
                 self.fill_device(at, keys, read_only=read_only)
@@ -128,7 +129,8 @@ class Expander:
     def expand(self, call: ExpandVolume, *, is_in_use: bool = False) -> Volume:
         """Make a volume at least as large as requested; a larger volume keeps its size.
 
-        The latest call counts: a larger size on record is withdrawn.
+        The latest call counts: a larger size that an earlier call recorded (tags `wanted` and
+        `refused`) is removed.
 
         - Runs two commands at most. With copy-on-write snapshots it runs one more, or two more for
           a volume in use, for which it raises GrowsLater.
@@ -193,8 +195,9 @@ class Expander:
                 # Release the extents reserved for a growth that this call withdraws.
                 self._growth_zeroer.require_none(volume)
                 volumes.remove(self._volume_groups.lvm(group), group, reserved.name)
-            # Record the requested size also for a volume that has it: a stage may have extended the
-            # volume, and a stage does not know the size that the caller requested.
+            # Record the requested size also for a volume that has it: a NodeStageVolume call may
+            # have extended the volume, and a NodeStageVolume call does not know the size that the
+            # caller requested.
             self._record_request(volume, call.size, max(wanted_bytes, volume.size_bytes))
             if call.size.required_bytes:
                 self._withdraw(volume, wanted_bytes)
@@ -256,8 +259,8 @@ class Expander:
         except (errors.AgentError, mount_errors.CommandError, mount_errors.MountError) as error:
             if codes.is_final(error):
                 with self._logging_refusals(volume_id), self._held(volume_id) as volume:
-                    # Record nothing beside a larger size on record, for which each stage grows the
-                    # file system, too.
+                    # Record nothing beside a larger size in the tags `wanted` and `refused`, for
+                    # which each NodeStageVolume call grows the file system, too.
                     if max(volume.wanted_bytes, volume.refused_bytes) <= volume.size_bytes:
                         self._refuse(volume, volume.size_bytes)
             raise
@@ -266,8 +269,8 @@ class Expander:
         """Remove the tag `refused` of a volume that has the refused size.
 
         The caller has grown all layers on the volume. Runs no command if there is no tag. A refusal
-        of lvm2 to remove the tag is only logged: the volume is usable, and the next stage or
-        expansion tries again.
+        of lvm2 to remove the tag is only logged: the volume is usable, and the next NodeStageVolume
+        or expansion tries again.
         """
         cached_volume = self._reports.cached(volume_id)
         if cached_volume is None or not cached_volume.refused_bytes:
@@ -287,11 +290,12 @@ class Expander:
         return tag_writer.logging_refusals(volume_id, tag.REFUSED)
 
     def catch_up(self, volume: Volume) -> Volume:
-        """Extend a volume, before it is activated, to the size on record; return the volume.
+        """Extend a volume, before it is activated, to the size in its tag `wanted`.
 
-        Runs no command without a size on record, else four at most. If the volume cannot grow, that
-        is logged and the volume is returned unchanged. Raises Overwriting while new extents are
-        being zeroed: a volume that was staged meanwhile would keep its present size.
+        Returns the volume with its present size. Runs no command without that tag, else four at
+        most. If the volume cannot grow, that is logged and the volume is returned unchanged. Raises
+        Overwriting while new extents are being zeroed: a volume that was staged meanwhile would
+        keep its present size.
         """
         if not volume.wanted_bytes:
             return volume
@@ -371,17 +375,18 @@ class Expander:
     def _refuse(self, volume: Volume, size_bytes: int) -> None:
         """Record a size that a volume, or its file system or mapping, cannot have now.
 
-        If the volume has copy-on-write snapshots, only a stage can extend it, so the size is
-        recorded for the next stage.
+        If the volume has copy-on-write snapshots, only a NodeStageVolume call can extend it, so the
+        size is recorded for the next NodeStageVolume call.
         """
         is_for_stage = size_bytes > volume.size_bytes and volume.copy_on_write_snapshots
         with self._logging_refusals(str(volume.id)):
             self._record(volume, size_bytes, tag.WANTED if is_for_stage else tag.REFUSED)
 
     def _withdraw(self, volume: Volume, size_bytes: int) -> None:
-        """Remove a size on record that is larger than the size requested now."""
+        """Remove a recorded size (tags `wanted`, `refused`) that is larger than requested now."""
         if volume.wanted_bytes > size_bytes:
-            # Remove the tag `wanted`, or the next stage would grow the volume to the recorded size.
+            # Remove the tag `wanted`, or the next NodeStageVolume call would grow the volume to the
+            # recorded size.
             self._record(volume, 0)
         elif volume.refused_bytes > volume.size_bytes:
             with self._logging_refusals(str(volume.id)):
@@ -399,7 +404,10 @@ class Expander:
                 )
 
     def _record(self, volume: Volume, size_bytes: int, key: str = tag.WANTED) -> None:
-        """Replace the sizes on record by one size; 0 removes them."""
+        """Record one size, by the tag `wanted` or `refused`, in place of both tags.
+
+        A size of 0 removes both tags.
+        """
         group, new_tags = volume.group.name, {key: str(size_bytes)} if size_bytes else {}
         if new_tags and volume.own_tags.get(key) == new_tags[key]:
             return

@@ -2,7 +2,7 @@
 
 Active volumes are suspended together while the snapshots are taken. The snapshots count only once
 all of them were taken and have the tag `committed`. Without that tag, the failing call or the next
-start removes the snapshots that were taken. A removal that fails is retried each minute.
+start of Carver removes the snapshots that were taken. A removal that fails is retried each minute.
 """
 
 import logging
@@ -457,7 +457,7 @@ class GroupSnapshotter:
                 self._discard(self._reports.fresh(*groups), group_snapshot_id)
         except Exception as error:
             _log.error(_NOT_UNDONE, group_snapshot_id, error)
-            # Crash point: the next start removes the snapshots.
+            # Crash point: the next start of Carver removes the snapshots.
             job = _Undo(key=group_snapshot_id, logged=str(error), groups=groups)
             # Start the job with a delay: until this call ends, it holds the lock that the job
             # needs.
@@ -495,7 +495,7 @@ class GroupSnapshotter:
         if any(tag.COMMITTED in snapshot.own_tags for snapshot in members):
             # Remove the tag `committed` before the first snapshot is deleted. Crash point: without
             # the tag, the remaining snapshots count as an incomplete group snapshot, which the next
-            # start removes.
+            # start of Carver removes.
             with self._volume_groups.hold(*(snapshot.group.name for snapshot in members)):
                 self._mark(members, old={tag.COMMITTED: "yes"})
         # Delete the snapshots in the group that the id names last: without them the id finds

@@ -45,10 +45,11 @@ from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-# Interval of the sweeps of a group, in seconds, and delay of the first sweep after the start. After
-# a boot, kubelet publishes all pods' volumes again within this time.
+# Interval, in seconds, of a group's sweeps, which delete inline volumes whose pods are gone; also
+# the delay of the first sweep after the service starts. After a boot, kubelet publishes all pods'
+# volumes again within this time.
 _TURN_SECONDS = 600.0
-# Time limit, in seconds, for which a report or a removal of a sweep may make no progress.
+# Time limit, in seconds, for which a report or a deletion may make no progress during a sweep.
 _PATIENCE_SECONDS = 60.0
 
 
@@ -108,7 +109,7 @@ class _Attempt:
 
 @dataclass
 class _Sweep:
-    """What a group's last sweep found.
+    """Results of a group's last sweep, which deletes inline volumes whose pods are gone.
 
     `may_be_some` is False if the group has no inline volumes. `suspects` are the names of its
     volumes whose pods were gone.
@@ -131,7 +132,7 @@ class InlineVolumes:
         self._stager = stager
         self._locks = context.locks
         self._admitted = _Admitted()
-        # What the last sweep of each group found, by the group's name.
+        # Results of each group's last sweep, by the group's name.
         self._sweeps: defaultdict[str, _Sweep] = defaultdict(_Sweep)
         self.looks = Looks(
             context.workers,

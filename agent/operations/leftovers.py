@@ -110,7 +110,7 @@ class Leftovers:
         try:
             state = self._reports.fresh(group)
         except errors.GroupRefused:
-            # Leave out a refused group: what it has is another node's or of no owner, and no call
+            # Leave out a refused group: what it has is another node's or has no owner, and no call
             # on this node creates or deletes it.
             state = Fresh({}, asked=frozenset({group}))
         return self._reports.everywhere(state)
@@ -146,8 +146,8 @@ def _unfinished(
         try:
             is_left = left()
         except errors.GroupRefused:
-            # Nothing is left for the caller in a refused group: what it has is another node's or of
-            # no owner, and no call on this node creates or deletes it.
+            # Nothing is left for the caller in a refused group: what it has is another node's or
+            # has no owner, and no call on this node creates or deletes it.
             is_left = False
         except Exception:
             # Assume that something is left, as nothing is proved; the call's own error says more

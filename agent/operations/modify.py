@@ -32,8 +32,8 @@ def modify(context: Context, call: ModifyVolume) -> None:
         name = volume.group.name
         bound_kib = context.configuration.now.recovery_bound_kib(name)
         tuned = ensure(context.volume_groups.lvm(name), volume, call.tuning, bound_kib)
-        # Crash point: the parameters are on record and not set; the next start, or this call again,
-        # sets them.
+        # Crash point: the parameters are written as tags and not set in the kernel; the next start
+        # of Carver, or this call again, sets them.
         context.limiter.apply(volume, tuned)
 
 
@@ -72,7 +72,7 @@ def complete(lvm: Lvm, group: str, name: str, wanted: Tuning) -> None:
 def bounded(config: Config, one: DeviceClass, wanted: Tuning = tuning.AS_IT_IS) -> Tuning:
     """Return the parameters of a new volume of a class, with the limit on RAID recovery.
 
-    `wanted` are the requested parameters.
+    `wanted` are the requested parameters, and `one` is the device class.
     """
     if not one.layout.is_raid:
         return wanted
@@ -112,9 +112,10 @@ def _change(lvm: Lvm, group: str, lacking: Tuning, present: Tuning, names: Seque
 
 
 def resume(context: Context, *groups: str) -> int:
-    """Limit RAID recovery in these groups, or in all, at the start; return the volumes changed.
+    """Limit RAID recovery in these groups, or in all, when the service starts.
 
-    The result is a number. The setting may have changed while the service was stopped.
+    The setting `background_bandwidth` may have changed while the service was stopped. Returns how
+    many volumes were changed.
     """
     reports, count = context.reports, 0
     with Attempts() as attempts:
@@ -127,9 +128,9 @@ def resume(context: Context, *groups: str) -> int:
 
 
 def check(wanted: Tuning, shape: Layout, present: Tuning = PLAIN) -> None:
-    """Raise BadField for parameters that a volume of a layout cannot have.
+    """Raise BadField for mutable parameters that a volume with a layout cannot have.
 
-    `present` are the volume's present parameters, which the new ones are combined with.
+    `present` are the parameters that the volume has; those of `wanted` are added to them.
     """
     if not (raid_parts := wanted.of_raid):
         return

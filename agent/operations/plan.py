@@ -95,7 +95,7 @@ def new(
 ) -> tuple[int, dict[str, str]]:
     """Return the size and the tags of a new volume.
 
-    `origin` is the snapshot or volume that the new volume is made of; None for an empty volume.
+    `origin` is the snapshot or volume that the new volume is copied from; None for an empty volume.
     Raises BadField, BadSize.
     """
     if origin is None:
@@ -349,7 +349,8 @@ def class_of(config: Config, volume: Volume) -> DeviceClass:
     """Return the device class that a volume was created with.
 
     If the configuration lacks the class, the result is as much of it as the volume's tags and
-    layout tell. The group, the layout and the cache are always the volume's own.
+    layout tell. The group and the layout are always the volume's own, and so is the cache, except
+    for a thin volume.
     """
     class_name, shape = volume.own_tags.get(tag.CLASS, ""), volume.layout
     cache = Cache.parse(volume.own_tags.get(tag.CACHE, ""))

@@ -163,8 +163,8 @@ def _kubelet_directory(node: Node) -> Iterator[Seen]:
                 # Only warn if the directory does not exist: without kubelet nothing else needs to
                 # see the mounts.
                 FAIL if node.at(place).exists() else WARN,
-                f"{place} is in a mount that is not shared ({mount}): kubelet and pods would not see"
-                " what Carver mounts there",
+                f"{place} is in a mount that is not shared ({mount}): kubelet and pods would not"
+                " see what Carver mounts there",
                 f"`mount --make-rshared {mount}`; in a container, mountPropagation: Bidirectional;"
                 " under systemd, nothing that gives the unit mounts of its own (systemd.exec(5))",
             )

@@ -3,10 +3,10 @@
 Neither call starts a process, with two exceptions: NodePublishVolume mounts a file system again
 that had errors, and it stages a volume that is not staged any more.
 
-A publish stages a volume if the volume was unmounted, deactivated or closed by hand, or if its
-mount was in a mount namespace that ended. After its own start, kubelet stages each volume anew
+NodePublishVolume stages a volume if the volume was unmounted, deactivated or closed by hand, or if
+its mount was in a mount namespace that ended. After its own start, kubelet stages each volume anew
 (MarkDeviceAsUncertain in pkg/kubelet/volumemanager/reconciler/reconstruct.go). But a running
-kubelet repeats a failed publish for ever, without staging (GetDeviceMountState in
+kubelet repeats a failed NodePublishVolume for ever, without staging (GetDeviceMountState in
 pkg/volume/util/operationexecutor/operation_generator.go).
 """
 
@@ -91,8 +91,8 @@ class Publisher:
             if staged is None:
                 raise errors.NotStaged(call.volume_id, "it was unmounted meanwhile", "call again")
         else:
-            # Crash point: an earlier publish call staged the volume, and died before it wrote the
-            # tag `formatted`; write the tag now.
+            # Crash point: an earlier NodePublishVolume call staged the volume, and died before it
+            # wrote the tag `formatted`; write the tag now.
             self._stager.record_formatted(self._reports.cached(call.volume_id), staged.fs_type)
         flags = options.parse(call.capability.mount_flags)
         requested = {*flags.attributes, *call.parameters.mount_options}
@@ -132,13 +132,13 @@ class Publisher:
             if call.read_only:
                 # Bind a read-only loop device over the volume's device: a read-only bind mount of a
                 # device node does not prevent writes to the device. Crash point: a loop device that
-                # is bound nowhere is left; the next publish uses the loop device, or the next
-                # unpublish detaches it.
+                # is bound nowhere is left; the next NodePublishVolume call uses the loop device, or
+                # the next NodeUnpublishVolume call detaches it.
                 source = loop.attach_read_only(self._kernel, device.path)
             flags = options.Options()
             mounts.ensure_bound(self._kernel, source, call.target_path, flags, call.read_only)
-            # Crash point: the device is bound and its I/O limits are not set; the next start sets
-            # the limits.
+            # Crash point: the device is bound and its I/O limits are not set; the next start of
+            # Carver sets the limits.
             if (volume := self._reports.cached(call.volume_id)) is not None:
                 self._limiter.apply(volume)
         except mount_errors.MountError:

@@ -2,7 +2,7 @@
 
 A thin pool zeroes each chunk that it allocates, so a deleted thin volume needs no erasing. But the
 extents of a removed pool hold the data of all its volumes, and become free. So an empty pool is
-zeroed first, in these steps:
+zeroed before it is removed, unless the setting `wipe` is `none`. The steps are:
 
 1. Detach the pool's cache on fast disks, if it has one.
 2. Create a thin volume as large as the pool's data in the empty pool, with the tag `wiping`. As the

@@ -7,7 +7,7 @@ volumes.
 Each call reads the group, takes the next step, and reports the progress. The steps are:
 
 1. Add the new disk to the group.
-2. Stop allocation on the old disk.
+2. Stop allocation on the old disk, if it is present.
 3. Move the extents of the old disk, or rebuild its RAID images, on the new disk.
 4. Remove the old disk from the group.
 5. Wait until all volumes are in sync.
@@ -347,8 +347,8 @@ class Replacement:
         try:
             modify.bound(self._context, group)
         except ExceptionGroup as error:
-            # Only log the error: the disk is removed all the same, and the next start sets the
-            # limits.
+            # Only log the error: the disk is removed all the same, and the next start of Carver
+            # sets the limits.
             _log.warning("RAID recovery in %s is not bounded yet: %s", group.name, reasons(error))
         if unsynced := rebuilding(self._activator, group):
             return Progress(False, f"volumes are rebuilt: {unsynced}")

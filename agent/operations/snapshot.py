@@ -86,7 +86,7 @@ class Snapshotter:
             self._conflicts.require(Call.SNAPSHOT, volume)
             self.make_room(volume)
             # Crash point: a COW store with these tags and without an origin is left; the next call
-            # or the next start erases it as a deleted snapshot.
+            # or the next start of Carver erases it as a deleted snapshot.
             return self.take(name, volume, {tag.NAME: call.name, **call.about}, call.size)
 
     def take(
@@ -98,11 +98,11 @@ class Snapshotter:
         *,
         copy_on_write: bool = False,
     ) -> Snapshot:
-        """Take a snapshot under a logical volume's name, by one command; the group is locked.
+        """Take a snapshot under a logical volume's name; runs one command.
 
-        `volume` is of a report that was read under that lock; the snapshot's sequence number
-        follows from it. A thin volume gets a thin snapshot, unless `copy_on_write`. Raises NoRoom,
-        NotSnapshotted.
+        The caller holds the group's lock. `volume` is of a report that was read under that lock;
+        the snapshot's sequence number follows from it. A thin volume gets a thin snapshot, unless
+        `copy_on_write`. Raises NoRoom, NotSnapshotted.
         """
         area_bytes = self.needed_bytes(volume, size, copy_on_write=copy_on_write)
         group = volume.group
@@ -148,7 +148,7 @@ class Snapshotter:
     def make_room(self, *volumes: Volume) -> None:
         """Extend the thin pools of volumes if they are too full to suspend a volume.
 
-        The groups are locked. Raises NoRoom, PoolSilent.
+        The caller holds the locks of the groups. Raises NoRoom, PoolSilent.
         """
         pooled = ((volume, volume.group.volume(volume.name).pool) for volume in volumes)
         pools = {(volume.group.name, pool): volume for volume, pool in pooled if pool}
@@ -165,10 +165,11 @@ class Snapshotter:
         beside_bytes: int = 0,
         beside: int = 0,
     ) -> int:
-        """Return the size of a COW store, or of a thin snapshot's promise, if there is room for it.
+        """Return the bytes that a new snapshot needs, if there is room for them.
 
-        `beside_bytes` of the room are for `beside` other logical volumes. Raises NoRoom,
-        NotSnapshotted.
+        For a copy-on-write snapshot these are the size of its COW store. For a thin snapshot they
+        are the size of its volume, which the thin pool must be able to allocate. `beside_bytes` of
+        the room are for `beside` other logical volumes. Raises NoRoom, NotSnapshotted.
         """
         group = volume.group
         if not caches.can_be_origin(group.volume(volume.name)):
@@ -227,7 +228,7 @@ class Snapshotter:
     def require_unread(self, snapshot_id: str) -> None:
         """Raise VolumeInUse while this process fills a volume from a snapshot.
 
-        The snapshot's group is locked.
+        The caller holds the lock of the snapshot's group.
         """
         if copies := self._readers(snapshot_id):
             raise errors.VolumeInUse(snapshot_id, f"{', '.join(copies)} is copied from it")
@@ -259,9 +260,10 @@ class Snapshotter:
         self.finish(snapshot)
 
     def part(self, snapshot: Snapshot) -> None:
-        """Split a snapshot from its origin, or remove it; the group is locked.
+        """Split a snapshot from its origin, or remove it.
 
-        While a disk is missing lvm2 splits nothing, so the snapshot is tagged as deleted.
+        The caller holds the group's lock. While a disk is missing lvm2 splits nothing, so the
+        snapshot is tagged as deleted.
         """
         group = snapshot.group.name
         lvm = self._volume_groups.lvm(group)

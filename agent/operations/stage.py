@@ -74,8 +74,8 @@ class Stager:
 
         Runs two commands at most: a report, and mkfs or a check of the file system. Runs none for a
         volume that is staged, unless its file system met an error and is mounted again. The tag
-        that records mkfs is written after the response. A volume with a larger size on record grows
-        first.
+        that records mkfs is written after the response. A volume that is smaller than its tag
+        `wanted` says grows first.
         """
         call = replace(call, staging_path=self._volumes.place(call.staging_path))
         device = self._volumes.device(call.volume_id)
@@ -110,7 +110,7 @@ class Stager:
             self._expander.settle(call.volume_id)
 
     def _is_ready(self, call: StageVolume, device: Device) -> bool:
-        """Whether an active raw block volume has the size on record, and is open if encrypted."""
+        """Whether an active raw block volume is large enough, and open if it is encrypted."""
         cached_volume = self._reports.cached(call.volume_id)
         if cached_volume is None or cached_volume.wanted_bytes or not cached_volume.is_listed:
             return False
@@ -156,7 +156,7 @@ class Stager:
         if may_be_larger and not call.capability.read_only:
             self._grow(call, volume)
         # Set the I/O limits last, so that Carver's own I/O is not limited. Crash point: the next
-        # start sets the limits.
+        # start of Carver sets the limits.
         if volume is not None:
             self._limiter.apply(volume)
 
@@ -170,7 +170,7 @@ class Stager:
             self._record_later(staged, {tag.FORMATTED: fs_type})
 
     def _activated(self, call: StageVolume, volume: Volume) -> tuple[Volume, Device]:
-        """Check the keys, grow a volume to the size on record, and activate it.
+        """Check the keys, grow a volume to the size in its tag `wanted`, and activate it.
 
         Returns the volume with its present size, and its device.
         """
@@ -393,7 +393,10 @@ class Stager:
         self._tag_writer.replace(volume.backing, (tag.REMOUNT,), new)
 
     def _record_later(self, volume: Volume, tags: dict[str, str]) -> None:
-        """Write tags after the response; if they are lost, the next stage finds the same tags."""
+        """Write tags to a volume after the response.
+
+        If the tags are lost, the next NodeStageVolume call finds the same tags.
+        """
         if tags:
             self._volume_groups.add_tags_later(volume.group.name, volume.name, tags)
 
@@ -423,13 +426,14 @@ class Stager:
             self._volumes.ensure_unmounted(replace(call, path=path))
         cached_volume = self._reports.cached(call.volume_id)
         if cached_volume is not None and tag.REMOUNT in cached_volume.own_tags:
-            # Remove the tag `remount` of an interrupted publish, so that the next publish does not
-            # mount the file system again.
+            # Remove the tag `remount` of an interrupted NodePublishVolume call, so that the next
+            # one does not mount the file system again.
             with suppress(errors.AgentError, mount_errors.CommandError):
                 self._tag_writer.replace(cached_volume.backing, (tag.REMOUNT,), {})
         self._encrypted.forget(call.volume_id)
         with self._conflicts.enter(Call.UNSTAGE, call.volume_id):
-            # Crash point: the volume is unmounted and open; the next unstage or stage closes it.
+            # Crash point: the volume is unmounted and open; the next NodeUnstageVolume or
+            # NodeStageVolume call closes it.
             self._mappings.close_unused(logical)
 
 

@@ -51,7 +51,7 @@ class VolumeHealth:
 
 
 class VolumesHealth:
-    """ControllerGetVolumeHealth, ControllerListVolumeHealth and NodeGetVolumeHealth.
+    """Answers ControllerGetVolumeHealth, ControllerListVolumeHealth and NodeGetVolumeHealth.
 
     For a volume that is being deleted, is incomplete, or was moved to another node, these calls
     have the same errors as a call that uses the volume (Call.USE in
@@ -104,10 +104,10 @@ class VolumesHealth:
         """Return one page of the unhealthy volumes of Carver's groups.
 
         Volumes of groups that are missing or do not answer are included. The method looks at no
-        more volumes than the page needs. It waits for all groups that do not answer at the same
-        time, as long as `begin_states` does. Of a group that has never answered, the active volumes
-        are listed once the group has been silent for long. If no group has ever answered, raises
-        the error of one of them.
+        more volumes than the page needs. The wait for groups that do not answer is that of
+        `begin_states`, for all of them together. Of a group that has never answered, the active
+        volumes are listed once the group has been silent for long. If no group has ever answered,
+        raises the error of one of them.
         """
         self._reports.keep_fresh()
         silent = [group for group in self._volume_groups if group.silent_seconds]
@@ -308,9 +308,9 @@ class VolumesHealth:
 
 
 def _away(volume_group: VolumeGroup) -> tuple[Condition, ...]:
-    """Return the condition that a group cannot be used on this node, if it cannot.
+    """Return the condition of a volume group that cannot be used on this node; usually none.
 
-    The group is absent, or refused, because several groups have its name.
+    The group is absent, or it is refused because several groups have its name.
     """
     if volume_group.cached is not None:
         return ()
