@@ -112,15 +112,15 @@ class Attacher:
             self._beginning.add(volume_id)
         try:
             fresh = self._reports.fresh(ids.group_of(volume_id))
-            # Volumes of a group that was never read are not counted: they must not delay calls for
-            # other groups.
+            # Volumes of a volume group that was never read are not counted: they must not delay
+            # calls for other groups.
             all_groups = self._reports.everywhere(fresh)
             attached_volumes = [
                 volume for volume in all_groups.shown() if volume.attachment_to(self._node_id)
             ]
             attached = earlier.union(str(volume.id) for volume in attached_volumes) - {volume_id}
-            # A volume in a group that does not answer may have been detached by now. It must not
-            # cause TooManyAttached, after whose code kubelet fails the pod.
+            # A volume in a volume group that does not answer may have been detached by now. It must
+            # not cause TooManyAttached, after whose code kubelet fails the pod.
             unsure = {
                 str(volume.id)
                 for volume in attached_volumes

@@ -84,7 +84,7 @@ class _Part:
 
 @dataclass
 class _Areas:
-    """How full the COW stores of a group were at the last query, and their write counters then."""
+    """Fill levels and write counters of a volume group's COW stores at the last query."""
 
     percents: dict[str, float] = field(default_factory=dict)
     written: Mapping[str, Written] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Autoextender:
             return dict(self._counts)
 
     def step(self, now_seconds: float) -> bool:
-        """Check each group once, with this time (monotonic, seconds) as the present time.
+        """Check each volume group once, with this time (monotonic, seconds) as the present time.
 
         Returns whether anything was extended.
         """
@@ -130,9 +130,10 @@ class Autoextender:
         return any(extended)
 
     def look(self, group: str, clock: Callable[[], float] = time.monotonic) -> bool:
-        """Check a group once, and extend what is too full; return whether anything was extended.
+        """Check a volume group once, and extend what is too full.
 
-        After True the next check follows at once, to keep pace with a writer.
+        Returns whether anything was extended. After True the next check follows at once, to keep
+        pace with a writer.
         """
         grown, full, earlier_due = False, dict(self._full(group, clock)), self._due[group]
         due = self._due[group] = {part: earlier_due[part] for part in full if part in earlier_due}
@@ -142,7 +143,7 @@ class Autoextender:
         return grown
 
     def _full(self, group: str, clock: Callable[[], float]) -> Iterator[tuple[_Part, float]]:
-        """Yield the parts of a group that are too full, with percentages."""
+        """Yield the parts of a volume group that are too full, with percentages."""
         for name, percent in self._full_areas(group, clock()):
             yield _Part(group, name, AREA, _OF_SNAPSHOTS, partial(self._extend_area, name)), percent
         volume_group = self._volume_groups.known(group)

@@ -55,9 +55,10 @@ def of_contents(kernel: Kernel, own_tags: Mapping[str, str], device: str) -> int
 
 
 def problem(contents_bytes: int, group: report.Group, group_bytes: int) -> str:
-    """Return why contents cannot be used on a group's disks, with a remedy; empty if they can.
+    """Return why contents cannot be used on a volume group's disks; empty if they can.
 
-    `contents_bytes` is the result of `of_contents`, and `group_bytes` that of `of_group`.
+    The reason ends with a remedy. `contents_bytes` is the result of `of_contents`, and
+    `group_bytes` that of `of_group`.
     """
     if not 0 < contents_bytes < group_bytes:
         return ""

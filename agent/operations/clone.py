@@ -52,8 +52,8 @@ from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-# Time limit, in seconds, of a report that is read with a group's lock held: a group that answered a
-# moment ago needs no longer.
+# Time limit, in seconds, of a report that is read with a volume group's lock held: a group that
+# answered a moment ago needs no longer.
 _LOOK_SECONDS = 10.0
 # Time limit, in seconds, for which a call waits until an unused bridge snapshot is removed.
 _DISMISS_SECONDS = 10.0
@@ -98,7 +98,10 @@ def as_taken(origin: Snapshot | Volume, source: Snapshot) -> Snapshot | Volume:
 
 
 def is_in(origin: Snapshot | Volume, group: report.Group, pool: str) -> bool:
-    """Whether a source is in a group's thin pool, so that a new volume can share its blocks."""
+    """Whether a source is in a volume group's thin pool.
+
+    A new volume in that pool can share the blocks of such a source.
+    """
     return origin.group.uuid == group.uuid and group.volume(origin.name).pool == pool
 
 
@@ -280,7 +283,7 @@ class Copier:
         return self.jobs.start(job)
 
     def start_across(self, volume: Volume, source_id: str = "") -> Copy:
-        """Start to fill a volume from a source in another group; return the job.
+        """Start to fill a volume from a source in another volume group; return the job.
 
         A job that is under way is returned as it is. The caller holds the lock of the volume's
         group only. The job finds the source itself, with the source's group locked. `source_id` is
@@ -337,9 +340,9 @@ class Copier:
     def clear(self, volume: Volume) -> None:
         """Remove the bridge snapshot of a deleted volume in the background, if the bridge is left.
 
-        The volume's tags name the bridge: the source may be in another group, whose cached state
-        may lack the bridge. Few complete volumes still have a bridge, so for these the cached state
-        decides whether a job is started.
+        The volume's tags name the bridge: the source may be in another volume group, whose cached
+        state may lack the bridge. Few complete volumes still have a bridge, so for these the cached
+        state decides whether a job is started.
         """
         if not (bridge_id := _bridge_id(volume)):
             return
@@ -349,7 +352,7 @@ class Copier:
             self.bridges.start(Job(bridge_id))
 
     def _is_seen(self, bridge_id: str) -> bool:
-        """Whether the cached state of a group has a bridge snapshot.
+        """Whether the cached state of a volume group has a bridge snapshot.
 
         A bridge snapshot that the state lacks is removed by the retry of the job that failed to
         remove it.
@@ -359,7 +362,7 @@ class Copier:
         return cached_group is not None and backing.of_id(bridge_id).name in cached_group.volumes
 
     def resume(self, group: str) -> int:
-        """Start the unfinished copies of a group anew; return how many there are.
+        """Start the unfinished copies of a volume group anew; return how many there are.
 
         Unused bridge snapshots of the group are removed, too.
         """
@@ -534,12 +537,12 @@ class Copier:
         """Remove a bridge snapshot if a fresh report shows no volume that is copied from it.
 
         Raises VolumeInUse if a volume is copied from the bridge snapshot or is about to be, and
-        GroupBusy if such a volume may be in a group that does not answer. After an error the job is
-        retried, since the copy may end without removing its bridge snapshot.
+        GroupBusy if such a volume may be in a volume group that does not answer. After an error the
+        job is retried, since the copy may end without removing its bridge snapshot.
         """
         group = ids.group_of(job.key)
-        # Read all groups, since any may have a volume that is copied from the bridge snapshot. No
-        # lock is held yet, because a group may hang.
+        # Read all volume groups, since any may have a volume that is copied from the bridge
+        # snapshot. No lock is held yet, because a group may hang.
         self._reports.everywhere(self._reports.fresh(group))
         with self._volume_groups.hold(group):
             with command.time_limit(_LOOK_SECONDS):

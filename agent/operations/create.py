@@ -60,7 +60,7 @@ class Made:
 
 @dataclass(frozen=True)
 class _Untaken:
-    """A source in another group that must be taken before the volume is created in `group`.
+    """A source in another volume group that must be taken before the volume is created in `group`.
 
     To take a source is to reserve it for the new volume (`VolumeCreator._take`).
     """
@@ -91,8 +91,8 @@ _FOR_EVER = (errors.NoSuchSnapshot, errors.SourceLost, errors.NotHere)
 # a lack of room for its data. Another node may have the room.
 _NOT_HERE = (*_FOR_EVER, errors.NoRoom, lvm_errors.NoSpace, lvm_errors.MetadataFull)
 
-# Check that is called before a volume is created, with the state of all groups and the volume's
-# size in bytes. The lock of the volume's group is held. An exception prevents the volume.
+# Check that is called before a volume is created, with the state of all volume groups and the
+# volume's size in bytes. The lock of the volume's group is held. An exception prevents the volume.
 Admit = Callable[[Every, int], None]
 
 
@@ -149,10 +149,10 @@ class VolumeCreator:
         return self._pool_remover.when_kept(device_class.group, pool_name(device_class.name), make)
 
     def _make_or_find(self, call: CreateVolume, one: DeviceClass, admit: Admit | None) -> Made:
-        """Create or find a volume, with one group locked at a time."""
+        """Create or find a volume; the lock of only one volume group is held at a time."""
         prefix = _prefix(call.is_ephemeral)
         # Begin with the group where an earlier call may have created the volume, before the
-        # configuration gave the class another group.
+        # configuration gave the class another volume group.
         earlier_group = self._volume_groups.left_with(names.logical_volume(prefix, call.name))
         group_name, taken = earlier_group or one.group, None
         with ExitStack() as undo, ExitStack() as promises:
@@ -170,11 +170,11 @@ class VolumeCreator:
     def class_for(
         self, name: str, parameters: Parameters, field: str = "parameters", *, is_ephemeral: bool
     ) -> DeviceClass:
-        """Return the class by which a volume is or was created; raises NotAllowed, BadField.
+        """Return the device class by which a volume is or was created.
 
         Runs no command, unless the configuration lacks the class or has the class without the
         requested parameters: in these cases the class of an existing volume of that name is
-        returned.
+        returned. Raises NotAllowed, BadField.
         """
         try:
             return plan.device_class(self._configuration.now, field, parameters)
@@ -197,8 +197,8 @@ class VolumeCreator:
     ) -> Made | _Untaken | str:
         """Create or find a volume with its group locked.
 
-        Returns the volume, a source in another group that must be taken first, or the name of
-        another group that must be locked instead. A source in another group is not read here.
+        Returns the volume, a source in another volume group that must be taken first, or the name
+        of another group that must be locked instead. A source in another group is not read here.
         """
         prefix = _prefix(call.is_ephemeral)
         is_across = call.source is not None and ids.group_of(call.source.id) != group_name
@@ -209,7 +209,7 @@ class VolumeCreator:
             existing = all_groups.named(call.name, prefix)
             if existing is not None and existing.group.name != group_name:
                 # Go on in the group of the existing volume: another class created it, or this class
-                # while it had another group.
+                # while it had another volume group.
                 return existing.group.name
             if existing is not None:
                 # Raise the error of a volume that is being erased, even if its tag does not say so
@@ -227,8 +227,8 @@ class VolumeCreator:
             if existing is None and (
                 why := self._volume_groups.why_unsure(all_groups.silent, own_name)
             ):
-                # Create no volume while a group does not answer in which an earlier call may have
-                # created it.
+                # Create no volume while a volume group does not answer in which an earlier call may
+                # have created it.
                 raise errors.GroupBusy(f"volume {call.name!r}", why)
             source, source_id = None, ""
             try:
@@ -303,7 +303,7 @@ class VolumeCreator:
         return state, self._found(state, source)
 
     def _found(self, known: Fresh, source: Source) -> Snapshot | Volume:
-        """Return the source of a new volume, whose group is locked.
+        """Return the source of a new volume, while the lock of the source's volume group is held.
 
         Raises NotHere and the errors of `clone.find`.
         """
@@ -331,9 +331,10 @@ class VolumeCreator:
             raise
 
     def _finish(self, call: CreateVolume, volume: Volume) -> None:
-        """Complete an existing volume as this call requests; raises Incompatible.
+        """Complete an existing volume as a CreateVolume request asks; raises Incompatible.
 
-        Raises OperationPending while the volume is being erased, and Receiving and Moved.
+        Sets mutable parameters, and adds a cache that is missing. Raises OperationPending while the
+        volume is being erased, and Receiving and Moved.
         """
         volume_states.require(Call.CREATE, volume)
         plan.require_same(call, volume)
@@ -448,7 +449,7 @@ class VolumeCreator:
             self._pool_remover.require_kept(group.name, pool_name(one.name))
 
     def _require_blocks(self, origin: Snapshot | Volume, group: report.Group) -> None:
-        """Raise BadField if the contents of a source cannot be used on another group's disks.
+        """Raise BadField if a source's contents cannot be used on another volume group's disks.
 
         Runs a command or two only if the disks have larger logical blocks and the source is
         inactive. No group is locked while a device is read.
@@ -516,7 +517,7 @@ def _prefix(is_ephemeral: bool) -> str:
 
 
 def _disks(group: report.Group) -> frozenset[str]:
-    """Return the UUIDs of a group's disks."""
+    """Return the UUIDs of a volume group's disks."""
     return frozenset(disk.uuid for disk in group.disks)
 
 

@@ -31,19 +31,19 @@ STORAGE_UNREACHABLE = "STORAGE_UNREACHABLE"
 # All statuses, from the worst to the least severe; `Reason.rank` is an index into this tuple.
 _WORST_FIRST = (DATA_LOSS, STORAGE_UNREACHABLE, INACCESSIBLE, DEGRADED, STORAGE_DEGRADED)
 
-# Maximum number of conditions of a volume in a pod's status (PodVolumeHealth, k8s.io/api/core/v1 of
-# Kubernetes 1.37). With more conditions the API server refuses the whole status of the pod, and the
-# pod cannot even be deleted.
+# Maximum number of health conditions of a volume in a pod's status (PodVolumeHealth,
+# k8s.io/api/core/v1 of Kubernetes 1.37). With more conditions the API server refuses the whole
+# status of the pod, and the pod cannot even be deleted.
 _MOST_CONDITIONS = 16
-# Maximum length of a condition's message, in bytes; the API server refuses a longer message like a
-# further condition.
+# Maximum length of a health condition's message, in bytes; the API server refuses a longer message
+# like a further condition.
 _MOST_BYTES = 1024
 # Upper bound, in bytes, of the age at the end of a message.
 _MOST_BYTES_OF_AGE = 64
 
 
 class Reason(enum.Enum):
-    """Reasons for conditions: each with its word, its status for a volume, and for the storage.
+    """Reasons of health conditions: each with its word, and its status for volume and storage.
 
     A status is empty if the reason never concerns a volume, or never the storage of a node.
     `access` is the one kind of use that the reason affects, "block" or "mount", or empty for both.
@@ -99,7 +99,7 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True)
 class Condition:
-    """One thing that is wrong: its reason, a message with a remedy, and when it was seen.
+    """A health condition: its reason, a message with a remedy, and when it was seen.
 
     `seen_seconds` is Unix time, in seconds, or 0 if the condition was seen just now.
     """
@@ -110,11 +110,14 @@ class Condition:
 
     @property
     def size_bytes(self) -> int:
-        """The most bytes that the condition takes in a gRPC message, with its age and reason."""
+        """The most bytes that the health condition takes in a gRPC message.
+
+        The message of the condition, its age and its reason are included.
+        """
         return min(_MOST_BYTES, len(self.message.encode()) + _MOST_BYTES_OF_AGE) + 64
 
     def text(self, now_seconds: float) -> str:
-        """Return the message, with its age if the condition has one, in at most 1024 bytes.
+        """Return the message, with its age if the health condition has one, in at most 1024 bytes.
 
         The age is given as a time, too, because kubelet keeps the first message as long as status
         and reason stay the same.
@@ -133,7 +136,7 @@ class Condition:
 
 
 def distinct(found: Iterable[Condition]) -> tuple[Condition, ...]:
-    """Merge conditions of the same reason, as CSI demands, and sort the worst ones first.
+    """Merge health conditions of the same reason, as CSI demands, and sort the worst ones first.
 
     A merged condition has the oldest age of its parts. At most 16 conditions are returned.
     """
@@ -151,7 +154,7 @@ def distinct(found: Iterable[Condition]) -> tuple[Condition, ...]:
 
 
 def silence(volume_group: VolumeGroup) -> Iterator[Condition]:
-    """Yield a condition if a volume group has not answered for long; usually yield nothing.
+    """Yield a health condition if a volume group has not answered for long; usually yield nothing.
 
     The condition concerns all volumes of the group. Volumes in use may work all the same, on disks
     that answer: for each volume the kernel reports whether its disks answer.
@@ -167,7 +170,7 @@ def silence(volume_group: VolumeGroup) -> Iterator[Condition]:
 
 
 def aged(found: Iterable[Condition], seen_seconds: float) -> Iterator[Condition]:
-    """Yield conditions with `seen_seconds` set to this Unix time."""
+    """Yield health conditions with `seen_seconds` set to this Unix time."""
     return (replace(condition, seen_seconds=seen_seconds) for condition in found)
 
 
@@ -252,7 +255,7 @@ class Diagnosis:
         seen_seconds: float = 0.0,
         until_seconds: float | None = None,
     ) -> tuple[Condition, ...]:
-        """Return the conditions of a volume in a report, used or not; usually none.
+        """Return the health conditions of a volume in a report, used or not; usually none.
 
         `seen_seconds` is the Unix time of the report. The method waits for the kernel until
         `until_seconds` (monotonic), or for two seconds by default.
@@ -262,13 +265,16 @@ class Diagnosis:
         return distinct([*aged(reported, seen_seconds), *by_kernel.conditions])
 
     def by_kernel(self, volume_id: str) -> tuple[Condition, ...]:
-        """Return the conditions of a volume without a usable report, as the kernel reports them."""
+        """Return the health conditions that the kernel reports of a volume.
+
+        The method is for a volume that no report has yet, or whose report is of no use.
+        """
         return distinct(self._by_kernel(volume_id, None, None, None).conditions)
 
     def of_pool(
         self, group: report.Group, name: str, until_seconds: float
     ) -> tuple[Condition, ...]:
-        """Return the conditions that device-mapper reports about a thin pool itself."""
+        """Return the health conditions that device-mapper reports about a thin pool itself."""
         place = f"{group.name}/{name}"
         description = f"thin pool {place}"
 
@@ -390,7 +396,7 @@ def _pool_of(volume: Volume | None) -> str:
 
 
 def by_report(volume: Volume, *, has_status: bool = False) -> Iterator[Condition]:
-    """Yield the conditions of a volume and its snapshots that lvm2's report shows.
+    """Yield the health conditions of a volume and its snapshots that lvm2's report shows.
 
     With `has_status`, device-mapper reports on the volume, and the health status that lvm2 has from
     device-mapper is left out: the kernel is the first to see that a problem is over, and the
@@ -453,7 +459,7 @@ def _pending_expansion(volume: Volume) -> str:
 
 
 def overflowed(snapshot: records.Snapshot) -> Condition:
-    """Return the condition of a volume whose copy-on-write snapshot has overflowed.
+    """Return the health condition of a volume whose copy-on-write snapshot has overflowed.
 
     CSI reports no health of snapshots, so the volume reports the lost snapshot.
     """
@@ -502,7 +508,7 @@ def has_all(group: report.Group, pool: str) -> bool:
 def by_device_mapper(
     name: str, found: Sequence[Status], has_all: bool = False
 ) -> Iterator[Condition]:
-    """Yield the conditions that device-mapper reports about an active volume.
+    """Yield the health conditions that device-mapper reports about an active volume.
 
     `found` has the status of the volume's device and of the devices below it. `has_all` says that
     the volume's pool has all the room that its volumes were promised.

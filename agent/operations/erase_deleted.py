@@ -33,12 +33,12 @@ from mount.block_io import By
 
 _log = logging.getLogger(__name__)
 
-# The functions below keep the erase marks of a group: tags that say which of its free extents must
-# be zeroed before they are allocated. The tag `sweep` marks all free extents of the group, and the
-# tag `sweepDisks` marks those on certain disks. Until a mark is removed, nothing is allocated from
-# the marked extents. Extents freed on a missing disk are marked as well: when such a disk is
-# attached again, lvm2 by itself accepts a disk without allocated extents, and its free extents
-# still have the old data.
+# The functions below keep the erase marks of a volume group: tags that say which of its free
+# extents must be zeroed before they are allocated. The tag `sweep` marks all free extents of the
+# group, and the tag `sweepDisks` marks those on certain disks. Until a mark is removed, nothing is
+# allocated from the marked extents. Extents freed on a missing disk are marked as well: when such a
+# disk is attached again, lvm2 by itself accepts a disk without allocated extents, and its free
+# extents still have the old data.
 
 
 def mark_for_erase(
@@ -48,7 +48,7 @@ def mark_for_erase(
     *,
     also: Mapping[str, str] = NO_TAGS,
 ) -> bool:
-    """Tag a group so that free extents on these disks are zeroed before they are allocated.
+    """Tag a volume group so that free extents on these disks are zeroed before they are allocated.
 
     `disks` are UUIDs; none means all disks. Call the function before the extents are freed, with
     the group's lock held and a report that was read under that lock. It runs one command, which
@@ -67,7 +67,7 @@ def mark_for_erase(
 
 
 def unmark_disk(lvm: Lvm, group: report.Group, disk: str, also: Mapping[str, str]) -> None:
-    """Remove a disk from a group's erase marks, if no extents were freed on that disk.
+    """Remove a disk from a volume group's erase marks, if no extents were freed on that disk.
 
     `disk` is a UUID. The same command removes the tags of `also`. Call the function with the
     group's lock held and a report that was read under that lock.
@@ -84,7 +84,7 @@ def unmark_disk(lvm: Lvm, group: report.Group, disk: str, also: Mapping[str, str
 
 
 def unmark_if_erased(lvm: Lvm, group: report.Group) -> bool:
-    """Remove a group's erase marks if no free extents are left to zero.
+    """Remove a volume group's erase marks if no free extents are left to zero.
 
     Returns True if the group has no mark afterwards. Call the function with the group's lock held
     and a report that was read under that lock.
@@ -99,7 +99,7 @@ def unmark_if_erased(lvm: Lvm, group: report.Group) -> bool:
 
 
 def unmark(lvm: Lvm, group: report.Group) -> None:
-    """Remove a group's erase marks, and the tag `filled`, which depends on them.
+    """Remove a volume group's erase marks, and the tag `filled`, which depends on them.
 
     Call the function with the group's lock held and a report that was read under that lock.
     """
@@ -109,7 +109,7 @@ def unmark(lvm: Lvm, group: report.Group) -> None:
 
 
 def remove_partial_sweep(lvm: Lvm, group: report.Group) -> None:
-    """Remove a group's sweep volume if a part of it is on a missing disk.
+    """Remove a volume group's sweep volume if a part of it is on a missing disk.
 
     The sweep volume takes free extents to zero them. It holds no user's data, and is created again
     as long as the group has an erase mark. Call the function with the group's lock held and a
@@ -146,7 +146,10 @@ def is_given_up(logical: report.LogicalVolume) -> bool:
 
 
 def erase_marks(group: report.Group) -> Mapping[str, str]:
-    """Return the tags of a group that say which free extents must be zeroed; empty if none."""
+    """Return the tags of a volume group that say which free extents must be zeroed.
+
+    The result is empty if there is nothing to zero.
+    """
     own_tags = group.own_tags
     return {key: own_tags[key] for key in (tag.SWEEP, tag.SWEEP_DISKS) if key in own_tags}
 
@@ -179,7 +182,7 @@ class Eraser:
     """Erases and removes deleted volumes in the background.
 
     `emptied` is called after a thin volume or snapshot was removed. `given_up` is called with the
-    name of a group in which an operator gave up data on missing disks.
+    name of a volume group in which an operator gave up data on missing disks.
     """
 
     def __init__(
@@ -281,7 +284,7 @@ class Eraser:
         return job
 
     def _due(self, group: str) -> Iterator[_Wipe]:
-        """Yield a job for each deleted volume of a group.
+        """Yield a job for each deleted volume of a volume group.
 
         Raises an ExceptionGroup of the reasons why volumes that lvm2 left suspended cannot be
         repaired; no job may write to such a volume.

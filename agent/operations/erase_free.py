@@ -191,7 +191,7 @@ class FreedSpaceEraser:
 
     The sweep gives way to a pool or a COW store that finds no other room. After a crash at any step
     the mark and the sweep show what is left to do. The sweep holds no user's data: it is removed
-    while a disk is missing, and created again afterwards. The key of a group's job is
+    while a disk is missing, and created again afterwards. The key of a volume group's job is
     `group/sweep`.
     """
 
@@ -212,7 +212,7 @@ class FreedSpaceEraser:
         self._conflicts.add(Work.SWEEP, self.jobs, key_of=lambda group: f"{group}/{ids.SWEEP}")
 
     def start(self, group: str) -> Future[None]:
-        """Start the job that zeroes a group's marked free extents, or find the running one.
+        """Start the job that zeroes a volume group's marked free extents, or find the running one.
 
         Returns a future of the job's end.
         """
@@ -220,7 +220,7 @@ class FreedSpaceEraser:
 
     @contextmanager
     def giving_way(self, group: str) -> Iterator[None]:
-        """Remove the sweep of a group for the time of the `with`, so that its extents are free.
+        """Remove the sweep of a volume group within the `with`, so that its extents are free.
 
         The sweep is the logical volume in which free extents are zeroed; it begins anew afterwards.
         To be entered without the group's lock. Runs a report and a command. Raises Stopping if the
@@ -312,7 +312,7 @@ class FreedSpaceEraser:
         return group
 
     def _reserve(self, group: report.Group, disks: Collection[report.PhysicalVolume]) -> None:
-        """Create a group's sweep, or extend it, by a slice of the free extents of these disks.
+        """Create a volume group's sweep, or extend it, by a slice of the disks' free extents.
 
         The sweep is the logical volume in which free extents are zeroed. The slice may consist of
         any pieces: a group's policy that wants one disk for one volume is for users' volumes only.
@@ -360,7 +360,7 @@ def _is_left(group: report.Group) -> bool:
 
 
 def _roots(group: report.Group) -> Iterator[report.LogicalVolume]:
-    """Yield the thin pools and the origins of a group that can be removed as given up.
+    """Yield the thin pools and the origins of a volume group that can be removed as given up.
 
     Each of them was given up, has a part on a missing disk, and is deleted with all its dependents.
     A thin pool counts as deleted if all its volumes are.

@@ -393,7 +393,10 @@ class Expander:
                 self._record(volume, 0)
 
     def _record_request(self, volume: Volume, size: SizeRange, size_bytes: int) -> None:
-        """Record the requested size if it was rounded up to `size_bytes`; runs one command then."""
+        """Record the requested size as a tag, if the volume's size was rounded up from it.
+
+        Runs one command if the tag has to be written. `size_bytes` is the volume's size.
+        """
         new_tags = _request(volume, size, size_bytes)
         if new_tags.items() - volume.own_tags.items():
             old_tags = {key: volume.own_tags[key] for key in new_tags if key in volume.own_tags}

@@ -32,8 +32,8 @@ from mount import command, loop, table
 
 _log = logging.getLogger(__name__)
 
-# Maximum number of snapshots that one command tags; a start may have to tag those of many group
-# snapshots.
+# Maximum number of snapshots that one command tags; a start of Carver may have to tag those of many
+# group snapshots.
 _MOST_MARKED = 100
 # Time limit, in seconds, of removing the snapshots of a failed call, also after the caller's
 # deadline.
@@ -167,7 +167,7 @@ class GroupSnapshotter:
         self._discard(state, call.id)
 
     def resume(self, *groups: str) -> int:
-        """Remove incomplete group snapshots of these groups, or of all; return their number.
+        """Remove incomplete group snapshots of these volume groups, or of all; return their number.
 
         Group snapshots with the tag `committed` cost no command, and all others together one
         report. Raises an ExceptionGroup after each of them was tried.
@@ -303,7 +303,7 @@ class GroupSnapshotter:
             self._mark(lacking, new={tag.COMMITTED: "yes"})
 
     def _mark(self, members: list[Snapshot], **change: Mapping[str, str]) -> None:
-        """Change tags of all these snapshots, by one command for each volume group.
+        """Change tags of several snapshots, by one command for each volume group.
 
         Crash point: some of the snapshots have the change.
         """
@@ -330,11 +330,11 @@ class GroupSnapshotter:
 
     @contextmanager
     def _quiesced(self, held: list[Volume], seconds: float, turns: HeldGroups) -> Iterator[Quiesce]:
-        """Suspend volumes within the `with`; lock a group as long as a volume of it is suspended.
+        """Suspend volumes within the `with`, and lock their volume groups until they are resumed.
 
-        A volume that is not resumed in time is on a disk that does not answer. lvm2 must not find
-        the device of such a volume suspended, and resumed in the middle of a change. The other
-        groups are unlocked when the call ends.
+        A volume that is not resumed in time is on a disk that does not answer. Its group stays
+        locked, because lvm2 must not find the device suspended, and resumed in the middle of a
+        change. The other groups are unlocked when the call ends.
         """
         for volume in held:
             turns.enter(
@@ -368,7 +368,7 @@ class GroupSnapshotter:
     def _require_holdable(self, volume: Volume, device: Device, mounts: table.Table) -> None:
         """Raise NotTogether for a volume that lvm2 or Carver may use while it is suspended."""
         # Refuse a volume with a loop device: lvm2 reads all devices that may be physical volumes,
-        # and would wait for this one.
+        # and would wait for the loop device of a suspended volume.
         if loops := loop.over(self._kernel, device.number):
             raise errors.NotTogether(
                 str(volume.id),
@@ -423,7 +423,8 @@ class GroupSnapshotter:
         `members` are snapshots of the group snapshot that were found.
         """
         if any(tag.MEMBER_GROUPS not in snapshot.own_tags for snapshot in members):
-            # Return all groups for a group snapshot of an older version, which did not record them.
+            # Return all volume groups for a group snapshot of an older version, which did not
+            # record them.
             return set(self._configuration.now.groups)
         places = [
             place

@@ -14,8 +14,8 @@ that deletion the volume is left without a caller.
 
 Volumes without a caller are swept: deleted once their pod is gone. Kubelet removes a pod's
 directory with the pod. If the pod's directory is missing, and the directory of all pods exists, no
-call for the volume will follow. Each group sweeps in its own background loop, so that a group that
-hangs delays no other group.
+call for the volume will follow. Each volume group sweeps in its own background loop, so that a
+group that hangs delays no other group.
 """
 
 import logging
@@ -45,9 +45,9 @@ from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-# Interval, in seconds, of a group's sweeps, which delete inline volumes whose pods are gone; also
-# the delay of the first sweep after the service starts. After a boot, kubelet publishes all pods'
-# volumes again within this time.
+# Interval, in seconds, of a volume group's sweeps, which delete inline volumes whose pods are gone;
+# also the delay of the first sweep after the service starts. After a boot, kubelet publishes all
+# pods' volumes again within this time.
 _TURN_SECONDS = 600.0
 # Time limit, in seconds, for which a report or a deletion may make no progress during a sweep.
 _PATIENCE_SECONDS = 60.0
@@ -109,7 +109,7 @@ class _Attempt:
 
 @dataclass
 class _Sweep:
-    """Results of a group's last sweep, which deletes inline volumes whose pods are gone.
+    """Results of a volume group's last sweep, which deletes inline volumes whose pods are gone.
 
     `may_be_some` is False if the group has no inline volumes. `suspects` are the names of its
     volumes whose pods were gone.
@@ -132,7 +132,7 @@ class InlineVolumes:
         self._stager = stager
         self._locks = context.locks
         self._admitted = _Admitted()
-        # Results of each group's last sweep, by the group's name.
+        # Results of each volume group's last sweep, by the group's name.
         self._sweeps: defaultdict[str, _Sweep] = defaultdict(_Sweep)
         self.looks = Looks(
             context.workers,
@@ -212,7 +212,7 @@ class InlineVolumes:
         self._admitted.forget(volume_id)
 
     def sweep(self, group: str) -> bool:
-        """Erase and remove the inline volumes of a group whose pods are gone.
+        """Erase and remove the inline volumes of a volume group whose pods are gone.
 
         A volume is removed only if its pod was gone at the last sweep, too. No report is read while
         the group has no inline volumes. Returns False, so that the next sweep runs after the usual
@@ -265,8 +265,8 @@ class InlineVolumes:
         total = self._configuration.now.inline_total_limit
         limit = total.of(sum(Room(group).extents * group.extent_size_bytes for group in groups))
         if limit:
-            # Count only volumes of groups that were read: a group that never answered must not
-            # delay a pod.
+            # Count only volumes of groups that were read: a volume group that never answered must
+            # not delay a pod.
             inline_volumes = (volume for volume in known.shown() if volume.is_ephemeral)
             present = {
                 volume.own_tags[tag.NAME]: _allocated_bytes(volume) for volume in inline_volumes
@@ -325,7 +325,7 @@ class InlineVolumes:
                     _log.warning("%s", error)
 
     def _all(self, known: Known, group: str = "") -> list[Volume]:
-        """Return the inline volumes of a group, or of all groups if none is named."""
+        """Return the inline volumes of a volume group, or of all groups if none is named."""
         inline_volumes = (volume for volume in known.volumes() if volume.is_ephemeral)
         return [volume for volume in inline_volumes if group in ("", volume.group.name)]
 
@@ -333,8 +333,8 @@ class InlineVolumes:
         own_name = names.logical_volume(ids.INLINE_PREFIX, volume_id)
         volume = self._reports.search(lambda volume: volume.name == own_name)
         if volume is None:
-            # Raise an error if the volume may exist all the same: in a group that does not answer
-            # or is not on this node, or with damaged tags or tags of a newer version.
+            # Raise an error if the volume may exist all the same: in a volume group that does not
+            # answer or is not on this node, or with damaged tags or tags of a newer version.
             state = self._reports.fresh()
             state.require_none_named(volume_id, ids.INLINE_PREFIX)
             self._reports.require_groups(state)

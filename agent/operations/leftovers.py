@@ -41,7 +41,8 @@ class Leftovers:
 
         def left() -> bool:
             device_class = plan.device_class(self._configuration.now, "parameters", call.parameters)
-            # Look in all groups: the class may have had another group when the volume was created.
+            # Look in all volume groups: the class may have had another group when the volume was
+            # created.
             all_groups = self._every(device_class.group)
             logical_volumes = _callers(all_groups.groups.values())
             is_there = any(logical.name == name for logical in logical_volumes)
@@ -93,7 +94,7 @@ class Leftovers:
             yield
 
     def _logical(self, groups: Collection[str]) -> Iterator[report.LogicalVolume]:
-        """Yield the logical volumes that callers may have created in these groups.
+        """Yield the logical volumes in these volume groups that callers may have created.
 
         The groups' state is fresh.
         """
@@ -103,7 +104,7 @@ class Leftovers:
         return _callers(fresh_groups[name] for name in groups if name in fresh_groups)
 
     def _every(self, group: str) -> Every:
-        """Return all groups, as CreateVolume itself reads them to find its volume.
+        """Return all volume groups, as CreateVolume itself reads them to find its volume.
 
         The state of the named group is fresh.
         """
@@ -117,10 +118,10 @@ class Leftovers:
 
 
 def _callers(groups: Iterable[report.Group]) -> Iterator[report.LogicalVolume]:
-    """Yield the logical volumes that callers may have created in these groups.
+    """Yield the logical volumes in these volume groups that callers may have created.
 
-    These are volumes that this version of Carver may change, in a state in which their caller
-    deletes them.
+    The callers are those of CreateVolume and CreateSnapshot. Yields volumes that this version of
+    Carver may change, in a state in which their caller deletes them.
     """
     for group in groups:
         for logical in records.usable(group):

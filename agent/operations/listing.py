@@ -56,19 +56,25 @@ class Listing:
         return requests.part({str(volume.id): volume for volume in all_groups.listed()}, page)
 
     def volumes(self) -> Here[Volume]:
-        """Return the volumes of all groups that can be read; raises TooManyCalls, Starting."""
+        """Return the volumes of all volume groups that can be read.
+
+        Raises TooManyCalls, Starting.
+        """
         all_groups, away = self._look()
         volumes = all_groups.listed()
         return Here(tuple(sorted(volumes, key=lambda volume: str(volume.id))), away)
 
     def snapshots(self) -> Here[Snapshot]:
-        """Return the snapshots of all groups that can be read; raises TooManyCalls, Starting."""
+        """Return the snapshots of all volume groups that can be read.
+
+        Raises TooManyCalls, Starting.
+        """
         all_groups, away = self._look()
         snapshots = self._reports.listed_snapshots(all_groups)
         return Here(tuple(sorted(snapshots, key=lambda snapshot: str(snapshot.id))), away)
 
     def _look(self) -> tuple[Every, Mapping[str, str]]:
-        """Return the groups that can be read, and the reasons why the other groups cannot be read.
+        """Return the volume groups that can be read, and why the other groups cannot be read.
 
         A group that takes long to answer is returned as of its last report.
         """
@@ -80,8 +86,8 @@ class Listing:
         }
         for name, await_state in pending.items():
             try:
-                # For a group that is missing, `Reports.group` raises the reason, including the
-                # reason why Carver could not create the group.
+                # For a volume group that is missing, `Reports.group` raises the reason, including
+                # the reason why Carver could not create the group.
                 group = await_state()[name] or self._reports.group(Report({}), name)
             except _NO_ANSWER as error:
                 away[name] = str(error)

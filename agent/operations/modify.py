@@ -63,7 +63,10 @@ def ensure(lvm: Lvm, volume: Volume, wanted: Tuning, bound_kib: int) -> Tuning:
 
 
 def complete(lvm: Lvm, group: str, name: str, wanted: Tuning) -> None:
-    """Set the parameters of a new volume that lvcreate refuses: one command, mostly none."""
+    """Set the parameters of a new volume that lvcreate refuses; runs at most one command.
+
+    Few volumes have such parameters.
+    """
     lacking = wanted.lacking_in(wanted.for_new().over(PLAIN))
     if lacking != tuning.AS_IT_IS:
         tuning.change(lvm, group, [name], lacking)
@@ -80,7 +83,7 @@ def bounded(config: Config, one: DeviceClass, wanted: Tuning = tuning.AS_IT_IS) 
 
 
 def bound(context: Context, group: Group) -> int:
-    """Limit RAID recovery in a group to the present setting `background_bandwidth`.
+    """Limit RAID recovery in a volume group to the present setting `background_bandwidth`.
 
     Returns how many volumes were changed. Runs one command for all volumes that need the same
     change, and none if no volume needs any. While a disk is missing lvm2 changes nothing, so the
@@ -112,7 +115,7 @@ def _change(lvm: Lvm, group: str, lacking: Tuning, present: Tuning, names: Seque
 
 
 def resume(context: Context, *groups: str) -> int:
-    """Limit RAID recovery in these groups, or in all, when the service starts.
+    """Limit RAID recovery in these volume groups, or in all, when the service starts.
 
     The setting `background_bandwidth` may have changed while the service was stopped. Returns how
     many volumes were changed.

@@ -46,8 +46,8 @@ LEAST_LVM2 = (2, 3, 12)
 _CAP_SYS_ADMIN = 21
 # Programs that lvm2 runs for thin pools.
 _THIN_PROGRAMS = ("thin_check", "thin_repair", "thin_dump")
-# Percentage of a group's metadata area from which its check warns. From 94 % on Carver creates
-# nothing new in the group.
+# Percentage of a volume group's metadata area from which its check warns. From 94 % on Carver
+# creates nothing new in the group.
 _NEARLY_FULL_PERCENT = 80
 # Maximum number of volumes that a finding about a missing device class names.
 _MOST_NAMED = 10
@@ -77,8 +77,8 @@ class Node:
     root: Path = Path("/")
     # Returns the volume groups that are on this node but refused, so that no report has them.
     refused: Callable[[], Mapping[str, errors.GroupRefused]] = dict
-    # Returns the disks that claim to belong to a group and are ignored, each as a sentence, by
-    # group.
+    # Returns the disks that claim to belong to a volume group and are ignored, each as a sentence,
+    # by group.
     ignored: Callable[[], Mapping[str, Sequence[str]]] = dict
 
     def at(self, path: str) -> Path:
@@ -440,7 +440,7 @@ def _of_no_class(node: Node, group: Group) -> Iterator[Seen]:
 
 
 def _erasing(node: Node, group: Group) -> Iterator[Seen]:
-    """Report how deleted data are erased on each present disk of a group."""
+    """Report how deleted data are erased on each present disk of a volume group."""
     ways = dict[str, list[str]]()
     for disk in group.disks:
         try:
@@ -465,7 +465,10 @@ def _erasing(node: Node, group: Group) -> Iterator[Seen]:
 
 
 def _hidden(name: str, group: Group | None, root: Path) -> Seen:
-    """Return the result for a group whose disks a devices file or a filter of the node hides."""
+    """Return the result for a volume group with disks that the node's lvm2 is not to use.
+
+    The disks are hidden by the node's devices file or by a filter in its lvm.conf.
+    """
     if (file := lvm2.devices_file(root)) is not None:
         why = f"the node's devices file does not list (/{file.relative_to(root)})"
         remedy = f"`vgimportdevices {name}` on the node, if it is to be used; see lvmdevices(8)"
@@ -480,7 +483,7 @@ def _hidden(name: str, group: Group | None, root: Path) -> Seen:
 
 
 def _blocks(kernel: Kernel, group: Group) -> Mapping[int, list[str]]:
-    """Return the present disks of a group, by the size of their logical blocks in bytes."""
+    """Return the present disks of a volume group, by the size of their logical blocks in bytes."""
     disks_by_size: dict[int, list[str]] = {}
     for disk in group.disks:
         with suppress(OSError):

@@ -48,7 +48,7 @@ class Removing(Exception):
 
 
 class PoolRemover:
-    """Zeroes and removes empty thin pools in the background, one at a time for each group.
+    """Zeroes and removes empty thin pools in the background, one at a time for each volume group.
 
     `freed` is called with the name of a group in which extents were freed that must be zeroed.
     """
@@ -88,10 +88,10 @@ class PoolRemover:
             raise
 
     def after(self, removed: Volume | Snapshot, wait_seconds: float) -> None:
-        """Remove the thin pool of a removed volume if the volume was the last one; wait a moment.
+        """Remove the thin pool of a removed volume if the volume was the last one in the pool.
 
-        The caller held the group's lock from the volume's report until the removal. The wait for
-        the job is `wait_seconds` at most.
+        Waits up to `wait_seconds` for the job that removes the pool. The caller held the group's
+        lock from the volume's report until the removal.
         """
         pool = removed.group.volume(removed.name).pool
         other_volumes = [
@@ -225,7 +225,7 @@ class PoolRemover:
         return caches.attached(pool)
 
     def _if_empty(self, group_name: str, pool: str) -> report.Group | None:
-        """Return a fresh report of a group if a pool of it has no user's volume, else None.
+        """Return a fresh report of a volume group if a pool of it has no user's volume, else None.
 
         The pool may have the volume that zeroes it. The caller holds the group's lock. A pool whose
         creation was interrupted is removed. If the pool has a user's volume, its zeroing volume is
@@ -321,7 +321,7 @@ def _fills_pool(logical: report.LogicalVolume) -> bool:
 
 
 def _abandoned(group: report.Group) -> list[str]:
-    """Return the names of Carver's thin pools to be removed in a group.
+    """Return the names of Carver's thin pools to be removed in a volume group.
 
     These are pools without volumes, pools that were being zeroed, and pools whose creation was
     interrupted.

@@ -39,7 +39,10 @@ class Progress:
 
 
 def rebuilding(activator: Activator, group: report.Group) -> str:
-    """Return the RAID volumes of a group that are not in sync, with percentages; empty if none."""
+    """Return the RAID volumes of a volume group that are not in sync, with percentages.
+
+    The result is empty if all RAID volumes are in sync.
+    """
     entries = []
     for logical in sorted(records.every(group), key=attrgetter("name")):
         is_raid = "raid" in logical.layout
@@ -59,7 +62,7 @@ def _raid(activator: Activator, group: str, name: str) -> Raid | None:
 class Repairer:
     """Repairs volumes and thin pools.
 
-    `freed` is called with the name of a group in which lost RAID images were replaced, whose
+    `freed` is called with the name of a volume group in which lost RAID images were replaced, whose
     extents must be zeroed.
     """
 
@@ -98,7 +101,7 @@ class Repairer:
             return Progress(True, f"{path} is whole")
 
     def next_step(self, group: report.Group, name: str, disks: list[str]) -> Progress:
-        """Take the next step of a RAID volume's repair; new images are created on these disks.
+        """Take the next step of a RAID volume's repair; new images are created on `disks`.
 
         Call the method with the group's lock held and a report that was read under that lock.
         """
@@ -233,7 +236,7 @@ _FAILURE = "volume group %s: cannot look for volumes to repair: %s"
 
 @dataclass
 class _Seen:
-    """Degraded volumes of a group at the last check, by their ids.
+    """Degraded volumes of a volume group at the last check, by their ids.
 
     `logged` has the last message that was logged about each volume.
     """
@@ -252,7 +255,7 @@ class AutoRepair:
         self._reports = context.reports
         self._repairer = repairer
         self._configuration = context.configuration
-        # Degraded volumes at the last check, by the name of their group.
+        # Degraded volumes of each volume group at the last check, by the group's name.
         self._seen: defaultdict[str, _Seen] = defaultdict(_Seen)
         self.looks = Looks(
             context.workers, "repair", self._groups, self.look, _LOOK_SECONDS, _FAILURE
@@ -269,12 +272,12 @@ class AutoRepair:
         return sorted({device_class.group for device_class in self._classes()})
 
     def step(self, now_seconds: float) -> None:
-        """Check each group once, with this time (monotonic, seconds) as the present time."""
+        """Check each volume group once, with this time (monotonic, seconds) as the present time."""
         for group in self._groups():
             self.look(group, lambda: now_seconds)
 
     def look(self, group: str, clock: Callable[[], float] = time.monotonic) -> bool:
-        """Check a group once for degraded volumes, and take the next step of repairs that are due.
+        """Check a volume group for degraded volumes, and take the next step of each repair due.
 
         The state of the group is at most a minute old. Returns False, so that the next check runs
         after the usual interval.
@@ -306,7 +309,7 @@ class AutoRepair:
         return False
 
     def _degraded(self, group: str, classes: Collection[str]) -> Iterator[Volume]:
-        """Yield the volumes of these classes in a group that lack a disk.
+        """Yield the volumes of these classes in a volume group that lack a disk.
 
         Yields nothing if no group answers.
         """

@@ -1,4 +1,4 @@
-"""Replace a disk of a group: add the new disk, move or rebuild the data, remove the old disk.
+"""Replace a disk of a volume group: add the new disk, move or rebuild data, remove the old disk.
 
 The extents of a disk that is present are moved online. The RAID images of a missing disk are
 rebuilt from the other images. If any data would be lost, nothing is begun, and the error names the
@@ -106,7 +106,7 @@ class Replacement:
             return self._move(group, leaving, coming)
 
     def resume(self, *names: str) -> int:
-        """Start lvm2's watcher of the moves in these groups, or in all groups if none is named.
+        """Start lvm2's watcher of the moves in these volume groups, or in all if none is named.
 
         The earlier watcher ended with the service or with the node. Runs one command for each group
         that has moves, and returns the number of these groups.
@@ -121,12 +121,12 @@ class Replacement:
         return len(moving_groups)
 
     def _group_of(self, old: str, new: str) -> str:
-        """Return the name of the group that has the old disk, or of the one that has the new disk.
+        """Return the name of the volume group that has the old disk, or else the new disk.
 
-        The new disk counts if the old one was removed already. The cached state decides where
-        possible, so that a group that does not answer delays no other group; the caller reads the
-        group again. If no group has either disk, raises NoSuchDisk, or the error of a group that
-        cannot be read. Raises GroupBusy if the old disk may be in a group that was never read.
+        Only the new disk is found if the old one was removed already. The cached state decides
+        where possible, so that a group that does not answer delays no other group; the caller reads
+        the group again. If no group has either disk, raises NoSuchDisk, or the error of a group
+        that cannot be read. Raises GroupBusy if the old disk may be in a group that was never read.
         """
         known_groups = list(self._reports.hint().groups.values())
         if (group := self._having(known_groups, old)) is not None:
@@ -149,7 +149,7 @@ class Replacement:
         return self._reports.group(self._mender.mend(name), name)
 
     def _find(self, group: Group, disk: str) -> PhysicalVolume | None:
-        """Return a disk of a group, by its UUID or any path of its device; None if not found."""
+        """Return a disk of a volume group by its UUID or any path; None if there is none."""
         if (
             by_uuid := next(
                 (

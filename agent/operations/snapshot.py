@@ -41,7 +41,7 @@ class Snapshotter:
     """Takes, finds, lists and deletes snapshots.
 
     `readers` returns the ids of the volumes that this process is filling from a snapshot, including
-    volumes in a group that does not answer.
+    volumes in a volume group that does not answer.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class Snapshotter:
         parsed = VolumeId.parse(call.snapshot_id or call.source_id)
         if parsed is not None and self._volume_groups.of(parsed.group) is not None:
             # Read only the group that the id names: the external-snapshotter polls a snapshot this
-            # way, and another group may hang.
+            # way, and another volume group may hang.
             state: Known = self._reports.fresh(parsed.group)
             self._reports.group(state, parsed.group)
         else:

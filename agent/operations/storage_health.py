@@ -36,7 +36,7 @@ class Readiness:
         self._admission = admission
 
     def probe(self) -> bool:
-        """Return whether the start is over; raise NotReady if nothing can be served.
+        """Return True once the service has started; raise NotReady if nothing can be served.
 
         Runs no command.
         """
@@ -85,7 +85,7 @@ class StorageHealth:
         return asked_seconds is not None and time.monotonic() - asked_seconds < _WATCHED_SECONDS
 
     def conditions(self) -> Sequence[Condition]:
-        """Return the conditions of the node's storage, each reason once; usually none."""
+        """Return the health conditions of the node's storage, each reason once; usually none."""
         self._asked_seconds = time.monotonic()
         self._reports.keep_fresh()
         deadline = time.monotonic() + diagnosis.PATIENCE_SECONDS
@@ -117,7 +117,7 @@ class StorageHealth:
                 volume_group.tried_seconds,
             )
         elif problem is None:
-            # Report a group whose first read has not ended: lvm2 has not answered for long.
+            # Report a volume group whose first read has not ended: lvm2 has not answered for long.
             yield from diagnosis.silence(volume_group)
         if volume_group.cached is not None:
             yield from diagnosis.aged(_of_group(volume_group.cached), volume_group.time_seconds)

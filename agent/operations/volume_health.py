@@ -39,7 +39,7 @@ _NO_ANSWER = (
 
 @dataclass(frozen=True)
 class VolumeHealth:
-    """Id of a volume, and the conditions that are wrong with it; a healthy volume has none."""
+    """Health of a volume: its id, and its health conditions; a healthy volume has none."""
 
     volume_id: str
     conditions: tuple[Condition, ...] = ()
@@ -105,9 +105,9 @@ class VolumesHealth:
 
         Volumes of groups that are missing or do not answer are included. The method looks at no
         more volumes than the page needs. The wait for groups that do not answer is that of
-        `begin_states`, for all of them together. Of a group that has never answered, the active
-        volumes are listed once the group has been silent for long. If no group has ever answered,
-        raises the error of one of them.
+        `begin_states`, for all of them together. Of a volume group that has never answered, the
+        active volumes are listed once the group has been silent for long. If no group has ever
+        answered, raises the error of one of them.
         """
         self._reports.keep_fresh()
         silent = [group for group in self._volume_groups if group.silent_seconds]
@@ -147,7 +147,7 @@ class VolumesHealth:
                 yield volume_id, VolumeHealth(volume_id, diagnosis.distinct(conditions))
 
     def _volumes(self, volume_group: VolumeGroup) -> Iterable[Volume]:
-        """Return the volumes of a group's last report that may be used.
+        """Return the volumes of a volume group's last report that may be used.
 
         Volumes that were deleted, held or moved since the report are left out.
         """
@@ -191,8 +191,8 @@ class VolumesHealth:
     ) -> VolumeHealth:
         """Return the health of a volume whose group is not on this node.
 
-        Another group may have the name of the volume's group now. If `by_node` is False, raises
-        OtherGroup for a group that this node never had.
+        Another volume group may have the name of the volume's group now. If `by_node` is False,
+        raises OtherGroup for a group that this node never had.
         """
         last_seen, volume = volume_group.last_seen, None
         if last_seen is not None and parsed.is_of(last_seen.uuid):
@@ -228,7 +228,7 @@ class VolumesHealth:
         return VolumeHealth(volume_id, self._conditions(self._group_of(volume), volume))
 
     def _found_anywhere(self, volume_id: str) -> Volume:
-        """Find an inline volume by fresh reports of all groups.
+        """Find an inline volume by fresh reports of all volume groups.
 
         Raises NoSuchVolume if the volume's absence is proved, or else the error of a group that
         does not answer.
@@ -260,7 +260,7 @@ class VolumesHealth:
         return diagnosis.distinct([*conditions, *diagnosis.silence(volume_group)])
 
     def _by_kernel(self, volume_group: VolumeGroup, volume_id: str) -> tuple[Condition, ...]:
-        """Return the conditions of a volume that no report has, as the kernel sees them."""
+        """Return the health conditions of a volume that no report has, as the kernel sees them."""
         conditions = self._diagnosis.by_kernel(volume_id)
         return diagnosis.distinct([*conditions, *diagnosis.silence(volume_group)])
 
@@ -298,7 +298,7 @@ class VolumesHealth:
         return self._reported(group, volume_id)
 
     def _require_seen(self, volume_group: VolumeGroup) -> None:
-        """Read a group that this process has never read; raise its error if it does not answer."""
+        """Read a volume group that this process has never read; raise its error if it has one."""
         if volume_group.status != "unknown":
             return
         locks.enter(volume_group.name)
@@ -308,7 +308,7 @@ class VolumesHealth:
 
 
 def _away(volume_group: VolumeGroup) -> tuple[Condition, ...]:
-    """Return the condition of a volume group that cannot be used on this node; usually none.
+    """Return the health condition of a volume group that cannot be used on this node; usually none.
 
     The group is absent, or it is refused because several groups have its name.
     """
