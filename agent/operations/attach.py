@@ -82,8 +82,8 @@ class Attacher:
         except (errors.NoSuchVolume, errors.OtherGroup, errors.GroupRefused, errors.NeedsOther):
             return
         except errors.TagsDamaged:
-            # Remove the record in spite of damaged tags: it says nothing about the data, which stay
-            # as they are.
+            # Remove the record in spite of damaged tags: the record says nothing about the data,
+            # which stay as they are.
             self._record(call.volume_id, {})
             return
         if tag.ATTACHED in volume.own_tags:
@@ -106,8 +106,9 @@ class Attacher:
             yield
             return
         with self._guard:
-            # Copy the set before the report is read: a call that ends meanwhile leaves the set, and
-            # the report may lack its tag. Each later call counts the volume of this call.
+            # Copy the set of volumes that are being attached before the report is read: a call that
+            # ends meanwhile removes its volume from the set, and the report may lack the volume's
+            # tag. Each later call counts the volume of this call.
             earlier = frozenset(self._beginning)
             self._beginning.add(volume_id)
         try:
@@ -119,8 +120,8 @@ class Attacher:
                 volume for volume in all_groups.shown() if volume.attachment_to(self._node_id)
             ]
             attached = earlier.union(str(volume.id) for volume in attached_volumes) - {volume_id}
-            # A volume in a volume group that does not answer may have been detached by now. It must
-            # not cause TooManyAttached, after whose code kubelet fails the pod.
+            # A volume in a volume group that does not answer may have been detached by now. Such a
+            # volume must not cause TooManyAttached, after whose code kubelet fails the pod.
             unsure = {
                 str(volume.id)
                 for volume in attached_volumes

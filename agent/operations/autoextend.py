@@ -68,8 +68,8 @@ class _Part:
     """A part that is extended: a pool's data or metadata, or a COW store.
 
     `extend` is called with lvm2, the free room of the group, and how full the part is, in percent.
-    It returns the number of bytes by which it extended the part: 0 if there is no room, None if
-    there is nothing to extend.
+    `extend` returns the number of bytes by which it extended the part: 0 if there is no room, None
+    if there is nothing to extend.
     """
 
     group: str

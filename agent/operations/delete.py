@@ -85,8 +85,8 @@ class VolumeDeleter:
             )
             is_bare = volume_states.meets(Call.DELETE, volume, Outcome.AT_ONCE)
             if is_bare:
-                # A half-made volume was never active: it has no data to erase, and it cannot be
-                # activated.
+                # Remove a volume that lvm2 made only in part: the volume was never active, so it
+                # has no data to erase, and it cannot be activated.
                 volumes.remove(lvm, group, volume.name)
             elif at_once:
                 users.require_unused(self._kernel, self._activator, volume)

@@ -137,7 +137,7 @@ class EncryptedDevices:
         # Ask the tags before the device: a raw block volume may hold a btrfs that belongs to its
         # user.
         if is_new_copy and volume.may_hold_btrfs and filesystem.is_on(self._kernel, mapping.path):
-            # Give the copied btrfs a UUID of its own: it still has the UUID of its source.
+            # Give the copied btrfs a UUID of its own: the copy still has the UUID of its source.
             filesystem.renew(self._kernel, mapping.path)
             tags[tag.RENEWED] = "yes"
         return mapping, tags
@@ -175,7 +175,7 @@ class EncryptedDevices:
             self._known[volume_id] = keys.digests()
 
     def forget(self, volume_id: str) -> None:
-        """Forget which keys a volume has."""
+        """Forget the keys that this process knows a volume to have."""
         self._known.pop(volume_id, None)
 
     def fill(self, volume_id: str, mapping: Device, keys: Keys, *, if_possible: bool) -> bool:

@@ -51,8 +51,9 @@ def mark_for_erase(
     """Tag a volume group so that free extents on these disks are zeroed before they are allocated.
 
     `disks` are UUIDs; none means all disks. Call the function before the extents are freed, with
-    the group's lock held and a report that was read under that lock. It runs one command, which
-    adds the tags of `also` as well, or none if the mark exists. Returns whether the mark was added.
+    the group's lock held and a report that was read under that lock. The function runs one command,
+    which adds the tags of `also` as well, or none if the mark exists. Returns whether the mark was
+    added.
     """
     marks = erase_marks(group)
     if tag.SWEEP in marks:
@@ -111,9 +112,9 @@ def unmark(lvm: Lvm, group: report.Group) -> None:
 def remove_partial_sweep(lvm: Lvm, group: report.Group) -> None:
     """Remove a volume group's sweep volume if a part of it is on a missing disk.
 
-    The sweep volume takes free extents to zero them. It holds no user's data, and is created again
-    as long as the group has an erase mark. Call the function with the group's lock held and a
-    report that was read under that lock.
+    The sweep volume takes free extents to zero them. A sweep volume holds no user's data, and is
+    created again as long as the group has an erase mark. Call the function with the group's lock
+    held and a report that was read under that lock.
     """
     disks = group.volume(ids.SWEEP).disks if is_sweep(group, ids.SWEEP) else frozenset()
     if not disks.isdisjoint(group.missing_uuids):
@@ -262,8 +263,8 @@ class Eraser:
             volume_states.hand_over(self._lvm(group), group, name, own_tags, Ender.ERASER)
             job.on_record = True
         if job.ended.done():
-            # Retry the job: it failed before the volume was tagged as deleted, so the background
-            # loop does not retry it by itself.
+            # Retry the job: the job failed before the volume was tagged as deleted, so the
+            # background loop does not retry the job by itself.
             self.jobs.wake(job, self.jobs.retry_seconds)
         return True
 

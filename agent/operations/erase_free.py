@@ -222,9 +222,9 @@ class FreedSpaceEraser:
     def giving_way(self, group: str) -> Iterator[None]:
         """Remove the sweep of a volume group within the `with`, so that its extents are free.
 
-        The sweep is the logical volume in which free extents are zeroed; it begins anew afterwards.
-        To be entered without the group's lock. Runs a report and a command. Raises Stopping if the
-        job's present chunk takes too long.
+        The sweep is the logical volume in which free extents are zeroed; the job creates the sweep
+        anew afterwards. To be entered without the group's lock. Runs a report and a command. Raises
+        Stopping if the job's present chunk takes too long.
         """
         job = self.jobs.of(f"{group}/{ids.SWEEP}")
         try:
@@ -279,8 +279,9 @@ class FreedSpaceEraser:
         """Remove volumes that were given up, and take free extents into the group's sweep.
 
         An operator gives up volumes that lost data with a disk. The sweep is the logical volume in
-        which free extents are zeroed; it grows by one slice. The caller holds the group's lock.
-        Returns the group with the sweep, or None if there is nothing to zero. Raises NotSwept.
+        which free extents are zeroed; each call of this method adds one slice to the sweep. The
+        caller holds the group's lock. Returns the group with the sweep, or None if there is nothing
+        to zero. Raises NotSwept.
         """
         # Read a fresh report: a volume that was created in a pool since the last report would be
         # removed with the pool.

@@ -97,9 +97,9 @@ class Expander:
         volume_id, size_bytes = call.volume_id, self._volumes.size_bytes(at)
         try:
             cached_volume = self._reports.cached(volume_id)
-            # Call `expand` also for a size that the volume has: it removes a larger recorded size
-            # (tags `wanted` and `refused`), after the claim was made smaller again, and records the
-            # requested size if the tag for that is missing.
+            # Call `expand` also for a size that the volume has. After the claim was made smaller
+            # again, `expand` removes a larger recorded size (tags `wanted` and `refused`), and
+            # records the requested size if the tag for that is missing.
             is_on_record = cached_volume is not None and (
                 cached_volume.wanted_bytes
                 or cached_volume.refused_bytes

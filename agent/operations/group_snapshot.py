@@ -486,7 +486,7 @@ class GroupSnapshotter:
     def _is_to_be_undone(self, found: list[Snapshot]) -> bool:
         """Whether a failed call of this process left these snapshots, so that they must be removed.
 
-        They may be all snapshots of the group snapshot, but perhaps not of one moment.
+        The snapshots may be all of the group snapshot, but perhaps not of one moment.
         """
         is_recorded = any(tag.COMMITTED in snapshot.own_tags for snapshot in found)
         return self.undone.has(found[0].group_snapshot_id) and not is_recorded

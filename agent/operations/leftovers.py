@@ -34,8 +34,8 @@ class Leftovers:
     def of_volume(self, call: requests.CreateVolume) -> Iterator[None]:
         """Raise Unfinished for a CreateVolume that fails within the `with` while its volume exists.
 
-        Errors after which the caller repeats the call, or which are about the request, pass
-        unchanged.
+        Unfinished is answered as ABORTED, so that the caller repeats the call. Errors after which
+        the caller repeats the call anyway, or which are about the request, pass unchanged.
         """
         name = names.logical_volume(ids.VOLUME_PREFIX, call.name)
 
@@ -55,8 +55,9 @@ class Leftovers:
     def of_snapshot(self, call: requests.CreateSnapshot) -> Iterator[None]:
         """Raise Unfinished for a CreateSnapshot that fails while its snapshot exists.
 
-        The call runs within the `with`. Errors after which the caller repeats the call, or which
-        are about the request, pass unchanged.
+        The call runs within the `with`. Unfinished is answered as ABORTED, so that the caller
+        repeats the call. Errors after which the caller repeats the call anyway, or which are about
+        the request, pass unchanged.
         """
         name = names.logical_volume(ids.SNAPSHOT_PREFIX, call.name)
 
@@ -74,8 +75,9 @@ class Leftovers:
     def of_group_snapshot(self, call: requests.CreateGroupSnapshot) -> Iterator[None]:
         """Raise Unfinished for a failed CreateVolumeGroupSnapshot while its snapshots all exist.
 
-        The call runs within the `with`. Errors after which the caller repeats the call, or which
-        are about the request, pass unchanged.
+        The call runs within the `with`. Unfinished is answered as ABORTED, so that the caller
+        repeats the call. Errors after which the caller repeats the call anyway, or which are about
+        the request, pass unchanged.
         """
 
         def left() -> bool:

@@ -133,8 +133,8 @@ def _size_of_copy(size: SizeRange, origin: Snapshot | Volume) -> SizeRange:
 def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dict[str, str]:
     """Return the tags that a new volume with `own_tags` gets from its source.
 
-    One of them marks the volume as incomplete. Raises BadField if the contents cannot be used as
-    requested, TagsDamaged.
+    One of the tags marks the volume as incomplete. Raises BadField if the contents cannot be used
+    as requested, TagsDamaged.
     """
     source_id, source = str(origin.id), origin.own_tags
     copied = {**volume_states.tags_for(Ender.COPIER), tag.FROM: source_id}
@@ -203,8 +203,8 @@ def _capabilities(call: CreateVolume) -> str:
     capabilities = "|".join(sorted(map(str, call.capabilities)))
     if tags.fits(tag.CAPABILITIES, capabilities):
         return capabilities
-    # Return a digest of capabilities that do not fit into a tag: they are compared, never read
-    # back.
+    # Return a digest of capabilities that do not fit into a tag: the tag is only compared, never
+    # read back.
     return f"sha256:{hashlib.sha256(capabilities.encode()).hexdigest()}"
 
 
@@ -331,8 +331,8 @@ def differing(volume: Volume, given: Parameters) -> Iterator[tuple[str, str, str
     for row in STORAGE_CLASS:
         if row.part and row.tag == tag.LAYOUT and row.key in given.given:
             requested[row.key] = str(given.given[row.key])
-            # Compare with the layout that the volume was created with; it may have been converted
-            # by hand since.
+            # Compare with the layout that the volume was created with; an operator may have
+            # converted the volume since.
             shape = layout.Layout.parse(own_tags.get(tag.LAYOUT, "")) or volume.layout
             present[row.key] = str(getattr(shape, row.part))
     if (size := given.given.get(CACHE_SIZE)) is not None:

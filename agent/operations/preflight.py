@@ -96,7 +96,7 @@ class Node:
         return self.at(str(self.settings.lvm_root))
 
 
-# A check: it yields its results for a node.
+# Type of a check: a function that yields results for a node.
 Check = Callable[[Node], Iterator[Seen]]
 
 

@@ -115,8 +115,8 @@ class Publisher:
         mount_table = table.read(self._kernel)
         top = mount_table.top(call.target_path)
         if top is not None and top.is_stale_node:
-            # Unmount a stale device node: it belongs to the device that the volume had before the
-            # volume was deactivated.
+            # Unmount a stale device node: the node belongs to the device that the volume had before
+            # the volume was deactivated.
             mounts.ensure_unmounted(self._kernel, call.target_path, [])
             mount_table = table.read(self._kernel)
         published = mounts.node(self._kernel, call.target_path)

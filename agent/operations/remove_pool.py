@@ -323,7 +323,7 @@ def _fills_pool(logical: report.LogicalVolume) -> bool:
 def _abandoned(group: report.Group) -> list[str]:
     """Return the names of Carver's thin pools to be removed in a volume group.
 
-    These are pools without volumes, pools that were being zeroed, and pools whose creation was
+    The result has pools without volumes, pools that were being zeroed, and pools whose creation was
     interrupted.
     """
     logical_volumes = list(records.usable(group))

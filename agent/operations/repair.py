@@ -120,9 +120,9 @@ class Repairer:
             return Progress(False, f"{path} is rebuilt: {status.synced_percent:.0f} %")
         if lost:
             if self._policy.erases_any([logical]):
-                # Mark the extents of the old images for zeroing: they become free and still have
-                # data, and lvm2 accepts their disk again when it is attached. All missing disks are
-                # marked, so that the mark is the same by any report.
+                # Mark the extents of the old images for zeroing: the extents become free and still
+                # have data, and lvm2 accepts their disk again when the disk is attached. All
+                # missing disks are marked, so that the mark is the same by any report.
                 mark_for_erase(lvm, group, group.missing_uuids)
             groups.replace_images(lvm, group.name, name, disks)
             self._freed(group.name)

@@ -364,12 +364,12 @@ class Stager:
         else:
             return known
         _log.warning("volume %s had errors: it is checked and mounted again", volume.id)
-        # Record in memory that the volume is formatted: it was mounted, so a blank device has lost
-        # its file system and must not get another one.
+        # Record in memory that the volume is formatted: the volume was mounted, so if its device is
+        # blank, the file system is lost, and must not be replaced by a new one.
         volume = replace(volume, own_tags={**volume.own_tags, tag.FORMATTED: fs_type})
         if self._activator.has_lost_disk(volume):
-            # Close the dm-crypt device on the lost disk, which keeps the volume from being
-            # activated anew.
+            # Close the dm-crypt device on the lost disk: an open dm-crypt device keeps the volume
+            # from being activated anew.
             self._mappings.close_unused(volume.backing)
             self._mounted(call, volume)
         else:

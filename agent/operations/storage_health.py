@@ -77,9 +77,9 @@ class StorageHealth:
     def is_watched(self) -> bool:
         """Whether kubelet itself has asked for health in the last three minutes.
 
-        Only kubelet calls NodeGetStorageHealth, with the feature gate CSIVolumeHealth. It calls
-        once in its `volumeStatsAggPeriod`, a minute by default, even while no pod has a volume on
-        the node (Kubernetes 1.37.2, pkg/kubelet/volumemanager/volumehealth/manager.go).
+        Only kubelet calls NodeGetStorageHealth, with the feature gate CSIVolumeHealth. Kubelet
+        calls once in its `volumeStatsAggPeriod`, a minute by default, even while no pod has a
+        volume on the node (Kubernetes 1.37.2, pkg/kubelet/volumemanager/volumehealth/manager.go).
         """
         asked_seconds = self._asked_seconds
         return asked_seconds is not None and time.monotonic() - asked_seconds < _WATCHED_SECONDS

@@ -198,7 +198,8 @@ class VolumesHealth:
         if last_seen is not None and parsed.is_of(last_seen.uuid):
             volume = self._reported(last_seen, volume_id)
         elif not by_node:
-            # Say nothing about the volume: it may be healthy on another node.
+            # Raise an error, and report no health condition: the volume may be healthy on another
+            # node.
             raise errors.OtherGroup(volume_id, f"its group {parsed.group} is not on this node")
         if volume is None:
             conditions = self._by_kernel(volume_group, volume_id)
