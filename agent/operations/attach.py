@@ -1,7 +1,8 @@
-"""ControllerPublishVolume and ControllerUnpublishVolume: a volume's attachment, kept on record.
+"""ControllerPublishVolume and ControllerUnpublishVolume: record to which node a volume is attached.
 
-A volume is on its node's own disks, so nothing is connected or cut off. What a CO may rely on is
-kept in a tag: that it is attached, how, and to which node.
+A volume is on its node's own disks, so attaching connects nothing and detaching cuts nothing off.
+The tag `attached` of the volume records the node, the access mode and whether the volume is
+read-only, because a CO may rely on these.
 """
 
 import threading
@@ -18,14 +19,15 @@ from agent.volumes.volume_states import Call
 
 
 class Attacher:
-    """Attaches volumes to this node, and detaches them."""
+    """Attaches volumes to this node, and detaches volumes from this node."""
 
     def __init__(self, context: Context) -> None:
         self._reports, self._mender = context.reports, context.mender
         self._tag_writer = context.tag_writer
         self._configuration = context.configuration
         self._guard = threading.Lock()
-        # The ids of volumes that are being attached, which their tags do not say yet.
+        # Ids of the volumes that calls under way are attaching; the volumes' tags do not record the
+        # attachment yet.
         self._beginning: set[str] = set()
 
     @property
@@ -33,12 +35,20 @@ class Attacher:
         return self._configuration.now.node_id
 
     def attach(self, call: AttachVolume) -> None:
-        """Record that a volume is attached to this node: two commands at most, later one or none.
+        """Record that a volume is attached to this node.
 
-        Where lvm2 refuses the tag, as where the group's metadata are full, the volume can be used
-        all the same, and the record is missing. Raises NoSuchNode, AttachedOtherwise,
-        TooManyAttached, or GroupBusy where a silent group decides that, and BadField for a
-        capability that the volume can never have.
+        Runs at most two lvm2 commands, and a repeated call at most one. If lvm2 refuses the tag,
+        because the group's metadata area is full, the volume can be used all the same, without the
+        record.
+
+        The errors are:
+
+        - NoSuchNode if the call names another node.
+        - BadField for a capability that the volume can never have.
+        - AttachedOtherwise if the volume is attached with another access mode, or read-only
+          otherwise.
+        - TooManyAttached if the node has as many volumes as `max_volumes_per_node`.
+        - GroupBusy if that number depends on a volume group that does not answer.
         """
         volume = self._mender.mended_volume(call.volume_id, Call.MANAGE)
         if call.node_id != self._node_id:
@@ -46,21 +56,23 @@ class Attacher:
         if why := validate.unfit(volume, call.capability):
             raise errors.BadField("volume_capability", why)
         capability = call.capability
-        wanted = Attachment(capability.access, capability.mode, call.read_only, self._node_id)
-        found = volume.attachment_to(self._node_id)
-        if found == wanted:
+        attachment = Attachment(capability.access, capability.mode, call.read_only, self._node_id)
+        present = volume.attachment_to(self._node_id)
+        if present == attachment:
             return
-        if found is not None:
-            raise errors.AttachedOtherwise(call.volume_id, found, wanted)
+        if present is not None:
+            raise errors.AttachedOtherwise(call.volume_id, present, attachment)
         with self._counted(call.volume_id):
-            self._record(call.volume_id, {tag.ATTACHED: str(wanted)})
+            self._record(call.volume_id, {tag.ATTACHED: str(attachment)})
 
     def detach(self, call: DetachVolume) -> None:
-        """Remove the record: two commands at most, later one or none.
+        """Remove the record that a volume is attached to this node.
 
-        What is not there, or not of this node, is not attached to it. What Carver must not change,
-        of a refused group or for a newer version, keeps its record: no call could remove that, and
-        an attachment must not stay for ever.
+        Runs at most two lvm2 commands, and a repeated call at most one. The call succeeds without a
+        change for a volume that does not exist, for an attachment to another node, and for a volume
+        that Carver must not change, because its group is refused or its tags are of a newer
+        version. Such a volume keeps its record, as no later call could remove the record either,
+        and a CO must not see the volume as attached for ever.
         """
         if call.node_id not in ("", self._node_id):
             return
@@ -70,40 +82,55 @@ class Attacher:
         except (errors.NoSuchVolume, errors.OtherGroup, errors.GroupRefused, errors.NeedsOther):
             return
         except errors.TagsDamaged:
-            # The record says nothing of the data, and those are left alone.
+            # Remove the record in spite of damaged tags: the record says nothing about the data,
+            # which stay as they are.
             self._record(call.volume_id, {})
             return
         if tag.ATTACHED in volume.own_tags:
             self._record(call.volume_id, {})
 
     def _record(self, volume_id: str, new: dict[str, str]) -> None:
-        # Crash point: on record before the answer; the repeated call finds it.
+        # Crash point: the tag is written and the call has no response; the repeated call finds the
+        # tag.
         with tag_writer.logging_refusals(volume_id, tag.ATTACHED):
             self._tag_writer.replace(backing.of_id(volume_id), (tag.ATTACHED,), new)
 
     @contextmanager
     def _counted(self, volume_id: str) -> Iterator[None]:
-        """Count a volume as attached meanwhile. Raises TooManyAttached, GroupBusy."""
+        """Count a volume as attached within the `with`, and enforce `max_volumes_per_node`.
+
+        Raises TooManyAttached, GroupBusy.
+        """
         limit = self._configuration.now.max_volumes_per_node
         if not limit:
             yield
             return
         with self._guard:
-            # Before the report, which may lack what ends meanwhile. A later call counts this one.
+            # Copy the set of volumes that are being attached before the report is read: a call that
+            # ends meanwhile removes its volume from the set, and the report may lack the volume's
+            # tag. Each later call counts the volume of this call.
             earlier = frozenset(self._beginning)
             self._beginning.add(volume_id)
         try:
-            known = self._reports.fresh(ids.group_of(volume_id))
-            # A group that was never read does not count: its volumes must not keep others waiting.
-            every = self._reports.everywhere(known)
-            found = [one for one in every.shown() if one.attachment_to(self._node_id)]
-            attached = earlier.union(str(one.id) for one in found) - {volume_id}
-            # In a silent group one may be detached by now: after this code kubelet fails the pod.
-            unsure = {str(one.id) for one in found if one.group.name in every.silent}
+            fresh = self._reports.fresh(ids.group_of(volume_id))
+            # Volumes of a volume group that was never read are not counted: they must not delay
+            # calls for other groups.
+            all_groups = self._reports.everywhere(fresh)
+            attached_volumes = [
+                volume for volume in all_groups.shown() if volume.attachment_to(self._node_id)
+            ]
+            attached = earlier.union(str(volume.id) for volume in attached_volumes) - {volume_id}
+            # A volume in a volume group that does not answer may have been detached by now. Such a
+            # volume must not cause TooManyAttached, after whose code kubelet fails the pod.
+            unsure = {
+                str(volume.id)
+                for volume in attached_volumes
+                if volume.group.name in all_groups.silent
+            }
             if len(attached - unsure) >= limit:
                 raise errors.TooManyAttached(volume_id, self._node_id, limit)
             if len(attached) >= limit:
-                every.require_answered()
+                all_groups.require_answered()
             yield
         finally:
             with self._guard:

@@ -1,13 +1,15 @@
 """Extend thin pools and the COW stores of snapshots before they are full.
 
-The loop of each group looks every two seconds, by ioctl only: an idle node runs no command, and a
-group that hangs delays no other's. Of many snapshots it asks those to whose COW stores something
-was written, by one file that has all of them. Past its threshold a pool's data or metadata, or a
-COW store, is extended by its share, or by as much more as brings it below the threshold, within the
-room that the class's reserve leaves. A crash in between does no harm: each step is one lvextend.
+The background loop of each volume group checks every two seconds, by ioctls only: an idle node runs
+no command, and a group that hangs delays no other group. If there are many snapshots, only those
+whose COW stores were written to are queried; one file of the kernel has the write counters of all.
 
-If it cannot be extended, a warning is logged once, and it is retried every ten seconds: the kernel
-holds writes to a full pool for a minute, and the obstacle may be gone by then.
+A pool's data or metadata, or a COW store, that is fuller than its threshold is extended: by its
+configured share, or by as much more as brings it below the threshold, within the room that the
+device class's reserve leaves. Crash points do no harm, since each step is one lvextend.
+
+If an extension fails, a warning is logged once, and the extension is retried every ten seconds: the
+kernel holds writes to a full pool for a minute, and the obstacle may be gone by then.
 """
 
 import logging
@@ -36,27 +38,38 @@ from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
+# Interval of the checks, in seconds.
 _LOOK_SECONDS = 2.0
+# Delay before an extension is retried, in seconds, if there was no room or lvm2 failed.
 _RETRY_SECONDS = 10.0
+# Delay before an extension is retried, in seconds, after another error, such as a failed fork(2).
 _SOON_SECONDS = 2.0
+# Time limit of one extension, in seconds.
 _PATIENCE_SECONDS = 60.0
+# Log message of a check that failed.
 _FAILURE = "volume group %s: cannot tell how full its pools and snapshots are: %s"
-# How often all snapshots are asked: an operator may have the kernel count no I/O (queue/iostats).
+# Interval, in seconds, at which all snapshots are queried, written to or not: an operator may have
+# switched the kernel's I/O counters off (queue/iostats).
 _ALL_SECONDS = 60.0
-# Classes have no setting for when snapshots grow.
+# Threshold and share for COW stores: the defaults, as device classes have no setting for these.
 _OF_SNAPSHOTS = Policy()
+# Upper bound of a COW store: more than the whole origin, so that `layout` reduces it to what the
+# store can use.
 _ALL_OF_IT = Reserve(percent=1000)
 
+# Kinds of parts that are extended.
 KINDS = DATA, METADATA, AREA = ("data", "metadata", "snapshot")
+# Outcomes of an extension, for the metrics.
 OUTCOMES = EXTENDED, NO_ROOM, FAILED = ("extended", "no room", "failed")
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A pool's data or metadata, or a COW store.
+    """A part that is extended: a pool's data or metadata, or a COW store.
 
-    `extend` takes how full the part is. It returns by how many bytes it extended it: 0 if there is
-    no room, None if there is nothing to extend.
+    `extend` is called with lvm2, the free room of the group, and how full the part is, in percent.
+    `extend` returns the number of bytes by which it extended the part: 0 if there is no room, None
+    if there is nothing to extend.
     """
 
     group: str
@@ -71,16 +84,16 @@ class _Part:
 
 @dataclass
 class _Areas:
-    """How full the COW stores of a group were, and what had been written there by then."""
+    """Fill levels and write counters of a volume group's COW stores at the last query."""
 
     percents: dict[str, float] = field(default_factory=dict)
     written: Mapping[str, Written] = field(default_factory=dict)
-    # When all were asked last (monotonic, seconds).
+    # Time (monotonic, seconds) at which all COW stores were last queried.
     asked_seconds: float = float("-inf")
 
 
 class Autoextender:
-    """Extends pools and COW stores that are too full."""
+    """Extends thin pools and COW stores that are too full."""
 
     def __init__(self, context: Context, sweeper: FreedSpaceEraser) -> None:
         self._sweeper = sweeper
@@ -90,7 +103,8 @@ class Autoextender:
         self._allocators = context.allocators
         self._counting = threading.Lock()
         self._counts = Counter({(kind, outcome): 0 for kind in KINDS for outcome in OUTCOMES})
-        # When the retry of a part that could not grow is due (monotonic, seconds), by group.
+        # Times (monotonic, seconds) at which the retry of each part that could not grow is due, by
+        # group.
         self._due: defaultdict[str, dict[_Part, float]] = defaultdict(dict)
         self._areas: defaultdict[str, _Areas] = defaultdict(_Areas)
         self.looks = Looks(
@@ -103,57 +117,72 @@ class Autoextender:
         )
 
     def counts(self) -> Mapping[tuple[str, str], int]:
-        """How often each kind was extended, had no room, or failed."""
+        """Return how often each kind of part was extended, had no room, or failed."""
         with self._counting:
             return dict(self._counts)
 
     def step(self, now_seconds: float) -> bool:
-        """Look once at each group, as if it were then; returns whether anything was extended."""
-        grown = [self.look(one, lambda: now_seconds) for one in self._volume_groups.names]
-        return any(grown)
+        """Check each volume group once, with this time (monotonic, seconds) as the present time.
+
+        Returns whether anything was extended.
+        """
+        extended = [self.look(group, lambda: now_seconds) for group in self._volume_groups.names]
+        return any(extended)
 
     def look(self, group: str, clock: Callable[[], float] = time.monotonic) -> bool:
-        """Look once, and extend what is too full; returns whether anything was extended.
+        """Check a volume group once, and extend what is too full.
 
-        Then the next look is at once, to keep pace with a writer.
+        Returns whether anything was extended. After True the next check follows at once, to keep
+        pace with a writer.
         """
-        grown, full, before = False, dict(self._full(group, clock)), self._due[group]
-        due = self._due[group] = {part: before[part] for part in full if part in before}
+        grown, full, earlier_due = False, dict(self._full(group, clock)), self._due[group]
+        due = self._due[group] = {part: earlier_due[part] for part in full if part in earlier_due}
         for part, percent in full.items():
             if part not in due or due[part] <= clock():
                 grown |= self._extend(part, percent, clock)
         return grown
 
     def _full(self, group: str, clock: Callable[[], float]) -> Iterator[tuple[_Part, float]]:
-        """The parts of a group that are too full, with percentages."""
+        """Yield the parts of a volume group that are too full, with percentages."""
         for name, percent in self._full_areas(group, clock()):
             yield _Part(group, name, AREA, _OF_SNAPSHOTS, partial(self._extend_area, name)), percent
-        known = self._volume_groups.known(group)
-        for one in self._allocators.growing(group, None if known is None else known.cached):
-            pool = pool_name(one.device_class)
+        volume_group = self._volume_groups.known(group)
+        for pool_allocator in self._allocators.growing(
+            group, None if volume_group is None else volume_group.cached
+        ):
+            pool = pool_name(pool_allocator.device_class)
             status = self._activator.status(group, pool)
-            for kind, extend in ((DATA, one.extend_data), (METADATA, one.extend_metadata)):
+            for kind, extend in (
+                (DATA, pool_allocator.extend_data),
+                (METADATA, pool_allocator.extend_metadata),
+            ):
                 percent = _percent(kind, status)
-                if percent > one.policy.autoextend_threshold:
-                    yield _Part(group, pool, kind, one.policy, extend), percent
+                if percent > pool_allocator.policy.autoextend_threshold:
+                    yield _Part(group, pool, kind, pool_allocator.policy, extend), percent
 
     def _full_areas(self, group: str, now_seconds: float) -> Iterator[tuple[str, float]]:
-        """The snapshots whose COW stores are too full; these are asked each time."""
-        seen, threshold = self._areas[group], _OF_SNAPSHOTS.autoextend_threshold
-        if now_seconds - seen.asked_seconds >= _ALL_SECONDS:
-            seen = _Areas(asked_seconds=now_seconds)
-        # Read first: snapshots that are written to meanwhile are asked again.
+        """Yield the snapshots whose COW stores are too full, with percentages.
+
+        A COW store is queried if it was written to since the last query, or was too full then.
+        """
+        areas, threshold = self._areas[group], _OF_SNAPSHOTS.autoextend_threshold
+        if now_seconds - areas.asked_seconds >= _ALL_SECONDS:
+            areas = _Areas(asked_seconds=now_seconds)
+        # Read the write counters before the stores are queried, so that the next check queries
+        # snapshots again that are written to meanwhile.
         written, percents = self._devices.written(group), dict[str, float]()
-        for name, so_much in written.items():
-            if not any(names.is_of(one, name) for one in (ids.SNAPSHOT_PREFIX, ids.BRIDGE_PREFIX)):
+        for name, counter in written.items():
+            if not any(
+                names.is_of(prefix, name) for prefix in (ids.SNAPSHOT_PREFIX, ids.BRIDGE_PREFIX)
+            ):
                 continue
-            percent = seen.percents.get(name, threshold + 1)
-            if percent > threshold or so_much is None or seen.written.get(name) != so_much:
+            percent = areas.percents.get(name, threshold + 1)
+            if percent > threshold or counter is None or areas.written.get(name) != counter:
                 percent = _percent(AREA, self._devices.own_status(group, name))
             percents[name] = percent
             if percent > threshold:
                 yield name, percent
-        self._areas[group] = _Areas(percents, written, seen.asked_seconds)
+        self._areas[group] = _Areas(percents, written, areas.asked_seconds)
 
     def _extend(self, part: _Part, percent: float, clock: Callable[[], float]) -> bool:
         due = self._due[part.group]
@@ -166,7 +195,8 @@ class Autoextender:
         except (errors.AgentError, mount_errors.CommandError) as error:
             self._give_up(part, percent, FAILED, str(error))
         except Exception as error:
-            # Such as a fork that failed: that passes, and writers do not wait.
+            # Retry soon after an error such as a failed fork(2), which passes quickly: writers
+            # cannot wait.
             self._give_up(part, percent, FAILED, repr(error))
             due[part] = clock() + _SOON_SECONDS
             return False
@@ -179,14 +209,16 @@ class Autoextender:
             if more_bytes is not None:
                 why = f"group {part.group} has no room for it"
                 self._give_up(part, percent, NO_ROOM, why)
-        # Counted from the end of the attempt, which may have taken as long.
+        # Count the delay from the end of the attempt, which may have taken as long as the delay.
         due[part] = clock() + _RETRY_SECONDS
         return False
 
     def _grow(self, part: _Part, percent: float) -> tuple[int | None, bool]:
-        """Extend a part; by how many bytes, as `_Part` says, and whether a sweep has extents.
+        """Extend a part; return by how many bytes, and whether a sweep holds free extents.
 
-        Where no clean extents are free it grows into those that are to be overwritten.
+        A sweep is a logical volume in which free extents are zeroed. The bytes are 0 for no room
+        and None for nothing to extend. If no clean extents are free, the part is extended into free
+        extents that are still to be zeroed.
         """
         with self._volume_groups.hold(part.group):
             group = self._reports.fresh(part.group).group(part.group)
@@ -202,7 +234,7 @@ class Autoextender:
             )
 
     def _may_be_unclean(self, part: _Part) -> bool:
-        """Whether a part may have extents that were not overwritten: it is overwritten itself."""
+        """Whether a part may get extents that were not zeroed, as it is erased itself later."""
         return part.kind != AREA or self._sweeper.policy.zeroes
 
     def _give_up(self, part: _Part, percent: float, outcome: str, why: str) -> None:
@@ -215,37 +247,42 @@ class Autoextender:
             self._counts[part.kind, outcome] += 1
 
     def _extend_area(self, name: str, lvm: Lvm, room: Room, percent: float) -> int | None:
-        """Extend the COW store of a snapshot, at most to what it can use.
+        """Extend the COW store of a snapshot, at most to the size that it can use.
 
-        What it is and whose snapshot, lvm2 reports: a damaged tag of it, or of its origin, must not
-        lose it. Tags give the reserve alone.
+        Whether the logical volume is a snapshot, and of which origin, is read from lvm2's report: a
+        damaged tag of the snapshot or its origin must not let the store overflow. Only the reserve
+        follows from the tags. Returns the bytes by which the store was extended: 0 if there is no
+        room, None if there is nothing to extend.
         """
         group = room.group
-        found = group.volumes.get(name)
-        if found is None or not found.own_tags or erase_deleted.is_deleted(found):
+        snapshot = group.volumes.get(name)
+        if snapshot is None or not snapshot.own_tags or erase_deleted.is_deleted(snapshot):
             return None
-        if not found.is_copy_on_write or (origin := group.volumes.get(found.origin)) is None:
+        if not snapshot.is_copy_on_write or (origin := group.volumes.get(snapshot.origin)) is None:
             return None
-        extent, present = group.extent_size_bytes, found.size_bytes
-        useful = layout.copy_on_write_bytes(origin.size_bytes, _ALL_OF_IT, group)
-        wanted = thin.wanted_extents(present // extent, percent, _OF_SNAPSHOTS)
+        extent, present_bytes = group.extent_size_bytes, snapshot.size_bytes
+        useful_bytes = layout.copy_on_write_bytes(origin.size_bytes, _ALL_OF_IT, group)
+        wanted_extents = thin.wanted_extents(present_bytes // extent, percent, _OF_SNAPSHOTS)
         beside_bytes = self._allocators.beside_bytes(room, origin.own_tags.get(tag.CLASS, ""))
-        most = min(beside_bytes, useful - present)
-        more = max(0, min(wanted * extent, most))
-        if more:
-            size, disks = present + more, room.anywhere()
+        most_bytes = min(beside_bytes, useful_bytes - present_bytes)
+        more_bytes = max(0, min(wanted_extents * extent, most_bytes))
+        if more_bytes:
+            size, disks = present_bytes + more_bytes, room.anywhere()
             volumes.extend(lvm, group.name, name, size_bytes=size, disks=disks)
-        return more
+        return more_bytes
 
 
 def _percent(kind: str, found: Sequence[Status]) -> float:
-    """How full a part is; 0 if it is inactive, or broken so that room would not help."""
-    for one in found:
-        match one:
+    """Return how full a part is, in percent, by the kernel's status.
+
+    The result is 0 if the part is inactive, or broken in a way that more room would not mend.
+    """
+    for status in found:
+        match status:
             case ThinPool(mode="rw" | "out_of_data_space", needs_check=False) if kind == DATA:
-                return one.data_percent
+                return status.data_percent
             case ThinPool(mode="rw" | "out_of_data_space", needs_check=False) if kind == METADATA:
-                return one.metadata_percent
+                return status.metadata_percent
             case Snapshot(state="") if kind == AREA:
-                return one.percent
+                return status.percent
     return 0.0

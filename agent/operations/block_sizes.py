@@ -1,9 +1,9 @@
-"""The logical blocks of disks that a volume's contents can lie on.
+"""Logical block sizes of disks, and on which of them the contents of a volume can be used.
 
-A file system is read and written in pieces of a size of its own (ext4: blocks, xfs: sectors), and
-the kernel mounts none whose pieces are smaller than its device's logical blocks. Users of a raw
-block volume count in the blocks that it shows, as partition tables do. So contents may go to disks
-with smaller blocks, and not to disks with larger ones.
+A file system reads and writes in units of its own (ext4: blocks, xfs: sectors). The kernel refuses
+to mount a file system whose unit is smaller than the logical block of its device. Users of a raw
+block volume count in the logical blocks that the volume shows, as partition tables do. Therefore
+contents may be copied to disks with smaller logical blocks, but not to disks with larger ones.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,11 @@ from mount.kernel import Kernel
 
 
 def of_group(kernel: Kernel, group: report.Group) -> int:
-    """The largest logical block of a group's disks, and so of its volumes; 0 if none answers."""
+    """Return the largest logical block size, in bytes, of the disks of a volume group.
+
+    The volumes of the group have the same logical block size. Disks whose size cannot be read are
+    left out; the result is 0 if no disk's size can be read.
+    """
     sizes = [0]
     for disk in group.disks:
         with suppress(OSError):
@@ -26,9 +30,11 @@ def of_group(kernel: Kernel, group: report.Group) -> int:
 
 
 def of_contents(kernel: Kernel, own_tags: Mapping[str, str], device: str) -> int:
-    """The largest logical block on which what an active device holds can be used; 0 for any.
+    """Return the largest logical block, in bytes, on which a volume's contents can be used.
 
-    Of an encrypted one, whose file system cannot be looked at, by its header and its tags. Raises
+    The result is 0 if any block size will do. `device` is the path of the active volume or snapshot
+    that has the contents. The file system of an encrypted volume cannot be read without its key;
+    for such a volume the result follows from the LUKS2 header and from Carver's tags. Raises
     OSError, ProbeFailed.
     """
     blocks = kernel.logical_block_bytes(device)
@@ -44,12 +50,16 @@ def of_contents(kernel: Kernel, own_tags: Mapping[str, str], device: str) -> int
         return blocks
     if records.may_be_block(own_tags):
         return blocks
-    found = filesystem.find(kernel, device, fs_type) if fs_type else None
-    return 0 if found is None else found.block_bytes
+    file_system = filesystem.find(kernel, device, fs_type) if fs_type else None
+    return 0 if file_system is None else file_system.block_bytes
 
 
 def problem(contents_bytes: int, group: report.Group, group_bytes: int) -> str:
-    """Why contents cannot lie on a group's disks, and what can be done; empty if they can."""
+    """Return why contents cannot be used on a volume group's disks; empty if they can.
+
+    The reason ends with a remedy. `contents_bytes` is the result of `of_contents`, and
+    `group_bytes` that of `of_group`.
+    """
     if not 0 < contents_bytes < group_bytes:
         return ""
     return (

@@ -1,20 +1,26 @@
 """Clones and restores: new volumes, filled in the background with a source's data or with zeroes.
 
-The volume is made first, with the tags `copying` and its source. Only when its last byte is on the
-disk the tag becomes `ready`, and only then it counts as a volume. CreateVolume waits for that until
-its deadline, without a lock or one of the places for calls; then it answers with the progress, and
-the CO repeats the call. Crash point: the tag `copying`; the next start copies from the beginning.
+The volume is created first, with the tag `copying` and a tag with its source. When its last byte is
+on the disk, the tag becomes `ready`; only then it counts as a volume. CreateVolume waits for that
+until its deadline, without a lock and without counting as a call under way. At the deadline it
+answers with the progress, and the CO repeats the call. Crash point: the volume has the tag
+`copying`; the next start of Carver copies from the beginning.
 
-A volume in use is copied from a snapshot of one moment, the bridge, which is taken before the new
-volume is made and removed when that is ready. Where the source is in another group than the new
-volume, one of the two groups is held at a time, so that a disk that hangs holds up its own alone:
-in between the source is promised to the volume, and nothing removes it. The promise ends with the
-process, which leaves a bridge at most. A bridge without an incomplete volume is unused:
-its removal is retried each minute, and at the next start. It stays while the group of its volume,
-which its tag `copy` names, does not answer: only there the volume may be. A call that finds one
-meanwhile copies from it, if it never had a volume, and else waits until it is removed. Bridges of
-several groups may have one name; a volume's own is one of its source, taken at the time that its
-tags record.
+A volume is copied from a snapshot of one moment, the bridge, since it may be in use. The bridge is
+taken before the new volume is created, and removed when the new volume is ready.
+
+If the source is in another volume group than the new volume, only one of the two groups is locked
+at a time, so that a disk that hangs delays its own group only. Between the two locks the source is
+promised to the volume, and nothing removes the source. The promise ends with the process, which
+leaves at most a bridge.
+
+A bridge without an incomplete volume is unused. Its removal is retried each minute, and at the next
+start. But an unused bridge stays while the group of its volume, which its tag `copy` names, does
+not answer, because the volume may be in that group. A call that finds an unused bridge copies from
+it if the bridge never had a volume, and else waits until the bridge is removed.
+
+Bridges in several groups may have the same name. A volume's own bridge is a snapshot of the
+volume's source, taken at the time that the volume's tags record.
 """
 
 import logging
@@ -46,16 +52,17 @@ from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-# Time limit of a report within a hold: a group that answered a moment ago needs no longer.
+# Time limit, in seconds, of a report that is read with a volume group's lock held: a group that
+# answered a moment ago needs no longer.
 _LOOK_SECONDS = 10.0
-# How long a call waits until an unused bridge is removed.
+# Time limit, in seconds, for which a call waits until an unused bridge snapshot is removed.
 _DISMISS_SECONDS = 10.0
-# Answer so long before the deadline, with the progress.
+# Time before the caller's deadline, in seconds, at which a waiting call answers with the progress.
 _MARGIN_SECONDS = 1.0
 
 
 def source_of(own_tags: Mapping[str, str]) -> Source | None:
-    """The source of a volume with these tags; None where it was made empty."""
+    """Return the source of a volume with these tags; None if the volume was created empty."""
     parsed = VolumeId.parse(own_tags.get(tag.FROM, ""))
     if parsed is None:
         return None
@@ -64,32 +71,37 @@ def source_of(own_tags: Mapping[str, str]) -> Source | None:
 
 
 def find(within: Reports, known: Known, source: Source) -> Snapshot | Volume:
-    """The snapshot or volume that a new volume is to be made of, if it can be.
+    """Return the snapshot or volume that is the source of a new volume.
 
-    Raises NoSuchSnapshot, NoSuchVolume, OtherGroup, Copying, SourceLost, NotSnapshotted.
+    Raises NoSuchSnapshot, NoSuchVolume, OtherGroup, Copying, SourceLost, NotSnapshotted if nothing
+    can be copied from the source.
     """
     if source.kind == SNAPSHOT:
-        found = within.snapshot(known, source.id)
-        if found.problem:
-            raise errors.SourceLost(source.id, found.problem)
-        return found
+        snapshot = within.snapshot(known, source.id)
+        if snapshot.problem:
+            raise errors.SourceLost(source.id, snapshot.problem)
+        return snapshot
     return known.usable(source.id, Call.COPY_FROM)
 
 
 def as_taken(origin: Snapshot | Volume, source: Snapshot) -> Snapshot | Volume:
-    """The origin of a copy as it was when `source`, its bridge, was taken, perhaps by another call.
+    """Return the origin of a copy as it was when its bridge snapshot, `source`, was taken.
 
-    Since then it may have grown, been formatted, or had its key changed; the bridge has not.
+    Another call may have taken the bridge. Since then the origin may have grown, been formatted, or
+    had its key changed; the bridge has not.
     """
     if isinstance(origin, Snapshot):
         return origin
-    kept = {key: text for key, text in origin.own_tags.items() if key not in INHERITED}
-    taken = {key: source.own_tags[key] for key in INHERITED if key in source.own_tags}
-    return replace(origin, size_bytes=source.size_bytes, own_tags={**kept, **taken})
+    other_tags = {key: text for key, text in origin.own_tags.items() if key not in INHERITED}
+    inherited_tags = {key: source.own_tags[key] for key in INHERITED if key in source.own_tags}
+    return replace(origin, size_bytes=source.size_bytes, own_tags={**other_tags, **inherited_tags})
 
 
 def is_in(origin: Snapshot | Volume, group: report.Group, pool: str) -> bool:
-    """Whether a source is in a group's thin pool, so that a volume in it can share its blocks."""
+    """Whether a source is in a volume group's thin pool.
+
+    A new volume in that pool can share the blocks of such a source.
+    """
     return origin.group.uuid == group.uuid and group.volume(origin.name).pool == pool
 
 
@@ -101,9 +113,9 @@ def share(
     own_tags: Mapping[str, str],
     tuning: Tuning,
 ) -> Volume:
-    """Make a thin volume that shares the blocks of its source: one command, no copy.
+    """Create a thin volume that shares the blocks of its source: one command, no copy.
 
-    It is ready at once, unless it has to grow, or to get a file system's id of its own.
+    The volume is ready at once, unless it has to grow, or its file system needs a UUID of its own.
     """
     group = origin.group
     present_bytes = group.volume(origin.name).size_bytes
@@ -116,10 +128,10 @@ def share(
 
 
 def may_hold_btrfs(own_tags: Mapping[str, str]) -> bool:
-    """Whether a copy with these tags may hold a btrfs, which needs an id of its own.
+    """Whether a copy with these tags may hold a btrfs, which needs a UUID of its own.
 
-    The tag may be missing if a crash came right after mkfs. An encrypted copy gets its id when it
-    is opened.
+    The tag `formatted` may be missing if a crash came right after mkfs. The result is False for an
+    encrypted copy, whose btrfs gets its UUID when the copy is opened.
     """
     if tag.ENCRYPTION in own_tags:
         return False
@@ -128,15 +140,16 @@ def may_hold_btrfs(own_tags: Mapping[str, str]) -> bool:
 
 @dataclass(kw_only=True)
 class Copy(Job):
-    """A volume that is being filled."""
+    """A job that fills a new volume."""
 
     volume: Volume
-    # The id of the snapshot to copy from; empty for a volume that shares the blocks of its source,
-    # or has none.
+    # Id of the snapshot to copy from. Empty for a volume that shares the blocks of its source, or
+    # that has no source.
     source_id: str
-    # The snapshot itself, from when its group was held and it was found until it is read no more.
+    # The snapshot to copy from, set from the time it was found with its group locked until it is
+    # read no more.
     source: Snapshot | None = None
-    # Whether the job has yet to look for it, and it must stay until then.
+    # Whether the job has yet to find the snapshot, which must stay until then.
     awaits_source: bool = False
 
     def __str__(self) -> str:
@@ -155,7 +168,8 @@ class Copier:
         self._mender = context.mender
         self._policy = context.erase_policy
         self._snapshotter = snapshotter
-        # The longest wait of a call, and that of one without a deadline.
+        # Time limit, in seconds, for which a call waits for its copy; a call without a deadline
+        # waits as long.
         self.grace_seconds = 600.0
         self.jobs: Jobs[Copy] = Jobs(
             context.workers,
@@ -168,63 +182,73 @@ class Copier:
         context.conflicts.add(
             Ender.COPIER, self.jobs, aborted=lambda job: errors.Copying(job.key, str(job))
         )
-        # The removal of bridges that may be unused; it has no caller, and so no deadline.
+        # Jobs that remove bridge snapshots that may be unused; they have no caller, and so no
+        # deadline.
         self.bridges: Jobs[Job] = Jobs(
             context.workers,
             "bridge",
             self._sweep,
             "cannot remove the unused snapshot %s yet: %s",
         )
-        # When this process took each bridge that has no volume yet, by the bridge's id.
+        # Times (Unix, in nanoseconds) at which this process took each bridge snapshot that has no
+        # volume yet, by the bridge's id.
         self._unused: dict[str, int] = {}
-        # The ids of snapshots from which a call is about to fill a volume, each with its name.
+        # Promised snapshots: the id of each snapshot from which a call is about to fill a volume,
+        # with the name of that volume.
         self._promised: set[tuple[str, str]] = set()
 
     def takes_bridge(self, known: Known, name: str, origin: Snapshot | Volume) -> bool:
-        """Whether `prepare` is going to take a bridge, which is a further logical volume."""
+        """Whether `prepare` will take a bridge snapshot for a new volume.
+
+        A bridge snapshot is a further logical volume, for which the group needs room.
+        """
         identity = str(_bridge_for(name, origin))
         return isinstance(origin, Volume) and self._bridge(known, identity) is None
 
     def prepare(
         self, known: Known, name: str, origin: Snapshot | Volume, into: report.Group
     ) -> Snapshot:
-        """The snapshot from which to copy the volume called `name`: the source, or a new bridge.
+        """Return the snapshot from which to copy the volume called `name`.
 
-        To be called with the source's group held, and a report that was read within. The volume is
-        to be made in the group `into`. One command for a bridge. Raises NoRoom, and
-        OperationPending while one of that name is removed.
+        If the source is a volume, the snapshot is a bridge snapshot, which is taken by one command
+        unless an earlier call took it. To be called with the source's group locked and a report
+        that was read under that lock. The volume is to be created in the group `into`. Raises
+        NoRoom, and OperationPending while a bridge snapshot of that name is being removed.
         """
         if isinstance(origin, Snapshot):
             return origin
         bridge = _bridge_for(name, origin)
         identity = str(bridge)
         copy_id = str(VolumeId.of(into, names.logical_volume(ids.VOLUME_PREFIX, name)))
-        if (found := self._bridge(known, identity)) is not None:
-            # Crash point: an earlier call ended before it made the volume.
-            is_unused = self._unused.get(identity) == found.time_nanoseconds
-            is_for_it = found.copy_id == copy_id and found.source_id == origin.id
-            if is_unused and is_for_it and not found.problem:
-                return found
+        if (present := self._bridge(known, identity)) is not None:
+            # Use the bridge snapshot of an earlier call, if the bridge fits. Crash point: the
+            # earlier call died before it created the volume.
+            is_unused = self._unused.get(identity) == present.time_nanoseconds
+            is_for_it = present.copy_id == copy_id and present.source_id == origin.id
+            if is_unused and is_for_it and not present.problem:
+                return present
             self.bridges.start(Job(identity))
             raise errors.OperationPending(f"{identity} (unused, being removed)")
         self._snapshotter.require_free(known, bridge.name)
         self._snapshotter.make_room(origin)
         try:
-            taken = self._snapshotter.take(
+            new_bridge = self._snapshotter.take(
                 bridge.name, origin, {tag.NAME: name, tag.COPY: copy_id}, None
             )
         except mount_errors.CommandError:
-            # lvm2 may have taken it before it was ended.
+            # Remove the bridge snapshot in the background: lvm2 may have taken it before the
+            # command was ended.
             self.bridges.start(Job(identity))
             raise
-        self._unused[identity] = taken.time_nanoseconds
-        return taken
+        self._unused[identity] = new_bridge.time_nanoseconds
+        return new_bridge
 
     @contextmanager
     def promised(self, source: Snapshot, name: str) -> Iterator[None]:
-        """Keep a snapshot within the `with` for the volume called `name`, which is made there.
+        """Keep a snapshot from being removed within the `with`, for the volume called `name`.
 
-        To be entered with the snapshot's group held, like `prepare`, and left with no group held.
+        The volume is created within the `with`. To be entered with the snapshot's group locked,
+        like `prepare`, and left with no group locked.
         """
         promise = (str(source.id), name)
         self._promised.add(promise)
@@ -234,20 +258,23 @@ class Copier:
             self._promised.discard(promise)
 
     def dismiss(self, *bridge_ids: str) -> None:
-        """Have bridges removed in the background where unused, and wait a moment for it."""
+        """Remove unused bridge snapshots in the background; wait up to ten seconds for that."""
         patience = command.patience_seconds(_DISMISS_SECONDS)
-        wait([self.bridges.start(Job(one)).ended for one in bridge_ids], patience)
+        wait([self.bridges.start(Job(bridge_id)).ended for bridge_id in bridge_ids], patience)
 
     def reading(self, snapshot_id: str) -> list[str]:
-        """The volumes that are being filled from a snapshot, or will be; its group is held."""
-        begun = (one for one in self.jobs.unfinished() if one.source or one.awaits_source)
-        found = [one.key for one in begun if one.source_id == snapshot_id]
-        return found + [name for one, name in list(self._promised) if one == snapshot_id]
+        """Return the volumes that are or will be filled from a snapshot; its group is locked."""
+        jobs = (job for job in self.jobs.unfinished() if job.source or job.awaits_source)
+        volume_ids = [job.key for job in jobs if job.source_id == snapshot_id]
+        return volume_ids + [
+            name for promised_id, name in list(self._promised) if promised_id == snapshot_id
+        ]
 
     def start(self, volume: Volume, source: Snapshot | None) -> Copy:
-        """Fill a volume in the background; the job, or the one that is under way.
+        """Start to fill a volume in the background; return the job, or the one under way.
 
-        Their group is held, so that the source is not deleted before it is known to be read.
+        The caller holds the lock of the volume's and the source's group, so that the source is not
+        deleted before the job is known to read it.
         """
         if source is None:
             return self.jobs.start(self._copy_of(volume, ""))
@@ -256,10 +283,11 @@ class Copier:
         return self.jobs.start(job)
 
     def start_across(self, volume: Volume, source_id: str = "") -> Copy:
-        """Fill a volume from a source in another group, of which only the volume's own is held.
+        """Start to fill a volume from a source in another volume group; return the job.
 
-        The job, or the one that is under way. It looks for the source itself, with that group held.
-        `source_id` is said for a volume that is newer than its report.
+        A job that is under way is returned as it is. The caller holds the lock of the volume's
+        group only. The job finds the source itself, with the source's group locked. `source_id` is
+        passed for a volume that is newer than its report.
         """
         job = self._copy_of(volume, source_id or _source_id(volume))
         job.awaits_source = True
@@ -268,8 +296,8 @@ class Copier:
     def wait(self, job: Copy) -> Volume:
         """Wait until a volume is filled; to be called with no lock held.
 
-        Raises Copying, with the progress, before the caller's deadline or where too many wait; or
-        the job's error.
+        Raises Copying, with the progress, before the caller's deadline or if too many calls wait,
+        or the error of the job.
         """
         if not job.ended.done():
             remaining, seconds = command.remaining_seconds(), self.grace_seconds
@@ -285,32 +313,36 @@ class Copier:
         return replace(volume, size_bytes=volume.made_bytes, own_tags=own_tags)
 
     def source_of(self, known: Known, volume: Volume) -> Snapshot | None:
-        """The snapshot from which an incomplete volume is copied; None if it needs none.
+        """Return the snapshot from which an incomplete volume is copied; None if it needs none.
 
-        `known` has its source's group. Raises NoSuchSnapshot, OtherGroup or SourceLost where it can
-        never be completed.
+        `known` has the source's group. Raises NoSuchSnapshot, OtherGroup or SourceLost if the
+        volume can never be completed.
         """
         source_id = _source_id(volume)
         return self._source(known, volume, source_id) if source_id else None
 
     def _source(self, known: Known, volume: Volume, source_id: str) -> Snapshot:
-        """The snapshot of that id, as it was when the volume was made; raises as `source_of`."""
+        """Return a snapshot that a volume is copied from, by the snapshot's id.
+
+        Raises the errors of `source_of`.
+        """
         if names.is_of(ids.SNAPSHOT_PREFIX, ids.logical_name(source_id)):
-            found = self._reports.snapshot(known, source_id)
+            snapshot = self._reports.snapshot(known, source_id)
         elif (bridge := self._bridge_of(known, volume)) is not None:
-            found = bridge
+            snapshot = bridge
         else:
-            was = volume.own_tags.get(tag.FROM, "")
-            raise errors.SourceLost(was, "it was not kept; repeat the call")
-        if found.problem:
-            raise errors.SourceLost(str(found.id), found.problem)
-        return found
+            origin_id = volume.own_tags.get(tag.FROM, "")
+            raise errors.SourceLost(origin_id, "it was not kept; repeat the call")
+        if snapshot.problem:
+            raise errors.SourceLost(str(snapshot.id), snapshot.problem)
+        return snapshot
 
     def clear(self, volume: Volume) -> None:
-        """Have the bridge of a volume that was deleted removed, if it has one still.
+        """Remove the bridge snapshot of a deleted volume in the background, if the bridge is left.
 
-        By the volume's tags: the source may be in another group, whose cached state may lack the
-        bridge. A complete volume seldom has one, so there a hint decides whether to look.
+        The volume's tags name the bridge: the source may be in another volume group, whose cached
+        state may lack the bridge. Few complete volumes still have a bridge, so for these the cached
+        state decides whether a job is started.
         """
         if not (bridge_id := _bridge_id(volume)):
             return
@@ -320,62 +352,80 @@ class Copier:
             self.bridges.start(Job(bridge_id))
 
     def _is_seen(self, bridge_id: str) -> bool:
-        """Whether the state read last has it; one that is left is removed by its own retry."""
-        found = self._volume_groups.known(ids.group_of(bridge_id))
-        seen = None if found is None else found.cached
-        return seen is not None and backing.of_id(bridge_id).name in seen.volumes
+        """Whether the cached state of a volume group has a bridge snapshot.
+
+        A bridge snapshot that the state lacks is removed by the retry of the job that failed to
+        remove it.
+        """
+        volume_group = self._volume_groups.known(ids.group_of(bridge_id))
+        cached_group = None if volume_group is None else volume_group.cached
+        return cached_group is not None and backing.of_id(bridge_id).name in cached_group.volumes
 
     def resume(self, group: str) -> int:
-        """Begin the unfinished copies of a group anew; returns how many there are."""
+        """Start the unfinished copies of a volume group anew; return how many there are.
+
+        Unused bridge snapshots of the group are removed, too.
+        """
         with Attempts() as attempts:
-            left = 0
+            copies = 0
             with attempts.one():
-                left = self.jobs.look(group)
-            known = self._reports.fresh(group)
-            wanted = self._wanted(self._reports.everywhere(known))
-            for one in known.snapshots():
-                if one.is_bridge and str(one.id) not in wanted:
+                copies = self.jobs.look(group)
+            state = self._reports.fresh(group)
+            used_bridges = self._wanted(self._reports.everywhere(state))
+            for snapshot in state.snapshots():
+                if snapshot.is_bridge and str(snapshot.id) not in used_bridges:
                     with attempts.one():
-                        self.bridges.start(Job(str(one.id)))
-        return left
+                        self.bridges.start(Job(str(snapshot.id)))
+        return copies
 
     def _copy_of(self, volume: Volume, source_id: str) -> Copy:
-        # Many jobs may wait, and each would keep a report of all volumes in memory.
+        # Keep only the volume of the report: many jobs may wait, and each would keep a report of
+        # all volumes in memory.
         volume = replace(volume, group=volume.group.only(volume.name))
         self._unused.pop(source_id, None)
         made_bytes = volume.made_bytes
         return Copy(key=str(volume.id), volume=volume, source_id=source_id, size_bytes=made_bytes)
 
     def _due(self, group: str) -> Iterator[Copy]:
-        # Held: no volume that is found is completed, and used, before its job exists.
+        # Hold the group's lock, so that no volume in the report is completed, and used, before its
+        # job exists.
         with self._volume_groups.hold(group):
-            known = self._reports.fresh(group)
-            known.group(group)
-            for volume in known.volumes():
+            state = self._reports.fresh(group)
+            state.group(group)
+            for volume in state.volumes():
                 if volume.ended_by is Ender.COPIER:
                     yield self._copy_of(volume, _source_id(volume))
 
     def _clear_failed(self, job: Copy) -> None:
-        # The tag was written by a command that seemed to fail. The volume may be in use.
+        # Remove the bridge snapshot: the copy is complete, as its last command wrote the tag
+        # although it seemed to fail. The volume may be in use.
         if bridge_id := _bridge_id(job.volume):
             self.bridges.start(Job(bridge_id))
 
     def _bridge_of(self, known: Known, volume: Volume) -> Snapshot | None:
-        """The bridge from which a volume is or was copied; another volume's may have its name."""
+        """Return the bridge snapshot from which a volume is or was copied; None if there is none.
+
+        A bridge with the same name may be another volume's.
+        """
         bridge = self._bridge(known, bridge_id) if (bridge_id := _bridge_id(volume)) else None
         if bridge is None or str(bridge.source_id) != volume.own_tags[tag.FROM]:
             return None
-        taken = str(bridge.time_nanoseconds)
-        # Older versions did not record the time.
-        return bridge if volume.own_tags.get(tag.BRIDGE, taken) == taken else None
+        time_text = str(bridge.time_nanoseconds)
+        # Accept a volume without the time of its bridge snapshot, which older versions did not
+        # record.
+        return bridge if volume.own_tags.get(tag.BRIDGE, time_text) == time_text else None
 
     def _bridge(self, known: Known, identity: str) -> Snapshot | None:
-        """The bridge of that id, if it is there."""
+        """Return the bridge snapshot of an id; None if it does not exist."""
         own_name = backing.of_id(identity).name
         for group in known.groups.values():
             if group.name == ids.group_of(identity) and own_name in group.volumes:
-                found = records.snapshot(group, group.volumes[own_name])
-                return found if isinstance(found, Snapshot) and str(found.id) == identity else None
+                snapshot = records.snapshot(group, group.volumes[own_name])
+                return (
+                    snapshot
+                    if isinstance(snapshot, Snapshot) and str(snapshot.id) == identity
+                    else None
+                )
         return None
 
     def _copy(self, job: Copy) -> Steps:
@@ -387,7 +437,7 @@ class Copier:
             self._drop(source)
 
     def _fill(self, job: Copy) -> Generator[float, None, Snapshot | None]:
-        """Fill a volume, and tag it as ready; the snapshot that it was filled from, if any."""
+        """Fill a volume and tag it as ready; return the snapshot that was copied, if any."""
         source = None
         if job.source_id:
             source = yield from self._copy_all(job, job.volume)
@@ -405,13 +455,16 @@ class Copier:
         return source
 
     def _renew(self, volume: Volume) -> None:
-        """Give a copied btrfs, if there is one, an id of its own."""
+        """Give a copied btrfs, if there is one, a UUID of its own."""
         device = self._activator.activate(volume).path
         if tag.FORMATTED in volume.own_tags or filesystem.is_on(self._kernel, device):
             filesystem.renew(self._kernel, device)
 
     def _grow(self, volume: Volume) -> None:
-        """Extend a volume that shares blocks, and so began with the size of its source."""
+        """Extend a volume that shares the blocks of its source to its requested size.
+
+        Such a volume begins with the size of its source.
+        """
         group, size_bytes = volume.group.name, volume.made_bytes
         with self._volume_groups.hold(group):
             if volume.size_bytes < size_bytes:
@@ -419,18 +472,20 @@ class Copier:
                 volumes.extend(lvm, group, volume.name, size_bytes=size_bytes)
 
     def _copy_all(self, job: Copy, volume: Volume) -> Generator[float, None, Snapshot]:
-        """Copy all of a volume's source, which stays while this job is there; the source."""
+        """Copy all of a volume's source; return the source, which stays while the job exists."""
         group = ids.group_of(job.source_id)
         with self._volume_groups.hold(group):
             if (source := job.source) is None:
-                # What has its name may be left of it, and is erased: only a report tells.
+                # Read a report: a logical volume with the snapshot's name may be only the rest of a
+                # deleted snapshot that is being erased.
                 with command.time_limit(_LOOK_SECONDS):
                     source = self._source(self._reports.fresh(group), volume, job.source_id)
                 job.source = source
             reading = self._activator.activate_snapshot(source).path
         with self._volume_groups.hold(volume.group.name):
             writing = self._activator.activate(volume).path
-        # Unwritten blocks of a thin volume read as zeroes.
+        # Skip zeroes in the copy if the new volume is thin, since its unwritten blocks read as
+        # zeroes.
         blank = volume.is_thin
         work = self._paces.of(volume.group.name).work(
             "copy",
@@ -439,14 +494,15 @@ class Copier:
             check=job.check,
             progress=job.progress,
         )
-        # Where the source has zeroes the copy has the device zero.
+        # Prove that the device zeroes blocks correctly, since the copy uses that for zeroes of the
+        # source.
         self._policy.prove(writing, source.size_bytes)
         for piece in work.chunks(source.size_bytes):
             with piece as (offset, length):
                 self._kernel.copy(reading, writing, offset, length, blank=blank)
             yield AGAIN
         if self._activator.has_overflowed(source):
-            # It may have overflowed before the last reads.
+            # Check the snapshot once more: it may have overflowed before the last reads.
             raise errors.SourceLost(str(source.id), replace(source, overflowed=True).problem)
         return source
 
@@ -466,34 +522,37 @@ class Copier:
         )
 
     def _drop(self, source: Snapshot) -> None:
-        """Remove the bridge of a complete volume."""
+        """Remove the bridge snapshot of a complete volume."""
         if not source.is_bridge:
             return
         try:
-            # It is unused: a deletion of the volume, to make it anew, waits for this job.
+            # Remove the bridge snapshot, which is unused: a deletion of the volume waits for this
+            # job, so no new copy of that name can use the bridge yet.
             self._snapshotter.discard(source)
         except Exception as error:
             _log.error("cannot remove the unused snapshot %s yet: %s", source.id, error)
             self.bridges.start(Job(str(source.id)))
 
     def _sweep(self, job: Job) -> None:
-        """Remove a bridge, if by a fresh report no volume is copied from it.
+        """Remove a bridge snapshot if a fresh report shows no volume that is copied from it.
 
-        Raises VolumeInUse where one is, or is about to be, and GroupBusy where one may be: then it
-        is due again, since what needs the bridge now may end without it.
+        Raises VolumeInUse if a volume is copied from the bridge snapshot or is about to be, and
+        GroupBusy if such a volume may be in a volume group that does not answer. After an error the
+        job is retried, since the copy may end without removing its bridge snapshot.
         """
         group = ids.group_of(job.key)
-        # Any group may have such a volume. No lock is held while one that was changed may hang.
+        # Read all volume groups, since any may have a volume that is copied from the bridge
+        # snapshot. No lock is held yet, because a group may hang.
         self._reports.everywhere(self._reports.fresh(group))
         with self._volume_groups.hold(group):
             with command.time_limit(_LOOK_SECONDS):
-                known = self._reports.everywhere(self._mender.mend(group))
-            bridge = self._bridge(known, job.key)
+                all_groups = self._reports.everywhere(self._mender.mend(group))
+            bridge = self._bridge(all_groups, job.key)
             if bridge is None:
-                self._snapshotter.go_on(known, job.key)
+                self._snapshotter.go_on(all_groups, job.key)
                 return
-            known.require_known_unused(bridge)
-            if job.key in self._wanted(known):
+            all_groups.require_known_unused(bridge)
+            if job.key in self._wanted(all_groups):
                 raise errors.VolumeInUse(job.key, "a volume is copied from it")
             self._snapshotter.require_unread(job.key)
             self._snapshotter.part(bridge)
@@ -501,25 +560,35 @@ class Copier:
         self._snapshotter.finish(bridge)
 
     def _wanted(self, known: Every) -> set[str]:
-        """The ids of the bridges from which volumes are being copied."""
-        left = list(known.copies())
-        found = {str(one.id) for one in map(partial(self._bridge_of, known), left) if one}
-        # Of one that lost its tag `from`, which may be put back, only the name tells.
-        lost = {
-            names.logical_volume(ids.BRIDGE_PREFIX, one.own_tags[tag.NAME])
-            for one in left
-            if not {tag.FROM, tag.ZERO} & one.own_tags.keys()
+        """Return the ids of the bridge snapshots from which volumes are being copied."""
+        copies = list(known.copies())
+        bridge_ids = {
+            str(snapshot.id)
+            for snapshot in map(partial(self._bridge_of, known), copies)
+            if snapshot
         }
-        return found | {str(one.id) for one in known.snapshots() if one.name in lost}
+        # Keep the bridge snapshot of a volume that lost its tag `from`, which may be put back; the
+        # bridge's name is derived from the volume's.
+        lost_names = {
+            names.logical_volume(ids.BRIDGE_PREFIX, volume.own_tags[tag.NAME])
+            for volume in copies
+            if not {tag.FROM, tag.ZERO} & volume.own_tags.keys()
+        }
+        return bridge_ids | {
+            str(snapshot.id) for snapshot in known.snapshots() if snapshot.name in lost_names
+        }
 
 
 def _bridge_for(name: str, origin: Snapshot | Volume) -> VolumeId:
-    """The id of the bridge from which the volume called `name` is copied."""
+    """Return the id of the bridge snapshot from which the volume called `name` is copied."""
     return VolumeId.of(origin.group, names.logical_volume(ids.BRIDGE_PREFIX, name))
 
 
 def _bridge_id(volume: Volume) -> str:
-    """The id of the bridge that a copy of a volume has or had; empty where it never had one."""
+    """Return the id of the bridge snapshot of a volume's copy; empty if it never had one.
+
+    The bridge snapshot may be removed already.
+    """
     source = source_of(volume.own_tags)
     if source is None or source.kind == SNAPSHOT or (parsed := VolumeId.parse(source.id)) is None:
         return ""
@@ -528,9 +597,10 @@ def _bridge_id(volume: Volume) -> str:
 
 
 def _source_id(volume: Volume) -> str:
-    """The id of the snapshot that an incomplete volume is copied from; empty where there is none.
+    """Return the id of the snapshot that an incomplete volume is copied from; empty if none.
 
-    By a report that has the volume: one that shares the blocks of its source has an origin.
+    `volume` must have a report that contains the volume. A volume that shares the blocks of its
+    source has an origin in the report, and needs no copy.
     """
     if volume.group.volume(volume.name).origin or (source := source_of(volume.own_tags)) is None:
         return ""
@@ -538,5 +608,5 @@ def _source_id(volume: Volume) -> str:
 
 
 def _is_overwritten(volume: Volume) -> bool:
-    """Whether the part without copied data is overwritten; not where blocks are shared."""
+    """Whether the part of a volume without copied data is zeroed; False for a thin volume."""
     return tag.ZERO in volume.own_tags and not volume.is_thin

@@ -1,10 +1,13 @@
-"""CreateVolume: a volume is made whole, or is not there. GetCapacity: how much room there is.
+"""CreateVolume: create a volume completely, or not at all. GetCapacity: the free room of a class.
 
-The logical volume's name is a function of the CO's name, so a repeated call finds what an earlier
-one made, whatever process made it. One lvcreate makes the logical volume, its tags and its device.
+The logical volume's name is a function of the CO's name, so a repeated call finds the volume of an
+earlier call, whichever process made it. One lvcreate creates the logical volume with its tags and
+its device.
 
-A source in another group is taken with that group held (`VolumeCreator._take`), and the volume is
-made afterwards with its own group held. Killed in between, the process leaves a bridge at most.
+A source in another volume group is prepared with that group locked (`VolumeCreator._take`), and the
+volume is created afterwards with its own group locked. A process that is killed in between leaves
+at most a bridge: a temporary snapshot of the source volume, from which the new volume is copied
+(agent/operations/clone.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +40,7 @@ from lvm.volumes import New
 
 @dataclass(frozen=True)
 class Capacity:
-    """Sizes in bytes of the volumes that can be made now."""
+    """Sizes in bytes of the volumes that can be created now."""
 
     available_bytes: int
     maximum_volume_bytes: int
@@ -46,7 +49,10 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Made:
-    """A volume, and the job that fills it, unless it has its contents."""
+    """A volume that was found or created, and the job that fills it.
+
+    The job is None for a volume that has its contents.
+    """
 
     volume: Volume
     filling: Copy | None = None
@@ -54,7 +60,10 @@ class Made:
 
 @dataclass(frozen=True)
 class _Untaken:
-    """A source in another group, which is to be taken before the volume is made in this one."""
+    """A source in another volume group that must be taken before the volume is created in `group`.
+
+    To take a source is to reserve it for the new volume (`VolumeCreator._take`).
+    """
 
     source: Source
     group: report.Group
@@ -62,10 +71,11 @@ class _Untaken:
 
 @dataclass(frozen=True)
 class _Taken:
-    """A source in another group, promised to the new volume; `origin` as it was when taken.
+    """A source in another volume group that is reserved for the new volume.
 
-    `snapshot` is what is copied: the origin itself, or its bridge. `disks` are those of the new
-    volume's group (UUIDs), on which the contents can lie.
+    `origin` is the source as it was when it was taken. `snapshot` is what is copied: the origin
+    itself, or its bridge snapshot. `disks` are the UUIDs of the disks of the new volume's group, on
+    which the contents can be used.
     """
 
     origin: Snapshot | Volume
@@ -73,19 +83,21 @@ class _Taken:
     disks: frozenset[str]
 
 
-# No repeated call changes these: the source of a new volume is lost, or not on this node.
+# Errors that no repeated call can overcome on this node: the source of a new volume is lost, or not
+# on this node.
 _FOR_EVER = (errors.NoSuchSnapshot, errors.SourceLost, errors.NotHere)
 
-# Nor does a repeated call find room that a volume lacks while it is filled; another node may.
+# Errors that no repeated call can overcome on this node while a volume is filled: those above, and
+# a lack of room for its data. Another node may have the room.
 _NOT_HERE = (*_FOR_EVER, errors.NoRoom, lvm_errors.NoSpace, lvm_errors.MetadataFull)
 
-# Called with the state that the group's lock keeps true, and the size of the volume to be made;
-# an exception of it prevents the volume.
+# Check that is called before a volume is created, with the state of all volume groups and the
+# volume's size in bytes. The lock of the volume's group is held. An exception prevents the volume.
 Admit = Callable[[Every, int], None]
 
 
 class VolumeCreator:
-    """Makes volumes in this node's groups."""
+    """Creates volumes in this node's volume groups."""
 
     def __init__(
         self,
@@ -108,36 +120,41 @@ class VolumeCreator:
         self._allocators = context.allocators
 
     def create(self, call: CreateVolume, admit: Admit | None = None) -> Made:
-        """Make a volume, or find the one that an earlier call made; `complete` waits for contents.
+        """Create a volume, or find the one that an earlier call created.
 
-        Two commands: a report, and lvcreate, which also tags and activates. The first thin volume
-        of a class takes up to two more, for its pool; a bridge to another volume takes one more,
-        and so does a RAID with a minimum rate of recovery without a maximum.
-        Raises NotHere where the class's group or the source is not on this node (only after that
-        answer a scheduler chooses another node), and OperationPending for a volume of this name
-        that is being erased, or was in part, and while a chunk of the class's empty pool is zeroed.
+        The volume may be still without its contents; `complete` waits for these.
+
+        - Runs two commands: a report, and lvcreate, which also tags and activates. The first thin
+          volume of a class takes up to two more, for its pool. A copy of another volume takes one
+          more, for its bridge snapshot, and so does a RAID with a minimum recovery rate without a
+          maximum.
+        - Raises NotHere if the class's group or the source is not on this node: only after that
+          error does a scheduler choose another node.
+        - Raises OperationPending while a volume of this name is being erased, or was erased in
+          part, and while a chunk of the class's empty thin pool is being zeroed.
         """
         if not call.topology.includes(self._configuration.now.here):
             raise errors.Elsewhere(self._configuration.now.node_id)
-        one = self.class_for(call.name, call.parameters, is_ephemeral=call.is_ephemeral)
-        modify.check(call.tuning, one.layout)
+        device_class = self.class_for(call.name, call.parameters, is_ephemeral=call.is_ephemeral)
+        modify.check(call.tuning, device_class.layout)
         self._limiter.require(call.tuning)
         if call.source is not None:
-            # An id that can be none is refused before anything is looked at.
+            # Raise the error for a malformed source id before anything is read.
             ids.group_of(call.source.id)
             if call.source.kind == VOLUME:
                 origin = backing.of_id(call.source.id)
                 with self._limiter.lifted(origin):
                     users.flush(self._kernel, self._activator, origin)
-        make = partial(self._make_or_find, call, one, admit)
-        return self._pool_remover.when_kept(one.group, pool_name(one.name), make)
+        make = partial(self._make_or_find, call, device_class, admit)
+        return self._pool_remover.when_kept(device_class.group, pool_name(device_class.name), make)
 
     def _make_or_find(self, call: CreateVolume, one: DeviceClass, admit: Admit | None) -> Made:
-        """Make or find a volume, with one group held at a time."""
+        """Create or find a volume; the lock of only one volume group is held at a time."""
         prefix = _prefix(call.is_ephemeral)
-        # An earlier call may have made it while the class had a group that no class has by now.
-        left = self._volume_groups.left_with(names.logical_volume(prefix, call.name))
-        group_name, taken = left or one.group, None
+        # Begin with the group where an earlier call may have created the volume, before the
+        # configuration gave the class another volume group.
+        earlier_group = self._volume_groups.left_with(names.logical_volume(prefix, call.name))
+        group_name, taken = earlier_group or one.group, None
         with ExitStack() as undo, ExitStack() as promises:
             while True:
                 self._reports.await_others(group_name)
@@ -153,19 +170,22 @@ class VolumeCreator:
     def class_for(
         self, name: str, parameters: Parameters, field: str = "parameters", *, is_ephemeral: bool
     ) -> DeviceClass:
-        """The class by which a volume is made, or was made; raises NotAllowed, BadField.
+        """Return the device class by which a volume is or was created.
 
-        No command, unless the configuration lacks the class, or has it such that it refuses the
-        parameters: a volume that was made by it before is found all the same.
+        Runs no command, unless the configuration lacks the class or has the class without the
+        requested parameters: in these cases the class of an existing volume of that name is
+        returned. Raises NotAllowed, BadField.
         """
         try:
             return plan.device_class(self._configuration.now, field, parameters)
         except errors.BadField:
             own_name = names.logical_volume(_prefix(is_ephemeral), name)
-            made = self._reports.search(lambda one: one.name == own_name and not one.is_doomed)
-            if made is None:
+            existing = self._reports.search(
+                lambda volume: volume.name == own_name and not volume.is_doomed
+            )
+            if existing is None:
                 raise
-            return plan.class_of(self._configuration.now, made)
+            return plan.class_of(self._configuration.now, existing)
 
     def _create(
         self,
@@ -175,65 +195,73 @@ class VolumeCreator:
         taken: _Taken | None,
         admit: Admit | None,
     ) -> Made | _Untaken | str:
-        """Make or find a volume, with this group held; the name of the group to hold instead.
+        """Create or find a volume with its group locked.
 
-        A source in another group is not looked at.
+        Returns the volume, a source in another volume group that must be taken first, or the name
+        of another group that must be locked instead. A source in another group is not read here.
         """
         prefix = _prefix(call.is_ephemeral)
         is_across = call.source is not None and ids.group_of(call.source.id) != group_name
         with ExitStack() as undo, self._volume_groups.hold(group_name):
             with _absence_as_not_here():
-                known = self._mender.mend(group_name)
-            every = self._reports.everywhere(known)
-            found = every.named(call.name, prefix)
-            if found is not None and found.group.name != group_name:
-                # Made by another class, or by this one while it had another group.
-                return found.group.name
-            if found is not None:
-                # Of one that is being erased the tag may not say so yet.
-                self._conflicts.check_jobs(Call.CREATE, str(found.id))
-            if found is not None and volume_states.meets(Call.CREATE, found, Outcome.ANEW):
-                # Crash point: lvm2 was killed while it made a RAID, which was never active.
-                volumes.remove(self._volume_groups.lvm(group_name), group_name, found.name)
-                known, found = self._mender.mend(group_name), None
-                every = self._reports.everywhere(known)
-            if found is None and group_name != one.group:
+                state = self._mender.mend(group_name)
+            all_groups = self._reports.everywhere(state)
+            existing = all_groups.named(call.name, prefix)
+            if existing is not None and existing.group.name != group_name:
+                # Go on in the group of the existing volume: another class created it, or this class
+                # while it had another volume group.
+                return existing.group.name
+            if existing is not None:
+                # Raise the error of a volume that is being erased, even if its tag does not say so
+                # yet.
+                self._conflicts.check_jobs(Call.CREATE, str(existing.id))
+            if existing is not None and volume_states.meets(Call.CREATE, existing, Outcome.ANEW):
+                # Remove a half-made volume. Crash point: lvm2 was killed while it created a RAID,
+                # which was never active.
+                volumes.remove(self._volume_groups.lvm(group_name), group_name, existing.name)
+                state, existing = self._mender.mend(group_name), None
+                all_groups = self._reports.everywhere(state)
+            if existing is None and group_name != one.group:
                 return one.group
             own_name = names.logical_volume(prefix, call.name)
-            if found is None and (why := self._volume_groups.why_unsure(every.silent, own_name)):
-                # An earlier call may have made it while the class had that group.
+            if existing is None and (
+                why := self._volume_groups.why_unsure(all_groups.silent, own_name)
+            ):
+                # Create no volume while a volume group does not answer in which an earlier call may
+                # have created it.
                 raise errors.GroupBusy(f"volume {call.name!r}", why)
             source, source_id = None, ""
             try:
-                if found is None:
+                if existing is None:
                     with _absence_as_not_here():
-                        group = self._reports.group(known, one.group)
+                        group = self._reports.group(state, one.group)
                     is_taken = taken is not None and _disks(group) <= taken.disks
                     if is_across and call.source is not None and not is_taken:
                         return _Untaken(call.source, group)
                     volume, source = self._make(
-                        call, one, (known, every), prefix, undo, admit, taken
+                        call, one, (state, all_groups), prefix, undo, admit, taken
                     )
                     source_id = "" if source is None else str(source.id)
                 else:
-                    volume = found
+                    volume = existing
                     self._finish(call, volume)
                     if volume.ended_by is Ender.COPIER and not is_across:
                         with _absence_as_not_here():
-                            source = self._copier.source_of(known, volume)
-                # Crash point: the volume is tagged `copying`; the next start or call fills it anew.
+                            source = self._copier.source_of(state, volume)
+                # Crash point: the volume has the tag `copying`; the next call or the next start of
+                # Carver fills the volume anew.
                 if volume.ended_by is not Ender.COPIER:
                     return Made(volume)
                 if is_across:
                     return Made(volume, self._copier.start_across(volume, source_id))
                 return Made(volume, self._copier.start(volume, source))
             except _FOR_EVER as error:
-                if found is None:
+                if existing is None:
                     raise
-                lost = error
-        # After this answer no call for the volume follows, so it must not stay.
-        self._deleter.delete(str(found.id))
-        raise lost
+                final_error = error
+        # Delete the volume: after this error no call for the volume follows.
+        self._deleter.delete(str(existing.id))
+        raise final_error
 
     def _take(
         self,
@@ -243,10 +271,10 @@ class VolumeCreator:
         undo: ExitStack,
         promises: ExitStack,
     ) -> _Taken:
-        """Take the source of a volume, and promise it to the volume.
+        """Reserve a source in another volume group for the new volume.
 
-        What the volume cannot be is refused before a bridge is made. Only the source's group is
-        held, and none while a device is read. Raises as `_make`.
+        A request that cannot be met is refused before a bridge snapshot is created. Only the
+        source's group is locked, and no group while a device is read. Raises the errors of `_make`.
         """
         group, source_group = untaken.group, ids.group_of(untaken.source.id)
         with self._volume_groups.hold(source_group):
@@ -255,36 +283,40 @@ class VolumeCreator:
         self._require_room(one, group, size_bytes)
         self._require_blocks(origin, group)
         with self._volume_groups.hold(source_group):
-            known, same = self._origin(untaken.source)
-            if _uuid(same) != _uuid(origin):
-                # Made anew by hand: its contents were not looked at.
-                raise errors.OperationPending(str(same.id))
-            # Crash point: a bridge without its volume; the next call uses it, the next start
-            # removes it.
-            snapshot = self._copier.prepare(known, call.name, same, group)
+            state, reread = self._origin(untaken.source)
+            if _uuid(reread) != _uuid(origin):
+                # Let the caller repeat the call, since the source was replaced by hand, and its new
+                # contents were not checked.
+                raise errors.OperationPending(str(reread.id))
+            # Crash point: the bridge snapshot exists without its volume; the next call uses the
+            # bridge, or the next start of Carver removes it.
+            snapshot = self._copier.prepare(state, call.name, reread, group)
             if snapshot.is_bridge:
                 undo.callback(self._copier.dismiss, str(snapshot.id))
             promises.enter_context(self._copier.promised(snapshot, call.name))
-        return _Taken(clone.as_taken(same, snapshot), snapshot, _disks(group))
+        return _Taken(clone.as_taken(reread, snapshot), snapshot, _disks(group))
 
     def _origin(self, source: Source) -> tuple[Fresh, Snapshot | Volume]:
-        """What a volume is to be made of, by the fresh state of its group, which is held."""
+        """Return the source of a new volume and the fresh state of its group, which is locked."""
         with _absence_as_not_here():
-            known = self._mender.mend(ids.group_of(source.id))
-        return known, self._found(known, source)
+            state = self._mender.mend(ids.group_of(source.id))
+        return state, self._found(state, source)
 
     def _found(self, known: Fresh, source: Source) -> Snapshot | Volume:
-        """What a volume is to be made of; its group is held. Raises NotHere and as `clone.find`."""
+        """Return the source of a new volume, while the lock of the source's volume group is held.
+
+        Raises NotHere and the errors of `clone.find`.
+        """
         with _absence_as_not_here():
             origin = clone.find(self._reports, known, source)
         self._conflicts.check(Call.COPY_FROM, str(origin.id))
         return origin
 
     def complete(self, made: Made, hold: Callable[[], AbstractContextManager[object]]) -> Volume:
-        """Wait until a volume has its contents; raises Copying when the caller's time is over.
+        """Wait until a volume has its contents; raise Copying before the caller's deadline.
 
-        To be called without the locks of `create`. `hold` locks the new volume: where its source
-        is lost, it is deleted.
+        To be called without the locks of `create`. `hold` locks the new volume's id, under which
+        the volume is deleted if its source is lost.
         """
         if made.filling is None:
             return made.volume
@@ -293,25 +325,28 @@ class VolumeCreator:
                 return self._copier.wait(made.filling)
         except _NOT_HERE:
             with hold():
-                # Unless it was deleted meanwhile, or begun anew.
+                # Delete the volume unless a call deleted it meanwhile, or began to create it anew.
                 if self._copier.jobs.of(made.filling.key) is made.filling:
                     self._deleter.delete(made.filling.key)
             raise
 
     def _finish(self, call: CreateVolume, volume: Volume) -> None:
-        """Have a volume that an earlier call made as this call asks; raises Incompatible.
+        """Complete an existing volume as a CreateVolume request asks; raises Incompatible.
 
-        Raises OperationPending while it is being erased, Receiving and Moved.
+        Sets mutable parameters, and adds a cache that is missing. Raises OperationPending while the
+        volume is being erased, and Receiving and Moved.
         """
         volume_states.require(Call.CREATE, volume)
         plan.require_same(call, volume)
         lvm = self._volume_groups.lvm(volume.group.name)
         if tag.CACHE in volume.own_tags:
-            # By what it was made with: its class may be another by now.
-            one = plan.class_of(self._configuration.now, volume)
-            # Crash points: after lvcreate, before the cache or before the rates of recovery.
-            self._allocators.of(one).finish(lvm, volume)
-        # Crash point: on record and not set; the next start, or this call again, sets it.
+            # Use the class as it was when the volume was created; the configuration may have
+            # changed since.
+            device_class = plan.class_of(self._configuration.now, volume)
+            # Crash point: the volume was created, and its cache or its recovery rates are missing.
+            self._allocators.of(device_class).finish(lvm, volume)
+        # Crash point: the parameters are written as tags and not set in the kernel; the next start
+        # of Carver, or this call again, sets them.
         bound_kib = self._configuration.now.recovery_bound_kib(volume.group.name)
         self._limiter.apply(volume, modify.ensure(lvm, volume, call.tuning, bound_kib))
 
@@ -325,30 +360,36 @@ class VolumeCreator:
         admit: Admit | None,
         taken: _Taken | None,
     ) -> tuple[Volume, Snapshot | None]:
-        """Make a volume; with it the snapshot to copy from, if any. Raises NoRoom, NotHere."""
-        known, every = states
-        group = self._reports.group(known, one.group)
+        """Create a volume; return it with the snapshot to copy from, if any.
+
+        `undo` removes the bridge snapshot or an empty pool again if the volume cannot be created.
+        Raises NoRoom, NotHere.
+        """
+        state, all_groups = states
+        group = self._reports.group(state, one.group)
         origin = None
         if taken is not None:
             origin = taken.origin
         elif call.source is not None:
-            origin = self._found(known, call.source)
+            origin = self._found(state, call.source)
         size_bytes, own_tags, tuning = self._planned(call, one, group, origin)
         if admit is not None:
-            admit(every, size_bytes)
+            admit(all_groups, size_bytes)
         allocator, pool = self._allocators.of(one), pool_name(one.name)
         is_shared = origin is not None and clone.is_in(origin, group, pool)
-        # The bridge of a copy within the group is a logical volume of its own until it is ready.
+        # Count the bridge snapshot of a copy within the group, which is a logical volume of its own
+        # until the copy is ready.
         takes_bridge = (
             taken is None
             and origin is not None
             and not is_shared
-            and self._copier.takes_bridge(known, call.name, origin)
+            and self._copier.takes_bridge(state, call.name, origin)
         )
         self._require_room(one, group, size_bytes, int(takes_bridge))
         lvm, name = self._volume_groups.lvm(group.name), names.logical_volume(prefix, call.name)
         volume_id = VolumeId.of(group, name)
-        # The report proves that there is no such volume: records of an earlier one are void.
+        # Forget the job of an earlier volume of this id: the report proves that no such volume
+        # exists.
         self._eraser.jobs.forget(str(volume_id))
         if origin is not None and is_shared:
             allocator.make_room(lvm, group)
@@ -357,8 +398,8 @@ class VolumeCreator:
             return volume, None
         source = None if taken is None else taken.snapshot
         if origin is not None and source is None:
-            # Crash point: as in `_take`.
-            source = self._copier.prepare(known, call.name, origin, group)
+            # Crash point: the bridge snapshot exists without its volume, as in `_take`.
+            source = self._copier.prepare(state, call.name, origin, group)
             if source.is_bridge:
                 undo.callback(self._copier.dismiss, str(source.id))
             origin = clone.as_taken(origin, source)
@@ -366,13 +407,14 @@ class VolumeCreator:
         if source is not None and source.is_bridge:
             own_tags |= {tag.BRIDGE: str(source.time_nanoseconds)}
         if one.layout.is_thin:
-            # Crash point: a pool without a volume; the next call uses it, the next start removes
-            # it.
+            # Crash point: the thin pool exists without a volume; the next call uses the pool, or
+            # the next start of Carver removes it.
             self._pool_remover.empty(group, pool)
             undo.callback(self._pool_remover.give_back, group.name, pool)
         allocator.create(lvm, group, New(name, size_bytes, own_tags, tuning.for_new()))
         undo.pop_all()
-        # Only now: a stream for that name might have been received in between.
+        # Allow the use of the id only now: a stream for that name might have been received in
+        # between.
         self._holds.allow(str(volume_id))
         modify.complete(lvm, group.name, name, tuning)
         return Volume(volume_id, backing.of(group, name), group, size_bytes, own_tags), source
@@ -384,7 +426,7 @@ class VolumeCreator:
         group: report.Group,
         origin: Snapshot | Volume | None,
     ) -> tuple[int, dict[str, str], Tuning]:
-        """The size, the tags and the settings of a volume to be made. Raises BadField, BadSize."""
+        """Return the size, the tags and the settings of a new volume. Raises BadField, BadSize."""
         plan.check_stripe_size(one, group)
         size_bytes, own_tags = plan.new(call, one, self._allocators.of(one), group, origin)
         tuning = modify.bounded(self._configuration.now, one, call.tuning)
@@ -393,9 +435,10 @@ class VolumeCreator:
     def _require_room(
         self, one: DeviceClass, group: report.Group, size_bytes: int, beside: int = 0
     ) -> None:
-        """Raise NoRoom, and Removing for a pool that is being zeroed, before anything is made.
+        """Raise NoRoom or Removing, before anything is created, if a volume has no room.
 
-        `beside`: how many logical volumes the group gets beside the volume.
+        Removing is for a thin pool that is being zeroed. `beside` is the number of further logical
+        volumes that the group gets together with the volume.
         """
         allocator = self._allocators.of(one)
         limited = allocator.full(group, beside)
@@ -406,24 +449,25 @@ class VolumeCreator:
             self._pool_remover.require_kept(group.name, pool_name(one.name))
 
     def _require_blocks(self, origin: Snapshot | Volume, group: report.Group) -> None:
-        """Raise BadField where what a source holds cannot be used on another group's disks.
+        """Raise BadField if a source's contents cannot be used on another volume group's disks.
 
-        A command or two only where the disks have larger blocks, and the source is inactive. No
-        group is held while a device is read.
+        Runs a command or two only if the disks have larger logical blocks and the source is
+        inactive. No group is locked while a device is read.
         """
-        wanted = block_sizes.of_group(self._kernel, group)
-        if wanted <= block_sizes.of_group(self._kernel, origin.group):
+        group_bytes = block_sizes.of_group(self._kernel, group)
+        if group_bytes <= block_sizes.of_group(self._kernel, origin.group):
             return
         device = self._activated(origin)
-        held = block_sizes.of_contents(self._kernel, origin.own_tags, device.path)
-        if why := block_sizes.problem(held, group, wanted):
+        contents_bytes = block_sizes.of_contents(self._kernel, origin.own_tags, device.path)
+        if why := block_sizes.problem(contents_bytes, group, group_bytes):
             raise errors.BadField("volume_content_source", f"cannot copy {str(origin.id)!r}: {why}")
 
     def _activated(self, origin: Snapshot | Volume) -> Device:
-        """The device of a source, to be read with no group held; the call holds the source.
+        """Activate a source, so that it can be read with no group locked; return its device.
 
-        Left active, as by a copy: to deactivate it might take it, or its bridge or its volume, from
-        a copy that began meanwhile, or from a stage.
+        The caller holds the lock of the source's id. The source is left active, as by a copy:
+        deactivating it might take the device from a copy that began meanwhile, or from a
+        NodeStageVolume call.
         """
         with self._volume_groups.hold(origin.group.name):
             if isinstance(origin, Volume):
@@ -431,11 +475,12 @@ class VolumeCreator:
             return self._activator.activate_snapshot(origin)
 
     def capacity(self, call: GetCapacity) -> Capacity:
-        """What CreateVolume with the same parameters could make now; one command.
+        """Return the sizes that CreateVolume with the same parameters could create now.
 
-        Zero for a class that is not this node's: after an error the external-provisioner would
-        keep the value of the last answer. No command where no group is here. Raises PoolSilent
-        where the pool does not report: there the last answer is the best that is known.
+        Runs one command, or none if the group is not on this node. The sizes are zero for a class
+        that is not this node's: after an error the external-provisioner would keep the sizes of the
+        last response. Raises PoolSilent if the thin pool does not report how full it is; the last
+        response is then the best that is known.
         """
         here = self._configuration.now.here
         if (
@@ -444,41 +489,46 @@ class VolumeCreator:
             or self._configuration.now.device_class(call.parameters.device_class) is None
         ):
             return Capacity(0, 0, 0)
-        one = plan.device_class(self._configuration.now, "parameters", call.parameters)
-        parameters = plan.with_defaults(call.parameters, call.capabilities, one)
+        device_class = plan.device_class(self._configuration.now, "parameters", call.parameters)
+        parameters = plan.with_defaults(call.parameters, call.capabilities, device_class)
         try:
             with _absence_as_not_here():
-                group = self._reports.group(self._reports.fresh(one.group), one.group)
+                group = self._reports.group(
+                    self._reports.fresh(device_class.group), device_class.group
+                )
         except errors.NotHere:
             return Capacity(0, 0, 0)
-        plan.check_stripe_size(one, group)
-        allocator = self._allocators.of(one)
-        header = plan.header_bytes(one, allocator, group)
+        plan.check_stripe_size(device_class, group)
+        allocator = self._allocators.of(device_class)
+        header = plan.header_bytes(device_class, allocator, group)
         maximum = max(0, allocator.maximum_bytes(group) - header)
-        least = SizeRange(1)
-        minimum = plan.size_bytes(least, call.capabilities, parameters, group, one.layout, header)
-        # Several smaller volumes could have more than the largest alone: that is not promised.
+        smallest = SizeRange(1)
+        minimum = plan.size_bytes(
+            smallest, call.capabilities, parameters, group, device_class.layout, header
+        )
+        # Return the size of the largest volume as the available size: several smaller volumes could
+        # have more together, but that is not promised.
         return Capacity(maximum, maximum, minimum - header)
 
 
 def _prefix(is_ephemeral: bool) -> str:
-    """The prefix of the logical volumes of inline volumes, or of all others."""
+    """Return the name prefix of the logical volumes of inline volumes, or of all others."""
     return ids.INLINE_PREFIX if is_ephemeral else ids.VOLUME_PREFIX
 
 
 def _disks(group: report.Group) -> frozenset[str]:
-    """The UUIDs of a group's disks."""
-    return frozenset(one.uuid for one in group.disks)
+    """Return the UUIDs of a volume group's disks."""
+    return frozenset(disk.uuid for disk in group.disks)
 
 
 def _uuid(origin: Snapshot | Volume) -> str:
-    """The UUID of a source's logical volume."""
+    """Return the UUID of a source's logical volume."""
     return origin.group.volume(origin.name).uuid
 
 
 @contextmanager
 def _absent_source_as_not_here() -> Iterator[None]:
-    """Raise NotHere where a copy finds that the group of its source is not on this node."""
+    """Raise NotHere if a copy finds that the group of its source is not on this node."""
     try:
         yield
     except errors.OtherGroup as error:
@@ -487,7 +537,7 @@ def _absent_source_as_not_here() -> Iterator[None]:
 
 @contextmanager
 def _absence_as_not_here() -> Iterator[None]:
-    """Raise NotHere for a group that is not on this node: it may be on another."""
+    """Raise NotHere for a volume group that is not on this node, but may be on another."""
     try:
         yield
     except (errors.OtherGroup, errors.GroupRefused, lvm_errors.GroupMissing) as error:

@@ -1,7 +1,7 @@
-"""DeleteVolume: a volume is erased and removed, or its deletion is on record.
+"""DeleteVolume: erase and remove a volume, or record its deletion and finish it in the background.
 
-Erasing may outlast the call: agent/operations/erase_deleted.py does that, and
-agent/operations/remove_pool.py for thin volumes.
+agent/operations/erase_deleted.py erases and removes thick volumes, which may outlast the call.
+agent/operations/remove_pool.py removes thin volumes and their pools.
 """
 
 from contextlib import suppress
@@ -18,7 +18,7 @@ from lvm import volumes
 
 
 class VolumeDeleter:
-    """Deletes volumes of this node's groups."""
+    """Deletes volumes from the volume groups of this node."""
 
     def __init__(
         self,
@@ -38,16 +38,20 @@ class VolumeDeleter:
         self._conflicts = context.conflicts
 
     def is_mounted(self, volume_id: str) -> bool:
-        """Whether a volume that CreateVolume made is staged or published; no command."""
+        """Whether a volume that CreateVolume made is staged or published; runs no lvm2 command.
+
+        False for an inline volume, which NodeUnpublishVolume deletes.
+        """
         if ids.is_inline(volume_id):
             return False
         return bool(users.mounted_at(self._kernel, self._activator, backing.of_id(volume_id)))
 
     def delete(self, volume_id: str, *, is_own: bool = True) -> None:
-        """Erase and remove a volume; no volume of that id is no error.
+        """Erase and remove a volume; a volume that does not exist is no error.
 
-        One that is being received, or was moved, is deleted only by what ends that: not `is_own`.
-        Raises VolumeInUse, HasSnapshots, Receiving, Moved.
+        With `is_own`, the volume's state must permit DeleteVolume. A volume that is being received
+        as a stream, or was moved to another node, is deleted only by the code that ends the
+        transfer, which passes False. Raises VolumeInUse, HasSnapshots, Receiving, Moved.
         """
         self._detached.cancel(volume_id)
         with suppress(errors.NoSuchVolume), self._conflicts.enter(Call.DELETE, volume_id):
@@ -56,49 +60,56 @@ class VolumeDeleter:
     def _delete(self, volume_id: str, *, is_own: bool) -> None:
         group = ids.group_of(volume_id)
         self._reports.await_others(group)
-        # Held from the report on: of two deletions at once, one sees that its volume is the last
-        # in the pool.
+        # Lock the group before reading it: of two concurrent deletions, the later one must see that
+        # its volume is the last in the thin pool.
         with self._volume_groups.hold(group):
-            known = self._mender.mend(group)
-            volume = known.volume(volume_id)
+            state = self._mender.mend(group)
+            volume = state.volume(volume_id)
             if is_own:
                 self._conflicts.require(Call.DELETE, volume)
-            self._reports.everywhere(known).require_not_copied(volume_id)
-            if held := volume.kept_snapshots:
+            self._reports.everywhere(state).require_not_copied(volume_id)
+            if snapshot_ids := volume.kept_snapshots:
                 raise errors.HasSnapshots(
-                    volume_id, held, "they are nothing without it, so it is deleted after them"
+                    volume_id,
+                    snapshot_ids,
+                    "they are nothing without it, so it is deleted after them",
                 )
             lvm = self._volume_groups.lvm(group)
             if (growth := records.reservation(volume.group, volume.name)) is not None:
                 volumes.remove(lvm, group, growth.name)
-            # The pool zeroes what it allocates, so a thin volume is removed at once; while a disk
-            # of the pool is missing lvm2 cannot change it.
+            # A thin volume is removed at once, because its pool zeroes each block that it
+            # allocates. While a disk of the pool is missing, lvm2 cannot change the pool, so the
+            # volume is deleted later.
             at_once = volume.is_thin and not (
                 volume.missing_disks or volume.is_doomed or volume.copy_on_write_snapshots
             )
             is_bare = volume_states.meets(Call.DELETE, volume, Outcome.AT_ONCE)
             if is_bare:
-                # It was never active, so there are no data to erase, and it cannot be activated.
+                # Remove a volume that lvm2 made only in part: the volume was never active, so it
+                # has no data to erase, and it cannot be activated.
                 volumes.remove(lvm, group, volume.name)
             elif at_once:
                 users.require_unused(self._kernel, self._activator, volume)
                 if not volume.is_encrypted:
-                    # Crash point: the pool may be empty; the next start removes it.
+                    # Crash point: the thin pool may be left without volumes; the next start of
+                    # Carver removes the pool.
                     self._pool_remover.remove(volume)
         if at_once and volume.is_encrypted:
-            # Without the group, which a disk that hangs would hold up.
+            # Close and erase the LUKS header without the group's lock: a disk that hangs would keep
+            # the lock.
             self._mappings.ensure_closed(volume)
             self._mappings.erase(volume)
-            # Crash point: without its header, and there; the caller repeats the call.
+            # Crash point: the volume is left without its LUKS header; the caller repeats the call.
             with self._volume_groups.hold(group):
-                known = self._mender.mend(group)
-                volume = known.volume(volume_id)
+                state = self._mender.mend(group)
+                volume = state.volume(volume_id)
                 self._pool_remover.remove(volume)
         if at_once:
             self._pool_remover.after(volume, self._eraser.grace_seconds)
         elif not is_bare:
-            # Crash point: before the tag `wiping` the caller repeats the call; after it the next
-            # start goes on.
+            # Crash point: before the volume has the tag `wiping`, the caller repeats the call;
+            # afterwards the next start of Carver continues the deletion.
             self._eraser.delete(volume)
-        # Crash point: the bridge of the volume is left; the next start removes it.
+        # Crash point: the volume's bridge (the temporary snapshot that it was copied from) is left;
+        # the next start of Carver removes the bridge.
         self._copier.clear(volume)

@@ -1,4 +1,4 @@
-"""What is wrong with a volume: CSI's statuses, a reason for programs, and what to do."""
+"""What is wrong with a volume: CSI's status, a machine-readable reason, and a remedy for people."""
 
 import enum
 import time
@@ -22,27 +22,33 @@ from lvm.groups import VGEXTEND
 from mount import filesystem_health, table
 from mount.kernel import Kernel
 
-# CSI's words: VolumeHealthErrorType and StorageHealthErrorType.
+# Statuses of CSI's health calls: VolumeHealthErrorType and StorageHealthErrorType.
 DEGRADED = "DEGRADED"
 INACCESSIBLE = "INACCESSIBLE"
 DATA_LOSS = "DATA_LOSS"
 STORAGE_DEGRADED = "STORAGE_DEGRADED"
 STORAGE_UNREACHABLE = "STORAGE_UNREACHABLE"
+# All statuses, from the worst to the least severe; `Reason.rank` is an index into this tuple.
 _WORST_FIRST = (DATA_LOSS, STORAGE_UNREACHABLE, INACCESSIBLE, DEGRADED, STORAGE_DEGRADED)
 
-# What Kubernetes' API server takes (PodVolumeHealth, k8s.io/api/core/v1 of 1.37). With more of
-# either it refuses the whole status of the pod, which then cannot even be deleted.
+# Maximum number of health conditions of a volume in a pod's status (PodVolumeHealth,
+# k8s.io/api/core/v1 of Kubernetes 1.37). With more conditions the API server refuses the whole
+# status of the pod, and the pod cannot even be deleted.
 _MOST_CONDITIONS = 16
+# Maximum length of a health condition's message, in bytes; the API server refuses a longer message
+# like a further condition.
 _MOST_BYTES = 1024
+# Upper bound, in bytes, of the age at the end of a message.
 _MOST_BYTES_OF_AGE = 64
 
 
 class Reason(enum.Enum):
-    """The table of what can be wrong: the word, and its status for a volume and for the storage.
+    """Reasons of health conditions: each with its word, and its status for volume and storage.
 
-    A status is empty if the reason is never one of a volume's, or of the storage's. `access` is
-    the one kind of use that is affected, "block" or "mount", empty for both: one for each reason,
-    since Kubernetes distinguishes entries by status and reason only.
+    A status is empty if the reason never concerns a volume, or never the storage of a node.
+    `access` is the one kind of use that the reason affects, "block" or "mount", or empty for both.
+    A reason has one kind of use only, since Kubernetes distinguishes entries by status and reason
+    alone.
     """
 
     RAID_DEGRADED = "RaidDegraded", DEGRADED, ""
@@ -93,7 +99,10 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True)
 class Condition:
-    """A reason, what is wrong and what to do; `seen_seconds` (epoch) is 0 for just now."""
+    """A health condition: its reason, a message with a remedy, and when it was seen.
+
+    `seen_seconds` is Unix time, in seconds, or 0 if the condition was seen just now.
+    """
 
     reason: Reason
     message: str
@@ -101,14 +110,17 @@ class Condition:
 
     @property
     def size_bytes(self) -> int:
-        """The most that it takes in a gRPC message, with its age and its words."""
+        """The most bytes that the health condition takes in a gRPC message.
+
+        The message of the condition, its age and its reason are included.
+        """
         return min(_MOST_BYTES, len(self.message.encode()) + _MOST_BYTES_OF_AGE) + 64
 
     def text(self, now_seconds: float) -> str:
-        """The sentence, with its age if it has one.
+        """Return the message, with its age if the health condition has one, in at most 1024 bytes.
 
-        Kubelet keeps the first message as long as status and reason are the same, so the age is
-        given as a time, too.
+        The age is given as a time, too, because kubelet keeps the first message as long as status
+        and reason stay the same.
         """
         age = ""
         if self.seen_seconds:
@@ -118,30 +130,34 @@ class Condition:
         message, most_bytes = self.message.encode(), _MOST_BYTES - len(age)
         if len(message) <= most_bytes:
             return self.message + age
-        # Cut between two characters.
+        # Cut a long message between two characters of its UTF-8.
         cut = message[: most_bytes - len("…".encode())].decode(errors="ignore")
         return f"{cut}…{age}"
 
 
 def distinct(found: Iterable[Condition]) -> tuple[Condition, ...]:
-    """Merge conditions of the same reason, as CSI demands, with the oldest age; the worst first."""
+    """Merge health conditions of the same reason, as CSI demands, and sort the worst ones first.
+
+    A merged condition has the oldest age of its parts. At most 16 conditions are returned.
+    """
     merged: dict[Reason, Condition] = {}
-    for one in found:
-        if (same := merged.setdefault(one.reason, one)) is one:
+    for condition in found:
+        if (earlier := merged.setdefault(condition.reason, condition)) is condition:
             continue
-        message = same.message
-        if one.message not in message.split("; and "):
-            message = f"{message}; and {one.message}"
-        ages = [each.seen_seconds for each in (same, one) if each.seen_seconds]
-        merged[one.reason] = Condition(one.reason, message, min(ages, default=0.0))
-    worst_first = sorted(merged.values(), key=lambda one: one.reason.rank)
+        message = earlier.message
+        if condition.message not in message.split("; and "):
+            message = f"{message}; and {condition.message}"
+        ages = [part.seen_seconds for part in (earlier, condition) if part.seen_seconds]
+        merged[condition.reason] = Condition(condition.reason, message, min(ages, default=0.0))
+    worst_first = sorted(merged.values(), key=lambda condition: condition.reason.rank)
     return tuple(worst_first[:_MOST_CONDITIONS])
 
 
 def silence(volume_group: VolumeGroup) -> Iterator[Condition]:
-    """That a group has not answered for long, which concerns all its volumes; usually nothing.
+    """Yield a health condition if a volume group has not answered for long; usually yield nothing.
 
-    Volumes in use may go on, on disks that answer: of each the kernel says whether it does.
+    The condition concerns all volumes of the group. Volumes in use may work all the same, on disks
+    that answer: for each volume the kernel reports whether its disks answer.
     """
     name, seconds = volume_group.name, volume_group.silent_seconds
     if seconds >= SILENT_SECONDS:
@@ -154,23 +170,29 @@ def silence(volume_group: VolumeGroup) -> Iterator[Condition]:
 
 
 def aged(found: Iterable[Condition], seen_seconds: float) -> Iterator[Condition]:
-    """Set when these conditions were seen (epoch, seconds)."""
-    return (replace(one, seen_seconds=seen_seconds) for one in found)
+    """Yield health conditions with `seen_seconds` set to this Unix time."""
+    return (replace(condition, seen_seconds=seen_seconds) for condition in found)
 
 
-# Carver extends pools long before.
+# Percentage of its data or metadata from which a thin pool counts as nearly full. Carver extends
+# pools long before.
 _FULL_PERCENT = 90.0
-# How long a call waits for the kernel, and when a device counts as dead: a busy node is slow.
+# Time limit, in seconds, of waiting for the kernel in one call.
 PATIENCE_SECONDS = 2.0
+# Time without an answer of the kernel, in seconds, after which a device counts as dead. A busy node
+# is slow, so a shorter time proves nothing.
 _DEAD_SECONDS = 10.0
-# How long a group may be silent: longer than lvm2 needs on a busy node.
+# Time without an answer, in seconds, after which a volume group counts as silent: longer than lvm2
+# needs on a busy node.
 SILENT_SECONDS = 30.0
-# No change of a volume suspends it for so long, except a group snapshot, which Carver knows.
+# Time, in seconds, after which a suspended device counts as left suspended. No change of a volume
+# suspends the volume for so long, except a group snapshot, of which Carver knows.
 SETTLING_SECONDS = 1.0
 
-# lv_health_status, by lvmreport(7) and lib/report/report.c of lvm2, where device-mapper does not
-# report it itself.
+# Remedy for a health status that Carver does not know, or that has no simple remedy.
 _LOOK_CLOSER = "look with `lvs -o +lv_health_status` and at `dmesg`"
+# Reasons and remedies by lv_health_status, as in lvmreport(7) and lib/report/report.c of lvm2; used
+# if device-mapper does not report the problem itself.
 _REPORTED = {
     "refresh needed": (Reason.RAID_DEGRADED, "a disk of it was away; run `lvchange --refresh {0}`"),
     "mismatches exist": (
@@ -183,12 +205,15 @@ _REPORTED = {
     ),
     "error": (Reason.WRITE_CACHE_ERRORS, "writes may be lost; look at `dmesg`"),
 }
-# The same words for two things: a thin pool, and a cache.
+# Reasons and remedies by lv_health_status of a thin volume, where the status is its pool's.
 _REPORTED_OF_POOL = {
     "failed": (Reason.POOL_DATA_LOST, _LOOK_CLOSER),
     "metadata_read_only": (Reason.POOL_READ_ONLY, _LOOK_CLOSER),
 }
+# Reasons and remedies by lv_health_status of a thick volume, where the same statuses are its
+# cache's.
 _REPORTED_OF_CACHE = dict.fromkeys(_REPORTED_OF_POOL, (Reason.CACHE_FAILING, _LOOK_CLOSER))
+# Reasons by kind of a file system's problem.
 _OF_FILE_SYSTEMS = {
     filesystem_health.Kind.READ_ONLY: Reason.FILE_SYSTEM_READ_ONLY,
     filesystem_health.Kind.SILENT: Reason.FILE_SYSTEM_NOT_RESPONDING,
@@ -198,25 +223,28 @@ _OF_FILE_SYSTEMS = {
 
 
 class _Kernels(NamedTuple):
-    """What the kernel says; `has_status` if device-mapper reports on the volume."""
+    """Conditions that the kernel reports about a volume.
+
+    `has_status` is True if device-mapper reports on the volume.
+    """
 
     conditions: tuple[Condition, ...] = ()
     has_status: bool = False
 
 
 class Diagnosis:
-    """Finds what is wrong with volumes, by report and by the kernel."""
+    """Finds what is wrong with volumes, by lvm2's report and by the kernel."""
 
     def __init__(self, kernel: Kernel, kernel_devices: Devices, activator: Activator) -> None:
         self._kernel = kernel
         self._devices = kernel_devices
         self._activator = activator
         self._looks: Probes[_Kernels] = Probes()
-        # For tests.
+        # Time after which a suspended device counts as left suspended, in seconds; tests change it.
         self.settling_seconds = SETTLING_SECONDS
 
     def mounts(self) -> table.Table:
-        """The mount table; a caller with many volumes reads it once."""
+        """Return the mount table, which a caller with many volumes reads once."""
         return table.read(self._kernel)
 
     def of(
@@ -227,33 +255,36 @@ class Diagnosis:
         seen_seconds: float = 0.0,
         until_seconds: float | None = None,
     ) -> tuple[Condition, ...]:
-        """What is wrong with a volume of a report, used or not; usually nothing.
+        """Return the health conditions of a volume in a report, used or not; usually none.
 
-        `seen_seconds` (epoch) is when the report was read. It waits for the kernel until
-        `until_seconds` (monotonic), or for a moment.
+        `seen_seconds` is the Unix time of the report. The method waits for the kernel until
+        `until_seconds` (monotonic), or for two seconds by default.
         """
         by_kernel = self._by_kernel(str(volume.id), volume, mounts, until_seconds)
         reported = by_report(volume, has_status=by_kernel.has_status)
         return distinct([*aged(reported, seen_seconds), *by_kernel.conditions])
 
     def by_kernel(self, volume_id: str) -> tuple[Condition, ...]:
-        """What is wrong with a volume that no report has yet, or whose report is of no use."""
+        """Return the health conditions that the kernel reports of a volume.
+
+        The method is for a volume that no report has yet, or whose report is of no use.
+        """
         return distinct(self._by_kernel(volume_id, None, None, None).conditions)
 
     def of_pool(
         self, group: report.Group, name: str, until_seconds: float
     ) -> tuple[Condition, ...]:
-        """What device-mapper reports against a thin pool itself."""
+        """Return the health conditions that device-mapper reports about a thin pool itself."""
         place = f"{group.name}/{name}"
-        named = f"thin pool {place}"
+        description = f"thin pool {place}"
 
         def look() -> _Kernels:
             status = thin.status_of(self._activator.status(group.name, name))
             if status is None:
                 return _Kernels()
-            return _Kernels(tuple(_of_pool(status, named, has_all=has_all(group, name))))
+            return _Kernels(tuple(_of_pool(status, description, has_all=has_all(group, name))))
 
-        return self._waited(f"pool {place}", place, named, look, until_seconds).conditions
+        return self._waited(f"pool {place}", place, description, look, until_seconds).conditions
 
     def _by_kernel(
         self,
@@ -269,36 +300,38 @@ class Diagnosis:
 
         if until_seconds is None:
             until_seconds = time.monotonic() + PATIENCE_SECONDS
-        # A volume hangs together with its pool, or with its group.
+        # Group the probes by pool, or by volume group, since all volumes in one of these hang
+        # together.
         pool = _pool_of(volume)
         place = f"{logical.group}/{pool}" if pool else logical.group
-        named = f"logical volume {logical.name}"
-        return self._waited(volume_id, place, named, look, until_seconds)
+        description = f"logical volume {logical.name}"
+        return self._waited(volume_id, place, description, look, until_seconds)
 
     def _waited(
         self, what: str, place: str, named: str, look: Callable[[], _Kernels], until_seconds: float
     ) -> _Kernels:
-        seen = self._looks.probe(what, look, until_seconds, place)
-        known = seen.value or _Kernels()
-        if seen.hanging_seconds < _DEAD_SECONDS:
-            return known
+        result = self._looks.probe(what, look, until_seconds, place)
+        reported = result.value or _Kernels()
+        if result.hanging_seconds < _DEAD_SECONDS:
+            return reported
         silent = Condition(
             Reason.DEVICE_NOT_RESPONDING,
-            f"the kernel has not answered about {named} for {seen.hanging_seconds:.0f} s: a disk"
+            f"the kernel has not answered about {named} for {result.hanging_seconds:.0f} s: a disk"
             " under it may hang; look at `dmesg`",
         )
-        return _Kernels((*known.conditions, silent), known.has_status)
+        return _Kernels((*reported.conditions, silent), reported.has_status)
 
     def _look(self, logical: Backing, volume: Volume | None, mounts: table.Table) -> _Kernels:
         status = self._activator.status_of(logical)
-        # Only a report has what a pool promised: without one it counts as kept.
+        # Only a report says how much a pool promised: without a report, assume that the pool has
+        # room.
         has_room = volume is None or has_all(volume.group, _pool_of(volume))
-        found = [*by_device_mapper(logical.name, status, has_room)]
+        conditions = [*by_device_mapper(logical.name, status, has_room)]
         device = self._activator.device(logical)
         if device is not None:
-            found += self._of_device(logical, device, mounts)
+            conditions += self._of_device(logical, device, mounts)
             if volume is not None and self._is_left_open(volume, device, mounts):
-                found.append(
+                conditions.append(
                     Condition(
                         Reason.ENCRYPTION_LEFT_OPEN,
                         f"encrypted volume {volume.name} is open ({device.path}), and not mounted:"
@@ -307,8 +340,8 @@ class Diagnosis:
                 )
         for snapshot in records.snapshots_of(volume) if volume is not None else ():
             if not snapshot.problem and self._activator.has_overflowed(snapshot):
-                found.append(overflowed(snapshot))
-        return _Kernels(tuple(found), bool(status))
+                conditions.append(overflowed(snapshot))
+        return _Kernels(tuple(conditions), bool(status))
 
     def _of_device(
         self, logical: Backing, device: Device, mounts: table.Table
@@ -329,22 +362,23 @@ class Diagnosis:
                 " activates it anew",
             )
         mounted = mounts.of_device(device.number)
-        whole = next((one for one in mounted if one.root == "/"), None)
-        if whole is not None:
-            for problem in filesystem_health.problems(self._kernel, mounts, whole):
+        whole_mount = next((mount for mount in mounted if mount.root == "/"), None)
+        if whole_mount is not None:
+            for problem in filesystem_health.problems(self._kernel, mounts, whole_mount):
                 yield Condition(_OF_FILE_SYSTEMS[problem.kind], problem.message)
 
     def _is_left_open(self, volume: Volume, device: Device, mounts: table.Table) -> bool:
-        """Whether an encrypted volume with a file system is open and not in use, be it by mkfs.
+        """Whether an encrypted volume with a file system is open without being in use.
 
-        A raw block volume is open while it is staged, used or not.
+        Such a volume is neither mounted nor opened by mkfs. The result is False for a raw block
+        volume, which is open while it is staged, used or not.
         """
         if device.below is None or volume.own_tags.get(tag.ACCESS) == BLOCK:
             return False
         return not (mounts.of_device(device.number) or self._devices.is_mapping_open(device))
 
     def _is_left_suspended(self, group: str, name: str) -> bool:
-        """Whether a volume is suspended for longer than a change of it takes."""
+        """Whether a volume is suspended for longer than any change of the volume takes."""
         if not self._is_suspended(group, name):
             return False
         time.sleep(self.settling_seconds)
@@ -362,10 +396,11 @@ def _pool_of(volume: Volume | None) -> str:
 
 
 def by_report(volume: Volume, *, has_status: bool = False) -> Iterator[Condition]:
-    """What LVM's report says against a volume and its snapshots.
+    """Yield the health conditions of a volume and its snapshots that lvm2's report shows.
 
-    If device-mapper reports on the volume (`has_status`), what lvm2 has from there is left out:
-    the kernel is the first to see that a problem is over, and the metadata has nothing of it.
+    With `has_status`, device-mapper reports on the volume, and the health status that lvm2 has from
+    device-mapper is left out: the kernel is the first to see that a problem is over, and the
+    metadata does not record such a status.
     """
     name = f"{volume.group.name}/{volume.name}"
     if volume.health == "partial":
@@ -390,7 +425,7 @@ def by_report(volume: Volume, *, has_status: bool = False) -> Iterator[Condition
 
 
 def _pending_expansion(volume: Volume) -> str:
-    """Why a volume, or its file system, is smaller than requested; empty if it is not."""
+    """Return why a volume or its file system is smaller than requested; empty if it is not."""
     no_room = f"volume group {volume.group.name}, or its pool, had no room for that, or"
     make_room = f"make room (`{VGEXTEND}`), and scale its workload to 0 until it is unstaged"
     if volume.refused_bytes > volume.size_bytes:
@@ -400,7 +435,8 @@ def _pending_expansion(volume: Volume) -> str:
             " request)"
         )
     if volume.wanted_bytes and not volume.copy_on_write_snapshots:
-        # Its snapshots were deleted since; or an earlier version of Carver had no room for it.
+        # The volume's snapshots were deleted since, or an earlier version of Carver had no room for
+        # it.
         return (
             f"is smaller than the {volume.wanted_bytes} bytes that it is to grow to: {no_room} it"
             " was in use and had copy-on-write snapshots. It grows when it is staged next, if there"
@@ -423,7 +459,10 @@ def _pending_expansion(volume: Volume) -> str:
 
 
 def overflowed(snapshot: records.Snapshot) -> Condition:
-    """A lost copy-on-write snapshot; its volume reports it, as CSI has no health of snapshots."""
+    """Return the health condition of a volume whose copy-on-write snapshot has overflowed.
+
+    CSI reports no health of snapshots, so the volume reports the lost snapshot.
+    """
     why = snapshot.problem or "its area for what the volume overwrites was full"
     return Condition(
         Reason.SNAPSHOT_OVERFLOWED,
@@ -435,13 +474,22 @@ def _of_missing(volume: Volume, partial: str) -> Condition:
     holder, reason = volume.on_disks, Reason.DISK_MISSING
     if raid.level(holder.layout) is not None:
         reason = Reason.RAID_DEGRADED if volume.group.survives(holder) else Reason.RAID_FAILED
-    gone = [one for one in volume.group.disks if one.missing and one.uuid in holder.disks]
-    disks = f"the disk {', '.join(one.uuid for one in gone)}" if gone else "a disk of it"
+    missing_disks = [
+        disk for disk in volume.group.disks if disk.missing and disk.uuid in holder.disks
+    ]
+    disks = (
+        f"the disk {', '.join(disk.uuid for disk in missing_disks)}"
+        if missing_disks
+        else "a disk of it"
+    )
     remedy = "restore the volume from a backup"
     if raid.level(volume.group.volume(volume.name).layout) is not None:
         remedy = f"replace it: `{VGEXTEND}`, then `carver volume repair`"
-    elif caches.CACHE in holder.layout and gone and all(one.fast for one in gone):
-        # Its mode may have been changed by hand since it was made, and the report has it not.
+    elif (
+        caches.CACHE in holder.layout and missing_disks and all(disk.fast for disk in missing_disks)
+    ):
+        # Let the operator find the mode of the cache: it may have been changed by hand since the
+        # cache was created, and the report does not have it.
         remedy = "see `A fast disk is lost` in docs/operations.md: no data are lost if its cache is"
         remedy += f" {caches.WRITETHROUGH}"
     why = f"{disks} is missing; attach it again (`pvs`), or {remedy}"
@@ -449,27 +497,31 @@ def _of_missing(volume: Volume, partial: str) -> Condition:
 
 
 def has_all(group: report.Group, pool: str) -> bool:
-    """Whether a pool has all the room that it promised; then being full is no problem."""
-    found = thin.find(group, pool, 0)
-    return found.promised_bytes <= found.data_extents * group.extent_size_bytes
+    """Whether a thin pool has all the room that its volumes were promised.
+
+    Such a pool may be full without a problem.
+    """
+    pool_usage = thin.find(group, pool, 0)
+    return pool_usage.promised_bytes <= pool_usage.data_extents * group.extent_size_bytes
 
 
 def by_device_mapper(
     name: str, found: Sequence[Status], has_all: bool = False
 ) -> Iterator[Condition]:
-    """What device-mapper reports against an active volume and the devices below it.
+    """Yield the health conditions that device-mapper reports about an active volume.
 
-    `has_all`: its pool has all the room that it promised.
+    `found` has the status of the volume's device and of the devices below it. `has_all` says that
+    the volume's pool has all the room that its volumes were promised.
     """
     cached, owner = name, f"logical volume {name}"
-    if any(isinstance(one, ThinPool) for one in found):
+    if any(isinstance(status, ThinPool) for status in found):
         cached, owner = "GROUP/POOL_tdata", f"the thin pool under {owner}"
-    for one in found:
-        match one:
+    for status in found:
+        match status:
             case Raid():
-                yield from _of_raid(name, one)
+                yield from _of_raid(name, status)
             case ThinPool():
-                yield from _of_pool(one, "the thin pool under the volume", has_all=has_all)
+                yield from _of_pool(status, "the thin pool under the volume", has_all=has_all)
             case Snapshot(state=str(state)) if state:
                 yield Condition(
                     Reason.SNAPSHOT_OVERFLOWED,

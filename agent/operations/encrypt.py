@@ -1,20 +1,30 @@
-"""Encrypted volumes: opened by their keys, the keys changed; and when a header is made or refused.
+"""Encrypted volumes: open them by their keys, change the keys, and create or refuse LUKS2 headers.
+
+What happens when a volume is opened depends on its LUKS2 header and on its tag `sealed`, which
+records the UUID of the header that belongs to the volume:
 
 | header | tag `sealed` | what happens |
 |---|---|---|
-| none, the device blank | no | a header is made; the tag is written after the answer; open |
-| none, the device not blank | no | refused, untouched |
-| complete, no key slot, the volume's own UUID | no | cryptsetup was killed: it is made anew |
-| complete, the volume's own UUID | no | a crash came before the tag: open, the tag is written |
-| complete, as the tag says | yes | open |
-| none, or another than the tag says | yes | refused: damaged, and never made anew |
+| none, and the device is blank | no | create the header, open; write the tag after the response |
+| none, and the device is not blank | no | refuse, change nothing |
+| complete, without a key slot, own UUID | no | cryptsetup was killed: create the header anew |
+| complete, own UUID | no | the process died before the tag: open, write the tag |
+| complete, with the UUID in the tag | yes | open |
+| none, or with another UUID than the tag | yes | refuse as damaged; never create a header |
 
-The UUID of a volume's own header follows from the logical volume's. A copy has the header of its
-source.
+The own UUID of a volume's header is derived from the UUID of its logical volume. A copy of a volume
+has the header of its source.
 
-A key is changed in steps, and each is a crash point: the tag `rotating`, the new key in a free
-slot, a proof that it opens that slot, the old slot killed, the tag removed. The tag `keyGeneration`
-is there only while the key of that name is the only one of the usual slots.
+A key is changed in these steps; after a crash between two of them the next call continues:
+
+1. Write the tag `rotating`.
+2. Add the new key to a free key slot.
+3. Prove that the new key opens that slot.
+4. Remove the slot of the old key.
+5. Remove the tag `rotating`.
+
+The tag `keyGeneration` names the present key. A volume has the tag only while that key is the only
+one in its key slots, apart from the recovery key.
 """
 
 import logging
@@ -39,14 +49,22 @@ from mount.luks import Header
 
 _log = logging.getLogger(__name__)
 
+# Sector size of dm-crypt, in bytes, on disks whose physical blocks are at least as large.
 _LARGE_SECTOR_BYTES = 4096
+# Errors after which a change of keys is logged and retried by the next call.
 _FAILURES = (errors.AgentError, mount_errors.CommandError, mount_errors.MountError, OSError)
+# Tags of a volume while its key is being changed.
 _PENDING = {tag.ROTATING: "yes"}
-_USUAL = tuple(one for one in luks.SLOTS if one != luks.RECOVERY)
+# Key slots of the LUKS2 header for keys of Kubernetes secrets: all but that of the recovery key.
+_USUAL = tuple(slot for slot in luks.SLOTS if slot != luks.RECOVERY)
 
 
 class EncryptedDevices:
-    """Opens encrypted volumes and changes their keys. The caller overwrites a call's keys."""
+    """Opens encrypted volumes and changes their keys.
+
+    The methods do not overwrite the keys that a call passes in: the caller does, when the call
+    ends.
+    """
 
     def __init__(self, context: Context) -> None:
         self._configuration = context.configuration
@@ -55,13 +73,15 @@ class EncryptedDevices:
         self._mender, self._tag_writer = context.mender, context.tag_writer
         self._mappings = Mappings(context)
         self._cryptsetup = self._mappings.cryptsetup
-        # Digests of the keys that each open volume has, as far as this process knows.
+        # Digests of the keys of each open volume, by its id, if this process opened it or changed
+        # its key.
         self._known: dict[str, tuple[object, ...]] = {}
 
     def check_keys(self, volume_id: str, device_class: str, keys: Keys, *, encrypted: bool) -> None:
-        """Raise KeyMissing, and BadField for a key to a volume that is not encrypted.
+        """Raise KeyMissing if an encrypted volume gets no key, BadField for a needless key.
 
-        The key's owner believes that it protects the volume.
+        A key for a volume without encryption is refused because its owner believes that it protects
+        the volume.
         """
         if not encrypted and keys.present:
             raise errors.BadField(
@@ -73,16 +93,17 @@ class EncryptedDevices:
             raise errors.KeyMissing(volume_id, self._gone(device_class))
 
     def check(self, volume: Volume, keys: Keys) -> None:
-        """Raise what `check_keys` raises, for a volume that is there."""
-        called = volume.own_tags.get(tag.CLASS, "")
-        self.check_keys(str(volume.id), called, keys, encrypted=volume.is_encrypted)
+        """Raise KeyMissing or BadField if the keys of a call do not fit an existing volume."""
+        class_name = volume.own_tags.get(tag.CLASS, "")
+        self.check_keys(str(volume.id), class_name, keys, encrypted=volume.is_encrypted)
 
     def opened(self, volume: Volume, device: Device, keys: Keys) -> tuple[Device, dict[str, str]]:
-        """Open an active volume: the device by which it is used, and new tags for the volume.
+        """Open an active encrypted volume; return the device to use and new tags for the volume.
 
-        For a volume that is not encrypted that is its own device. Two commands at most, without a
-        change of keys. A volume that is open and not used is closed first: what opened it is not
-        known. Raises KeyMissing, WrongKey, HeaderDamaged, Reencrypting, UnexpectedContents.
+        A volume without encryption is used by its own device. Runs at most two commands unless the
+        key is changed. An open dm-crypt device that nothing uses is closed first, because the key
+        that opened it is not known. Raises KeyMissing, WrongKey, HeaderDamaged, Reencrypting,
+        UnexpectedContents.
         """
         self.check(volume, keys)
         if not volume.is_encrypted:
@@ -90,7 +111,8 @@ class EncryptedDevices:
         mapping = self._activator.mapping(volume)
         if mapping is not None and self._mappings.is_used(mapping):
             return mapping, {}
-        # An operator's cryptsetup may be at the re-encryption now: nothing of it is closed.
+        # Close nothing while the header shows a re-encryption: an operator's cryptsetup may be
+        # running it.
         header = luks.read(self._kernel, device.path)
         if header is not None and header.is_reencrypting:
             raise errors.Reencrypting(str(volume.id), device.path)
@@ -98,7 +120,8 @@ class EncryptedDevices:
         with self._key(str(volume.id), volume.own_tags.get(tag.CLASS, ""), keys) as key:
             if mapping is not None:
                 self._mappings.ensure_closed(volume)
-            # Crash point: a header without the tag `sealed`; its UUID is the volume's own.
+            # Crash point: the header exists and the tag `sealed` does not. The header's UUID proves
+            # that it is the volume's own.
             tags = self._sealed(volume, device, key, header)
             self._unlock(volume, device, keys, key)
         if tag.SHARED_KEY in volume.own_tags:
@@ -111,24 +134,28 @@ class EncryptedDevices:
             offset_bytes = self._header(volume, device).offset_bytes
             luks.blank(self._kernel, device.path, offset_bytes, mapping.path)
         is_new_copy = volume.is_copied and tag.RENEWED not in volume.own_tags
-        # By the tags first: a raw block volume, or a file, may hold a btrfs that is its user's.
+        # Ask the tags before the device: a raw block volume may hold a btrfs that belongs to its
+        # user.
         if is_new_copy and volume.may_hold_btrfs and filesystem.is_on(self._kernel, mapping.path):
-            # A copied btrfs has the id of its source.
+            # Give the copied btrfs a UUID of its own: the copy still has the UUID of its source.
             filesystem.renew(self._kernel, mapping.path)
             tags[tag.RENEWED] = "yes"
         return mapping, tags
 
     def follow_open(self, volume_id: str, keys: Keys) -> None:
-        """Give a volume in use, if it is open, the present key of its secret; see `follow`."""
+        """Replace the key of a volume, if it is open, by the present key of its secret.
+
+        See `follow`.
+        """
         device = self._activator.device(backing.of_id(volume_id)) if keys.present else None
         if device is not None:
             self.follow(volume_id, device, keys)
 
     def follow(self, volume_id: str, mapping: Device, keys: Keys) -> None:
-        """Give an open volume the present key of its secret in place of the previous one.
+        """Replace the previous key of an open volume by the present key of its secret.
 
-        No command where this process knows that the volume has it, or without a key. A failure is
-        logged and retried at the next call: the volume stays in use.
+        Runs no command if the call has no key, or if this process knows that the volume has the
+        present key. A failure is logged, and the next call tries again; the volume stays in use.
         """
         if mapping.below is None or keys.present is None:
             return
@@ -148,14 +175,15 @@ class EncryptedDevices:
             self._known[volume_id] = keys.digests()
 
     def forget(self, volume_id: str) -> None:
-        """Forget which keys a volume has."""
+        """Forget the keys that this process knows a volume to have."""
         self._known.pop(volume_id, None)
 
     def fill(self, volume_id: str, mapping: Device, keys: Keys, *, if_possible: bool) -> bool:
-        """Grow an open volume to its logical volume's size, less the header; True if it has it.
+        """Grow the dm-crypt device of a volume to the size of its logical volume.
 
-        One command if it is smaller. Without a key it raises GrowsWithKey or, `if_possible`,
-        returns False.
+        The dm-crypt device is smaller than the logical volume by the LUKS2 header. Returns True if
+        the device has its full size. Runs one command if the device has to grow. Without a key the
+        method raises GrowsWithKey or, with `if_possible`, returns False.
         """
         logical = mapping.logical
         header = luks_mappings.header(self._kernel, logical.path, volume_id)
@@ -163,20 +191,20 @@ class EncryptedDevices:
         if self._kernel.device_size_bytes(mapping.path) >= size_bytes:
             return True
         volume = self._reports.cached(volume_id)
-        called = "" if volume is None else volume.own_tags.get(tag.CLASS, "")
-        if not keys.present and self._key_file(called) is None:
+        class_name = "" if volume is None else volume.own_tags.get(tag.CLASS, "")
+        if not keys.present and self._key_file(class_name) is None:
             if if_possible:
                 return False
             raise errors.GrowsWithKey(volume_id)
         self.follow(volume_id, mapping, keys)
-        with self._key(volume_id, called, keys) as key:
+        with self._key(volume_id, class_name, keys) as key:
             self._cryptsetup.grow(logical.path, key.data, mapping.name)
         return True
 
     def _settle(self, volume: Volume, device: Device) -> None:
-        """Have the tags of a copy say that the header that is there is the copy's for good.
+        """Record the present header of a copy as the copy's own, and remove the tag `sharedKey`.
 
-        Versions up to 0.2.0 were to re-encrypt a copy that has the tag `sharedKey`.
+        Carver up to 0.2.0 re-encrypted a copy that has the tag `sharedKey` before its first use.
         """
         sealed = {tag.SEALED: self._header(volume, device).uuid}
         with tag_writer.logging_refusals(str(volume.id), tag.SHARED_KEY):
@@ -185,59 +213,64 @@ class EncryptedDevices:
     def _sealed(
         self, volume: Volume, device: Device, key: Key, header: Header | None
     ) -> dict[str, str]:
-        """Make a volume's header, or check the one that is there; return the tags to be written.
+        """Create a volume's LUKS2 header, or check the existing one; return the tags to be written.
 
-        The table above says which.
+        The table at the top of this module says which headers are created, accepted and refused.
         """
-        sealed, own = volume.own_tags.get(tag.SEALED), own_uuid(device)
+        sealed, derived_uuid = volume.own_tags.get(tag.SEALED), own_uuid(device)
         may_be_new = not sealed and tag.FORMATTED not in volume.own_tags
-        if header is None or (may_be_new and not header.slots and header.uuid == own):
+        if header is None or (may_be_new and not header.slots and header.uuid == derived_uuid):
             if not may_be_new:
                 raise errors.HeaderDamaged(str(volume.id), "its header is not there, or not whole")
             if header is None:
                 self._require_blank(volume, device)
             volume.require_header_bytes()
-            # Only for a device that is blank by the probe, or has its own header without a key
-            # slot, and has no tag of a header.
+            # The code gets here only for a device that the probe found blank, or that has the
+            # volume's own header without a key slot, and only if no tag records a header.
             luks.erase(self._kernel, device.path, volume.header_bytes)
             is_large = self._kernel.physical_block_bytes(device.path) >= _LARGE_SECTOR_BYTES
             self._cryptsetup.make(
                 device.path,
                 key.data,
-                uuid=own,
+                uuid=derived_uuid,
                 offset_bytes=volume.header_bytes,
                 sector_bytes=_LARGE_SECTOR_BYTES if is_large else 512,
             )
-            return {tag.SEALED: own}
-        # Versions up to 0.2.0 gave the header of a copy that they had re-encrypted the volume's own
-        # UUID, and wrote the tag `sealed` after that.
-        if not (tag.SHARED_KEY in volume.own_tags and header.uuid == own):
-            expected = sealed or ("" if volume.is_copied else own)
+            return {tag.SEALED: derived_uuid}
+        # Accept the volume's own UUID for a copy with the tag `sharedKey`: Carver up to 0.2.0 gave
+        # the header of a re-encrypted copy that UUID, and wrote the tag `sealed` only afterwards.
+        if not (tag.SHARED_KEY in volume.own_tags and header.uuid == derived_uuid):
+            expected = sealed or ("" if volume.is_copied else derived_uuid)
             if expected and header.uuid != expected:
                 why = f"there is another header, {header.uuid}, not {expected}"
                 raise errors.HeaderDamaged(str(volume.id), why)
             if volume.header_bytes and header.offset_bytes != volume.header_bytes:
                 why = f"its data begin at {header.offset_bytes}, not at {volume.header_bytes}"
                 raise errors.HeaderDamaged(str(volume.id), why)
-        found = {tag.SEALED: header.uuid, tag.HEADER: str(header.offset_bytes)}
-        return {key: text for key, text in found.items() if key not in volume.own_tags}
+        present_tags = {tag.SEALED: header.uuid, tag.HEADER: str(header.offset_bytes)}
+        return {key: text for key, text in present_tags.items() if key not in volume.own_tags}
 
     def _require_blank(self, volume: Volume, device: Device) -> None:
         if luks.bears_any(self._kernel, device.path):
             raise errors.HeaderDamaged(str(volume.id), "there is a header that is not whole")
-        found = filesystem.probe_grown(self._kernel, device.path, volume.made_bytes)
-        if found is not None:
-            raise mount_errors.UnexpectedContents(device.path, str(found), "nothing")
+        contents = filesystem.probe_grown(self._kernel, device.path, volume.made_bytes)
+        if contents is not None:
+            raise mount_errors.UnexpectedContents(device.path, str(contents), "nothing")
 
     def _unlock(self, volume: Volume, device: Device, keys: Keys, key: Key) -> None:
-        """Open a volume by its key, or by the previous one, which is replaced first."""
+        """Open a volume by its present key, which replaces the previous key first.
+
+        If the keys cannot be changed now, the volume is opened by whichever of the two keys opens
+        it.
+        """
         previous = _other(keys.previous, key)
         is_unknown = False
         if previous or tag.ROTATING in volume.own_tags or _is_newer(volume, keys):
             try:
                 self._rotate(volume, device, keys, key)
             except (errors.AgentError, mount_errors.CommandError) as error:
-                # No tag can be written now. The volume is opened by the key that it has.
+                # Go on without the change of keys, because no tag can be written now: the volume is
+                # opened by the key that it has.
                 is_unknown = True
                 _log.warning("cannot change the key of volume %s now: %s", volume.id, error)
         try:
@@ -250,56 +283,64 @@ class EncryptedDevices:
             self._known[str(volume.id)] = keys.digests()
 
     def _rotate(self, volume: Volume, device: Device, keys: Keys, key: Key) -> None:
-        """Replace the previous key of a volume, which may be open, and of its header's copy.
+        """Replace the previous key of a volume by the present one, in the header and its backup.
 
-        Crash points: each step; the volume opens by one of the two keys, and the next call goes on.
-        Raises WrongKey where neither opens it; then nothing is changed.
+        The volume may be open. Crash points: after each step the volume opens by one of the two
+        keys, and the next call continues. Raises WrongKey if neither key opens the volume; nothing
+        is changed in that case.
         """
         slots, path = self._header(volume, device).slots, device.path
         previous = _other(keys.previous, key)
-        fits = next((one for one in slots if self._cryptsetup.check(path, key.data, one)), None)
-        if fits is None:
+        fitting_slot = next(
+            (slot for slot in slots if self._cryptsetup.check(path, key.data, slot)), None
+        )
+        if fitting_slot is None:
             if previous is None or not self._cryptsetup.check(path, previous.data):
                 raise mount_errors.WrongKey(path)
             self._record(volume, _PENDING)
-            fits = change(self._cryptsetup, slots, path, previous, key)
-        elif old := self._old_slots(volume, path, slots, fits, previous):
+            fitting_slot = change(self._cryptsetup, slots, path, previous, key)
+        elif old_slots := self._old_slots(volume, path, slots, fitting_slot, previous):
             self._record(volume, _PENDING)
-            for one in old:
-                self._cryptsetup.kill(path, key.data, one)
-        left = self._header(volume, device).slots
-        is_changed = left != slots or tag.ROTATING in volume.own_tags
+            for slot in old_slots:
+                self._cryptsetup.kill(path, key.data, slot)
+        remaining_slots = self._header(volume, device).slots
+        is_changed = remaining_slots != slots or tag.ROTATING in volume.own_tags
         if is_changed:
-            # The header's copy opens by the old key.
+            # Replace the backup of the header, which still opens by the old key.
             self._mappings.copies.keep(device, anew=True)
-        if {*left} & {*_USUAL} <= {fits} and (is_changed or _is_newer(volume, keys)):
-            named = {tag.KEY_GENERATION: keys.generation} if keys.generation else {}
-            self._record(volume, named)
+        if {*remaining_slots} & {*_USUAL} <= {fitting_slot} and (
+            is_changed or _is_newer(volume, keys)
+        ):
+            generation_tags = {tag.KEY_GENERATION: keys.generation} if keys.generation else {}
+            self._record(volume, generation_tags)
 
     def _old_slots(
         self, volume: Volume, path: str, slots: tuple[int, ...], fits: int, previous: Key | None
     ) -> list[int]:
-        """The slots of older keys that an unfinished change of keys left."""
+        """Return the key slots that an unfinished change of keys left with older keys.
+
+        `fits` is the slot that the present key opens.
+        """
         was_begun = bool(previous) or tag.ROTATING in volume.own_tags
-        others = [one for one in slots if one not in (fits, luks.RECOVERY)]
+        other_slots = [slot for slot in slots if slot not in (fits, luks.RECOVERY)]
         return [
-            one
-            for one in others
-            if (was_begun and {one, fits} <= {*_USUAL})
-            or (previous and self._cryptsetup.check(path, previous.data, one))
+            slot
+            for slot in other_slots
+            if (was_begun and {slot, fits} <= {*_USUAL})
+            or (previous and self._cryptsetup.check(path, previous.data, slot))
         ]
 
     def _record(self, volume: Volume, new: Mapping[str, str]) -> None:
         self._tag_writer.replace(volume.backing, tag.OF_KEYS, new)
 
     def _open(self, volume: Volume, device: Device, key: Key) -> None:
-        one = self._class(volume.own_tags.get(tag.CLASS, ""))
+        device_class = self._class(volume.own_tags.get(tag.CLASS, ""))
         self._cryptsetup.open(
             device.path,
             key.data,
             mapping_name(device),
-            discard=one is not None and one.discard,
-            bypass=() if one is None else BYPASSES[one.bypass_workqueue],
+            discard=device_class is not None and device_class.discard,
+            bypass=() if device_class is None else BYPASSES[device_class.bypass_workqueue],
         )
 
     def _header(self, volume: Volume, device: Device) -> Header:
@@ -307,7 +348,10 @@ class EncryptedDevices:
 
     @contextmanager
     def _key(self, volume_id: str, device_class: str, keys: Keys) -> Iterator[Key]:
-        """The caller's key, or that of the class's file, which is overwritten at the end."""
+        """Provide the caller's key, or else the key in the class's `key_file`.
+
+        The key that was read from the file is overwritten when the `with` block ends.
+        """
         if keys.present:
             yield keys.present
             return
@@ -319,30 +363,41 @@ class EncryptedDevices:
             yield key
 
     def _gone(self, device_class: str) -> str:
-        """The class's name where the configuration lacks it; else empty."""
+        """Return a device class's name if the configuration lacks the class, else empty."""
         return device_class if device_class and self._class(device_class) is None else ""
 
     def _key_file(self, device_class: str) -> str | None:
-        one = self._class(device_class)
-        return None if one is None or one.key_file is None else str(one.key_file)
+        settings = self._class(device_class)
+        return None if settings is None or settings.key_file is None else str(settings.key_file)
 
     def _class(self, name: str) -> DeviceClass | None:
-        """The class of that name; None where the configuration lacks it, or the name is empty."""
-        return next((one for one in self._configuration.now.classes if one.name == name), None)
+        """Return the device class of a name; None for a missing class or an empty name."""
+        return next(
+            (
+                device_class
+                for device_class in self._configuration.now.classes
+                if device_class.name == name
+            ),
+            None,
+        )
 
 
 def read_key(path: str) -> Key:
-    """The key in an operator's file: all of its bytes.
+    """Return the key in an operator's file: all bytes of the file.
 
-    Raises NotReady for a file that another user can read.
+    Raises NotReady if the file cannot be read, has a wrong length, or can be read by another user.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise errors.NotReady(f"key_file {path} cannot be read: {error.strerror}") from None
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        status = os.fstat(descriptor)
+        if (
+            not stat.S_ISREG(status.st_mode)
+            or status.st_uid != os.getuid()
+            or status.st_mode & 0o077
+        ):
             raise errors.NotReady(
                 f"key_file {path} must be a file that only its owner, the user of Carver, can read"
                 " (chmod 0400)"
@@ -361,32 +416,36 @@ def read_key(path: str) -> Key:
 def change(
     program: luks.Cryptsetup, slots: tuple[int, ...], device: str, old: Key, new: Key
 ) -> int:
-    """Replace a volume's key, by that or by the recovery key; the new key's slot.
+    """Replace a volume's key, and return the slot of the new key.
 
-    Crash points: before each `kill`; the volume opens by both keys. Raises WrongKey.
+    `old` is the volume's key or its recovery key. Crash points: before each `kill` the volume opens
+    by both keys. Raises WrongKey if `old` opens no slot.
     """
-    free = next((one for one in _USUAL if one not in slots), None)
-    if free is None:
-        # An unfinished change left a key older than `old`, which opens another slot by this check.
-        others = (one for one in _USUAL if not program.check(device, old.data, one))
-        free = next(others, _USUAL[-1])
-        program.kill(device, old.data, free)
-    program.add(device, old.data, new.data, free)
-    if not program.check(device, new.data, free):
-        raise mount_errors.CryptFailed("luksAddKey", device, f"the new key opens no slot {free}")
+    free_slot = next((slot for slot in _USUAL if slot not in slots), None)
+    if free_slot is None:
+        # Free a slot whose key is not `old`: an unfinished change left a key there that is older
+        # than `old`. `old` must keep a slot, because the next command adds the new key by it.
+        candidates = (slot for slot in _USUAL if not program.check(device, old.data, slot))
+        free_slot = next(candidates, _USUAL[-1])
+        program.kill(device, old.data, free_slot)
+    program.add(device, old.data, new.data, free_slot)
+    if not program.check(device, new.data, free_slot):
+        raise mount_errors.CryptFailed(
+            "luksAddKey", device, f"the new key opens no slot {free_slot}"
+        )
     for slot in slots:
-        if slot in (free, luks.RECOVERY):
+        if slot in (free_slot, luks.RECOVERY):
             continue
         if slot in _USUAL or program.check(device, old.data, slot):
             program.kill(device, new.data, slot)
-    return free
+    return free_slot
 
 
 def _other(previous: Key | None, present: Key) -> Key | None:
-    """The previous key, if it is not the present one."""
+    """Return the previous key if it differs from the present one, else None."""
     return previous if previous and previous.data != present.data else None
 
 
 def _is_newer(volume: Volume, keys: Keys) -> bool:
-    """Whether the name of a call's key is not the one that the volume's tags record."""
+    """Whether a call's key has another name than the volume's tag `keyGeneration`."""
     return keys.generation not in ("", volume.own_tags.get(tag.KEY_GENERATION))

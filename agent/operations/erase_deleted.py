@@ -1,7 +1,7 @@
 """Erase deleted volumes before their extents are reused, and remove them.
 
-Free extents are zeroed in erase_free.py, empty thin pools in remove_pool.py; all three go by
-erase_policy.py.
+agent/operations/erase_free.py zeroes free extents, and agent/operations/remove_pool.py zeroes empty
+thin pools. agent/volumes/erase_policy.py decides for all three how data is erased.
 """
 
 import errno
@@ -33,10 +33,12 @@ from mount.block_io import By
 
 _log = logging.getLogger(__name__)
 
-# Free extents to erase are on record as tags of their group: `sweep`, all of them; `sweepDisks`,
-# those on these disks. What is freed on a missing disk is free, with its data, once the disk is
-# back: lvm2 takes a disk on which nothing lies as whole by itself. Until a mark is removed nothing
-# is allocated there.
+# The functions below keep the erase marks of a volume group: tags that say which of its free
+# extents must be zeroed before they are allocated. The tag `sweep` marks all free extents of the
+# group, and the tag `sweepDisks` marks those on certain disks. Until a mark is removed, nothing is
+# allocated from the marked extents. Extents freed on a missing disk are marked as well: when such a
+# disk is attached again, lvm2 by itself accepts a disk without allocated extents, and its free
+# extents still have the old data.
 
 
 def mark_for_erase(
@@ -46,42 +48,47 @@ def mark_for_erase(
     *,
     also: Mapping[str, str] = NO_TAGS,
 ) -> bool:
-    """Tag a group so that free extents on these disks (UUIDs; all by default) are zeroed first.
+    """Tag a volume group so that free extents on these disks are zeroed before they are allocated.
 
-    Call it before they are freed, with the group locked and a report that was read since. One
-    command, which adds other tags, too; none if the mark is there already. Returns whether it was
+    `disks` are UUIDs; none means all disks. Call the function before the extents are freed, with
+    the group's lock held and a report that was read under that lock. The function runs one command,
+    which adds the tags of `also` as well, or none if the mark exists. Returns whether the mark was
     added.
     """
     marks = erase_marks(group)
     if tag.SWEEP in marks:
         return False
-    every = tag.BETWEEN.join(sorted({*_marked_disks(marks), *disks}))
-    is_named = bool(disks) and tags.fits(tag.SWEEP_DISKS, every)
-    new = {tag.SWEEP_DISKS: every} if is_named else {tag.SWEEP: "yes"}
-    if new == marks:
+    disk_list = tag.BETWEEN.join(sorted({*_marked_disks(marks), *disks}))
+    is_named = bool(disks) and tags.fits(tag.SWEEP_DISKS, disk_list)
+    new_marks = {tag.SWEEP_DISKS: disk_list} if is_named else {tag.SWEEP: "yes"}
+    if new_marks == marks:
         return False
-    groups.mark(lvm, group.name, old=marks, new={**new, **also})
+    groups.mark(lvm, group.name, old=marks, new={**new_marks, **also})
     return True
 
 
 def unmark_disk(lvm: Lvm, group: report.Group, disk: str, also: Mapping[str, str]) -> None:
-    """Remove a disk (UUID) on which nothing was freed from the mark; call as `mark_for_erase`.
+    """Remove a disk from a volume group's erase marks, if no extents were freed on that disk.
 
-    The same command removes other tags.
+    `disk` is a UUID. The same command removes the tags of `also`. Call the function with the
+    group's lock held and a report that was read under that lock.
     """
     marks = erase_marks(group)
     if disk not in _marked_disks(marks):
         return
-    left = tag.BETWEEN.join(sorted({*_marked_disks(marks)} - {disk}))
-    rest = {key: one for key, one in marks.items() if key != tag.SWEEP_DISKS}
-    new = {**rest, tag.SWEEP_DISKS: left} if left else rest
-    groups.mark(lvm, group.name, old={**marks, **also}, new=new)
+    remaining_disks = tag.BETWEEN.join(sorted({*_marked_disks(marks)} - {disk}))
+    other_marks = {key: value for key, value in marks.items() if key != tag.SWEEP_DISKS}
+    new_marks = (
+        {**other_marks, tag.SWEEP_DISKS: remaining_disks} if remaining_disks else other_marks
+    )
+    groups.mark(lvm, group.name, old={**marks, **also}, new=new_marks)
 
 
 def unmark_if_erased(lvm: Lvm, group: report.Group) -> bool:
-    """Remove the marks if nothing is left to erase; call as `mark_for_erase`.
+    """Remove a volume group's erase marks if no free extents are left to zero.
 
-    Returns whether the group has no mark then.
+    Returns True if the group has no mark afterwards. Call the function with the group's lock held
+    and a report that was read under that lock.
     """
     if not erase_marks(group):
         return True
@@ -93,16 +100,21 @@ def unmark_if_erased(lvm: Lvm, group: report.Group) -> bool:
 
 
 def unmark(lvm: Lvm, group: report.Group) -> None:
-    """Remove the marks, and what is on record beside them; call as `mark_for_erase`."""
+    """Remove a volume group's erase marks, and the tag `filled`, which depends on them.
+
+    Call the function with the group's lock held and a report that was read under that lock.
+    """
     own_tags = group.own_tags
     keys = (tag.SWEEP, tag.SWEEP_DISKS, tag.FILLED)
     groups.mark(lvm, group.name, old={key: own_tags[key] for key in keys if key in own_tags})
 
 
 def remove_partial_sweep(lvm: Lvm, group: report.Group) -> None:
-    """Remove the sweep volume if it lacks a disk; call as `mark_for_erase`.
+    """Remove a volume group's sweep volume if a part of it is on a missing disk.
 
-    It holds no user's data, and is made again as long as the group is marked.
+    The sweep volume takes free extents to zero them. A sweep volume holds no user's data, and is
+    created again as long as the group has an erase mark. Call the function with the group's lock
+    held and a report that was read under that lock.
     """
     disks = group.volume(ids.SWEEP).disks if is_sweep(group, ids.SWEEP) else frozenset()
     if not disks.isdisjoint(group.missing_uuids):
@@ -110,52 +122,68 @@ def remove_partial_sweep(lvm: Lvm, group: report.Group) -> None:
 
 
 def is_sweep(group: report.Group, name: str) -> bool:
-    """Whether it is the volume that takes free extents to zero them; its name alone is no proof."""
-    made = group.volumes.get(name)
-    return name == ids.SWEEP and made is not None and bool(erase_marks(group)) and is_deleted(made)
+    """Whether a logical volume is the group's sweep volume, which takes free extents to zero them.
+
+    The name alone is no proof: the group must have an erase mark, and the volume the tag of a
+    deleted volume.
+    """
+    logical = group.volumes.get(name)
+    return (
+        name == ids.SWEEP
+        and logical is not None
+        and bool(erase_marks(group))
+        and is_deleted(logical)
+    )
 
 
 def is_deleted(logical: report.LogicalVolume) -> bool:
-    """Whether its tags say that it was deleted and only its removal is left."""
+    """Whether a logical volume's tags say that it was deleted and only has to be removed."""
     return volume_states.is_recorded(logical.own_tags, Ender.ERASER)
 
 
 def is_given_up(logical: report.LogicalVolume) -> bool:
-    """Whether an operator gave up the part of it that lies on missing disks."""
+    """Whether an operator gave up the part of a logical volume that is on missing disks."""
     return tag.GIVEN_UP in logical.own_tags
 
 
 def erase_marks(group: report.Group) -> Mapping[str, str]:
-    """The group's tags that say which free extents must be zeroed; empty if none must."""
+    """Return the tags of a volume group that say which free extents must be zeroed.
+
+    The result is empty if there is nothing to zero.
+    """
     own_tags = group.own_tags
     return {key: own_tags[key] for key in (tag.SWEEP, tag.SWEEP_DISKS) if key in own_tags}
 
 
 def _marked_disks(marks: Mapping[str, str]) -> list[str]:
-    return [one for one in marks.get(tag.SWEEP_DISKS, "").split(tag.BETWEEN) if one]
+    return [disk for disk in marks.get(tag.SWEEP_DISKS, "").split(tag.BETWEEN) if disk]
 
 
 @dataclass(kw_only=True)
 class _Wipe(Job):
-    """The key is the volume's id."""
+    """A job that erases and removes a deleted volume; its key is the volume's id."""
 
     volume: Volume
-    # Set with the group locked: a volume that is gone is not tagged.
+    # Whether the volume was removed. The flag is set with the group's lock held, so that no removed
+    # volume is tagged.
     removed: bool = False
-    # A part of the volume may be overwritten, by this job or by an earlier one that failed.
+    # Whether a part of the volume may be overwritten, by this job or by an earlier one that failed.
     overwritten: bool = False
 
     @property
     def goes_on(self) -> bool:
-        """Also where it failed, if the volume is not whole any more: it can only be deleted."""
+        """Whether the job is unfinished, or has failed with a part of the volume overwritten.
+
+        A volume that is overwritten in part can only be deleted.
+        """
         return super().goes_on or self.overwritten
 
 
 class Eraser:
     """Erases and removes deleted volumes in the background.
 
-    `emptied` is called after a thin volume or snapshot was removed, `given_up` with the name of a
-    group in which an operator gave something up.
+    `emptied` is called after a thin volume or snapshot was removed. `given_up` is called with the
+    name of a volume group in which an operator gave up data on missing disks.
     """
 
     def __init__(
@@ -173,7 +201,8 @@ class Eraser:
         self.policy = context.erase_policy
         self._emptied, self._given_up = emptied, given_up
         self.grace_seconds = 2.0
-        # How long a job waits for a cache to be written back, and how often it looks.
+        # Time for which a job waits until a cache is written back, in seconds; `look_seconds` is
+        # the interval at which it checks.
         self.write_back_seconds = 2.0
         self.look_seconds = 0.5
         self.jobs: Jobs[_Wipe] = Jobs(
@@ -188,9 +217,11 @@ class Eraser:
         conflicts.add(Work.LEFT_GROWTH, self.jobs, key_of=reservation_id)
 
     def delete(self, volume: Volume) -> None:
-        """Erase and remove a volume; if that takes long, tag it and go on in the background.
+        """Erase and remove a volume; if that takes long, go on in the background.
 
-        Raises VolumeInUse.
+        The call waits two seconds; after that the volume is tagged as deleted, and the job goes on.
+        A volume that has copy-on-write snapshots, or that lacks a disk, is tagged and left to the
+        background at once. Raises VolumeInUse.
         """
         if volume.is_doomed:
             self._start(volume)
@@ -200,7 +231,8 @@ class Eraser:
             self._mappings.ensure_closed(volume)
         is_kept = self.policy.erases(volume) or volume.is_thin
         if volume.copy_on_write_snapshots or (volume.missing_disks and is_kept):
-            # It may be long until the disk is back, or given up: the caller need not wait.
+            # Record the deletion and return: it may take long until the missing disk is attached
+            # again or given up, or until the snapshots are erased.
             self._put_on_record(self._wipe_of(volume))
             own_tags = {**volume.own_tags, **volume_states.tags_for(Ender.ERASER)}
             self._start(replace(volume, own_tags=own_tags))
@@ -211,39 +243,40 @@ class Eraser:
             if not job.ended.done() and self._put_on_record(job):
                 return
         except Exception:
-            # The call fails, and its repetition starts a new job.
+            # Cancel the job, because the call fails; the repeated call starts a new job.
             job.cancelled.set()
             raise
         job.ended.result()
 
     def finish(self, volume: Volume) -> None:
-        """Erase and remove a volume that is tagged already; waits a moment for it."""
+        """Erase and remove a volume that is tagged as deleted; wait up to two seconds for that."""
         self.jobs.wait(self._start(volume), self.grace_seconds)
 
     def _put_on_record(self, job: _Wipe) -> bool:
-        """Tag a volume as deleted, unless it is removed already."""
+        """Tag a volume as deleted; return False if it is already removed."""
         group, name = job.volume.group.name, job.volume.name
         with self._volume_groups.hold(group):
-            # A fresh report: the outcome of the job's own lvm2 commands may be unknown.
+            # Read a fresh report: the outcome of the job's own lvm2 commands may be unknown.
             if job.removed or name not in self._reports.fresh(group).group(group).volumes:
                 return False
             own_tags = job.volume.own_tags
             volume_states.hand_over(self._lvm(group), group, name, own_tags, Ender.ERASER)
             job.on_record = True
         if job.ended.done():
-            # It failed before it was on record, so the loop does not retry it by itself.
+            # Retry the job: the job failed before the volume was tagged as deleted, so the
+            # background loop does not retry the job by itself.
             self.jobs.wake(job, self.jobs.retry_seconds)
         return True
 
     def pending(self, volume: Volume) -> errors.OperationPending:
-        """The error of a call that waits until the volume is erased, with the progress."""
+        """Return the error of a call that must wait until a volume is erased, with the progress."""
         job = self.jobs.of(str(volume.id))
         if job is None:
             return errors.OperationPending(f"{volume.id} (being erased)")
         return _being_erased(job)
 
     def _start(self, volume: Volume) -> _Wipe:
-        """Start a job, or find the one under way; raises Stopping while a called-off one ends."""
+        """Start a job, or find the one under way; raise Stopping while a cancelled job ends."""
         job, earlier = self._wipe_of(volume), self.jobs.of(str(volume.id))
         job.overwritten = earlier is not None and earlier.overwritten
         job = self.jobs.start(job)
@@ -252,26 +285,29 @@ class Eraser:
         return job
 
     def _due(self, group: str) -> Iterator[_Wipe]:
-        """A job for each deleted volume of a group.
+        """Yield a job for each deleted volume of a volume group.
 
-        Raises an ExceptionGroup of why lvm2 left some suspended, which no job may write to.
+        Raises an ExceptionGroup of the reasons why volumes that lvm2 left suspended cannot be
+        repaired; no job may write to such a volume.
         """
-        # Held: a volume found is not removed and created anew before its job exists.
+        # Hold the group's lock, so that no volume in the report is removed and created anew before
+        # its job exists.
         with self._volume_groups.hold(group), Attempts() as attempts:
-            known = self._mender.mend(group)
-            known.group(group)
-            for volume in known.doomed():
+            state = self._mender.mend(group)
+            state.group(group)
+            for volume in state.doomed():
                 with attempts.one():
-                    known.require_repaired(volume)
+                    state.require_repaired(volume)
                     yield self._wipe_of(volume)
 
     def _wipe_of(self, volume: Volume) -> _Wipe:
-        # Many jobs may wait, and each would keep a report of all volumes.
-        upon = [one.name for one in volume.group.made_of(volume.name)]
-        found = volume.group.volumes.get(volume.name)
-        pool = "" if found is None else found.pool
-        parted = caches.parted(volume.group, volume.name)
-        group = volume.group.only(volume.name, parted, pool, *upon)
+        # Keep only the logical volumes that the job needs: many jobs may wait, and each would keep
+        # a report of all volumes in memory.
+        snapshot_names = [logical.name for logical in volume.group.made_of(volume.name)]
+        logical = volume.group.volumes.get(volume.name)
+        pool = "" if logical is None else logical.pool
+        detached_cache = caches.parted(volume.group, volume.name)
+        group = volume.group.only(volume.name, detached_cache, pool, *snapshot_names)
         volume = replace(volume, group=group)
         is_overwritten = self.policy.erases(volume) and not pool
         return _Wipe(
@@ -282,7 +318,11 @@ class Eraser:
         )
 
     def _steps(self, job: _Wipe) -> Steps:
-        """Erase and remove; DeleteVolume takes NoSuchVolume for success, so it needs proof."""
+        """Erase and remove a volume; prove the volume's absence if it is not found.
+
+        DeleteVolume answers NoSuchVolume with success, so a volume that exists must not cause that
+        error.
+        """
         try:
             yield from self._erase_and_remove(job)
         except errors.NoSuchVolume:
@@ -293,21 +333,23 @@ class Eraser:
                 raise errors.NotOverwritten(str(volume.id), why) from None
 
     def _erase_and_remove(self, job: _Wipe) -> Steps:
-        """Detach the volume from its pool or origin, erase it, and remove it.
+        """Detach a deleted volume from its pool or origin, erase it, and remove it.
 
-        Crash points: killed anywhere, its tag has the next start begin anew; a cache that was
-        detached is found by its name, and the mark of free extents precedes the removal.
+        Crash points: after a crash at any step, the volume's tag has the next start of Carver begin
+        anew. A cache that was detached is found by its name. The group gets its erase mark before
+        extents that were not overwritten are freed.
         """
         if job.volume.is_encrypted and job.volume.name in job.volume.group.volumes:
-            # First of all: the copy of the header opens what is left of the volume.
+            # Delete the backup of the LUKS header first, because the backup opens what is left of
+            # the volume.
             self._mappings.copies.forget(job.volume.group.volume(job.volume.name).uuid)
         volume = self._detached(job.volume)
         if volume is None:
             return
         group_name, erases = volume.group.name, self.policy.erases(volume)
-        doomed, are_lost = [volume.name, *_detached_caches(volume)], True
+        doomed_names, are_lost = [volume.name, *_detached_caches(volume)], True
         if erases:
-            doomed, are_lost = yield from self._erase(job, volume)
+            doomed_names, are_lost = yield from self._erase(job, volume)
         is_partial = erases and bool(volume.missing_disks)
         with self._volume_groups.hold(group_name):
             job.check()
@@ -315,7 +357,7 @@ class Eraser:
             if is_partial:
                 group = self._reports.fresh(group_name).group(group_name)
                 mark_for_erase(lvm, group, volume.missing_disks if are_lost else ())
-            volumes.remove(lvm, group_name, *doomed)
+            volumes.remove(lvm, group_name, *doomed_names)
             job.removed = True
         if is_partial:
             _log.warning(
@@ -325,10 +367,10 @@ class Eraser:
             self._given_up(group_name)
 
     def _erase(self, job: _Wipe, volume: Volume) -> Generator[float, None, tuple[list[str], bool]]:
-        """Overwrite a volume, and the cache that it had.
+        """Overwrite a volume and the cache that it had.
 
-        Returns the logical volumes to remove, and whether all that could not be overwritten lies on
-        missing disks for certain. Raises NotOverwritten.
+        Returns the logical volumes to remove, and whether all extents that could not be overwritten
+        are certainly on missing disks. Raises NotOverwritten.
         """
         if self.policy.waits_for_disk(volume):
             raise errors.NotOverwritten(str(volume.id), _about_disks(volume))
@@ -337,14 +379,15 @@ class Eraser:
             with self._volume_groups.hold(group):
                 volumes.allow_writing(self._lvm(group), group, volume.name)
         self._activator.activate(volume, partial=bool(volume.missing_disks))
-        doomed = [volume.name, *(yield from self._detach_cache(volume))]
+        doomed_names = [volume.name, *(yield from self._detach_cache(volume))]
         if self._dead_images(volume):
-            # The disk may have failed only for a while (lvmraid(7)).
+            # Refresh the volume, because its disk may have failed only for a while (lvmraid(7)).
             with self._volume_groups.hold(group):
                 volumes.refresh(self._lvm(group), group, volume.name)
         are_lost = []
-        for name in doomed:
-            # The volume, or its cache: a logical volume of its own for a while.
+        for name in doomed_names:
+            # Overwrite the volume and its detached cache, which is a logical volume of its own for
+            # a while.
             part = replace(volume, backing=backing.of(volume.group, name))
             are_lost.append((yield from self._overwrite(job, part)))
         if dead := self._dead_images(volume):
@@ -353,22 +396,26 @@ class Eraser:
                 f"the health of its RAID images is {dead}, and D takes no writes (`lvs -a"
                 f" {group}/{volume.name}`, `dmesg`). It is retried; repair or replace that disk",
             )
-        return doomed, all(are_lost)
+        return doomed_names, all(are_lost)
 
     def _detached(self, volume: Volume) -> Volume | None:
-        """A volume with extents of its own, split from an origin; None if it is removed.
+        """Make a deleted volume independent of its pool or origin; None if it is removed.
 
-        It was deleted while a disk was missing, and could not be split or removed then.
+        A thin volume is removed at once, and a copy-on-write snapshot is split from its origin. A
+        volume gets here with a pool or origin if it was deleted while a disk was missing, when lvm2
+        could neither split nor remove it.
         """
-        found = volume.group.volumes.get(volume.name)
-        if found is None or not (found.pool or volume.group.made_of(volume.name) or found.origin):
+        reported = volume.group.volumes.get(volume.name)
+        if reported is None or not (
+            reported.pool or volume.group.made_of(volume.name) or reported.origin
+        ):
             return volume
         group = volume.group.name
         if volume.is_encrypted:
             with self._volume_groups.hold(group):
                 volume = self._detachable(volume)
             if volume.group.volume(volume.name).pool:
-                # Without the group, which a disk that hangs would hold up.
+                # Erase the header without the group's lock: a disk that hangs would keep the lock.
                 self._mappings.erase(volume)
         with self._volume_groups.hold(group):
             volume = self._detachable(volume)
@@ -377,7 +424,8 @@ class Eraser:
                 try:
                     volumes.remove(lvm, group, volume.name)
                 finally:
-                    # Even if the outcome is unknown: the pool is looked at, and no retry comes.
+                    # Check the pool even if the outcome of the command is unknown, as no retry
+                    # follows.
                     self._emptied(volume)
                 return None
             if logical.is_copy_on_write:
@@ -385,13 +433,13 @@ class Eraser:
         return replace(volume, read_only=volume.read_only or logical.is_copy_on_write)
 
     def _detachable(self, volume: Volume) -> Volume:
-        """The volume by a fresh report, if it can be detached; the group is held.
+        """Return a volume by a fresh report, if it can be detached.
 
-        Raises NoSuchVolume, NotOverwritten.
+        The caller holds the group's lock. Raises NoSuchVolume, NotOverwritten.
         """
         group = volume.group.name
-        known = self._mender.mend(group)
-        volume = known.doomed_volume(str(volume.id))
+        state = self._mender.mend(group)
+        volume = state.doomed_volume(str(volume.id))
         if is_given_up(volume.on_disks) and volume.missing_disks:
             self._given_up(group)
             why = "it was given up, and goes when all that goes with it is deleted"
@@ -406,21 +454,25 @@ class Eraser:
         return volume
 
     def _dead_images(self, volume: Volume) -> str:
-        """The kernel's health characters of a RAID with failed images; empty if none failed.
+        """Return the kernel's health characters of a RAID with failed images, else an empty string.
 
-        Images on missing disks do not count. No command.
+        Images on missing disks do not count. Runs no command.
         """
         logical = volume.group.volumes.get(volume.name)
         if logical is not None and logical.layout == {"linear"}:
             return ""
         status = self._activator.status(volume.group.name, volume.name)
-        found, lost = (one for one in status if isinstance(one, Raid)), len(volume.missing_disks)
-        return next((one.health for one in found if sum(one.failed) > lost), "")
+        raids, missing_count = (
+            (target for target in status if isinstance(target, Raid)),
+            len(volume.missing_disks),
+        )
+        return next((raid.health for raid in raids if sum(raid.failed) > missing_count), "")
 
     def _detach_cache(self, volume: Volume) -> Generator[float, None, list[str]]:
-        """Make the cache a volume of its own: it holds data that was written, too.
+        """Detach a volume's cache, and return the cache's name as a logical volume of its own.
 
-        After a kill the volume has no cache, and the resumed job finds the detached one.
+        The cache must be erased, too, because it holds data that was written. After a crash the
+        volume has no cache, and the resumed job finds the detached one by its name.
         """
         group = volume.group
         logical = group.volumes.get(volume.name)
@@ -440,8 +492,9 @@ class Eraser:
     def _write_back(self, volume: Volume) -> Steps:
         """Have the kernel write a cache back before it is detached.
 
-        lvm2 would do that within its command, with the group locked: hours, on a slow disk. The
-        job raises NotOverwritten first; the kernel writes on, and the job is retried.
+        lvm2 would write the cache back within its command, with the group's lock held; on a slow
+        disk that takes hours. So the job raises NotOverwritten while the kernel still writes, and
+        is retried.
         """
         group, name = volume.group.name, volume.name
         if caches.is_clean(self._activator.status(group, name)):
@@ -464,7 +517,7 @@ class Eraser:
             yield self.look_seconds
 
     def _overwrite(self, job: _Wipe, volume: Volume) -> Generator[float, None, bool]:
-        """Overwrite a volume; returns whether all that failed lies on missing disks for certain."""
+        """Overwrite a volume; return whether all that failed is certainly on missing disks."""
         device = self._activator.activate(volume).path
         purpose = self.policy.purpose(job.volume)
         is_partial = purpose is Purpose.PARTIAL
@@ -472,7 +525,8 @@ class Eraser:
         size_bytes = self.policy.zeroed_bytes(job.volume, whole_bytes)
         writing = partial(_overwriting, job, volume)
         if method not in classes.ERASE_HEADER_ONLY and job.volume.is_encrypted and not is_partial:
-            # Without its header it cannot be read, however long the rest takes.
+            # Erase the LUKS header first: without it the volume cannot be read, however long the
+            # rest takes.
             with writing():
                 self._mappings.erase(volume)
         are_lost = [True]
@@ -496,14 +550,15 @@ class Eraser:
             within=writing,
         )
         if method == classes.ERASE_DISCARD:
-            with suppress(OSError):  # the disk does not support it
+            # Ignore a disk that does not support discards.
+            with suppress(OSError):
                 self._kernel.discard(device, size_bytes, whole_bytes - size_bytes)
         return all(are_lost)
 
     def _zero_present(self, volume: Volume, device: str, offset: int, length: int, by: By) -> bool:
-        """Zero the extents that lie on disks that are present; raises where one of these fails.
+        """Zero the extents of a range that are on present disks; raise if one of these disks fails.
 
-        Returns whether all that failed lie on missing disks for certain.
+        Returns whether all extents that failed are certainly on missing disks.
         """
         extent, end, are_lost = volume.group.extent_size_bytes, offset + length, True
         while offset < end:
@@ -520,7 +575,10 @@ class Eraser:
 
 
 def reservation_id(volume_id: str) -> str:
-    """The id of that logical volume; empty for the id of an inline volume."""
+    """Return the id of the logical volume that reserves extents for a volume's growth.
+
+    The result is empty for the id of an inline volume.
+    """
     parsed = VolumeId.parse(volume_id)
     if parsed is None:
         return ""
@@ -533,7 +591,10 @@ def _being_erased(job: Job) -> errors.OperationPending:
 
 @contextmanager
 def _overwriting(job: _Wipe, volume: Volume) -> Iterator[None]:
-    """Write to a volume inside; raises VolumeInUse, with nothing written, where it is not free."""
+    """Mark a job's volume as overwritten within the `with`, in which it is written to.
+
+    Raises VolumeInUse if the volume's device is mounted or held, so that nothing was written.
+    """
     was_overwritten, job.overwritten = job.overwritten, True
     try:
         yield
@@ -545,15 +606,15 @@ def _overwriting(job: _Wipe, volume: Volume) -> Iterator[None]:
 
 
 def _detached_caches(volume: Volume) -> list[str]:
-    """The cache that a killed job detached, if there is one."""
-    found = caches.parted(volume.group, volume.name)
-    return [found] if found else []
+    """Return the cache of a volume that a killed job detached; an empty list if there is none."""
+    cache = caches.parted(volume.group, volume.name)
+    return [cache] if cache else []
 
 
 def _is_lost(volume: Volume, extent: int) -> bool | None:
-    """Whether an extent of a volume lies on a missing disk; None if that is not certain.
+    """Whether an extent of a volume is on a missing disk; None if that is not certain.
 
-    An extent of a striped or mirrored volume lies on several disks.
+    An extent of a striped or mirrored volume is on several disks, so the result is None.
     """
     logical = volume.group.volumes.get(volume.name)
     if logical is None or logical.layout != {"linear"}:

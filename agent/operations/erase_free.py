@@ -1,4 +1,4 @@
-"""Zero free extents before a volume gets them: those of a growth, and those of lost disks."""
+"""Zero free extents before a volume gets them: for a growth, and after the loss of a disk."""
 
 import logging
 from collections.abc import Collection, Iterator
@@ -27,28 +27,32 @@ from mount.mount_errors import CommandError
 
 _log = logging.getLogger(__name__)
 
-# A sweep takes what is to be zeroed in so many slices, so that pools and COW stores can grow into
-# the rest meanwhile; in fewer where these would be smaller than that.
+# Number of slices in which a sweep takes the extents to be zeroed. A sweep is a logical volume;
+# thin pools and COW stores can grow into the extents that it has not taken yet.
 _SLICES = 32
+# Minimum size of a slice of a sweep, in bytes; fewer slices are taken if they would be smaller.
 _SMALLEST_SLICE_BYTES = 1 << 30
 
 
 @dataclass(kw_only=True)
 class _Growth(Job):
-    """The key is the volume's id."""
+    """A job that zeroes the extents reserved for a volume's growth; its key is the volume's id."""
 
     group: str
-    # The logical volume that has the extents, and its UUID.
+    # Name and UUID of the logical volume that reserves the extents.
     name: str
     uuid: str
 
 
 class AnotherSize(errors.Overwriting):
-    """The extents of a growth to another size are being zeroed; `withdraw` ends that."""
+    """Extents for a growth to another size are being zeroed.
+
+    `GrowthZeroer.withdraw` cancels that growth.
+    """
 
 
 class GrowthZeroer:
-    """Zeroes the extents that a volume grows by, in a logical volume that reserves them."""
+    """Zeroes the extents that a volume grows by, in a logical volume that reserves the extents."""
 
     def __init__(self, context: Context) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
@@ -56,7 +60,8 @@ class GrowthZeroer:
         self._lvm = context.volume_groups.lvm
         self._paces, self._policy = context.paces, context.erase_policy
         self.grace_seconds = 10.0
-        # The UUIDs of reservations that are zeroed and not taken yet.
+        # UUIDs of the reserving logical volumes that are zeroed, and whose extents are not taken
+        # yet.
         self._done: set[str] = set()
         self.jobs: Jobs[_Growth] = Jobs(
             context.workers,
@@ -68,24 +73,25 @@ class GrowthZeroer:
         self._conflicts.add(Work.GROWTH, self.jobs)
 
     def take(self, volume: Volume, more_bytes: int, allocator: Allocator) -> tuple[str, ...]:
-        """Free extents, zeroed, for a volume to grow by.
+        """Return free extents, already zeroed, for a volume to grow by.
 
-        Call it with the group locked and a report that was read since, and extend the volume at
-        once. The first and the last call run two commands in all. Raises Overwriting until it is
-        done, AnotherSize, NoRoom.
+        Call the method with the group's lock held and a report that was read under that lock, and
+        extend the volume at once. The first call reserves the extents and starts a job that zeroes
+        them. The call after the job's end frees them for the volume. Together these two calls run
+        two commands. Raises Overwriting while the extents are being zeroed, AnotherSize, NoRoom.
         """
-        group, own = volume.group, records.reservation_name(volume.name)
+        group, reservation = volume.group, records.reservation_name(volume.name)
         lvm = self._lvm(group.name)
         reserved = records.reservation(group, volume.name)
         if reserved is not None and reserved.size_bytes != _taken_bytes(volume, more_bytes):
-            # An earlier call asked for another size.
+            # Free the extents that an earlier call reserved for another size.
             self.require_none(volume)
-            volumes.remove(lvm, group.name, own)
+            volumes.remove(lvm, group.name, reservation)
             reserved = None
         if reserved is None:
-            if more_bytes > (room := allocator.maximum_growth_bytes(volume)):
+            if more_bytes > (free_bytes := allocator.maximum_growth_bytes(volume)):
                 raise errors.NoRoom(
-                    group.name, more_bytes, room, f"more {allocator.purpose(group)}"
+                    group.name, more_bytes, free_bytes, f"more {allocator.purpose(group)}"
                 )
             reserved = self._reserve(volume, more_bytes)
         if reserved.uuid not in self._done:
@@ -93,40 +99,40 @@ class GrowthZeroer:
                 key=str(volume.id),
                 on_record=False,
                 group=group.name,
-                name=own,
+                name=reservation,
                 uuid=reserved.uuid,
             )
             job = self.jobs.start(growth)
             raise errors.Overwriting(job.key, str(job.progress))
-        volumes.remove(lvm, group.name, own)
+        volumes.remove(lvm, group.name, reservation)
         self._done.discard(reserved.uuid)
         return reserved.ranges
 
     def require_none(self, volume: Volume) -> None:
-        """Raise AnotherSize while extents for a volume are being zeroed, or may be."""
+        """Raise AnotherSize while extents for a volume's growth are being zeroed."""
         job = self.jobs.of(str(volume.id))
         if job is not None and not job.ended.done():
             raise AnotherSize(job.key, str(job.progress))
 
     def withdraw(self, volume_id: str) -> None:
-        """End a growth that is under way, and free its extents. A report and a command.
+        """Cancel a growth that is under way, and free its extents; runs a report and a command.
 
-        Raises Stopping where a chunk takes longer than ten seconds to be zeroed.
+        Raises Stopping if the job takes longer than ten seconds to zero its present chunk.
         """
         group = ids.group_of(volume_id)
         with self._conflicts.enter(Call.EXPAND_OTHER, volume_id), self._volume_groups.hold(group):
-            found = self._reports.fresh(group).group(group)
-            if (reserved := records.reservation(found, backing.of_id(volume_id).name)) is not None:
+            state = self._reports.fresh(group).group(group)
+            if (reserved := records.reservation(state, backing.of_id(volume_id).name)) is not None:
                 volumes.remove(self._lvm(group), group, reserved.name)
 
     def wait(self, volume_id: str) -> bool:
-        """Wait a moment for the job that `take` started; returns whether it has ended."""
+        """Wait up to ten seconds for the job that `take` started; return whether it has ended."""
         job = self.jobs.of(volume_id)
         patience = command.patience_seconds(self.grace_seconds)
         return job is None or bool(wait([job.ended], patience).done)
 
     def problem(self, volume_id: str) -> Exception | None:
-        """Why the last job for a volume failed, until another begins."""
+        """Return the error of the last job for a volume, if it failed, until another job starts."""
         job = self.jobs.of(volume_id)
         if job is None or not job.ended.done():
             return None
@@ -134,17 +140,18 @@ class GrowthZeroer:
         return error if isinstance(error, OSError | CommandError) else None
 
     def _reserve(self, volume: Volume, size_bytes: int) -> report.LogicalVolume:
-        """Take the extents from the disks where the volume would grow."""
+        """Create the logical volume that reserves extents, on the disks where a volume grows."""
         group, shape = volume.group, volume.layout
         disks = layout.growth_placement(Room(group), group.volume(volume.name), shape)
-        # As much of each disk as the volume takes there, parity and copies included.
+        # Reserve as much of each disk as the volume allocates there, including parity and mirror
+        # images.
         spread = LINEAR if shape.is_linear else Layout("striped", stripes=shape.disks)
-        taken = _taken_bytes(volume, size_bytes)
+        allocated_bytes = _taken_bytes(volume, size_bytes)
         deleted = volume_states.tags_for(Ender.ERASER)
         own_tags = {tag.NAME: volume.own_tags[tag.NAME], **deleted}
-        new = New(records.reservation_name(volume.name), taken, own_tags)
-        volumes.create(self._lvm(group.name), group.name, new, layout=spread, disks=disks)
-        return self._reports.fresh(group.name).group(group.name).volume(new.name)
+        reservation = New(records.reservation_name(volume.name), allocated_bytes, own_tags)
+        volumes.create(self._lvm(group.name), group.name, reservation, layout=spread, disks=disks)
+        return self._reports.fresh(group.name).group(group.name).volume(reservation.name)
 
     def _overwrite(self, job: _Growth) -> Steps:
         device = self._activator.ensure_active(job.group, job.name).path
@@ -161,24 +168,31 @@ class GrowthZeroer:
 
 
 def _taken_bytes(volume: Volume, size_bytes: int) -> int:
-    """What so much of a volume takes on all of its disks."""
+    """Return the bytes that `size_bytes` of a volume allocate on all of its disks together."""
     shape = volume.layout
     return size_bytes if shape.is_linear else size_bytes // shape.stripes * shape.disks
 
 
 class FreedSpaceEraser:
-    """Removes what an operator gave up with a lost disk, and zeroes the extents that frees.
+    """Removes volumes that an operator gave up with a lost disk, and zeroes freed extents.
 
-    A thin pool that lost a part cannot be used at all, and a volume with snapshots cannot be taken
-    apart while a disk is missing: lvm2 refuses. So once all of it is deleted and given up it is
-    removed as it is, after the group was marked (erase.mark_for_erase): from then on nothing is
-    allocated there, but for pools and COW stores that must grow. When no disk is missing any more,
-    one logical volume (the sweep) takes the free extents that are marked, slice by slice, each of
-    which is zeroed; when it has all it is removed, then the mark goes. It gives way to a pool or a
-    COW store that finds no other room.
+    A thin pool that lost a part cannot be used at all, and lvm2 refuses to take a volume with
+    snapshots apart while a disk is missing. Such a pool or volume is removed in these steps:
 
-    After a kill at any moment the mark, and the sweep, show what is left. The sweep holds no user's
-    data: it is removed while a disk is missing, and made again afterwards. Keys: `group/sweep`.
+    1. Wait until the pool or volume, and all that depends on it, is deleted, and the operator gave
+       it up (tag `givenUp`).
+    2. Add the group's erase mark (erase_deleted.mark_for_erase). From now on nothing is allocated
+       from the marked extents, except for thin pools and COW stores that must grow.
+    3. Remove the pool or volume as it is, with all that depends on it.
+    4. Wait until no disk is missing.
+    5. Take the marked free extents into one logical volume, the sweep, slice by slice, and zero
+       each slice.
+    6. When no marked extents are left outside the sweep, remove the sweep and then the mark.
+
+    The sweep gives way to a pool or a COW store that finds no other room. After a crash at any step
+    the mark and the sweep show what is left to do. The sweep holds no user's data: it is removed
+    while a disk is missing, and created again afterwards. The key of a volume group's job is
+    `group/sweep`.
     """
 
     def __init__(self, context: Context) -> None:
@@ -198,16 +212,21 @@ class FreedSpaceEraser:
         self._conflicts.add(Work.SWEEP, self.jobs, key_of=lambda group: f"{group}/{ids.SWEEP}")
 
     def start(self, group: str) -> Future[None]:
-        """Start the job of a group, or find the running one."""
+        """Start the job that zeroes a volume group's marked free extents, or find the running one.
+
+        Returns a future of the job's end.
+        """
         return self.jobs.start(Job(f"{group}/{ids.SWEEP}")).ended
 
     @contextmanager
     def giving_way(self, group: str) -> Iterator[None]:
-        """Have no sweep of a group within the `with`; it begins anew afterwards. Raises Stopping.
+        """Remove the sweep of a volume group within the `with`, so that its extents are free.
 
-        The group is not held. A report and a command.
+        The sweep is the logical volume in which free extents are zeroed; the job creates the sweep
+        anew afterwards. To be entered without the group's lock. Runs a report and a command. Raises
+        Stopping if the job's present chunk takes too long.
         """
-        halted = self.jobs.of(f"{group}/{ids.SWEEP}")
+        job = self.jobs.of(f"{group}/{ids.SWEEP}")
         try:
             with self._conflicts.enter(Call.GROW, group):
                 with self._volume_groups.hold(group):
@@ -215,11 +234,11 @@ class FreedSpaceEraser:
                         volumes.remove(self._lvm(group), group, ids.SWEEP)
                 yield
         finally:
-            if halted is None or halted.ended.done():
+            if job is None or job.ended.done():
                 self.start(group)
             else:
-                # Its disk does not answer yet.
-                halted.ended.add_done_callback(lambda _: self.start(group))
+                # Start the sweep again when the cancelled job ends: its disk does not answer yet.
+                job.ended.add_done_callback(lambda _: self.start(group))
 
     def _due(self, name: str) -> Iterator[Job]:
         if _is_left(self._reports.fresh(name).group(name)):
@@ -232,15 +251,17 @@ class FreedSpaceEraser:
             with self._volume_groups.hold(name):
                 if (group := self._take(name)) is None:
                     return
-                taken = group.volume(ids.SWEEP)
-                if taken.uuid == uuid and taken.size_bytes == done_bytes:
-                    # Nothing was freed meanwhile.
+                sweep = group.volume(ids.SWEEP)
+                if sweep.uuid == uuid and sweep.size_bytes == done_bytes:
+                    # Remove the sweep and the erase mark: no marked extents were freed while the
+                    # last slice was zeroed.
                     volumes.remove(self._lvm(name), name, ids.SWEEP)
                     erase_deleted.unmark(self._lvm(name), group)
                     return
-            if taken.uuid != uuid:
-                # An earlier process may have zeroed an unknown part of it: all is zeroed again.
-                uuid, done_bytes = taken.uuid, 0
+            if sweep.uuid != uuid:
+                # Zero the whole sweep again: an earlier process may have zeroed an unknown part of
+                # it.
+                uuid, done_bytes = sweep.uuid, 0
             device = self._activator.ensure_active(name, ids.SWEEP).path
             work = self._paces.of(name).work(
                 "erase",
@@ -250,17 +271,20 @@ class FreedSpaceEraser:
                 progress=job.progress,
             )
             yield from self.policy.overwrite(
-                work, device, taken.size_bytes, done_bytes, purpose=Purpose.DELETED
+                work, device, sweep.size_bytes, done_bytes, purpose=Purpose.DELETED
             )
-            done_bytes = taken.size_bytes
+            done_bytes = sweep.size_bytes
 
     def _take(self, name: str) -> report.Group | None:
-        """Remove what was given up, and take the free extents that must be zeroed.
+        """Remove volumes that were given up, and take free extents into the group's sweep.
 
-        The caller holds the group. Returns the group with the sweep, None if there is nothing to
-        zero. Raises NotSwept.
+        An operator gives up volumes that lost data with a disk. The sweep is the logical volume in
+        which free extents are zeroed; each call of this method adds one slice to the sweep. The
+        caller holds the group's lock. Returns the group with the sweep, or None if there is nothing
+        to zero. Raises NotSwept.
         """
-        # A fresh report: a volume that was made in a pool since would go with the pool.
+        # Read a fresh report: a volume that was created in a pool since the last report would be
+        # removed with the pool.
         group = self._reports.fresh(name).group(name)
         for root in _roots(group):
             self._remove(group, root)
@@ -269,15 +293,18 @@ class FreedSpaceEraser:
             return None
         if group.missing_disks:
             if is_sweep(group, ids.SWEEP):
-                # A repair may need that room, and overwrites it.
+                # Remove the sweep: the repair of a volume may need its extents, and overwrites them
+                # anyway.
                 volumes.remove(lvm, name, ids.SWEEP)
-            gone = ", ".join(group.missing_uuids)
-            raise errors.NotSwept(name, f"its disk {gone} is missing; replace it, or attach it")
+            missing_uuids = ", ".join(group.missing_uuids)
+            raise errors.NotSwept(
+                name, f"its disk {missing_uuids} is missing; replace it, or attach it"
+            )
         if group.moves:
             why = "extents are moved (`pvmove`), and what they leave is overwritten afterwards"
             raise errors.NotSwept(name, why)
         disks = Room(group).unclean
-        if closed := ", ".join(one.name for one in disks if not one.allocatable):
+        if closed := ", ".join(disk.name for disk in disks if not disk.allocatable):
             why = f"its disk {closed} takes nothing new; open it (pvchange(8)), or take it out"
             raise errors.NotSwept(name, why)
         if disks:
@@ -286,38 +313,46 @@ class FreedSpaceEraser:
         return group
 
     def _reserve(self, group: report.Group, disks: Collection[report.PhysicalVolume]) -> None:
-        """Make the sweep, or extend it, by a slice of the free extents of these disks.
+        """Create a volume group's sweep, or extend it, by a slice of the disks' free extents.
 
-        In any pieces: a group's policy that wants one disk for one volume is for users' volumes.
+        The sweep is the logical volume in which free extents are zeroed. The slice may consist of
+        any pieces: a group's policy that wants one disk for one volume is for users' volumes only.
         """
         lvm = self._lvm(group.name)
-        own = [disk.name for disk in disks]
-        free = sum(one.unallocated_extents for one in disks)
-        whole = free + sum(one.allocated_extents for one in disks)
-        smallest = -(-_SMALLEST_SLICE_BYTES // group.extent_size_bytes)
-        size_bytes = min(free, max(smallest, whole // _SLICES)) * group.extent_size_bytes
+        disk_names = [disk.name for disk in disks]
+        free_extents = sum(disk.unallocated_extents for disk in disks)
+        all_extents = free_extents + sum(disk.allocated_extents for disk in disks)
+        smallest_slice = -(-_SMALLEST_SLICE_BYTES // group.extent_size_bytes)
+        size_bytes = (
+            min(free_extents, max(smallest_slice, all_extents // _SLICES)) * group.extent_size_bytes
+        )
         if is_sweep(group, ids.SWEEP):
             size_bytes += group.volume(ids.SWEEP).size_bytes
             volumes.extend(
-                lvm, group.name, ids.SWEEP, size_bytes=size_bytes, disks=own, in_pieces=True
+                lvm, group.name, ids.SWEEP, size_bytes=size_bytes, disks=disk_names, in_pieces=True
             )
         else:
-            new = New(ids.SWEEP, size_bytes, volume_states.tags_for(Ender.ERASER))
-            volumes.create(lvm, group.name, new, disks=own, in_pieces=True)
+            sweep = New(ids.SWEEP, size_bytes, volume_states.tags_for(Ender.ERASER))
+            volumes.create(lvm, group.name, sweep, disks=disk_names, in_pieces=True)
 
     def _remove(self, group: report.Group, root: report.LogicalVolume) -> None:
-        """Remove a pool or an origin with all that depends on it; all of it was deleted."""
-        lvm, held = self._lvm(group.name), _dependents(group, root)
-        if self.policy.erases_any((root, *held)):
+        """Remove a thin pool or an origin with all its dependents, which are all deleted."""
+        lvm, dependents = self._lvm(group.name), _dependents(group, root)
+        if self.policy.erases_any((root, *dependents)):
             erase_deleted.mark_for_erase(lvm, group)
-        for one in (root, *held):
-            self._mappings.copies.forget(one.uuid)
+        for logical in (root, *dependents):
+            self._mappings.copies.forget(logical.uuid)
         volumes.remove_lost(lvm, group.name, root.name)
-        gone = ", ".join(group.missing_uuids)
+        missing_uuids = ", ".join(group.missing_uuids)
         _log.warning(
             "%s/%s was given up and is removed with %s; its part on the missing disks %s was not"
             " overwritten",
-            *(group.name, root.name, ", ".join(one.name for one in held) or "nothing", gone),
+            *(
+                group.name,
+                root.name,
+                ", ".join(dependent.name for dependent in dependents) or "nothing",
+                missing_uuids,
+            ),
         )
 
 
@@ -326,20 +361,28 @@ def _is_left(group: report.Group) -> bool:
 
 
 def _roots(group: report.Group) -> Iterator[report.LogicalVolume]:
-    """Pools and volumes with snapshots that were given up, lack a disk, and are all deleted."""
-    for one in records.usable(group):
-        if not is_given_up(one) or one.disks.isdisjoint(group.missing_uuids):
+    """Yield the thin pools and the origins of a volume group that can be removed as given up.
+
+    Each of them was given up, has a part on a missing disk, and is deleted with all its dependents.
+    A thin pool counts as deleted if all its volumes are.
+    """
+    for logical in records.usable(group):
+        if not is_given_up(logical) or logical.disks.isdisjoint(group.missing_uuids):
             continue
-        held = _dependents(group, one)
-        if not all(records.is_usable(group, each) for each in held):
+        dependents = _dependents(group, logical)
+        if not all(records.is_usable(group, dependent) for dependent in dependents):
             continue
-        is_origin = bool(held) and is_deleted(one) and not one.pool
-        if (is_own_pool(one) or is_origin) and all(map(is_deleted, held)):
-            yield one
+        is_origin = bool(dependents) and is_deleted(logical) and not logical.pool
+        if (is_own_pool(logical) or is_origin) and all(map(is_deleted, dependents)):
+            yield logical
 
 
 def _dependents(group: report.Group, root: report.LogicalVolume) -> list[report.LogicalVolume]:
-    """The volumes in a pool, and the copy-on-write snapshots of these or of the root itself."""
-    inside = group.in_pool(root.name)
-    upon = [snap for one in (root, *inside) for snap in group.copy_on_write_of(one.name)]
-    return [*inside, *upon]
+    """Return the volumes in a thin pool, and the copy-on-write snapshots of these and of `root`."""
+    thin_volumes = group.in_pool(root.name)
+    snapshots = [
+        snapshot
+        for logical in (root, *thin_volumes)
+        for snapshot in group.copy_on_write_of(logical.name)
+    ]
+    return [*thin_volumes, *snapshots]

@@ -1,24 +1,29 @@
-"""ControllerExpandVolume and NodeExpandVolume: volumes grow now, or when they are staged next.
+"""ControllerExpandVolume and NodeExpandVolume: grow volumes now, or when they are staged next.
 
-lvm2 extends the origin of copy-on-write snapshots only while it is not active. A cluster asks a
-node to expand a volume when a pod has it, so that moment would never come by itself. So the size is
-recorded as the tag `wanted`, and the call is FAILED_PRECONDITION: after this code kubelet lets the
-pod go on, or start, and asks again when the volume is mounted next (expandOnPlugin in
-pkg/volume/util/operationexecutor/node_expander.go). The same code serves where there is no room:
-after any other the pod does not start, and after OK with the present size kubelet, which reads no
-size in the answer, marks the claim as grown. The next stage finds the tag and grows the volume
-while it is not in use: it is deactivated, extended, and activated as ever. Without room by then, or
-where lvm2 refuses, the volume is staged as it is, so that the pod starts, and the tag stays.
+A volume with copy-on-write snapshots grows at its next NodeStageVolume call: lvm2 extends the
+origin of such snapshots only while the origin is inactive, and a cluster asks a node to expand a
+volume while a pod uses it. So Carver records the size in the tag `wanted` and answers
+FAILED_PRECONDITION. After that code kubelet lets the pod go on, or start, and asks again when the
+volume is mounted next (expandOnPlugin in pkg/volume/util/operationexecutor/node_expander.go).
+FAILED_PRECONDITION is also the answer if there is no room. After any other error code the pod would
+not start. After OK with the present size kubelet would mark the claim as grown, because kubelet
+reads no size in the answer.
 
-A wanted size that the volume has is void, so no step of its own removes the tag. Crash points:
-before the tag is written the caller repeats the call; after it, or between deactivation and growth,
-the next stage finds it; later, the volume has the size, and staging goes on as after any kill.
+The next NodeStageVolume call finds the tag `wanted` and grows the volume while it is not in use:
+the volume is deactivated, extended, and activated as usual. If there is still no room, or lvm2
+refuses, the volume is staged with its present size, so that the pod starts, and the tag stays.
 
-Without such snapshots, a size that the volume cannot have is recorded as the tag `refused`, for the
-volume's health. A stage does not grow the volume to it: the claim may have been made smaller since,
-a volume never shrinks, and kubelet asks for the claim's size as soon as the volume is mounted. The
-tag also marks a volume that grew while its file system, or its open LUKS mapping, did not. It is
-removed when all three have the size, or when less is asked for.
+A wanted size that the volume has is void, so no separate step removes the tag. Crash points: before
+the tag is written the caller repeats the call. After the tag is written, or between deactivation
+and growth, the next NodeStageVolume call finds the tag. After the growth the volume has the size,
+and staging continues as after any crash.
+
+For a volume without such snapshots, a size that it cannot have is recorded in the tag `refused`,
+for the calls that report a volume's health. A NodeStageVolume call does not grow the volume to the
+refused size: the claim may have been made smaller since, a volume never shrinks, and kubelet asks
+for the claim's size as soon as the volume is mounted. The tag also marks a volume that grew while
+its file system, or its open LUKS mapping, did not. The tag is removed when the volume, the mapping
+and the file system have the size, or when a smaller size is requested.
 """
 
 import logging
@@ -46,12 +51,14 @@ from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
+# Tags that record a size which a volume does not have yet; a volume has at most one of the two.
 _ON_RECORD = (tag.WANTED, tag.REFUSED)
+# Errors for a lack of free extents, of space in a thin pool, or of metadata area.
 _NO_ROOM = (errors.NoRoom, lvm_errors.NoSpace, lvm_errors.MetadataFull)
 
 
 class _Open(Exception):
-    """A volume that is to be deactivated has a dm-crypt device, which nothing uses."""
+    """An unused dm-crypt device is open on a volume that has to be deactivated."""
 
     def __init__(self, volume: Volume) -> None:
         super().__init__(str(volume.id))
@@ -59,7 +66,7 @@ class _Open(Exception):
 
 
 class Expander:
-    """Makes volumes larger, and what is on them."""
+    """Grows volumes, and the LUKS mappings and file systems on them."""
 
     def __init__(
         self,
@@ -79,26 +86,31 @@ class Expander:
         self._configuration = context.configuration
 
     def expand_in_use(self, call: ExpandVolume, at: VolumeAt, keys: Keys) -> int:
-        """Grow a volume where it is smaller than asked, then all on it; its capacity in bytes.
+        """Grow a volume to the requested size, and all layers on it; return its capacity in bytes.
 
         Raises CannotGrow for each final error of lvm2, the mount or LUKS: a pod must start with the
-        present size, because it can run on no other node. Errors after which the operation may
-        still be in progress pass unchanged, because the caller repeats the call; so does a volume
-        that is not there. The file system of a reader stays as it is until a writer has it staged.
+        present size, because it can run on no other node. Two kinds of errors pass unchanged. After
+        errors that leave the operation possibly in progress the caller repeats the call.
+        VolumeMissing says that the volume does not exist. If the call is for a reader, the file
+        system stays as it is until a writer stages the volume.
         """
         volume_id, size_bytes = call.volume_id, self._volumes.size_bytes(at)
         try:
-            seen = self._reports.cached(volume_id)
-            # A claim that is made smaller again withdraws what is on record.
-            is_on_record = seen is not None and (
-                seen.wanted_bytes or seen.refused_bytes or _lacks_request(seen, call.size)
+            cached_volume = self._reports.cached(volume_id)
+            # Call `expand` also for a size that the volume has. After the claim was made smaller
+            # again, `expand` removes a larger recorded size (tags `wanted` and `refused`), and
+            # records the requested size if the tag for that is missing.
+            is_on_record = cached_volume is not None and (
+                cached_volume.wanted_bytes
+                or cached_volume.refused_bytes
+                or _lacks_request(cached_volume, call.size)
             )
             if is_on_record or not call.size.allows(size_bytes):
                 size_bytes = self.expand(call, is_in_use=True).capacity_bytes
-            # Crash point: the volume is larger than what is on it; kubelet repeats the call, and
-            # each stage tries it.
+            # Crash point: the volume is larger than its file system; kubelet repeats the call, and
+            # each NodeStageVolume call tries to grow the file system.
             with self._recording(volume_id):
-                read_only = call.read_only or self._is_attached_read_only(seen)
+                read_only = call.read_only or self._is_attached_read_only(cached_volume)
                 self.fill_device(at, keys, read_only=read_only)
             self.settle(volume_id)
         except errors.TooLarge as error:
@@ -115,28 +127,34 @@ class Expander:
         return attachment is not None and attachment.read_only
 
     def expand(self, call: ExpandVolume, *, is_in_use: bool = False) -> Volume:
-        """Make the volume at least as large as asked; a larger one keeps its size.
+        """Make a volume at least as large as requested; a larger volume keeps its size.
 
-        Two commands at most; with copy-on-write snapshots one more, or two where it is in use: then
-        it raises GrowsLater. Raises TooLarge where there is no room; recording that takes two more.
-        The latest call counts: a larger size on record is withdrawn. Where the new extents are
-        zeroed first, it takes four more commands, and raises Overwriting until that is done; one
-        command more ends a growth to another size. While it is copied, a volume in use raises
-        Copying, or GrowsLater to a caller that says so, since its pod must start.
+        The latest call counts: a larger size that an earlier call recorded (tags `wanted` and
+        `refused`) is removed.
+
+        - Runs two commands at most. With copy-on-write snapshots it runs one more, or two more for
+          a volume in use, for which it raises GrowsLater.
+        - Raises TooLarge if there is no room; the record of that takes two more commands.
+        - If new extents are zeroed before they are allocated, it runs four more commands, and
+          raises Overwriting until the extents are zeroed. One more command ends a growth to another
+          size.
+        - While a volume in use is being copied, it raises Copying. With `is_in_use` it raises
+          GrowsLater instead, because the caller's pod must start.
         """
         with self._conflicts.enter(Call.EXPAND, call.volume_id):
             return self._zeroed_first(call.volume_id, lambda: self._expand(call, is_in_use))
 
     def _zeroed_first(self, volume_id: str, expand: Callable[[], Volume]) -> Volume:
-        """Expand a volume; wait a moment for new extents that are zeroed first.
+        """Expand a volume; if its new extents are zeroed first, wait a moment for that.
 
-        An unused dm-crypt device is closed without the group, which `expand` holds.
-        Raises Overwriting, and NotOverwritten where they cannot be zeroed.
+        `expand` holds the group's lock. An unused dm-crypt device is closed without that lock.
+        Raises Overwriting while the extents are being zeroed, and NotOverwritten if they cannot be
+        zeroed.
         """
         try:
             return expand()
-        except _Open as found:
-            self._mappings.ensure_closed(found.volume)
+        except _Open as error:
+            self._mappings.ensure_closed(error.volume)
             return self._zeroed_first(volume_id, expand)
         except AnotherSize:
             self._growth_zeroer.withdraw(volume_id)
@@ -152,42 +170,46 @@ class Expander:
         group = ids.group_of(call.volume_id)
         self._reports.await_others(group)
         with self._volume_groups.hold(group):
-            known = self._mender.mend(group)
-            volume = known.usable(call.volume_id, Call.EXPAND)
+            state = self._mender.mend(group)
+            volume = state.usable(call.volume_id, Call.EXPAND)
             volume.require_header_bytes()
-            wanted = _wanted_bytes(volume, call.size)
-            if wanted > volume.size_bytes:
+            wanted_bytes = _wanted_bytes(volume, call.size)
+            if wanted_bytes > volume.size_bytes:
                 try:
-                    self._extend(known, volume, wanted)
+                    self._extend(state, volume, wanted_bytes)
                 except (errors.VolumeInUse, lvm_errors.InUse) as error:
                     if self._is_only_copied(volume) and not is_in_use:
                         why = "it grows when that is done"
                         raise errors.Copying(call.volume_id, why) from None
-                    self._record(volume, wanted)
-                    held = volume.copy_on_write_snapshots
-                    raise errors.GrowsLater(call.volume_id, wanted, held, str(error)) from None
+                    self._record(volume, wanted_bytes)
+                    snapshot_ids = volume.copy_on_write_snapshots
+                    raise errors.GrowsLater(
+                        call.volume_id, wanted_bytes, snapshot_ids, str(error)
+                    ) from None
                 except (*_NO_ROOM, mount_errors.CommandFailed) as error:
-                    self._refuse(volume, wanted)
+                    self._refuse(volume, wanted_bytes)
                     if not isinstance(error, _NO_ROOM):
                         raise
                     raise errors.TooLarge(call.volume_id, str(error)) from None
             elif (reserved := records.reservation(volume.group, volume.name)) is not None:
-                # The growth that it was for is withdrawn.
+                # Release the extents reserved for a growth that this call withdraws.
                 self._growth_zeroer.require_none(volume)
                 volumes.remove(self._volume_groups.lvm(group), group, reserved.name)
-            # Here, as a stage may have extended it: that does not know what was asked for.
-            self._record_request(volume, call.size, max(wanted, volume.size_bytes))
+            # Record the requested size also for a volume that has it: a NodeStageVolume call may
+            # have extended the volume, and a NodeStageVolume call does not know the size that the
+            # caller requested.
+            self._record_request(volume, call.size, max(wanted_bytes, volume.size_bytes))
             if call.size.required_bytes:
-                self._withdraw(volume, wanted)
-        volume = replace(volume, size_bytes=max(wanted, volume.size_bytes))
+                self._withdraw(volume, wanted_bytes)
+        volume = replace(volume, size_bytes=max(wanted_bytes, volume.size_bytes))
         self._limiter.grown(volume.backing, volume.capacity_bytes)
         return volume
 
     def needs_node(self, volume: Volume) -> bool:
-        """Whether NodeExpandVolume has to follow ControllerExpandVolume. No command.
+        """Whether NodeExpandVolume has to follow ControllerExpandVolume; runs no command.
 
-        It has if anything on the logical volume grows after it: a file system, a dm-crypt device,
-        or a loop device, which a read-only raw block volume is published by.
+        True if a layer on the logical volume grows separately: a file system, a dm-crypt device, or
+        the loop device by which a read-only raw block volume is published.
         """
         if volume.own_tags.get(tag.ACCESS) != BLOCK or volume.is_encrypted:
             return True
@@ -202,48 +224,56 @@ class Expander:
         if_possible: bool = False,
         read_only: bool = False,
     ) -> bool:
-        """Grow all that is on the device to its size: ioctls only, also where it has that size.
+        """Grow all layers on a volume's device to the size of the device.
 
-        One command with its key for an encrypted volume that grew; without the key it raises
-        GrowsWithKey or, `if_possible`, returns False. A file system without a writable mount raises
-        GrowFailed or, for a caller that is `read_only`, stays as it is.
+        The layers are the dm-crypt device, the file system and loop devices. Growing uses ioctls
+        only, which are also called for layers that have the size. An encrypted volume that grew
+        takes one command with its key. Without the key the method raises GrowsWithKey or, with
+        `if_possible`, returns False. A file system without a writable mount raises GrowFailed or,
+        with `read_only`, stays as it is.
         """
-        known = table.read(self._kernel)
-        device, mounted = self._volumes.anywhere(call, known)
+        mounts = table.read(self._kernel)
+        device, mounted = self._volumes.anywhere(call, mounts)
         is_whole = True
         if device.below is not None:
             is_whole = self._encrypted.fill(call.volume_id, device, keys, if_possible=if_possible)
         if mounted.device == device.number:
-            # The kernel grows a file system through a writable mount only; any of them will do.
-            writable = [one for one in known.of_device(device.number) if not one.read_only]
+            # Grow the file system through any of its writable mounts: the kernel accepts no other
+            # mount.
+            writable = [mount for mount in mounts.of_device(device.number) if not mount.read_only]
             if writable or not read_only:
                 filesystem.grow(self._kernel, (writable or [mounted])[0])
             return is_whole
-        for one in loop.over(self._kernel, device.number):
-            loop.grow(self._kernel, one)
+        for loop_device in loop.over(self._kernel, device.number):
+            loop.grow(self._kernel, loop_device)
         return is_whole
 
     @contextmanager
     def _recording(self, volume_id: str) -> Iterator[None]:
-        """Record a final error while a volume's file system or LUKS mapping grows, and raise it."""
+        """Record a final error that the `with` block raises while a file system or mapping grows.
+
+        The error is raised again.
+        """
         try:
             yield
         except (errors.AgentError, mount_errors.CommandError, mount_errors.MountError) as error:
             if codes.is_final(error):
                 with self._logging_refusals(volume_id), self._held(volume_id) as volume:
-                    # A larger size on record has each stage grow the file system as well.
+                    # Record nothing beside a larger size in the tags `wanted` and `refused`, for
+                    # which each NodeStageVolume call grows the file system, too.
                     if max(volume.wanted_bytes, volume.refused_bytes) <= volume.size_bytes:
                         self._refuse(volume, volume.size_bytes)
             raise
 
     def settle(self, volume_id: str) -> None:
-        """Remove the tag `refused` of a volume that has that size; the caller grew all on it.
+        """Remove the tag `refused` of a volume that has the refused size.
 
-        No command where there is no tag. A refusal of lvm2 is logged only: the volume is usable,
-        and the next stage or expansion tries again.
+        The caller has grown all layers on the volume. Runs no command if there is no tag. A refusal
+        of lvm2 to remove the tag is only logged: the volume is usable, and the next NodeStageVolume
+        or expansion tries again.
         """
-        seen = self._reports.cached(volume_id)
-        if seen is None or not seen.refused_bytes:
+        cached_volume = self._reports.cached(volume_id)
+        if cached_volume is None or not cached_volume.refused_bytes:
             return
         with self._logging_refusals(volume_id), self._held(volume_id) as volume:
             if 0 < volume.refused_bytes <= volume.size_bytes:
@@ -251,19 +281,21 @@ class Expander:
 
     @contextmanager
     def _held(self, volume_id: str) -> Iterator[Volume]:
-        """The volume by a fresh report, while the group is held."""
+        """Provide a volume by a fresh report, with its group's lock held within the `with`."""
         with self._volume_groups.hold(ids.group_of(volume_id)):
             yield self._mender.mended_volume(volume_id, Call.EXPAND)
 
     def _logging_refusals(self, volume_id: str) -> AbstractContextManager[None]:
-        """Go on where lvm2 refuses a tag that is for the volume's health only."""
+        """Log an error of lvm2 about the tag `refused`, which is only for a volume's health."""
         return tag_writer.logging_refusals(volume_id, tag.REFUSED)
 
     def catch_up(self, volume: Volume) -> Volume:
-        """Extend a volume, before it is activated, to the size on record; the volume then.
+        """Extend a volume, before it is activated, to the size in its tag `wanted`.
 
-        No command without a size on record, else four at most. If it cannot grow, that is logged.
-        Raises Overwriting while new extents are zeroed: staged before, it would stay as small.
+        Returns the volume with its present size. Runs no command without that tag, else four at
+        most. If the volume cannot grow, that is logged and the volume is returned unchanged. Raises
+        Overwriting while new extents are being zeroed: a volume that was staged meanwhile would
+        keep its present size.
         """
         if not volume.wanted_bytes:
             return volume
@@ -278,51 +310,62 @@ class Expander:
     def _caught_up(self, volume: Volume) -> Volume:
         self._reports.await_others(volume.group.name)
         with self._volume_groups.hold(volume.group.name):
-            known = self._mender.mend(volume.group.name)
-            volume = known.usable(str(volume.id), Call.EXPAND)
-            wanted = volume.wanted_bytes
+            state = self._mender.mend(volume.group.name)
+            volume = state.usable(str(volume.id), Call.EXPAND)
+            wanted_bytes = volume.wanted_bytes
             try:
-                self._extend(known, volume, wanted)
+                self._extend(state, volume, wanted_bytes)
             except (mount_errors.OutcomeUnknown, lvm_errors.StillRunning, errors.Overwriting):
-                raise  # the next call reads a fresh report first
+                # Let the caller repeat the call, which reads a fresh report first.
+                raise
             except (errors.AgentError, mount_errors.CommandError) as error:
-                _log.warning("volume %s is not grown to %d bytes yet: %s", volume.id, wanted, error)
+                _log.warning(
+                    "volume %s is not grown to %d bytes yet: %s", volume.id, wanted_bytes, error
+                )
                 return volume
-        _log.info("volume %s is grown to the %d bytes that were asked for", volume.id, wanted)
-        return replace(volume, size_bytes=wanted)
+        _log.info("volume %s is grown to the %d bytes that were asked for", volume.id, wanted_bytes)
+        return replace(volume, size_bytes=wanted_bytes)
 
     def _extend(self, known: Fresh, volume: Volume, size_bytes: int) -> None:
-        """Extend a volume, which is deactivated first if it must be.
+        """Extend a volume, which is deactivated first if it has copy-on-write snapshots.
 
-        Raises NoRoom, VolumeInUse, InUse, and Overwriting while its new extents are zeroed.
+        Raises NoRoom, VolumeInUse, InUse, and Overwriting while its new extents are being zeroed.
         """
         group, allocator = volume.group, self._allocators.of_volume(volume)
         lvm = self._volume_groups.lvm(group.name)
-        more = size_bytes - volume.size_bytes
+        growth_bytes = size_bytes - volume.size_bytes
         if tag.ZERO in volume.own_tags and not volume.is_thin:
             self._deactivate_origin(known, volume)
-            ranges = self._growth_zeroer.take(volume, more, allocator)
+            ranges = self._growth_zeroer.take(volume, growth_bytes, allocator)
             volumes.extend(lvm, group.name, volume.name, size_bytes=size_bytes, disks=ranges)
             return
-        if more > (room := allocator.maximum_growth_bytes(volume)):
-            raise errors.NoRoom(group.name, more, room, f"more {allocator.purpose(group)}")
+        if growth_bytes > (free_bytes := allocator.maximum_growth_bytes(volume)):
+            raise errors.NoRoom(
+                group.name, growth_bytes, free_bytes, f"more {allocator.purpose(group)}"
+            )
         self._deactivate_origin(known, volume)
         allocator.extend(lvm, volume, size_bytes)
 
     @staticmethod
     def _is_only_copied(volume: Volume) -> bool:
-        """Whether it has copy-on-write snapshots, and all are there for copies in progress."""
-        held = volume.group.copy_on_write_of(volume.name)
-        return bool(held) and all(names.is_of(ids.BRIDGE_PREFIX, one.name) for one in held)
+        """Whether a volume has copy-on-write snapshots, all of them for copies in progress."""
+        snapshots = volume.group.copy_on_write_of(volume.name)
+        return bool(snapshots) and all(
+            names.is_of(ids.BRIDGE_PREFIX, snapshot.name) for snapshot in snapshots
+        )
 
     def _deactivate_origin(self, known: Fresh, volume: Volume) -> None:
-        """Deactivate an active origin with its snapshots, without which lvm2 does not extend it."""
+        """Deactivate an active origin and its copy-on-write snapshots, so that lvm2 can extend it.
+
+        Raises VolumeInUse for a volume in use, and _Open if a dm-crypt device is open on the
+        volume.
+        """
         if self._activator.device(volume.backing) is None or not volume.copy_on_write_snapshots:
             return
         users.require_unused(self._kernel, self._activator, volume)
-        every = self._reports.everywhere(known)
-        for one in (str(volume.id), *volume.copy_on_write_snapshots):
-            every.require_not_copied(one)
+        all_groups = self._reports.everywhere(known)
+        for source_id in (str(volume.id), *volume.copy_on_write_snapshots):
+            all_groups.require_not_copied(source_id)
         if self._activator.mapping(volume) is not None:
             raise _Open(volume)
         volumes.deactivate(
@@ -330,67 +373,84 @@ class Expander:
         )
 
     def _refuse(self, volume: Volume, size_bytes: int) -> None:
-        """Record a size that a volume, or what is on it, cannot have now.
+        """Record a size that a volume, or its file system or mapping, cannot have now.
 
-        With copy-on-write snapshots only a stage can extend the volume, so the size is for that.
+        If the volume has copy-on-write snapshots, only a NodeStageVolume call can extend it, so the
+        size is recorded for the next NodeStageVolume call.
         """
         is_for_stage = size_bytes > volume.size_bytes and volume.copy_on_write_snapshots
         with self._logging_refusals(str(volume.id)):
             self._record(volume, size_bytes, tag.WANTED if is_for_stage else tag.REFUSED)
 
     def _withdraw(self, volume: Volume, size_bytes: int) -> None:
-        """Remove from the record a size that is more than was asked for now."""
+        """Remove a recorded size (tags `wanted`, `refused`) that is larger than requested now."""
         if volume.wanted_bytes > size_bytes:
-            self._record(volume, 0)  # else a stage would grow the volume to it
+            # Remove the tag `wanted`, or the next NodeStageVolume call would grow the volume to the
+            # recorded size.
+            self._record(volume, 0)
         elif volume.refused_bytes > volume.size_bytes:
             with self._logging_refusals(str(volume.id)):
                 self._record(volume, 0)
 
     def _record_request(self, volume: Volume, size: SizeRange, size_bytes: int) -> None:
-        """Record what was asked for where that was rounded up to this size; one command then."""
-        new = _request(volume, size, size_bytes)
-        if new.items() - volume.own_tags.items():
-            old = {one: volume.own_tags[one] for one in new if one in volume.own_tags}
+        """Record the requested size as a tag, if the volume's size was rounded up from it.
+
+        Runs one command if the tag has to be written. `size_bytes` is the volume's size.
+        """
+        new_tags = _request(volume, size, size_bytes)
+        if new_tags.items() - volume.own_tags.items():
+            old_tags = {key: volume.own_tags[key] for key in new_tags if key in volume.own_tags}
             group = volume.group.name
             with tag_writer.logging_refusals(str(volume.id), tag.REQUESTED):
-                volumes.mark(self._volume_groups.lvm(group), group, volume.name, old=old, new=new)
+                volumes.mark(
+                    self._volume_groups.lvm(group), group, volume.name, old=old_tags, new=new_tags
+                )
 
     def _record(self, volume: Volume, size_bytes: int, key: str = tag.WANTED) -> None:
-        """Replace the sizes on record by one; 0 removes them."""
-        group, new = volume.group.name, {key: str(size_bytes)} if size_bytes else {}
-        if new and volume.own_tags.get(key) == new[key]:
+        """Record one size, by the tag `wanted` or `refused`, in place of both tags.
+
+        A size of 0 removes both tags.
+        """
+        group, new_tags = volume.group.name, {key: str(size_bytes)} if size_bytes else {}
+        if new_tags and volume.own_tags.get(key) == new_tags[key]:
             return
-        old = {key: volume.own_tags[key] for key in _ON_RECORD if key in volume.own_tags}
-        volumes.mark(self._volume_groups.lvm(group), group, volume.name, old=old, new=new)
-        if new:
-            # Refresh the cached state, which is all that staging of a raw block volume reads.
+        old_tags = {key: volume.own_tags[key] for key in _ON_RECORD if key in volume.own_tags}
+        volumes.mark(self._volume_groups.lvm(group), group, volume.name, old=old_tags, new=new_tags)
+        if new_tags:
+            # Refresh the cached state: staging of a raw block volume reads nothing else.
             self._reports.fresh(group)
 
 
 def _request(volume: Volume, size: SizeRange, size_bytes: int) -> dict[str, str]:
-    """The tag of what is asked for, where a volume of so many bytes is that, rounded up."""
+    """Return the tag with the requested size if a volume of `size_bytes` is that size rounded up.
+
+    The result is empty if the volume is larger, or if its layout is unknown.
+    """
     extent, header = volume.group.extent_size_bytes, volume.header_bytes
-    asked = size.required_bytes
+    requested_bytes = size.required_bytes
     with suppress(errors.LayoutUnknown):
-        if layout.round_up(asked + header, extent, volume.layout) == size_bytes:
-            return records.requested(asked, size_bytes, header)
+        if layout.round_up(requested_bytes + header, extent, volume.layout) == size_bytes:
+            return records.requested(requested_bytes, size_bytes, header)
     return {}
 
 
 def _lacks_request(volume: Volume, size: SizeRange) -> bool:
-    """Whether a volume that has the size lacks the record of what is asked for."""
-    new = _request(volume, size, volume.size_bytes)
-    return bool(new.items() - volume.own_tags.items())
+    """Whether a volume has the requested size, but not the tag that records the request."""
+    new_tags = _request(volume, size, volume.size_bytes)
+    return bool(new_tags.items() - volume.own_tags.items())
 
 
 def _wanted_bytes(volume: Volume, size: SizeRange) -> int:
-    """The requested size in whole extents; raises BadSize where it is above the limit."""
+    """Return the requested size, in bytes, in whole extents and with the LUKS header.
+
+    Raises BadSize if the volume would be larger than the limit.
+    """
     extent, header = volume.group.extent_size_bytes, volume.header_bytes
-    wanted = layout.round_up(size.required_bytes + header, extent, volume.layout)
-    larger = max(wanted, volume.size_bytes) - header
-    if size.limit_bytes and larger > size.limit_bytes:
+    wanted_bytes = layout.round_up(size.required_bytes + header, extent, volume.layout)
+    capacity_bytes = max(wanted_bytes, volume.size_bytes) - header
+    if size.limit_bytes and capacity_bytes > size.limit_bytes:
         raise errors.BadSize(
             f"capacity_range.limit_bytes: {size.limit_bytes} is less than the volume's size would"
-            f" be, {larger} bytes"
+            f" be, {capacity_bytes} bytes"
         )
-    return wanted
+    return wanted_bytes

@@ -1,8 +1,8 @@
 """CreateVolumeGroupSnapshot, and its Get and Delete: snapshots of several volumes at one moment.
 
-Active volumes are suspended together meanwhile. The snapshots count only once all were taken and
-have the tag `committed`; without it, an error or the next start undoes those that were. What an
-error could not undo is retried each minute.
+Active volumes are suspended together while the snapshots are taken. The snapshots count only once
+all of them were taken and have the tag `committed`. Without that tag, the failing call or the next
+start of Carver removes the snapshots that were taken. A removal that fails is retried each minute.
 """
 
 import logging
@@ -32,39 +32,45 @@ from mount import command, loop, table
 
 _log = logging.getLogger(__name__)
 
-# How many snapshots one command marks, which a start may have to do for many group snapshots.
+# Maximum number of snapshots that one command tags; a start of Carver may have to tag those of many
+# group snapshots.
 _MOST_MARKED = 100
-# The time limit to undo what failed, also after the caller's deadline.
+# Time limit, in seconds, of removing the snapshots of a failed call, also after the caller's
+# deadline.
 _UNDOING_SECONDS = 60.0
-# How long after a failed call what it left is undone: by then the call has answered.
+# Delay, in seconds, of the background removal after a failed call: the call has ended by then.
 _ANSWERED_SECONDS = 1.0
+# Log message of a removal that failed.
 _NOT_UNDONE = "cannot undo the half-made group snapshot %s yet: %s"
 
 
 @dataclass(kw_only=True)
 class _Undo(Job):
-    """The key is the id of a group snapshot, of which a failed call may have left parts."""
+    """A job that removes the snapshots that a failed call may have left of a group snapshot.
 
-    # The groups of its sources.
+    The key is the id of the group snapshot.
+    """
+
+    # Names of the volume groups of the source volumes.
     groups: Set[str]
 
 
 @dataclass(frozen=True)
 class GroupSnapshot:
-    """Snapshots of one moment, in the order of their ids."""
+    """A group snapshot: snapshots of several volumes at one moment, sorted by their ids."""
 
     id: str
     snapshots: tuple[Snapshot, ...]
 
     @property
     def time_nanoseconds(self) -> int:
-        """The moment, in nanoseconds of the epoch."""
+        """The moment of the snapshots, as Unix time in nanoseconds."""
         return self.snapshots[0].time_nanoseconds
 
     @property
     def is_ready(self) -> bool:
-        """Whether volumes can be made of all of them."""
-        return all(one.is_ready for one in self.snapshots)
+        """Whether volumes can be created from all of the snapshots."""
+        return all(snapshot.is_ready for snapshot in self.snapshots)
 
 
 class GroupSnapshotter:
@@ -80,147 +86,176 @@ class GroupSnapshotter:
         self._snapshotter = snapshotter
         self._eraser = eraser
         self._locks = context.locks
-        # Longer than lvm2 needs for many volumes, shorter than a wait that suggests a dead disk.
+        # Time limit, in seconds, for which volumes are suspended: longer than lvm2 needs for many
+        # volumes, and shorter than a wait that suggests a dead disk.
         self.quiesce_seconds = 20.0
-        # What failed calls could not undo at once.
+        # Jobs that remove snapshots which failed calls could not remove at once.
         self.undone: Jobs[_Undo] = Jobs(context.workers, "undo", self._undo_again, _NOT_UNDONE)
 
     @staticmethod
     def logical_name(name: str) -> str:
-        """The name that calls on one group snapshot lock; no logical volume has it."""
+        """Return the name that calls on a group snapshot lock; no logical volume has this name."""
         return names.logical_volume(ids.GROUP_SNAPSHOT_PREFIX, name)
 
     def create(self, call: CreateGroupSnapshot) -> GroupSnapshot:
         """Take snapshots of all sources at one moment, or find those that an earlier call took.
 
-        One command for each source, and a report. Raises NotTogether, QuiesceOver, NoRoom,
+        Runs one command for each source, and a report. Raises NotTogether, QuiesceOver, NoRoom,
         NotSnapshotted.
         """
-        sources = {ids.group_of(one) for one in call.source_ids}
-        for one in call.source_ids:
-            source = backing.of_id(one)
+        sources = {ids.group_of(source_id) for source_id in call.source_ids}
+        for source_id in call.source_ids:
+            source = backing.of_id(source_id)
             with self._limiter.lifted(source):
                 users.flush(self._kernel, self._activator, source)
         own_name = self.logical_name(call.name)
-        groups = self._groups(sources, lambda known: self._named(known, own_name))
-        with ExitStack() as undo, self._volume_groups.hold(*groups) as turns:
-            known = self._mender.mend(*groups)
-            every = self._reports.everywhere(known)
-            found = self._named(every, own_name)
-            if not found:
-                return self._make(call, known, undo, turns)
-            if records.is_whole(found) and not self._is_to_be_undone(found):
-                same = _same(_group_snapshot(found), call)
-                self._commit(found)
-                return same
-            if not records.is_whole(found):
-                self._require_half_made(every, found)
-        # Crash point: some of the snapshots are there, or an error could not be undone.
-        self._discard(known, found[0].group_snapshot_id)
+        groups = self._groups(sources, lambda report: self._named(report, own_name))
+        with ExitStack() as undo, self._volume_groups.hold(*groups) as locked_groups:
+            state = self._mender.mend(*groups)
+            all_groups = self._reports.everywhere(state)
+            members = self._named(all_groups, own_name)
+            if not members:
+                return self._make(call, state, undo, locked_groups)
+            if records.is_whole(members) and not self._is_to_be_undone(members):
+                existing = _same(_group_snapshot(members), call)
+                self._commit(members)
+                return existing
+            if not records.is_whole(members):
+                self._require_half_made(all_groups, members)
+        # Remove the snapshots of an earlier call, and start again. Crash point: some of the
+        # snapshots exist, or an earlier call failed and could not remove them.
+        self._discard(state, members[0].group_snapshot_id)
         return self.create(call)
 
     def get(self, call: KnownGroupSnapshot) -> GroupSnapshot:
-        """The group snapshot of that id; raises NoSuchGroupSnapshot. A report of its groups."""
+        """Return the group snapshot of an id; raises NoSuchGroupSnapshot.
+
+        Runs a report of the group snapshot's volume groups.
+        """
         if not _is_one(call.id):
             raise errors.NoSuchGroupSnapshot(call.id)
-        every = self._reports.everywhere(self._reports.fresh(*self._groups_of(call.id)))
-        found = self._find(every, call.id)
-        if not records.is_whole(found):
-            self._require_half_made(every, found)
+        all_groups = self._reports.everywhere(self._reports.fresh(*self._groups_of(call.id)))
+        members = self._find(all_groups, call.id)
+        if not records.is_whole(members):
+            self._require_half_made(all_groups, members)
             raise errors.NoSuchGroupSnapshot(call.id)
-        _compare(call, found)
-        return _group_snapshot(found)
+        _compare(call, members)
+        return _group_snapshot(members)
 
     def delete(self, call: KnownGroupSnapshot) -> None:
-        """Delete all snapshots of a group; no such group snapshot is no error.
+        """Delete all snapshots of a group snapshot; a missing group snapshot is no error.
 
-        A report, one command that removes the record, and for each snapshot the commands of
-        DeleteSnapshot without its report. If a part is lost, the rest is deleted, unless a group
-        that may have the part can still come back: then it raises NotWhole.
+        Runs a report, one command that removes the tag `committed`, and for each snapshot the
+        commands of DeleteSnapshot without its report. If some snapshots are lost, the others are
+        deleted, unless a volume group that may have a lost snapshot can come back: in that case
+        raises NotWhole.
         """
         if not _is_one(call.id):
             return
         groups = self._groups_of(call.id)
         with self._volume_groups.hold(*groups):
-            known = self._mender.mend(*groups)
-            every = self._reports.everywhere(known)
-            found = self._find(every, call.id)
-            if records.is_whole(found):
-                _compare(call, found)
-            elif found and (awaited := self._reports.awaited(every, found)):
+            state = self._mender.mend(*groups)
+            all_groups = self._reports.everywhere(state)
+            members = self._find(all_groups, call.id)
+            if records.is_whole(members):
+                _compare(call, members)
+            elif members and (awaited := self._reports.awaited(all_groups, members)):
                 raise errors.NotWhole(call.id, _why_awaited(awaited))
-            for one in found:
-                every.require_not_copied(str(one.id))
-                self._snapshotter.require_unread(str(one.id))
-        self._discard(known, call.id)
+            for snapshot in members:
+                all_groups.require_not_copied(str(snapshot.id))
+                self._snapshotter.require_unread(str(snapshot.id))
+        self._discard(state, call.id)
 
     def resume(self, *groups: str) -> int:
-        """Undo half-made group snapshots of these groups, or of all; returns how many.
+        """Remove incomplete group snapshots of these volume groups, or of all; return their number.
 
-        Those on record as complete cost nothing, and all others one report together. Raises an
-        ExceptionGroup once each was tried.
+        Group snapshots with the tag `committed` cost no command, and all others together one
+        report. Raises an ExceptionGroup after each of them was tried.
         """
-        with ExitStack() as turns:
-            mine = set()
+        with ExitStack() as locks:
+            locked_ids = set()
             for identity in self._unrecorded(self._everywhere(groups)):
-                # A call on the same group snapshot does the same.
+                # Skip a group snapshot that a call has locked: the call completes or removes the
+                # snapshots itself.
                 with suppress(errors.OperationPending):
-                    turns.enter_context(self._locks.hold(ids.logical_name(identity)))
-                    mine.add(identity)
-            every = self._everywhere(groups) if mine else Every({})
-            left = {k: one for k, one in self._unrecorded(every).items() if k in mine}
-            # Crash point: all were taken and the record is missing; or a version without it.
-            whole = {k for k, members in left.items() if records.is_whole(members)}
-            half = {k for k in left.keys() - whole if self._reports.is_half_made(every, left[k])}
+                    locks.enter_context(self._locks.hold(ids.logical_name(identity)))
+                    locked_ids.add(identity)
+            all_groups = self._everywhere(groups) if locked_ids else Every({})
+            uncommitted = {
+                identity: members
+                for identity, members in self._unrecorded(all_groups).items()
+                if identity in locked_ids
+            }
+            # Commit group snapshots whose snapshots were all taken. Crash point: the tag
+            # `committed` is missing; or a version of Carver without that tag took the snapshots.
+            complete_ids = {
+                identity for identity, members in uncommitted.items() if records.is_whole(members)
+            }
+            incomplete_ids = {
+                identity
+                for identity in uncommitted.keys() - complete_ids
+                if self._reports.is_half_made(all_groups, uncommitted[identity])
+            }
             with Attempts() as attempts:
-                for identity in sorted(half):
+                for identity in sorted(incomplete_ids):
                     with attempts.one():
-                        self._discard(every, identity)
+                        self._discard(all_groups, identity)
                 with attempts.one():
-                    self._commit([one for identity in sorted(whole) for one in left[identity]])
-        return len(half)
+                    self._commit(
+                        [
+                            snapshot
+                            for identity in sorted(complete_ids)
+                            for snapshot in uncommitted[identity]
+                        ]
+                    )
+        return len(incomplete_ids)
 
     def _everywhere(self, groups: Iterable[str]) -> Every:
         return self._reports.everywhere(self._reports.fresh(*groups))
 
     def _unrecorded(self, known: Every) -> Mapping[str, list[Snapshot]]:
-        """The group snapshots that are not on record as complete, with their snapshots.
+        """Return the group snapshots without the tag `committed`, with their snapshots.
 
-        Without those of which only a newer version knows a part.
+        Group snapshots are left out if a part of them is known only to a newer version of Carver.
         """
-        found: dict[str, list[Snapshot]] = {}
+        uncommitted: dict[str, list[Snapshot]] = {}
         for identity, members in known.group_snapshots().items():
-            own = [one for one in members if isinstance(one, Snapshot)]
-            if own == members and any(tag.COMMITTED not in one.own_tags for one in own):
-                found[identity] = own
-        return found
+            snapshots = [member for member in members if isinstance(member, Snapshot)]
+            if snapshots == members and any(
+                tag.COMMITTED not in snapshot.own_tags for snapshot in snapshots
+            ):
+                uncommitted[identity] = snapshots
+        return uncommitted
 
     def _make(
         self, call: CreateGroupSnapshot, known: Fresh, undo: ExitStack, turns: HeldGroups
     ) -> GroupSnapshot:
-        """Take snapshots of all sources; a failure is undone once the groups are unlocked."""
-        sources = [known.usable(one, Call.SNAPSHOT) for one in call.source_ids]
+        """Take snapshots of all sources; on failure, remove them after the groups are unlocked.
+
+        `undo` runs the removal, and `turns` holds the groups' locks.
+        """
+        sources = [known.usable(source_id, Call.SNAPSHOT) for source_id in call.source_ids]
         for source_id in call.source_ids:
             self._conflicts.check(Call.SNAPSHOT, source_id)
-        own = self.logical_name(call.name)
-        identity = str(VolumeId.of(sources[0].group, own))
-        planned = {ids.group_member(call.name, str(one.id)): one for one in sources}
+        own_name = self.logical_name(call.name)
+        identity = str(VolumeId.of(sources[0].group, own_name))
+        planned = {ids.group_member(call.name, str(volume.id)): volume for volume in sources}
         places = records.places_of(sources)
         if not tags.fits(tag.MEMBER_GROUPS, places):
             raise errors.BadField("source_volume_ids", "are in too many volume groups")
         self._snapshotter.require_free(known, *planned)
-        held = self._choose_held(sources)
-        # Errors of room come before the volumes are suspended.
+        suspended = self._choose_held(sources)
+        # Check the free space before the volumes are suspended.
         needed, members = Counter[str](), Counter[str]()
-        for one in sources:
-            needed[one.group.name] += self._snapshotter.needed_bytes(
-                one,
+        for volume in sources:
+            needed[volume.group.name] += self._snapshotter.needed_bytes(
+                volume,
                 call.size,
-                copy_on_write=str(one.id) in held,
-                beside_bytes=needed[one.group.name],
-                beside=members[one.group.name],
+                copy_on_write=str(volume.id) in suspended,
+                beside_bytes=needed[volume.group.name],
+                beside=members[volume.group.name],
             )
-            members[one.group.name] += 1
+            members[volume.group.name] += 1
         self._snapshotter.make_room(*sources)
         own_tags = {
             tag.NAME: call.name,
@@ -230,48 +265,61 @@ class GroupSnapshotter:
             tag.ASKED: _asked(call),
             **call.about,
         }
-        left = command.remaining_seconds()
-        patience = min(self.quiesce_seconds, self.quiesce_seconds if left is None else left)
+        remaining_seconds = command.remaining_seconds()
+        limit_seconds = min(
+            self.quiesce_seconds,
+            self.quiesce_seconds if remaining_seconds is None else remaining_seconds,
+        )
         with (
-            command.time_limit(patience),
-            self._quiesced(list(held.values()), patience, turns) as quiesce,
+            command.time_limit(limit_seconds),
+            self._quiesced(list(suspended.values()), limit_seconds, turns) as quiesce,
         ):
-            for one in held.values():
+            for volume in suspended.values():
                 try:
-                    quiesce.suspend(one.group.name, one.name)
+                    quiesce.suspend(volume.group.name, volume.name)
                 except OSError as error:
                     why = f"device-mapper says {error.strerror}; see `dmesg`"
-                    raise errors.NotTogether(str(one.id), why) from None
+                    raise errors.NotTogether(str(volume.id), why) from None
             own_tags |= {tag.TIME: str(time.time_ns())}
-            undo.callback(self._undo, identity, {one.group.name for one in sources})
-            taken = [
+            undo.callback(self._undo, identity, {volume.group.name for volume in sources})
+            snapshots = [
                 self._snapshotter.take(
-                    name, one, own_tags, call.size, copy_on_write=str(one.id) in held
+                    name, volume, own_tags, call.size, copy_on_write=str(volume.id) in suspended
                 )
-                for name, one in planned.items()
+                for name, volume in planned.items()
             ]
             quiesce.check()
-        self._commit(taken)
+        self._commit(snapshots)
         undo.pop_all()
-        return _group_snapshot(taken)
+        return _group_snapshot(snapshots)
 
     def _commit(self, members: list[Snapshot]) -> None:
-        """Record that all were taken: one command for each group, none where it is recorded."""
-        lacking = [one for one in members if tag.COMMITTED not in one.own_tags]
+        """Tag snapshots as committed: all snapshots of their group snapshot were taken.
+
+        Runs one command for each volume group, and none for snapshots that have the tag.
+        """
+        lacking = [snapshot for snapshot in members if tag.COMMITTED not in snapshot.own_tags]
         if lacking:
             self._mark(lacking, new={tag.COMMITTED: "yes"})
 
     def _mark(self, members: list[Snapshot], **change: Mapping[str, str]) -> None:
-        """Change tags of all, by one command a group. Crash point: some have the change."""
-        names_of = [(one.group.name, one.name) for one in members]
+        """Change tags of several snapshots, by one command for each volume group.
+
+        Crash point: some of the snapshots have the change.
+        """
+        names_of = [(snapshot.group.name, snapshot.name) for snapshot in members]
         for group in sorted({group for group, _ in names_of}):
-            own = [one for one in names_of if one[0] == group]
-            for at in range(0, len(own), _MOST_MARKED):
-                few = own[at : at + _MOST_MARKED]
-                volumes.mark_all(self._volume_groups.lvm(group), few, **change)
+            group_names = [name for name in names_of if name[0] == group]
+            for start in range(0, len(group_names), _MOST_MARKED):
+                batch = group_names[start : start + _MOST_MARKED]
+                volumes.mark_all(self._volume_groups.lvm(group), batch, **change)
 
     def _require_half_made(self, known: Every, found: list[Snapshot]) -> None:
-        """Raise NotWhole for one that may be whole, or was, and so is neither undone nor absent."""
+        """Raise NotWhole for a group snapshot that may be complete, or was complete.
+
+        Such a group snapshot must be neither removed nor answered as missing. The method returns
+        for one that was never complete, and for one without snapshots.
+        """
         if not found or self._reports.is_half_made(known, found):
             return
         why = _why_awaited(self._reports.awaited(known, found)) or (
@@ -282,43 +330,45 @@ class GroupSnapshotter:
 
     @contextmanager
     def _quiesced(self, held: list[Volume], seconds: float, turns: HeldGroups) -> Iterator[Quiesce]:
-        """Suspend volumes within the `with`; a group stays locked while one of its volumes is.
+        """Suspend volumes within the `with`, and lock their volume groups until they are resumed.
 
-        The disk of a volume that is not resumed in time does not answer. lvm2 must not find its
-        device suspended, and resumed in the middle of a change. Other groups are unlocked with the
-        call.
+        A volume that is not resumed in time is on a disk that does not answer. Its group stays
+        locked, because lvm2 must not find the device suspended, and resumed in the middle of a
+        change. The other groups are unlocked when the call ends.
         """
-        for one in held:
+        for volume in held:
             turns.enter(
-                one.group.name, self._activator.keep_suspended([(one.group.name, one.name)])
+                volume.group.name,
+                self._activator.keep_suspended([(volume.group.name, volume.name)]),
             )
         quiesce = Quiesce(self._devices, seconds)
         try:
-            with self._limiter.lifted(*(one.backing for one in held)), quiesce:
+            with self._limiter.lifted(*(volume.backing for volume in held)), quiesce:
                 yield quiesce
         finally:
-            for (group, _), free in quiesce.free.items():
-                turns.keep(group, free)
+            for (group, _), resumed in quiesce.free.items():
+                turns.keep(group, resumed)
 
     def _choose_held(self, volumes: list[Volume]) -> Mapping[str, Volume]:
-        """The volumes to suspend, by their ids: those that are active.
+        """Return the active volumes, by their ids: these have to be suspended.
 
-        None for a single volume, which lvm2 suspends itself.
+        A single volume is left out, as lvm2 suspends it itself.
         """
         if len(volumes) == 1:
             return {}
         mounts = table.read(self._kernel)
-        held = {}
-        for one in volumes:
-            device = self._activator.device(one.backing)
+        active = {}
+        for volume in volumes:
+            device = self._activator.device(volume.backing)
             if device is not None:
-                self._require_holdable(one, device, mounts)
-                held[str(one.id)] = one
-        return held
+                self._require_holdable(volume, device, mounts)
+                active[str(volume.id)] = volume
+        return active
 
     def _require_holdable(self, volume: Volume, device: Device, mounts: table.Table) -> None:
         """Raise NotTogether for a volume that lvm2 or Carver may use while it is suspended."""
-        # lvm2 reads all devices that may be a physical volume, and would wait for this one.
+        # Refuse a volume with a loop device: lvm2 reads all devices that may be physical volumes,
+        # and would wait for the loop device of a suspended volume.
         if loops := loop.over(self._kernel, device.number):
             raise errors.NotTogether(
                 str(volume.id),
@@ -332,107 +382,136 @@ class GroupSnapshotter:
         if self._kernel.device_is_swap(device.path):
             raise errors.NotTogether(str(volume.id), "the kernel swaps to it")
         config = self._configuration.now
-        inside = [f"{self._kernel.real_path(one).rstrip('/')}/" for one in config.kubelet_dir]
-        files = config.definitions
-        own = [config.endpoint.parent, *(one.file.path for one in files if one.file)]
-        needed = {mounts.holding(self._kernel.real_path(str(one))) for one in own}
+        kubelet_dirs = [
+            f"{self._kernel.real_path(directory).rstrip('/')}/" for directory in config.kubelet_dir
+        ]
+        definitions = config.definitions
+        own_paths = [
+            config.endpoint.parent,
+            *(definition.file.path for definition in definitions if definition.file),
+        ]
+        needed = {mounts.holding(self._kernel.real_path(str(path))) for path in own_paths}
         for mount in mounts.of_device(device.number):
-            if mount in needed or not mount.path.startswith(tuple(inside)):
+            if mount in needed or not mount.path.startswith(tuple(kubelet_dirs)):
                 raise errors.NotTogether(
                     str(volume.id),
                     f"it is mounted at {mount.path}, where Carver or lvm2 may have to write",
                 )
 
     def _groups_of(self, group_snapshot_id: str) -> Set[str]:
-        """The groups that may have parts of one; its id names the group of its first source."""
-        own = ids.group_of(group_snapshot_id)
-        return self._groups([own], lambda known: known.members(group_snapshot_id))
+        """Return the volume groups that may have snapshots of a group snapshot.
+
+        The id of the group snapshot names the group of its first source.
+        """
+        id_group = ids.group_of(group_snapshot_id)
+        return self._groups([id_group], lambda report: report.members(group_snapshot_id))
 
     def _groups(self, own: Iterable[str], find: Callable[[Every], list[Snapshot]]) -> Set[str]:
-        """These groups, and those that may have further parts of what `find` finds in any."""
-        groups, state = frozenset(own), self._reports.fresh
-        while more := self._places(find(self._reports.everywhere(state(*groups)))) - groups:
-            groups |= more
+        """Return these volume groups, and those with further snapshots of a group snapshot.
+
+        `find` returns the snapshots of the group snapshot in all groups that were read. Each round
+        reads the groups that the snapshots' tags name, until no group is added.
+        """
+        groups, fresh = frozenset(own), self._reports.fresh
+        while more_groups := self._places(find(self._reports.everywhere(fresh(*groups)))) - groups:
+            groups |= more_groups
         return groups
 
     def _places(self, members: list[Snapshot]) -> Set[str]:
-        """The groups of Carver's that may have parts of a group snapshot with these members."""
-        if any(tag.MEMBER_GROUPS not in one.own_tags for one in members):
-            # Older versions did not record them.
+        """Return the groups of Carver that may have snapshots of a group snapshot.
+
+        `members` are snapshots of the group snapshot that were found.
+        """
+        if any(tag.MEMBER_GROUPS not in snapshot.own_tags for snapshot in members):
+            # Return all volume groups for a group snapshot of an older version, which did not
+            # record them.
             return set(self._configuration.now.groups)
-        found = [place for one in members for place in one.own_tags[tag.MEMBER_GROUPS].split(",")]
-        # One that no class names any more may be here still.
-        return set(filter(self._volume_groups.of, (one.partition("@")[0] for one in found)))
+        places = [
+            place
+            for snapshot in members
+            for place in snapshot.own_tags[tag.MEMBER_GROUPS].split(",")
+        ]
+        # Include groups that no device class names any more, but that are still on this node.
+        return set(filter(self._volume_groups.of, (place.partition("@")[0] for place in places)))
 
     def _named(self, known: Every, own_name: str) -> list[Snapshot]:
-        """The snapshots of a group of that name, in whichever of Carver's groups it is."""
+        """Return the snapshots of a group snapshot by its name, in any of Carver's groups."""
         for identity in known.group_snapshots():
             if ids.logical_name(identity) == own_name:
                 return known.members(identity)
         return []
 
     def _find(self, known: Every, group_snapshot_id: str) -> list[Snapshot]:
-        """The snapshots of a group; raises OtherGroup where neither one nor its group is here."""
-        found = known.members(group_snapshot_id)
-        if not found:
+        """Return the snapshots of a group snapshot by its id.
+
+        Raises OtherGroup if none of them, nor the group that the id names, is on this node.
+        """
+        members = known.members(group_snapshot_id)
+        if not members:
             known.require_group_of(group_snapshot_id)
-        return found
+        return members
 
     def _undo(self, group_snapshot_id: str, groups: Set[str]) -> None:
-        """Discard what a failed call made; if that fails too, it is retried until it is done."""
+        """Remove the snapshots that a failed call took; on failure, retry in the background."""
         try:
             with command.time_limit(_UNDOING_SECONDS):
                 self._discard(self._reports.fresh(*groups), group_snapshot_id)
         except Exception as error:
             _log.error(_NOT_UNDONE, group_snapshot_id, error)
-            # Crash point: the next start undoes it.
+            # Crash point: the next start of Carver removes the snapshots.
             job = _Undo(key=group_snapshot_id, logged=str(error), groups=groups)
-            # Until this call has answered it holds the name, without which nothing is undone.
+            # Start the job with a delay: until this call ends, it holds the lock that the job
+            # needs.
             self.undone.start(job, after_seconds=_ANSWERED_SECONDS)
 
     def _undo_again(self, job: _Undo) -> None:
-        """Discard what a failed call left, unless a later call has completed it."""
-        # The call that failed holds the name until its answer.
+        """Remove the snapshots that a failed call left, unless a later call has completed them."""
+        # Lock the name of the group snapshot, which the failed call holds until it ends.
         with self._locks.hold(ids.logical_name(job.key)), command.time_limit(_UNDOING_SECONDS):
             self._reports.await_others(*job.groups)
             with self._volume_groups.hold(*job.groups):
-                every = self._everywhere(job.groups)
-                found = every.members(job.key)
-                if records.is_whole(found):
-                    if not self._is_to_be_undone(found):
-                        self._commit(found)
+                all_groups = self._everywhere(job.groups)
+                members = all_groups.members(job.key)
+                if records.is_whole(members):
+                    if not self._is_to_be_undone(members):
+                        self._commit(members)
                         return
-                    for one in found:
-                        every.require_not_copied(str(one.id))
-                        self._snapshotter.require_unread(str(one.id))
+                    for snapshot in members:
+                        all_groups.require_not_copied(str(snapshot.id))
+                        self._snapshotter.require_unread(str(snapshot.id))
                 else:
-                    self._require_half_made(every, found)
-            self._discard(every, job.key)
+                    self._require_half_made(all_groups, members)
+            self._discard(all_groups, job.key)
 
     def _is_to_be_undone(self, found: list[Snapshot]) -> bool:
-        """Whether a failed call of this process left them: perhaps all, and not of one moment."""
-        is_recorded = any(tag.COMMITTED in one.own_tags for one in found)
+        """Whether a failed call of this process left these snapshots, so that they must be removed.
+
+        The snapshots may be all of the group snapshot, but perhaps not of one moment.
+        """
+        is_recorded = any(tag.COMMITTED in snapshot.own_tags for snapshot in found)
         return self.undone.has(found[0].group_snapshot_id) and not is_recorded
 
     def _discard(self, known: Known, group_snapshot_id: str) -> None:
         members = known.members(group_snapshot_id)
-        if any(tag.COMMITTED in one.own_tags for one in members):
-            # Crash point: without the record, what is left is half-made. So the record is removed
-            # before the first snapshot.
-            with self._volume_groups.hold(*(one.group.name for one in members)):
+        if any(tag.COMMITTED in snapshot.own_tags for snapshot in members):
+            # Remove the tag `committed` before the first snapshot is deleted. Crash point: without
+            # the tag, the remaining snapshots count as an incomplete group snapshot, which the next
+            # start of Carver removes.
+            with self._volume_groups.hold(*(snapshot.group.name for snapshot in members)):
                 self._mark(members, old={tag.COMMITTED: "yes"})
-        # Last the snapshots in the group that the id names: without them the id finds nothing.
-        own = group_snapshot_id.partition("@")[0]
-        for one in sorted(members, key=lambda one: one.group.name == own):
-            self._snapshotter.discard(one)
-        # Also COW stores without an origin, which a failed lvcreate left.
+        # Delete the snapshots in the group that the id names last: without them the id finds
+        # nothing.
+        id_group = group_snapshot_id.partition("@")[0]
+        for snapshot in sorted(members, key=lambda snapshot: snapshot.group.name == id_group):
+            self._snapshotter.discard(snapshot)
+        # Erase COW stores without an origin, too, which a failed lvcreate left.
         for volume in known.doomed():
             if volume.own_tags.get(tag.GROUP_SNAPSHOT) == group_snapshot_id:
                 self._eraser.finish(volume)
 
 
 def _is_one(group_snapshot_id: str) -> bool:
-    """Whether an id can be a group snapshot's."""
+    """Whether an id has the form of a group snapshot's id."""
     return names.is_of(ids.GROUP_SNAPSHOT_PREFIX, ids.logical_name(group_snapshot_id))
 
 
@@ -447,18 +526,18 @@ def _why_awaited(groups: list[str]) -> str:
 
 
 def _group_snapshot(members: list[Snapshot]) -> GroupSnapshot:
-    ordered = sorted(members, key=lambda one: str(one.id))
+    ordered = sorted(members, key=lambda snapshot: str(snapshot.id))
     return GroupSnapshot(ordered[0].group_snapshot_id, tuple(ordered))
 
 
 def _asked(call: CreateGroupSnapshot) -> str:
-    """The request without its sources, to compare a repeated one with."""
+    """Return the size in a request as text, to compare a repeated request with."""
     return "" if call.size is None else f"{call.size.size_bytes}:{call.size.percent:g}"
 
 
 def _same(found: GroupSnapshot, call: CreateGroupSnapshot) -> GroupSnapshot:
-    """The group snapshot that is there; raises Incompatible where the call asks for another."""
-    sources = sorted(str(one.source_id) for one in found.snapshots)
+    """Return the existing group snapshot; raise Incompatible if the request asks for another."""
+    sources = sorted(str(snapshot.source_id) for snapshot in found.snapshots)
     if sources != list(call.source_ids):
         raise errors.Incompatible(
             f"cannot take group snapshot {call.name!r}: it exists, of {', '.join(sources)}, not of"
@@ -473,12 +552,13 @@ def _same(found: GroupSnapshot, call: CreateGroupSnapshot) -> GroupSnapshot:
 
 
 def _compare(call: KnownGroupSnapshot, found: list[Snapshot]) -> None:
-    """Raise BadField where the call names other snapshots."""
-    own = {str(one.id) for one in found}
+    """Raise BadField if a request names other snapshots than those of the group snapshot."""
+    snapshot_ids = {str(snapshot.id) for snapshot in found}
     if not call.snapshot_ids:
-        raise errors.BadField("snapshot_ids", f"is required: {', '.join(sorted(own))}")
-    if odd := own ^ set(call.snapshot_ids):
+        raise errors.BadField("snapshot_ids", f"is required: {', '.join(sorted(snapshot_ids))}")
+    if different_ids := snapshot_ids ^ set(call.snapshot_ids):
         raise errors.BadField(
             "snapshot_ids",
-            f"{', '.join(sorted(odd))}: the snapshots of {call.id!r} are {', '.join(sorted(own))}",
+            f"{', '.join(sorted(different_ids))}: the snapshots of {call.id!r} are"
+            f" {', '.join(sorted(snapshot_ids))}",
         )

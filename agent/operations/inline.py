@@ -1,15 +1,21 @@
-"""Inline volumes: made when a pod's volume is published, deleted when it is unpublished.
+"""Inline volumes: created when a pod's volume is published, deleted when it is unpublished.
 
-Kubelet makes up the volume's id, and calls only NodePublishVolume and NodeUnpublishVolume for it.
-The logical volume's name is made of the id, so a call after a crash finds what is there and goes
-on, whatever the step; no process has to remember it.
+Kubelet invents the id of an inline volume, and calls only NodePublishVolume and NodeUnpublishVolume
+for it. The logical volume's name is derived from the id, so a call after a crash finds the volume
+of an earlier call and continues from whatever step was reached; no process has to remember the
+volume.
 
-The volume lives as long as its pod. A reboot does not end a pod: kubelet publishes with the same id
-again, so a start deletes nothing for not being mounted. After an error that is final, kubelet does
-not unpublish: so such a call deletes what it made, and a volume that never held data. Crash point:
-before that deletion. The volume is swept when its pod was removed, of which kubelet removes the
-directory: where that is gone, though the directory of all pods is there, no call will follow. Each
-group has a thread for the sweeps, so that one that hangs stops no other's.
+The volume lives as long as its pod. A reboot does not end a pod: kubelet publishes the volume with
+the same id again. So a start of Carver does not delete a volume because it is not mounted.
+
+After an error that is final, kubelet does not unpublish. So a call that fails with such an error
+deletes the volume that it created, and deletes a volume that never held data. Crash point: before
+that deletion the volume is left without a caller.
+
+Volumes without a caller are swept: deleted once their pod is gone. Kubelet removes a pod's
+directory with the pod. If the pod's directory is missing, and the directory of all pods exists, no
+call for the volume will follow. Each volume group sweeps in its own background loop, so that a
+group that hangs delays no other group.
 """
 
 import logging
@@ -39,16 +45,18 @@ from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-# After a boot kubelet has published every pod's volumes again within that time.
+# Interval, in seconds, of a volume group's sweeps, which delete inline volumes whose pods are gone;
+# also the delay of the first sweep after the service starts. After a boot, kubelet publishes all
+# pods' volumes again within this time.
 _TURN_SECONDS = 600.0
-# How long a report, or a removal, may come no further.
+# Time limit, in seconds, for which a report or a deletion may make no progress during a sweep.
 _PATIENCE_SECONDS = 60.0
 
 
 class _Admitted:
-    """What volumes take that calls may make, and that other calls' reports may lack.
+    """Sizes of the inline volumes that calls are creating, which reports of other calls may lack.
 
-    They are kept until no call is under way that may have such a report.
+    The sizes are kept until no call is under way that may have read such a report.
     """
 
     def __init__(self) -> None:
@@ -58,7 +66,7 @@ class _Admitted:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Count a call as under way; its report is read within the `with`."""
+        """Count a call as under way within the `with`, in which its report is read."""
         with self._guard:
             self._calls += 1
         try:
@@ -72,7 +80,10 @@ class _Admitted:
     def admit(
         self, volume_id: str, size_bytes: int, there: Mapping[str, int], limit_bytes: int
     ) -> None:
-        """Add a volume that is about to be made to those there; raises InlineTotal."""
+        """Add a volume that is about to be created to the total; raises InlineTotal.
+
+        `there` has the allocated bytes of the volumes in the caller's report, by their ids.
+        """
         with self._guard:
             total_bytes = sum({**self._sizes_bytes, volume_id: 0, **there}.values())
             if total_bytes + size_bytes > limit_bytes:
@@ -80,14 +91,17 @@ class _Admitted:
             self._sizes_bytes[volume_id] = size_bytes
 
     def forget(self, volume_id: str) -> None:
-        """Remove a volume that was not made, or is deleted."""
+        """Remove a volume from the total that was not created, or that is deleted."""
         with self._guard:
             self._sizes_bytes.pop(volume_id, None)
 
 
 @dataclass
 class _Attempt:
-    """Progress of a call: whether it looked for the volume, and began to make one."""
+    """Progress of one NodePublishVolume call.
+
+    `looked`: the call has looked for the volume. `began`: the call has begun to create the volume.
+    """
 
     looked: bool = False
     began: bool = False
@@ -95,7 +109,11 @@ class _Attempt:
 
 @dataclass
 class _Sweep:
-    """Whether a group may have inline volumes, and those of a removed pod at the last look."""
+    """Results of a volume group's last sweep, which deletes inline volumes whose pods are gone.
+
+    `may_be_some` is False if the group has no inline volumes. `suspects` are the names of its
+    volumes whose pods were gone.
+    """
 
     may_be_some: bool = True
     suspects: frozenset[str] = frozenset()
@@ -114,7 +132,7 @@ class InlineVolumes:
         self._stager = stager
         self._locks = context.locks
         self._admitted = _Admitted()
-        # By the group.
+        # Results of each volume group's last sweep, by the group's name.
         self._sweeps: defaultdict[str, _Sweep] = defaultdict(_Sweep)
         self.looks = Looks(
             context.workers,
@@ -126,20 +144,21 @@ class InlineVolumes:
         )
 
     def publish(self, call: PublishInline) -> None:
-        """Make the volume, format it and mount it at its target, from whatever step is left.
+        """Create an inline volume, format it and mount it at its target.
 
-        Five commands at most: a report, lvcreate, and those of staging. None where it is mounted.
+        The call continues from whatever step an earlier call reached. Runs five commands at most: a
+        report, lvcreate, and the commands of staging. Runs none if the volume is mounted.
         """
         place = target.resolve(self._kernel, call.target_path, self._configuration.now.kubelet_dir)
-        one = self._creator.class_for(
+        device_class = self._creator.class_for(
             call.volume_id, call.parameters, "volume_context", is_ephemeral=True
         )
-        parameters = plan.with_defaults(call.parameters, [call.capability], one)
+        parameters = plan.with_defaults(call.parameters, [call.capability], device_class)
         self._stager.check_keys(call.volume_id, parameters, call.keys)
         about = {**parameters.about, tag.EPHEMERAL: "true"}
         if tags.fits(tag.TARGET, place):
             about[tag.TARGET] = place
-        wanted = CreateVolume(
+        request = CreateVolume(
             name=call.volume_id,
             size=SizeRange(call.size_bytes),
             capabilities=(call.capability,),
@@ -149,13 +168,13 @@ class InlineVolumes:
             is_ephemeral=True,
         )
         device = self._activator.device(backing.of_id(call.volume_id))
-        known = table.read(self._kernel)
-        self._check_place(call.volume_id, device, place, known)
+        mounts = table.read(self._kernel)
+        self._check_place(call.volume_id, device, place, mounts)
         attempt = _Attempt()
 
         def admit(here: Every, size_bytes: int) -> None:
-            extent = here.group(one.group).extent_size_bytes
-            allocated = layout.allocated_bytes(size_bytes, extent, one.layout)
+            extent = here.group(device_class.group).extent_size_bytes
+            allocated = layout.allocated_bytes(size_bytes, extent, device_class.layout)
             self._check_limits(call, here, allocated)
             attempt.began = True
 
@@ -163,10 +182,10 @@ class InlineVolumes:
             attempt.looked = True
             try:
                 with self._admitted.call():
-                    made = self._creator.create(wanted, admit)
+                    made = self._creator.create(request, admit)
             finally:
-                for one in list(self._sweeps.values()):
-                    one.may_be_some = True
+                for sweep in list(self._sweeps.values()):
+                    sweep.may_be_some = True
             return self._creator.complete(made, nullcontext)
 
         try:
@@ -174,7 +193,7 @@ class InlineVolumes:
                 StageVolume(call.volume_id, place, call.capability, parameters, call.keys),
                 device,
                 find,
-                known,
+                mounts,
             )
         except Exception as error:
             if attempt.looked and codes.is_final(error):
@@ -183,9 +202,9 @@ class InlineVolumes:
             raise
 
     def ensure_absent(self, volume_id: str) -> None:
-        """Erase and remove an unpublished volume; one that is not there is no error.
+        """Erase and remove an unpublished inline volume; a missing volume is no error.
 
-        Raises GroupMissing where a group is not there to prove that.
+        Raises GroupMissing if a volume group is missing, because the volume may be in it.
         """
         volume = self._find(volume_id)
         if volume is not None:
@@ -193,27 +212,31 @@ class InlineVolumes:
         self._admitted.forget(volume_id)
 
     def sweep(self, group: str) -> bool:
-        """Erase and remove a group's volumes of pods that were removed.
+        """Erase and remove the inline volumes of a volume group whose pods are gone.
 
-        The pod must have been removed at the last sweep, too. No report while there are no inline
-        volumes. Returns False: the next sweep is not due at once.
+        A volume is removed only if its pod was gone at the last sweep, too. No report is read while
+        the group has no inline volumes. Returns False, so that the next sweep runs after the usual
+        interval.
         """
         sweep = self._sweeps[group]
         if not sweep.may_be_some:
             return False
-        # Before the report: a volume that is made meanwhile may be missing from it.
+        # Reset the flag before the report is read: a volume that a call creates meanwhile may be
+        # missing from the report, and that call sets the flag again.
         sweep.may_be_some = False
-        found, is_here = [], False
+        inline_volumes, is_here = [], False
         try:
             with command.stall_limit(_PATIENCE_SECONDS):
-                # Only a fresh report proves that there are none.
-                known = self._reports.fresh(group)
-            found, is_here = self._all(known, group), group in known.groups
+                # Read a fresh report, which alone proves that the group has no inline volumes.
+                state = self._reports.fresh(group)
+            inline_volumes, is_here = self._all(state, group), group in state.groups
         finally:
-            if found or not is_here:
+            if inline_volumes or not is_here:
                 sweep.may_be_some = True
-        names = frozenset(one.own_tags[tag.NAME] for one in found if self._is_forgotten(one))
-        suspects, sweep.suspects = names & sweep.suspects, names
+        forgotten = frozenset(
+            volume.own_tags[tag.NAME] for volume in inline_volumes if self._is_forgotten(volume)
+        )
+        suspects, sweep.suspects = forgotten & sweep.suspects, forgotten
         problems = []
         for name in sorted(suspects):
             try:
@@ -225,31 +248,36 @@ class InlineVolumes:
         return False
 
     def _check_limits(self, call: PublishInline, known: Every, allocated_bytes: int) -> None:
-        """Raise BadField, InlineTotal for a size above the limits of the configuration.
+        """Raise BadField or InlineTotal if an inline volume exceeds the configured limits.
 
-        `allocated_bytes` is what the volume will take of its group: the total is limited by that.
+        BadField is for `inline_volume_limit`, which limits the requested size. InlineTotal is for
+        `inline_total_limit`, which limits what all inline volumes allocate of their groups;
+        `allocated_bytes` is what the new volume will allocate.
         """
-        asked = call.size_bytes or plan.DEFAULT_SIZE_BYTES
+        requested = call.size_bytes or plan.DEFAULT_SIZE_BYTES
         limit = self._configuration.now.inline_volume_limit
-        if limit and asked > limit:
+        if limit and requested > limit:
             raise errors.BadField(
                 f"volume_context[{SIZE}]",
-                f"{asked} bytes are more than inline_volume_limit, {limit} bytes, allows",
+                f"{requested} bytes are more than inline_volume_limit, {limit} bytes, allows",
             )
         groups = known.groups.values()
         total = self._configuration.now.inline_total_limit
-        limit = total.of(sum(Room(one).extents * one.extent_size_bytes for one in groups))
+        limit = total.of(sum(Room(group).extents * group.extent_size_bytes for group in groups))
         if limit:
-            # Those of a group that was never read do not count: they must keep no pod waiting.
-            every = (one for one in known.shown() if one.is_ephemeral)
-            there = {one.own_tags[tag.NAME]: _allocated_bytes(one) for one in every}
-            self._admitted.admit(call.volume_id, allocated_bytes, there, limit)
+            # Count only volumes of groups that were read: a volume group that never answered must
+            # not delay a pod.
+            inline_volumes = (volume for volume in known.shown() if volume.is_ephemeral)
+            present = {
+                volume.own_tags[tag.NAME]: _allocated_bytes(volume) for volume in inline_volumes
+            }
+            self._admitted.admit(call.volume_id, allocated_bytes, present, limit)
 
     def _give_up(self, volume_id: str, attempt: _Attempt) -> None:
-        """Delete the volume of a call that failed for good, if it holds no data.
+        """Delete the inline volume of a call that failed for good, if the volume holds no data.
 
-        It holds none if the call began to make it, or if it never had a file system. If the
-        deletion fails too, or it may hold some, the volume is swept when the pod was removed.
+        The volume holds no data if the call began to create it, or if it never had a file system. A
+        volume that may hold data, or that cannot be deleted now, is swept once its pod is gone.
         """
         try:
             volume = self._find(volume_id)
@@ -258,14 +286,15 @@ class InlineVolumes:
             if attempt.began or self._is_blank(volume):
                 self._deleter.delete(str(volume.id))
         except Exception as error:
-            # The call answers with its first error.
+            # Only log the error of the deletion: the call returns the error that it failed with
+            # first.
             _log.warning("cannot delete inline volume %s yet: %s", volume_id, error)
 
     def _is_blank(self, volume: Volume) -> bool:
         """Whether a volume never had a file system, by its tags and by its device.
 
-        The tag is written after the answer, so a process that was killed may have left none. An
-        encrypted volume shows its header, whatever that holds.
+        The tag `formatted` is written after the response, so the tag may be missing if the process
+        was killed. An encrypted volume is never blank, because its device has a LUKS2 header.
         """
         if tag.FORMATTED in volume.own_tags:
             return False
@@ -273,15 +302,19 @@ class InlineVolumes:
             return filesystem.probe(self._kernel, device.path) is None
 
     def _remove(self, volume_id: str, group: str) -> None:
-        """Delete a volume whose pod was removed, unless a call for it is under way."""
+        """Delete an inline volume whose pod is gone, unless a call for the volume is under way."""
         with (
             command.stall_limit(_PATIENCE_SECONDS),
             suppress(errors.OperationPending),
             self._locks.hold(ids.logical_name(volume_id)),
         ):
-            known = self._reports.fresh(group)
-            every = [one for one in self._all(known, group) if one.own_tags[tag.NAME] == volume_id]
-            for volume in filter(self._is_forgotten, every):
+            state = self._reports.fresh(group)
+            named_volumes = [
+                volume
+                for volume in self._all(state, group)
+                if volume.own_tags[tag.NAME] == volume_id
+            ]
+            for volume in filter(self._is_forgotten, named_volumes):
                 _log.warning(
                     "inline volume %s was left by a pod that is gone; removing it", volume_id
                 )
@@ -292,37 +325,39 @@ class InlineVolumes:
                     _log.warning("%s", error)
 
     def _all(self, known: Known, group: str = "") -> list[Volume]:
-        """The inline volumes of a group, or of all groups."""
-        every = (one for one in known.volumes() if one.is_ephemeral)
-        return [one for one in every if group in ("", one.group.name)]
+        """Return the inline volumes of a volume group, or of all groups if none is named."""
+        inline_volumes = (volume for volume in known.volumes() if volume.is_ephemeral)
+        return [volume for volume in inline_volumes if group in ("", volume.group.name)]
 
     def _find(self, volume_id: str) -> Volume | None:
         own_name = names.logical_volume(ids.INLINE_PREFIX, volume_id)
-        volume = self._reports.search(lambda one: one.name == own_name)
+        volume = self._reports.search(lambda volume: volume.name == own_name)
         if volume is None:
-            # A group that does not answer, or is not here, may have it.
-            known = self._reports.fresh()
-            known.require_none_named(volume_id, ids.INLINE_PREFIX)
-            self._reports.require_groups(known)
+            # Raise an error if the volume may exist all the same: in a volume group that does not
+            # answer or is not on this node, or with damaged tags or tags of a newer version.
+            state = self._reports.fresh()
+            state.require_none_named(volume_id, ids.INLINE_PREFIX)
+            self._reports.require_groups(state)
         return volume
 
     def _is_forgotten(self, volume: Volume) -> bool:
-        """Whether kubelet has removed the directory of the volume's pod, and not that of all pods.
+        """Whether kubelet has removed the pod of an inline volume.
 
-        The pod's directory is in the directory of all pods, and the target is in it.
+        The volume's target is in the directory of its pod, which is in the directory of all pods.
+        The pod is gone if its directory is missing and the directory of all pods exists.
         """
         place = volume.own_tags.get(tag.TARGET, "")
         if volume.is_doomed or not volume.is_ephemeral or not place:
             return False
-        for one in self._configuration.now.kubelet_dir:
-            root = self._kernel.real_path(one).rstrip("/") + "/"
-            all_pods, *inside = place.removeprefix(root).split("/")
-            if place.startswith(root) and len(inside) > 1 and self._is_there(root + all_pods):
-                return not self._is_there(f"{root}{all_pods}/{inside[0]}")
+        for kubelet_dir in self._configuration.now.kubelet_dir:
+            root = self._kernel.real_path(kubelet_dir).rstrip("/") + "/"
+            all_pods, *below = place.removeprefix(root).split("/")
+            if place.startswith(root) and len(below) > 1 and self._is_there(root + all_pods):
+                return not self._is_there(f"{root}{all_pods}/{below[0]}")
         return False
 
     def _is_there(self, path: str) -> bool:
-        """False only for ENOENT: any other error proves nothing."""
+        """Whether a path exists; False only after ENOENT, as any other error proves nothing."""
         try:
             self._kernel.lstat(path)
         except FileNotFoundError:
@@ -334,7 +369,11 @@ class InlineVolumes:
     def _check_place(
         self, volume_id: str, device: Device | None, place: str, known: table.Table
     ) -> None:
-        """Raise ForeignMount for a target that is taken, VolumeInUse for a second target."""
+        """Raise an error if a target is taken, or if the volume has another target.
+
+        The errors are ForeignMount if another device is mounted at the target, and VolumeInUse for
+        a second target.
+        """
         number = None if device is None else device.number
         for mount in known.at(place):
             if mount.device != number:
@@ -342,18 +381,24 @@ class InlineVolumes:
         target.check_directory(self._kernel, place)
         if device is None:
             return
-        found = set(users.targets(self._kernel, known, device, self._configuration.now.kubelet_dir))
-        if others := found - {place}:
-            elsewhere = ", ".join(sorted(others))
+        targets = set(
+            users.targets(self._kernel, known, device, self._configuration.now.kubelet_dir)
+        )
+        if other_targets := targets - {place}:
+            elsewhere = ", ".join(sorted(other_targets))
             raise errors.VolumeInUse(
                 volume_id, f"it is published at {elsewhere}, and an inline volume has one target"
             )
 
 
 def _allocated_bytes(one: Volume) -> int:
-    """What an inline volume takes of its group: a mirrored one several times its size."""
+    """Return the bytes that an inline volume allocates in its group.
+
+    A mirrored volume allocates several times its size.
+    """
     try:
         return layout.allocated_bytes(one.size_bytes, one.group.extent_size_bytes, one.layout)
     except errors.LayoutUnknown:
-        # One whose tag is lost keeps no other pod waiting: as if each image had all of it.
+        # Estimate the size of a volume whose layout tag is lost, so that it delays no other pod:
+        # each image counts as a whole copy.
         return one.size_bytes * max(1, len(one.group.volume(one.name).images))

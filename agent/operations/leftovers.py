@@ -1,12 +1,13 @@
-"""What a failed call leaves behind, and so the code that its caller gets.
+"""Error codes of failed calls, by what the calls leave behind.
 
-After a final code a caller takes a call for over. If the claim, or the snapshot's object, is
-deleted then, no call deletes what this one left. So an error that would be final is answered as
-Unfinished while something is left that only the caller removes: the caller repeats the call, which
-completes it, and deletes it by its id once it is not wanted.
+After a final code, a caller considers its call ended. If the claim, or the snapshot's object, is
+deleted after a final code, no further call deletes what the failed call left behind. So an error
+that would have a final code is raised as Unfinished (ABORTED) as long as something is left that
+only the caller removes. The caller then repeats the call, which completes the volume or snapshot,
+and deletes it by its id once it is not wanted.
 
-docs/decisions/34-failed-calls.md has the table: each call, its final codes, what may be left, and
-whose it is.
+The table in docs/decisions/34-failed-calls.md has for each call its final codes, what may be left
+behind, and who removes it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -23,7 +24,7 @@ from lvm import names, report
 
 
 class Leftovers:
-    """Looks for what calls left that failed; no command where none fails."""
+    """Finds what failed calls left behind; runs no command for a call that succeeds."""
 
     def __init__(self, context: Context) -> None:
         self._configuration = context.configuration
@@ -31,43 +32,63 @@ class Leftovers:
 
     @contextmanager
     def of_volume(self, call: requests.CreateVolume) -> Iterator[None]:
-        """Raise Unfinished for what ends a CreateVolume within while its volume is there."""
+        """Raise Unfinished for a CreateVolume that fails within the `with` while its volume exists.
+
+        Unfinished is answered as ABORTED, so that the caller repeats the call. Errors after which
+        the caller repeats the call anyway, or which are about the request, pass unchanged.
+        """
         name = names.logical_volume(ids.VOLUME_PREFIX, call.name)
 
         def left() -> bool:
-            one = plan.device_class(self._configuration.now, "parameters", call.parameters)
-            # Wherever it is: the class may have had another group when the volume was made.
-            every = self._every(one.group)
-            found = _callers(every.groups.values())
-            is_there = any(logical.name == name for logical in found)
-            return is_there or bool(self._volume_groups.why_unsure(every.silent, name))
+            device_class = plan.device_class(self._configuration.now, "parameters", call.parameters)
+            # Look in all volume groups: the class may have had another group when the volume was
+            # created.
+            all_groups = self._every(device_class.group)
+            logical_volumes = _callers(all_groups.groups.values())
+            is_there = any(logical.name == name for logical in logical_volumes)
+            return is_there or bool(self._volume_groups.why_unsure(all_groups.silent, name))
 
         with _unfinished(f"volume {call.name!r}", codes.ends_create_volume, left):
             yield
 
     @contextmanager
     def of_snapshot(self, call: requests.CreateSnapshot) -> Iterator[None]:
-        """Raise Unfinished for what ends a CreateSnapshot within while its snapshot is there."""
+        """Raise Unfinished for a CreateSnapshot that fails while its snapshot exists.
+
+        The call runs within the `with`. Unfinished is answered as ABORTED, so that the caller
+        repeats the call. Errors after which the caller repeats the call anyway, or which are about
+        the request, pass unchanged.
+        """
         name = names.logical_volume(ids.SNAPSHOT_PREFIX, call.name)
 
         def left() -> bool:
-            every = self._logical({_group_of(call.source_id)})
-            return any(one.name == name and (one.origin or one.pool) for one in every)
+            logical_volumes = self._logical({_group_of(call.source_id)})
+            return any(
+                logical.name == name and (logical.origin or logical.pool)
+                for logical in logical_volumes
+            )
 
         with _unfinished(f"snapshot {call.name!r}", codes.is_final, left):
             yield
 
     @contextmanager
     def of_group_snapshot(self, call: requests.CreateGroupSnapshot) -> Iterator[None]:
-        """Raise Unfinished for what ends the call within while all its snapshots are there."""
+        """Raise Unfinished for a failed CreateVolumeGroupSnapshot while its snapshots all exist.
+
+        The call runs within the `with`. Unfinished is answered as ABORTED, so that the caller
+        repeats the call. Errors after which the caller repeats the call anyway, or which are about
+        the request, pass unchanged.
+        """
 
         def left() -> bool:
             members = [
-                one.own_tags.get(tag.MEMBERS)
-                for one in self._logical({_group_of(one) for one in call.source_ids})
-                if tag.GROUP_SNAPSHOT in one.own_tags
-                and one.own_tags[tag.NAME] == call.name
-                and (one.origin or one.pool)
+                logical.own_tags.get(tag.MEMBERS)
+                for logical in self._logical(
+                    {_group_of(source_id) for source_id in call.source_ids}
+                )
+                if tag.GROUP_SNAPSHOT in logical.own_tags
+                and logical.own_tags[tag.NAME] == call.name
+                and (logical.origin or logical.pool)
             ]
             return bool(members) and members[0] == str(len(members))
 
@@ -75,29 +96,40 @@ class Leftovers:
             yield
 
     def _logical(self, groups: Collection[str]) -> Iterator[report.LogicalVolume]:
-        """What may be a caller's in these groups, by their fresh state."""
-        # An id that can be none has no group.
-        groups = [one for one in groups if one]
-        known = self._reports.fresh(*groups).groups if groups else {}
-        return _callers(known[one] for one in groups if one in known)
+        """Yield the logical volumes in these volume groups that callers may have created.
+
+        The groups' state is fresh.
+        """
+        # Leave out the empty name, which is the group of a malformed id.
+        groups = [name for name in groups if name]
+        fresh_groups = self._reports.fresh(*groups).groups if groups else {}
+        return _callers(fresh_groups[name] for name in groups if name in fresh_groups)
 
     def _every(self, group: str) -> Every:
-        """All groups, as the call itself looks for its volume: this one by its fresh state."""
+        """Return all volume groups, as CreateVolume itself reads them to find its volume.
+
+        The state of the named group is fresh.
+        """
         try:
-            known = self._reports.fresh(group)
+            state = self._reports.fresh(group)
         except errors.GroupRefused:
-            # What is in it is another node's, or no one's: no call here comes by it.
-            known = Fresh({}, asked=frozenset({group}))
-        return self._reports.everywhere(known)
+            # Leave out a refused group: what it has is another node's or has no owner, and no call
+            # on this node creates or deletes it.
+            state = Fresh({}, asked=frozenset({group}))
+        return self._reports.everywhere(state)
 
 
 def _callers(groups: Iterable[report.Group]) -> Iterator[report.LogicalVolume]:
-    """What may be a caller's in these groups: what this version may change, in such a state."""
+    """Yield the logical volumes in these volume groups that callers may have created.
+
+    The callers are those of CreateVolume and CreateSnapshot. Yields volumes that this version of
+    Carver may change, in a state in which their caller deletes them.
+    """
     for group in groups:
-        for one in records.usable(group):
-            is_callers = all(row.is_callers for row in volume_states.rows(one.own_tags))
-            if is_callers and tag.NAME in one.own_tags:
-                yield one
+        for logical in records.usable(group):
+            is_callers = all(row.is_callers for row in volume_states.rows(logical.own_tags))
+            if is_callers and tag.NAME in logical.own_tags:
+                yield logical
 
 
 def _group_of(identity: str) -> str:
@@ -117,10 +149,12 @@ def _unfinished(
         try:
             is_left = left()
         except errors.GroupRefused:
-            # What is in it is another node's, or no one's: no call here comes by it.
+            # Nothing is left for the caller in a refused group: what it has is another node's or
+            # has no owner, and no call on this node creates or deletes it.
             is_left = False
         except Exception:
-            # Nothing is proved; the error itself says more.
+            # Assume that something is left, as nothing is proved; the call's own error says more
+            # than this one.
             is_left = True
         if not is_left:
             raise

@@ -1,4 +1,4 @@
-"""ListVolumes and ControllerGetVolume; and what is here, listed for people."""
+"""ListVolumes and ControllerGetVolume; lists of volumes and snapshots for `carver volume list`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,49 +25,70 @@ _NO_ANSWER = (
 
 @dataclass(frozen=True)
 class Here(Generic[T]):
-    """The entries of the groups that are here, by id; and by name, why other groups are not."""
+    """Entries of the volume groups that could be read, and why the other groups could not be read.
+
+    `entries` are sorted by id. `away` has the reason for each unreadable group, by the group's
+    name.
+    """
 
     entries: tuple[T, ...]
     away: Mapping[str, str]
 
 
 class Listing:
-    """Lists volumes and snapshots."""
+    """Lists the volumes and snapshots of this node."""
 
     def __init__(self, context: Context) -> None:
         self._volume_groups = context.volume_groups
         self._reports = context.reports
 
     def page(self, page: Page) -> Part[Volume]:
-        """A part of the volumes, in the order of their ids; raises what a missing group raises."""
-        known = self._reports.lists()
+        """Return one page of the volumes, sorted by id.
+
+        Raises the error of a volume group that cannot be read: GroupBusy, GroupSilent,
+        GroupAwaited, GroupRefused.
+        """
+        all_groups = self._reports.lists()
         for name in self._volume_groups.names:
-            # A list without a group's volumes would say that they are gone.
-            known.group(name)
-        return requests.part({str(one.id): one for one in known.listed()}, page)
+            # Raise GroupMissing if a configured group is missing: a list without its volumes would
+            # say that they were deleted.
+            all_groups.group(name)
+        return requests.part({str(volume.id): volume for volume in all_groups.listed()}, page)
 
     def volumes(self) -> Here[Volume]:
-        """The volumes of the groups that are here; raises TooManyCalls, Starting."""
-        known, away = self._look()
-        found = known.listed()
-        return Here(tuple(sorted(found, key=lambda one: str(one.id))), away)
+        """Return the volumes of all volume groups that can be read.
+
+        Raises TooManyCalls, Starting.
+        """
+        all_groups, away = self._look()
+        volumes = all_groups.listed()
+        return Here(tuple(sorted(volumes, key=lambda volume: str(volume.id))), away)
 
     def snapshots(self) -> Here[Snapshot]:
-        """The snapshots of the groups that are here; raises TooManyCalls, Starting."""
-        known, away = self._look()
-        found = self._reports.listed_snapshots(known)
-        return Here(tuple(sorted(found, key=lambda one: str(one.id))), away)
+        """Return the snapshots of all volume groups that can be read.
+
+        Raises TooManyCalls, Starting.
+        """
+        all_groups, away = self._look()
+        snapshots = self._reports.listed_snapshots(all_groups)
+        return Here(tuple(sorted(snapshots, key=lambda snapshot: str(snapshot.id))), away)
 
     def _look(self) -> tuple[Every, Mapping[str, str]]:
-        """All groups as they are now, or were at their last answer; and why others are away."""
+        """Return the volume groups that can be read, and why the other groups cannot be read.
+
+        A group that takes long to answer is returned as of its last report.
+        """
         locks.enter()
         here: dict[str, Group] = {}
         away: dict[str, str] = {}
-        begun = {one.name: begin_states([one], complete=True) for one in self._volume_groups}
-        for name, end in begun.items():
+        pending = {
+            group.name: begin_states([group], complete=True) for group in self._volume_groups
+        }
+        for name, await_state in pending.items():
             try:
-                # The second call raises the reason, also for a group that Carver could not make.
-                group = end()[name] or self._reports.group(Report({}), name)
+                # For a volume group that is missing, `Reports.group` raises the reason, including
+                # the reason why Carver could not create the group.
+                group = await_state()[name] or self._reports.group(Report({}), name)
             except _NO_ANSWER as error:
                 away[name] = str(error)
             else:

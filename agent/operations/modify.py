@@ -1,4 +1,4 @@
-"""ControllerModifyVolume: a volume's mutable parameters, all of them changed or none."""
+"""ControllerModifyVolume: change all mutable parameters of a volume, or none."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ from lvm.tuning import PLAIN, Tuning
 
 
 def modify(context: Context, call: ModifyVolume) -> None:
-    """Give a volume its mutable parameters: two commands, one if it has them.
+    """Set a volume's mutable parameters; run two commands, or one if the volume has them.
 
-    Raises BadField, HasSnapshots, NoCgroup; then nothing is changed.
+    Raises BadField, HasSnapshots, NoCgroup; nothing is changed in that case.
     """
     context.limiter.require(call.tuning)
     with context.volume_groups.hold(ids.group_of(call.volume_id)):
@@ -32,15 +32,17 @@ def modify(context: Context, call: ModifyVolume) -> None:
         name = volume.group.name
         bound_kib = context.configuration.now.recovery_bound_kib(name)
         tuned = ensure(context.volume_groups.lvm(name), volume, call.tuning, bound_kib)
-        # Crash point: on record and not set; the next start, or this call again, sets it.
+        # Crash point: the parameters are written as tags and not set in the kernel; the next start
+        # of Carver, or this call again, sets them.
         context.limiter.apply(volume, tuned)
 
 
 def ensure(lvm: Lvm, volume: Volume, wanted: Tuning, bound_kib: int) -> Tuning:
-    """Change what a volume lacks of its parameters, and return all: one metadata write, or none.
+    """Change the mutable parameters that a volume lacks, and return all its parameters.
 
-    RAID recovery is bounded to so many KiB a second, 0 for no bound. The group's lock is held.
-    Raises BadField, HasSnapshots; then nothing is changed.
+    Writes the group's metadata once, or not at all. `bound_kib` limits RAID recovery, in KiB a
+    second; 0 means no limit. The caller holds the group's lock. Raises BadField, HasSnapshots;
+    nothing is changed in that case.
     """
     group, present = volume.group, volume.group.volume(volume.name).tuning
     check(wanted, volume.layout, present)
@@ -49,54 +51,63 @@ def ensure(lvm: Lvm, volume: Volume, wanted: Tuning, bound_kib: int) -> Tuning:
     lacking = wanted.lacking_in(present)
     if lacking == tuning.AS_IT_IS:
         return present
-    held = [str(one.id) for one in records.snapshots_of(volume) if not one.is_thin]
-    if held and lacking.read_ahead_bytes is not None:
+    snapshot_ids = [
+        str(snapshot.id) for snapshot in records.snapshots_of(volume) if not snapshot.is_thin
+    ]
+    if snapshot_ids and lacking.read_ahead_bytes is not None:
         raise errors.HasSnapshots(
-            str(volume.id), held, "lvm2 changes its read-ahead only while it has none"
+            str(volume.id), snapshot_ids, "lvm2 changes its read-ahead only while it has none"
         )
     tuning.change(lvm, group.name, [volume.name], lacking, present)
     return wanted.over(present)
 
 
 def complete(lvm: Lvm, group: str, name: str, wanted: Tuning) -> None:
-    """Give a new volume the parameters that lvcreate refuses: one command, mostly none."""
+    """Set the parameters of a new volume that lvcreate refuses; runs at most one command.
+
+    Few volumes have such parameters.
+    """
     lacking = wanted.lacking_in(wanted.for_new().over(PLAIN))
     if lacking != tuning.AS_IT_IS:
         tuning.change(lvm, group, [name], lacking)
 
 
 def bounded(config: Config, one: DeviceClass, wanted: Tuning = tuning.AS_IT_IS) -> Tuning:
-    """What a new volume of a class gets of which this is said: also the bound on RAID recovery."""
+    """Return the parameters of a new volume of a class, with the limit on RAID recovery.
+
+    `wanted` are the requested parameters, and `one` is the device class.
+    """
     if not one.layout.is_raid:
         return wanted
     return wanted.bounded(PLAIN, config.recovery_bound_kib(one.group))
 
 
 def bound(context: Context, group: Group) -> int:
-    """Have RAID recovery in a group keep to its `background_bandwidth`, as that is now.
+    """Limit RAID recovery in a volume group to the present setting `background_bandwidth`.
 
-    Returns how many volumes were changed: one command for those that are alike, none where all is
-    so. While a disk is missing lvm2 changes nothing. The group's lock is held. Raises an
-    ExceptionGroup once each was tried.
+    Returns how many volumes were changed. Runs one command for all volumes that need the same
+    change, and none if no volume needs any. While a disk is missing lvm2 changes nothing, so the
+    result is 0. The caller holds the group's lock. Raises an ExceptionGroup after each change was
+    tried.
     """
     if group.missing_uuids:
         return 0
     bound_kib = context.configuration.now.recovery_bound_kib(group.name)
-    alike = defaultdict[tuple[Tuning, Tuning], list[str]](list)
+    volumes_by_change = defaultdict[tuple[Tuning, Tuning], list[str]](list)
     for volume in report_age.fresh([group]).volumes():
-        one = group.volume(volume.name)
-        if "raid" not in one.layout:
+        logical = group.volume(volume.name)
+        if "raid" not in logical.layout:
             continue
-        lacking = tuning.AS_IT_IS.bounded(one.tuning, bound_kib).lacking_in(one.tuning)
+        lacking = tuning.AS_IT_IS.bounded(logical.tuning, bound_kib).lacking_in(logical.tuning)
         if lacking != tuning.AS_IT_IS:
-            alike[lacking, one.tuning].append(volume.name)
+            volumes_by_change[lacking, logical.tuning].append(volume.name)
     lvm = context.volume_groups.lvm(group.name)
     with Attempts() as attempts:
-        for (lacking, present), named in alike.items():
+        for (lacking, present), volume_names in volumes_by_change.items():
             change = partial(_change, lvm, group.name, lacking, present)
             with attempts.one():
-                all_or_each(named, change)
-    return sum(len(named) for named in alike.values())
+                all_or_each(volume_names, change)
+    return sum(len(volume_names) for volume_names in volumes_by_change.values())
 
 
 def _change(lvm: Lvm, group: str, lacking: Tuning, present: Tuning, names: Sequence[str]) -> None:
@@ -104,27 +115,36 @@ def _change(lvm: Lvm, group: str, lacking: Tuning, present: Tuning, names: Seque
 
 
 def resume(context: Context, *groups: str) -> int:
-    """`bound` these groups, or all, at the start: the setting may be another than before."""
+    """Limit RAID recovery in these volume groups, or in all, when the service starts.
+
+    The setting `background_bandwidth` may have changed while the service was stopped. Returns how
+    many volumes were changed.
+    """
     reports, count = context.reports, 0
     with Attempts() as attempts:
-        for one in reports.fresh(*groups).groups.values():
-            with attempts.one(), context.volume_groups.hold(one.name):
+        for group in reports.fresh(*groups).groups.values():
+            with attempts.one(), context.volume_groups.hold(group.name):
                 count += bound(
-                    context, context.reports.group(context.reports.fresh(one.name), one.name)
+                    context, context.reports.group(context.reports.fresh(group.name), group.name)
                 )
     return count
 
 
 def check(wanted: Tuning, shape: Layout, present: Tuning = PLAIN) -> None:
-    """Raise BadField for parameters that a volume of that layout, and with these, cannot have."""
-    if not (parts := wanted.of_raid):
+    """Raise BadField for mutable parameters that a volume with a layout cannot have.
+
+    `present` are the parameters that the volume has; those of `wanted` are added to them.
+    """
+    if not (raid_parts := wanted.of_raid):
         return
     if not shape.is_raid:
-        keys = {row.part: row.key for row in MUTABLE}
-        others = [PREFIX + keys[one.part] for one in tuning.SETTINGS if not one.of_raid]
+        keys = {parameter.part: parameter.key for parameter in MUTABLE}
+        allowed = [
+            PREFIX + keys[setting.part] for setting in tuning.SETTINGS if not setting.of_raid
+        ]
         raise errors.BadField(
-            f"{MUTABLE_FIELD}[{keys[parts[-1]]}]",
-            f"is for a RAID's layouts, this volume is {shape.kind}; allowed: {', '.join(others)}",
+            f"{MUTABLE_FIELD}[{keys[raid_parts[-1]]}]",
+            f"is for a RAID's layouts, this volume is {shape.kind}; allowed: {', '.join(allowed)}",
         )
     if why := wanted.over(present).refusal:
         raise errors.BadField(MUTABLE_FIELD, why)

@@ -1,6 +1,6 @@
-"""Volumes in use on this node: found by id and path, measured, unmounted.
+"""Volumes in use on this node: find them by id and path, measure and unmount them.
 
-No call here starts a process: the kernel's mount table and sysfs have all that is needed.
+No method here starts a process: the kernel's mount table and sysfs have all that is needed.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from lvm.active_devices import Device
 from mount import filesystem_health, loop, mounts, table, target
 from mount import mount_errors as mount_errors
 
+# Remedy in the error for a volume that is to grow and is not staged.
 _GROWS_WHEN_STAGED = "it grows when it is staged or published next"
 
 
@@ -32,7 +33,7 @@ class Statistics:
 
 
 class NodeVolumes:
-    """Finds the devices and mounts of volumes."""
+    """Finds the devices and mounts of volumes on this node."""
 
     def __init__(self, context: Context) -> None:
         self._kernel = context.kernel
@@ -46,14 +47,14 @@ class NodeVolumes:
         return self._configuration.now.kubelet_dir
 
     def place(self, path: str) -> str:
-        """A path of a request, resolved; raises BadPath unless it is inside kubelet's directory."""
+        """Resolve a path of a request; raise BadPath unless it is inside kubelet's directory."""
         return target.resolve(self._kernel, path, self.inside)
 
     def device(self, volume_id: str) -> Device | None:
-        """The device of a volume that CreateVolume made; None where it is not active.
+        """Return the device of a volume that CreateVolume made; None if the volume is inactive.
 
-        No command. Raises NoSuchVolume, Copying, Receiving, Moved for what is not a volume now, by
-        what this process has under way.
+        Runs no command. Raises NoSuchVolume, Copying, Receiving or Moved for what is not a usable
+        volume now, as far as this process knows.
         """
         if ids.is_inline(volume_id):
             raise errors.NoSuchVolume(volume_id)
@@ -61,40 +62,49 @@ class NodeVolumes:
         return self._activator.device(backing.of_id(volume_id))
 
     def statistics(self, call: VolumeAt) -> Statistics:
-        """How large and how full the volume is where it is staged or published."""
+        """Return the size and usage of a volume that is staged or published at a path."""
         device, mounted = self._at(call, table.read(self._kernel))
         if mounted.device == device.number:
-            with suppress(mount_errors.TargetError):  # it does not answer; its health says so
-                found = filesystem_health.of(self._kernel, mounted.path)
-                return Statistics(found.total_bytes, found)
+            # Return no usage for a file system that does not answer; the volume's health says so.
+            with suppress(mount_errors.TargetError):
+                usage = filesystem_health.of(self._kernel, mounted.path)
+                return Statistics(usage.total_bytes, usage)
         return Statistics(filesystem_health.device_size_bytes(self._kernel, device.path), None)
 
     def size_bytes(self, call: VolumeAt) -> int:
-        """The device's size, if the volume is staged or published, at the path or elsewhere."""
+        """Return the size, in bytes, of the device of a volume that is staged or published.
+
+        The volume may be mounted at the path of the call or at another path.
+        """
         device, _ = self.anywhere(call, table.read(self._kernel))
         return filesystem_health.device_size_bytes(self._kernel, device.path)
 
     def anywhere(self, call: VolumeAt, known: table.Table) -> tuple[Device, table.Mount]:
-        """The volume's device, and its mount at the path or else any; raises NotStaged.
+        """Return a volume's device, and its mount at the path or else any mount.
 
-        For growth: of a raw block volume that several pods have, kubelet sends the path of the
-        last pod, also after that pod ended (DevicePath in its actual state of the world). Of a
-        volume that is mounted nowhere, NOT_FOUND would mark the claim as one that cannot grow.
+        The method is for the growth of volumes. For a raw block volume in several pods, kubelet
+        sends the path of the last pod, even after that pod ended (DevicePath in kubelet's actual
+        state of the world). For a volume that is not mounted at all the method raises NotStaged,
+        because NOT_FOUND would mark the claim as one that cannot grow. Raises NoSuchVolume if the
+        volume does not exist.
         """
         try:
             return self._at(call, known)
         except (errors.NoSuchPath, errors.NotStaged):
             device = self._activator.device(backing.of_id(call.volume_id))
-            found = [] if device is None else users.places(self._kernel, known, device)
-            if device is not None and found:
-                return device, found[0]
-            # A report, which tells it from a volume that does not exist.
+            present_mounts = [] if device is None else users.places(self._kernel, known, device)
+            if device is not None and present_mounts:
+                return device, present_mounts[0]
+            # Read a report, which raises NoSuchVolume for a volume that does not exist.
             self._mender.mended_volume(call.volume_id, Call.USE)
             why = "it is mounted and published nowhere on this node"
             raise errors.NotStaged(call.volume_id, why, _GROWS_WHEN_STAGED) from None
 
     def _at(self, call: VolumeAt, known: table.Table) -> tuple[Device, table.Mount]:
-        """The volume's device and its mount at the path; raises NoSuchPath."""
+        """Return a volume's device and its mount at the path; raise NoSuchPath if there is none.
+
+        Raises NotStaged if the mount is of a device that went away.
+        """
         if ids.is_inline(call.volume_id):
             device = self._activator.device(backing.of_id(call.volume_id))
         else:
@@ -117,28 +127,28 @@ class NodeVolumes:
         raise errors.NoSuchPath(call.volume_id, call.path)
 
     def ensure_unmounted(self, call: VolumeAt) -> None:
-        """Unmount the volume from a path; a path without a mount is no error.
+        """Unmount a volume from a path; a path without a mount is no error.
 
-        Raises ForeignMount for another volume's.
+        Raises ForeignMount if the mount is another volume's.
         """
         device = self._activator.device(backing.of_id(call.volume_id))
         if device is None:
-            # Only the stale node of a device that went away may be unmounted.
+            # Unmount nothing but a stale node of a device that went away.
             mounts.ensure_unmounted(self._kernel, call.path, [])
             return
-        known = table.read(self._kernel)
-        if known.top_of(call.path, device.number) is not None:
-            # A file system: no read-only loop device has a part in it.
-            mounts.ensure_unmounted(self._kernel, call.path, [device.number], known)
+        mount_table = table.read(self._kernel)
+        if mount_table.top_of(call.path, device.number) is not None:
+            # Unmount a file system; read-only loop devices are used for raw block volumes only.
+            mounts.ensure_unmounted(self._kernel, call.path, [device.number], mount_table)
             return
         loops = loop.over(self._kernel, device.number)
         numbers = users.numbers(self._kernel, device, loops)
-        mounts.ensure_unmounted(self._kernel, call.path, numbers, known)
+        mounts.ensure_unmounted(self._kernel, call.path, numbers, mount_table)
         self.detach_unused(loops)
 
     def detach_unused(self, loops: Sequence[str]) -> None:
-        """Detach those of the read-only loop devices that are published nowhere."""
-        for one in loops:
+        """Detach read-only loop devices that are not published anywhere."""
+        for loop_device in loops:
             bound = mounts.bound_nodes(self._kernel, table.read(self._kernel))
-            if self._kernel.device_number(one) not in (number for _, number in bound):
-                loop.detach(self._kernel, one, partial(trace.step, trace.WAIT, "udev"))
+            if self._kernel.device_number(loop_device) not in (number for _, number in bound):
+                loop.detach(self._kernel, loop_device, partial(trace.step, trace.WAIT, "udev"))

@@ -1,4 +1,4 @@
-"""Plan a new volume: class, parameters, size, tags; and whether an existing one matches."""
+"""Plan a new volume: class, parameters, size, tags; compare an existing volume with a request."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,15 +19,20 @@ from lvm.thin import Policy
 from mount import filesystem
 from mount import mount_errors as mount_errors
 
+# Minimum size of a LUKS2 header, in bytes.
 LEAST_BYTES = 4 << 20
-# The default of lvm2 (lvmraid(7)).
+# Default stripe size of lvm2, in bytes (lvmraid(7)).
 _STRIPE_BYTES = 64 << 10
-# Larger chunks would cost more than they save.
+# Maximum stripe or chunk, in bytes, to which data behind a LUKS2 header are aligned. Alignment to
+# larger ones would waste more than it saves.
 _MOST_UNIT_BYTES = 64 << 20
 
 
 def header_bytes(one: DeviceClass, allocator: Allocator, group: report.Group) -> int:
-    """The size of a LUKS header that keeps data aligned to stripes or chunks; 0 without one."""
+    """Return the size, in bytes, of a new volume's LUKS2 header; 0 without encryption.
+
+    The size keeps the data behind the header aligned to stripes or chunks.
+    """
     if not one.encryption:
         return 0
     unit = one.layout.stripes * (one.layout.stripe_size_bytes or _STRIPE_BYTES)
@@ -38,24 +43,25 @@ def header_bytes(one: DeviceClass, allocator: Allocator, group: report.Group) ->
     return -(-LEAST_BYTES // unit) * unit
 
 
-# The size of a volume for which the caller requests none.
+# Default size of a volume, in bytes, if the caller requests no size.
 DEFAULT_SIZE_BYTES = 1 << 30
 
 
 def device_class(config: Config, field: str, parameters: Parameters) -> DeviceClass:
-    """The class that parameters name, as the other parameters change it.
+    """Return the device class that parameters name, changed by the other parameters.
 
-    `field` is their field in the request, for errors. Raises NotAllowed, BadField.
+    `field` is the name of the parameters' field in the request, for errors. Raises NotAllowed,
+    BadField.
     """
-    found = config.device_class(parameters.device_class)
-    if found is None:
-        known = [one.name for one in config.classes]
-        raise errors.NotAllowed(f"{field}[class]", parameters.device_class, known)
-    return parameters.applied(found, field)
+    named_class = config.device_class(parameters.device_class)
+    if named_class is None:
+        class_names = [known_class.name for known_class in config.classes]
+        raise errors.NotAllowed(f"{field}[class]", parameters.device_class, class_names)
+    return parameters.applied(named_class, field)
 
 
 def check_stripe_size(one: DeviceClass, group: report.Group) -> None:
-    """Refuse what lvm2 would silently make smaller: a stripe is no larger than an extent."""
+    """Raise BadField for a stripe larger than an extent, which lvm2 would silently make smaller."""
     if one.layout.stripe_size_bytes > group.extent_size_bytes:
         raise errors.BadField(
             "parameters[stripeSize]",
@@ -67,13 +73,16 @@ def check_stripe_size(one: DeviceClass, group: report.Group) -> None:
 def with_defaults(
     parameters: Parameters, capabilities: Sequence[Capability], one: DeviceClass, held: str = ""
 ) -> Parameters:
-    """The parameters completed by the class's, so that they no longer depend on it.
+    """Return parameters completed by their device class, so that they no longer depend on it.
 
-    `held` is the file system of the source, for a copy.
+    `held` is the file system of the source of a copy.
     """
-    asked = next((c.fs_type for c in capabilities if c.fs_type), "") or parameters.fs_type
+    requested = (
+        next((capability.fs_type for capability in capabilities if capability.fs_type), "")
+        or parameters.fs_type
+    )
     mounted = any(not capability.is_block for capability in capabilities)
-    fs_type = (asked or held or one.fs_type) if mounted else ""
+    fs_type = (requested or held or one.fs_type) if mounted else ""
     return parameters.completed(one, fs_type)
 
 
@@ -84,59 +93,65 @@ def new(
     group: report.Group,
     origin: Snapshot | Volume | None,
 ) -> tuple[int, dict[str, str]]:
-    """The size and the tags of a new volume, which is made of `origin`, or empty.
+    """Return the size and the tags of a new volume.
 
+    `origin` is the snapshot or volume that the new volume is copied from; None for an empty volume.
     Raises BadField, BadSize.
     """
     if origin is None:
         size, own_tags = _planned(call, one, group, header_bytes(one, allocator, group))
         if tag.ZERO in own_tags:
-            # It is overwritten in the background, as a copy is written.
+            # Tag the volume as incomplete, because it is zeroed in the background like a copy is
+            # filled.
             own_tags |= volume_states.tags_for(Ender.COPIER)
         return size, own_tags
-    asked_bytes = call.size.required_bytes
+    requested_bytes = call.size.required_bytes
     call = replace(call, size=_size_of_copy(call.size, origin))
-    held = origin.own_tags.get(tag.FORMATTED, "")
-    size, own_tags = _planned(call, one, group, origin.header_bytes, held)
+    source_fs_type = origin.own_tags.get(tag.FORMATTED, "")
+    size, own_tags = _planned(call, one, group, origin.header_bytes, source_fs_type)
     own_tags.pop(tag.REQUESTED, None)
-    own_tags |= records.requested(asked_bytes, size, origin.header_bytes)
+    own_tags |= records.requested(requested_bytes, size, origin.header_bytes)
     own_tags |= _tags_of_copy(own_tags, origin)
     return size, own_tags
 
 
 def _size_of_copy(size: SizeRange, origin: Snapshot | Volume) -> SizeRange:
-    """The requested size, and no less than the source's; raises BadSize for a limit below that.
+    """Return the requested size of a copy, raised to the size of its source.
 
-    The source may have been rounded up, and what a caller requires is the least that it takes.
+    The source may have been rounded up, and a caller requires a minimum size. Raises BadSize if the
+    limit is less than the source's size.
     """
-    least = origin.capacity_bytes
-    if 0 < size.limit_bytes < least:
+    source_bytes = origin.capacity_bytes
+    if 0 < size.limit_bytes < source_bytes:
         raise errors.BadSize(
             f"capacity_range.limit_bytes: {size.limit_bytes} is less than what"
-            f" {str(origin.id)!r} holds, {least} bytes"
+            f" {str(origin.id)!r} holds, {source_bytes} bytes"
         )
-    return SizeRange(max(size.required_bytes, least), size.limit_bytes)
+    return SizeRange(max(size.required_bytes, source_bytes), size.limit_bytes)
 
 
 def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dict[str, str]:
-    """Tags that a new volume with these tags gets from its source; it is not ready yet.
+    """Return the tags that a new volume with `own_tags` gets from its source.
 
-    Raises BadField where the contents cannot be used as requested, TagsDamaged.
+    One of the tags marks the volume as incomplete. Raises BadField if the contents cannot be used
+    as requested, TagsDamaged.
     """
     source_id, source = str(origin.id), origin.own_tags
     copied = {**volume_states.tags_for(Ender.COPIER), tag.FROM: source_id}
-    # Data are copied as they are on the disk.
+    # Refuse to change the encryption: data are copied as they are on the disk.
     if own_tags.get(tag.ENCRYPTION, "") != (has := source.get(tag.ENCRYPTION, "")):
         raise errors.BadField(
             "volume_content_source",
             f"{source_id!r} {'is encrypted' if has else 'is not encrypted'}, and what is made of it"
             f" must be so, too: ask for carver/encryption={has or 'nothing'}",
         )
-    # Of a change of keys that was under way, the copied header may have both.
+    # Copy the tag of a change of keys that is under way, since the copied header may have both
+    # keys.
     copied |= {key: source[key] for key in (tag.SEALED, tag.ROTATING) if key in source}
     fs_type = own_tags.get(tag.FS_TYPE, "")
     if not fs_type:
-        return copied  # a raw block device may hold anything
+        # Check no contents for a raw block volume, which may hold anything.
+        return copied
     if records.is_block(source_id, source):
         raise errors.BadField(
             "volume_capabilities",
@@ -151,11 +166,16 @@ def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dic
 
 
 def _planned(
-    call: CreateVolume, one: DeviceClass, group: report.Group, header_bytes: int, held: str = ""
+    call: CreateVolume,
+    one: DeviceClass,
+    group: report.Group,
+    header_bytes: int,
+    held: str = "",
 ) -> tuple[int, dict[str, str]]:
-    """The size of a volume, and the tags with which a repeated request is compared.
+    """Return a volume's size, and the tags with which a repeated request is compared.
 
-    `header_bytes` of it are a LUKS header; `held` is the file system of the source, for a copy.
+    `header_bytes` of the size are a LUKS2 header; `held` is the file system of the source of a
+    copy.
     """
     parameters = with_defaults(call.parameters, call.capabilities, one, held)
     _check_options(call, parameters)
@@ -165,7 +185,9 @@ def _planned(
         **volume_states.tags_for(Ender.CALLER),
         tag.SIZE: str(size),
         tag.LAYOUT: str(one.layout),
-        tag.ACCESS: BLOCK if all(one.is_block for one in call.capabilities) else MOUNT,
+        tag.ACCESS: BLOCK
+        if all(capability.is_block for capability in call.capabilities)
+        else MOUNT,
         tag.CAPABILITIES: _capabilities(call),
         **parameters.own_tags(),
         **parameters.about,
@@ -177,16 +199,17 @@ def _planned(
 
 
 def _capabilities(call: CreateVolume) -> str:
-    """The tag by which the capabilities of a repeated request are compared."""
+    """Return the value of the tag by which the capabilities of a repeated request are compared."""
     capabilities = "|".join(sorted(map(str, call.capabilities)))
     if tags.fits(tag.CAPABILITIES, capabilities):
         return capabilities
-    # They are only compared, never read back, so a digest is enough.
+    # Return a digest of capabilities that do not fit into a tag: the tag is only compared, never
+    # read back.
     return f"sha256:{hashlib.sha256(capabilities.encode()).hexdigest()}"
 
 
 def of_class(one: DeviceClass, size_bytes: int, group: report.Group) -> dict[str, str]:
-    """The tags that a class gives a volume of that size, made or received."""
+    """Return the tags that a device class gives a volume, whether it is created or received."""
     own_tags = {}
     if one.cache is not None and not one.layout.is_thin:
         own_tags[tag.CACHE] = one.cache.tag_value(size_bytes, group.extent_size_bytes)
@@ -198,17 +221,20 @@ def of_class(one: DeviceClass, size_bytes: int, group: report.Group) -> dict[str
 def _check_options(call: CreateVolume, parameters: Parameters) -> None:
     """Raise BadField for options that mkfs or mount would refuse when the volume is staged."""
     if not parameters.fs_type:
-        return  # raw block: one StorageClass often serves both, and its options are for mount
-    for index, one in enumerate(call.capabilities):
-        if one.fs_type and one.fs_type != parameters.fs_type:
+        # Check no options for raw block access: one StorageClass often serves both kinds of access,
+        # and its options are for mounts.
+        return
+    for index, capability in enumerate(call.capabilities):
+        if capability.fs_type and capability.fs_type != parameters.fs_type:
             raise errors.BadField(
-                "volume_capabilities", f"ask for {parameters.fs_type} and for {one.fs_type}"
+                "volume_capabilities", f"ask for {parameters.fs_type} and for {capability.fs_type}"
             )
-        one.check_for(parameters.fs_type, f"volume_capabilities[{index}]")
+        capability.check_for(parameters.fs_type, f"volume_capabilities[{index}]")
     parameters.check_for(parameters.fs_type, "parameters")
     if call.source is not None:
-        return  # its file system is there
-    flags = [word for one in call.capabilities for word in one.mount_flags]
+        # Check no options of mkfs for a copy, which has a file system already.
+        return
+    flags = [flag for capability in call.capabilities for flag in capability.mount_flags]
     try:
         filesystem.check_mount_options(
             parameters.fs_type, parameters.mkfs_options, [*parameters.mount_options, *flags]
@@ -225,18 +251,24 @@ def size_bytes(
     shape: layout.Layout,
     header_bytes: int = 0,
 ) -> int:
-    """The size of a volume in whole extents, large enough for its file system and its header.
+    """Return the size of a new volume, in bytes: whole extents for file system and LUKS2 header.
 
-    Raises BadSize where the size without the header is above the limit.
+    Raises BadSize if the size without the header is above the limit.
     """
-    fs_types = {c.fs_type or parameters.fs_type for c in capabilities if not c.is_block}
-    minimum = max((filesystem.FILE_SYSTEMS[one].minimum_bytes for one in fs_types), default=0)
+    fs_types = {
+        capability.fs_type or parameters.fs_type
+        for capability in capabilities
+        if not capability.is_block
+    }
+    minimum = max(
+        (filesystem.FILE_SYSTEMS[fs_type].minimum_bytes for fs_type in fs_types), default=0
+    )
     extent, unit = group.extent_size_bytes, group.extent_size_bytes * shape.stripes
-    asked = size.required_bytes
-    if not asked:
+    requested = size.required_bytes
+    if not requested:
         within_limit = (size.limit_bytes + header_bytes) // unit * unit - header_bytes
-        asked = min(DEFAULT_SIZE_BYTES, max(0, within_limit) or DEFAULT_SIZE_BYTES)
-    planned = layout.round_up(max(asked, minimum) + header_bytes, extent, shape)
+        requested = min(DEFAULT_SIZE_BYTES, max(0, within_limit) or DEFAULT_SIZE_BYTES)
+    planned = layout.round_up(max(requested, minimum) + header_bytes, extent, shape)
     if size.limit_bytes and planned - header_bytes > size.limit_bytes:
         raise errors.BadSize(
             f"capacity_range.limit_bytes: {size.limit_bytes} is less than the least volume that"
@@ -248,19 +280,20 @@ def size_bytes(
 
 
 def require_same(call: CreateVolume, found: Volume) -> None:
-    """Raise Incompatible for a volume that is not as the call says.
+    """Raise Incompatible if an existing volume differs from a CreateVolume request.
 
-    What the call does not say is not compared: a class may have changed since the volume was made,
-    and its caller, which has no id of it yet, would leave it for ever.
+    Only values that the request contains are compared. The device class may have changed since the
+    volume was created, and the caller, which has no id of the volume yet, would leave the volume
+    for ever.
     """
     source = call.source.id if call.source is not None else ""
-    if (was := found.own_tags.get(tag.FROM, "")) != source:
+    if (present := found.own_tags.get(tag.FROM, "")) != source:
         raise errors.Incompatible(
-            f"cannot make volume {call.name!r}: it exists, made of {was or 'nothing'}, not of"
+            f"cannot make volume {call.name!r}: it exists, made of {present or 'nothing'}, not of"
             f" {source or 'nothing'}; use another name"
         )
     made_bytes = found.made_bytes
-    # An incomplete volume may have to grow to the size of its request.
+    # Compare the planned size of an incomplete volume, which may still have to grow to that size.
     header = found.header_bytes
     if not call.size.allows(size_bytes := max(found.size_bytes, made_bytes) - header):
         raise errors.Incompatible(
@@ -268,56 +301,65 @@ def require_same(call: CreateVolume, found: Volume) -> None:
             f" {call.size.required_bytes} to {call.size.limit_bytes or 'any number of'}; use"
             " another name"
         )
-    fs_types = [one.fs_type for one in call.capabilities if one.fs_type]
-    is_mounted = any(not one.is_block for one in call.capabilities)
-    given = call.parameters
+    fs_types = [capability.fs_type for capability in call.capabilities if capability.fs_type]
+    is_mounted = any(not capability.is_block for capability in call.capabilities)
+    parameters = call.parameters
     if fs_types or not is_mounted:
-        given = given.with_value(tag.FS_TYPE, fs_types[0] if fs_types else "")
+        parameters = parameters.with_value(tag.FS_TYPE, fs_types[0] if fs_types else "")
     capabilities = found.own_tags.get(tag.CAPABILITIES, "")
-    every = [
+    compared = [
         (tag.CAPABILITIES, _capabilities(call), capabilities),
-        *differing(found, given),
+        *differing(found, parameters),
     ]
-    for key, wanted, was in every:
-        if was != wanted:
+    for key, requested, present in compared:
+        if present != requested:
             raise errors.Incompatible(
-                f"cannot make volume {call.name!r}: it exists with {key} {was or 'none'!r},"
-                f" not {wanted or 'none'!r}; use another name"
+                f"cannot make volume {call.name!r}: it exists with {key} {present or 'none'!r},"
+                f" not {requested or 'none'!r}; use another name"
             )
 
 
 def differing(volume: Volume, given: Parameters) -> Iterator[tuple[str, str, str]]:
-    """What parameters say that a volume has not: each key, what they say, and what it has.
+    """Return the parameters that differ from a volume: key, requested value, and the volume's.
 
-    Parameters that are not given are not compared: a class may have changed since.
+    Only parameters that are given are compared, because the device class may have changed since the
+    volume was created.
     """
     own_tags = volume.own_tags
-    wanted = given.own_tags()
-    made = {key: own_tags.get(key, "") for key in wanted}
+    requested = given.own_tags()
+    present = {key: own_tags.get(key, "") for key in requested}
     for row in STORAGE_CLASS:
         if row.part and row.tag == tag.LAYOUT and row.key in given.given:
-            wanted[row.key] = str(given.given[row.key])
-            # As it was made, also where it was converted by hand since.
+            requested[row.key] = str(given.given[row.key])
+            # Compare with the layout that the volume was created with; an operator may have
+            # converted the volume since.
             shape = layout.Layout.parse(own_tags.get(tag.LAYOUT, "")) or volume.layout
-            made[row.key] = str(getattr(shape, row.part))
+            present[row.key] = str(getattr(shape, row.part))
     if (size := given.given.get(CACHE_SIZE)) is not None:
-        made[CACHE_SIZE] = own_tags.get(tag.CACHE, "") or "no cache"
-        cache, extent = Cache.parse(made[CACHE_SIZE]), volume.group.extent_size_bytes
-        asked = None if cache is None else replace(cache, size=size)
-        wanted[CACHE_SIZE] = asked.tag_value(volume.made_bytes, extent) if asked else "a cache"
-    return ((key, text, made[key]) for key, text in wanted.items() if text != made[key])
+        present[CACHE_SIZE] = own_tags.get(tag.CACHE, "") or "no cache"
+        cache, extent = Cache.parse(present[CACHE_SIZE]), volume.group.extent_size_bytes
+        requested_cache = None if cache is None else replace(cache, size=size)
+        requested[CACHE_SIZE] = (
+            requested_cache.tag_value(volume.made_bytes, extent) if requested_cache else "a cache"
+        )
+    return ((key, text, present[key]) for key, text in requested.items() if text != present[key])
 
 
 def class_of(config: Config, volume: Volume) -> DeviceClass:
-    """The class that a volume was made by; as far as the volume tells where that is gone."""
-    named, shape = volume.own_tags.get(tag.CLASS, ""), volume.layout
+    """Return the device class that a volume was created with.
+
+    If the configuration lacks the class, the result is as much of it as the volume's tags and
+    layout tell. The group and the layout are always the volume's own, and so is the cache, except
+    for a thin volume.
+    """
+    class_name, shape = volume.own_tags.get(tag.CLASS, ""), volume.layout
     cache = Cache.parse(volume.own_tags.get(tag.CACHE, ""))
-    for one in config.classes:
-        if one.name == named and (one.pool is not None) == volume.is_thin:
-            own = one.cache if volume.is_thin else cache
-            return replace(one, group=volume.group.name, layout=shape, cache=own)
+    for known_class in config.classes:
+        if known_class.name == class_name and (known_class.pool is not None) == volume.is_thin:
+            own_cache = known_class.cache if volume.is_thin else cache
+            return replace(known_class, group=volume.group.name, layout=shape, cache=own_cache)
     return DeviceClass(
-        named,
+        class_name,
         volume.group.name,
         layout=shape,
         pool=Policy() if volume.is_thin else None,

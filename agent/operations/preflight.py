@@ -1,8 +1,8 @@
 """Checks of the node and its volume groups (`carver doctor`), each with a verdict and a remedy.
 
-CHECKS at the end of this file is the table. A check is a function with a row there: its docstring
-says what it looks at, and it yields a verdict, what was seen, and a remedy for each finding. What a
-check cannot read is a warning, not an error.
+The table of the checks is CHECKS, at the end of this file. A check is a function with a row in that
+table: the function's docstring says what it checks, and it yields a verdict, a message, and a
+remedy for each finding. What a check cannot read is a warning, not an error.
 """
 
 import errno
@@ -31,26 +31,31 @@ from mount.command import Run
 from mount.kernel import OLDEST, Kernel
 from mount.programs import ENVIRONMENT, HOST_NAMESPACES
 
+# Verdicts of a check.
 PASS = "pass"  # noqa: S105 - no password
 WARN = "warn"
 FAIL = "fail"
 
-# A verdict, what was seen, and the remedy, which is empty for PASS.
+# Result of a check: a verdict, a message, and the remedy, which is empty for PASS.
 Seen = tuple[str, str, str]
 
-# lvm2 2.03.12 brought --devices, by which Carver confines it (WHATS_NEW of lvm2).
+# Oldest lvm2 that Carver supports, 2.03.12: the first with the option --devices, by which Carver
+# confines lvm2 to certain disks (WHATS_NEW of lvm2).
 LEAST_LVM2 = (2, 3, 12)
-_CAP_SYS_ADMIN = 21  # linux/capability.h
+# Number of the capability CAP_SYS_ADMIN (linux/capability.h).
+_CAP_SYS_ADMIN = 21
+# Programs that lvm2 runs for thin pools.
 _THIN_PROGRAMS = ("thin_check", "thin_repair", "thin_dump")
-# From here on the check of a group's metadata area warns; from 94 % on nothing new is made.
+# Percentage of a volume group's metadata area from which its check warns. From 94 % on Carver
+# creates nothing new in the group.
 _NEARLY_FULL_PERCENT = 80
-# How many volumes of a class that is gone are named.
+# Maximum number of volumes that a finding about a missing device class names.
 _MOST_NAMED = 10
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found; the remedy is empty for PASS."""
+    """One finding of a check; the remedy is empty for PASS."""
 
     check: str
     verdict: str
@@ -60,44 +65,54 @@ class Finding:
 
 @dataclass(frozen=True)
 class Node:
-    """What the checks look at: the configuration and the machine. `root` is for tests."""
+    """What the checks examine: the configuration and the machine.
+
+    `root` is the directory in which the paths of the machine are looked up; tests change it.
+    """
 
     configuration: Configuration
     kernel: Kernel
     run: Run
     report: Callable[[], Report]
     root: Path = Path("/")
-    # The groups that are here, but not in the last report.
+    # Returns the volume groups that are on this node but refused, so that no report has them.
     refused: Callable[[], Mapping[str, errors.GroupRefused]] = dict
-    # The disks that claim to be a group's and are ignored, each as a sentence, by group.
+    # Returns the disks that claim to belong to a volume group and are ignored, each as a sentence,
+    # by group.
     ignored: Callable[[], Mapping[str, Sequence[str]]] = dict
 
     def at(self, path: str) -> Path:
-        """Where a path of the machine is found."""
+        """Return the path under `root` of a path of the machine."""
         return self.root / path.lstrip("/")
 
     @property
     def settings(self) -> Config:
-        """The configuration that holds now."""
+        """The present configuration."""
         return self.configuration.now
 
     @property
     def lvm_root(self) -> Path:
-        """Where the root directory of lvm2 is found."""
+        """The path under `root` of lvm2's root directory."""
         return self.at(str(self.settings.lvm_root))
 
 
+# Type of a check: a function that yields results for a node.
 Check = Callable[[Node], Iterator[Seen]]
 
 
 def everything(node: Node) -> Sequence[Finding]:
-    """All checks, in the order in which one depends on another."""
-    return tuple(one for name, check in CHECKS.items() for one in _findings(name, check, node))
+    """Run all checks, each after the checks that it depends on; return the findings."""
+    return tuple(
+        finding for name, check in CHECKS.items() for finding in _findings(name, check, node)
+    )
 
 
 def cheap(node: Node) -> Sequence[Finding]:
-    """The checks that start no process and read no report, for frequent callers."""
-    return tuple(one for name in CHEAP for one in _findings(name, CHECKS[name], node))
+    """Run the checks that start no process and read no report; return the findings.
+
+    The function is for frequent callers.
+    """
+    return tuple(finding for name in CHEAP for finding in _findings(name, CHECKS[name], node))
 
 
 def _findings(name: str, check: Check, node: Node) -> Iterator[Finding]:
@@ -113,10 +128,10 @@ def _pass(message: str) -> Seen:
 
 
 def _privileges(node: Node) -> Iterator[Seen]:
-    """The effective capabilities of this process."""
+    """Check the effective capabilities of this process: CAP_SYS_ADMIN."""
     lines = node.at("/proc/self/status").read_text().splitlines()
-    held = dict(line.split(":", 1) for line in lines).get("CapEff", "0")
-    if int(held, 16) >> _CAP_SYS_ADMIN & 1:
+    capabilities = dict(line.split(":", 1) for line in lines).get("CapEff", "0")
+    if int(capabilities, 16) >> _CAP_SYS_ADMIN & 1:
         yield _pass("may mount and use device-mapper")
     else:
         yield (
@@ -127,25 +142,30 @@ def _privileges(node: Node) -> Iterator[Seen]:
 
 
 def _kubelet_directory(node: Node) -> Iterator[Seen]:
-    """The propagation of the mounts that hold kubelet's volumes: shared."""
+    """Check that the mounts in which kubelet has volumes are shared (mount propagation)."""
     mounts = table.read(node.kernel)
     for directory in node.settings.kubelet_dir:
-        # Where kubelet has volumes; in a container these two are the mounts that lead to the host.
-        places = [f"{directory.rstrip('/')}/{one}" for one in ("pods", "plugins")]
-        holders = {one: mounts.holding(node.kernel.real_path(one)) for one in places}
+        # Check the two subdirectories in which kubelet has volumes; in a container they are the
+        # mounts that lead to the host.
+        volume_paths = [
+            f"{directory.rstrip('/')}/{subdirectory}" for subdirectory in ("pods", "plugins")
+        ]
+        holders = {place: mounts.holding(node.kernel.real_path(place)) for place in volume_paths}
         private = {
-            place: one
-            for place, one in holders.items()
-            if one is None or not any(word.startswith("shared:") for word in one.propagation)
+            place: holder
+            for place, holder in holders.items()
+            if holder is None
+            or not any(option.startswith("shared:") for option in holder.propagation)
         }
         for place, holder in private.items():
-            seen = "/" if holder is None else holder.path
+            mount = "/" if holder is None else holder.path
             yield (
-                # Without kubelet nothing else needs to see the mounts.
+                # Only warn if the directory does not exist: without kubelet nothing else needs to
+                # see the mounts.
                 FAIL if node.at(place).exists() else WARN,
-                f"{place} is in a mount that is not shared ({seen}): kubelet and pods would not see"
-                " what Carver mounts there",
-                f"`mount --make-rshared {seen}`; in a container, mountPropagation: Bidirectional;"
+                f"{place} is in a mount that is not shared ({mount}): kubelet and pods would not"
+                " see what Carver mounts there",
+                f"`mount --make-rshared {mount}`; in a container, mountPropagation: Bidirectional;"
                 " under systemd, nothing that gives the unit mounts of its own (systemd.exec(5))",
             )
         if not private:
@@ -153,7 +173,7 @@ def _kubelet_directory(node: Node) -> Iterator[Seen]:
 
 
 def _registration(node: Node) -> Iterator[Seen]:
-    """The directory where kubelet looks for drivers."""
+    """Check the directory in which kubelet looks for drivers."""
     directory = node.settings.registration_directory
     if node.settings.registration == "none":
         yield _pass("is left to another program")
@@ -169,10 +189,10 @@ def _registration(node: Node) -> Iterator[Seen]:
 
 
 def _device_mapper(node: Node) -> Iterator[Seen]:
-    """The control node of device-mapper."""
+    """Check that the control node of device-mapper can be opened."""
     control = "/dev/mapper/control"
     try:
-        # Opening it loads the driver's module if needed.
+        # Open the control node, which loads the kernel module if needed.
         with node.at(control).open("rb"):
             yield _pass(f"{control} answers")
     except OSError as error:
@@ -184,7 +204,10 @@ def _device_mapper(node: Node) -> Iterator[Seen]:
 
 
 def _devices(node: Node) -> Iterator[Seen]:
-    """The kernel's /dev, the configured `devices`, and loop devices."""
+    """Check /dev, the disks of the setting `devices`, and loop devices.
+
+    /dev must be the kernel's own file system, devtmpfs.
+    """
     holder = table.read(node.kernel).holding("/dev")
     is_kernels = holder is not None and holder.fs_type == "devtmpfs"
     if not is_kernels:
@@ -203,10 +226,11 @@ def _devices(node: Node) -> Iterator[Seen]:
             )
     listed = [
         *node.settings.devices,
-        *(d for one in node.settings.definitions for d in one.devices),
+        *(device for definition in node.settings.definitions for device in definition.devices),
     ]
-    # What udev and device-mapper name lies deeper: /dev/disk/by-id/…, /dev/mapper/…
-    if unstable := [one for one in dict.fromkeys(listed) if one.count("/") == 2]:
+    # Warn about names directly in /dev: names that udev and device-mapper give are deeper, such as
+    # /dev/disk/by-id/… and /dev/mapper/…
+    if unstable := [path for path in dict.fromkeys(listed) if path.count("/") == 2]:
         yield (
             WARN,
             f"{', '.join(unstable)}: the kernel gives such a name to whatever it finds first, so"
@@ -216,7 +240,7 @@ def _devices(node: Node) -> Iterator[Seen]:
         )
     if not node.at("/dev/loop-control").exists():
         yield (
-            FAIL if any(one.file for one in node.settings.definitions) else WARN,
+            FAIL if any(definition.file for definition in node.settings.definitions) else WARN,
             "there are no loop devices, which read-only raw block volumes and a group on a file"
             " need",
             "`modprobe loop`; in a container, mount the host's /dev",
@@ -226,15 +250,16 @@ def _devices(node: Node) -> Iterator[Seen]:
 
 
 def _udev(node: Node) -> Iterator[Seen]:
-    """Whether udev runs; either is fine."""
+    """Report whether udev runs; Carver works with udev and without."""
     runs = node.at("/run/udev/control").exists()
     without = "there is no udev here: lvm2 is run without it, and makes nodes itself"
     yield _pass("udev runs, and lvm2 waits for it" if runs else without)
 
 
 def _guests(node: Node) -> Iterator[Seen]:
-    """Whether the node's lvm2 would activate a volume group inside a raw block volume."""
-    # kubelet has a loop device over each raw block volume, of which udev tells lvm2 (69-lvm.rules).
+    """Check if the node's lvm2 would activate a volume group inside a raw block volume."""
+    # Kubelet attaches a loop device to each raw block volume, and udev has lvm2 scan that device
+    # (69-lvm.rules). So the check is whether lvm2 accepts /dev/loop0.
     root = node.lvm_root
     settings, accepts = lvm2.configured(root), candidate_devices.read(root)
     is_rejected = accepts is not None and not accepts("/dev/loop0")
@@ -258,41 +283,52 @@ def _guests(node: Node) -> Iterator[Seen]:
 
 
 def _lvm2(node: Node) -> Iterator[Seen]:
-    """The version of lvm2."""
+    """Check the version of lvm2."""
     if node.settings.lvm == "host" and not _has(node, HOST_NAMESPACES[0]):
         yield FAIL, 'nsenter is missing, which lvm = "host" needs', "install util-linux"
         return
     try:
-        found = lvm2.version(node.run)
+        version = lvm2.version(node.run)
     except mount_errors.CommandError as error:
         yield FAIL, str(error), "install lvm2, where `lvm` in the configuration says that it is"
         return
-    shown, least = (f"{one[0]}.{one[1]:02}.{one[2]}" for one in (found, LEAST_LVM2))
-    if found < LEAST_LVM2:
-        yield FAIL, f"lvm2 is {shown}, too old", f"install {least} or newer"
+    shown, oldest = (
+        f"{numbers[0]}.{numbers[1]:02}.{numbers[2]}" for numbers in (version, LEAST_LVM2)
+    )
+    if version < LEAST_LVM2:
+        yield FAIL, f"lvm2 is {shown}, too old", f"install {oldest} or newer"
     else:
-        yield _pass(f"lvm2 is {shown}; {least} is enough")
+        yield _pass(f"lvm2 is {shown}; {oldest} is enough")
 
 
 def _groups(node: Node) -> Iterator[Seen]:
-    """Each volume group of a class; one more command where filters or a devices file hide some."""
+    """Check each volume group of a device class.
+
+    Runs one more command if filters or a devices file hide some groups.
+    """
     try:
-        known = node.report()
+        groups_report = node.report()
     except (mount_errors.CommandError, errors.NotReady) as error:
         yield FAIL, str(error), "repair that first; the groups cannot be looked at without it"
         return
     refused, ignored = node.refused(), node.ignored()
-    listed = {one.group: one.devices for one in node.settings.definitions if one.devices}
+    listed = {
+        definition.group: definition.devices
+        for definition in node.settings.definitions
+        if definition.devices
+    }
     definitions = GroupDefinitions(node.configuration, node.kernel, listed)
-    unfiltered = _unfiltered(node, known)
+    unfiltered = _unfiltered(node, groups_report)
     for name in node.settings.groups:
-        group, whole = known.groups.get(name), unfiltered.get(name)
+        group, unfiltered_group = groups_report.groups.get(name), unfiltered.get(name)
         if (refusal := refused.get(name)) is not None:
             yield FAIL, str(refusal), "as it says; its classes have no room here until then"
-        elif whole is not None and (group is None or whole.missing_disks < group.missing_disks):
+        elif unfiltered_group is not None and (
+            group is None or unfiltered_group.missing_disks < group.missing_disks
+        ):
             yield _hidden(name, group, node.lvm_root)
         elif group is not None:
-            yield from _of_group(node, known, definitions, group)
+            yield from _of_group(node, groups_report, definitions, group)
             for why in ignored.get(name, ()):
                 yield WARN, f"volume group {name}: {why}", REMEDY
         elif name in listed:
@@ -365,30 +401,35 @@ def _of_group(
 
 
 def _damaged(group: Group) -> Iterator[Seen]:
-    """Volumes and snapshots whose tags no version writes so."""
-    for one in records.every(group):
-        if faults := records.faults(one):
+    """Check for volumes and snapshots with tags that no version of Carver writes together."""
+    for logical in records.every(group):
+        if faults := records.faults(logical):
             wrong = ", ".join(sorted(faults))
             yield (
                 WARN,
-                f"{group.name}/{one.name} is left alone, as tags of it were lost or changed by"
+                f"{group.name}/{logical.name} is left alone, as tags of it were lost or changed by"
                 f" hand: {wrong}",
                 "see `lvs -o +tags`, and put them right (`lvchange --addtag`, `--deltag`)",
             )
 
 
 def _of_no_class(node: Node, group: Group) -> Iterator[Seen]:
-    """Classes that volumes and pools of a group were made by, and that are not its own any more."""
-    classes = [one for one in node.settings.classes if one.group == group.name]
-    own, with_pool = {one.name for one in classes}, {one.name for one in classes if one.pool}
-    found = defaultdict[str, list[str]](list)
-    for one in records.every(group):
-        name = one.own_tags.get(tag.CLASS, "")
-        is_gone = name not in (with_pool if is_pool(one) else own)
-        if name and is_gone and not names.is_part(one.name):
-            found[name].append(one.name)
-    for name, made in sorted(found.items()):
-        shown = ", ".join(sorted(made)[:_MOST_NAMED]) + ", ..." * (len(made) > _MOST_NAMED)
+    """Check for volumes and pools whose device class is not in the configuration any more."""
+    classes = [
+        device_class for device_class in node.settings.classes if device_class.group == group.name
+    ]
+    class_names, with_pool = (
+        {device_class.name for device_class in classes},
+        {device_class.name for device_class in classes if device_class.pool},
+    )
+    volume_names = defaultdict[str, list[str]](list)
+    for logical in records.every(group):
+        name = logical.own_tags.get(tag.CLASS, "")
+        is_gone = name not in (with_pool if is_pool(logical) else class_names)
+        if name and is_gone and not names.is_part(logical.name):
+            volume_names[name].append(logical.name)
+    for name, members in sorted(volume_names.items()):
+        shown = ", ".join(sorted(members)[:_MOST_NAMED]) + ", ..." * (len(members) > _MOST_NAMED)
         yield (
             WARN,
             f"volume group {group.name} has no class {name} any more, by which {shown} were made:"
@@ -399,13 +440,14 @@ def _of_no_class(node: Node, group: Group) -> Iterator[Seen]:
 
 
 def _erasing(node: Node, group: Group) -> Iterator[Seen]:
-    """How deleted data are erased on each disk of a group that is present."""
+    """Report how deleted data are erased on each present disk of a volume group."""
     ways = dict[str, list[str]]()
     for disk in group.disks:
         try:
             way, doubt = erase_policy.way_on(node.settings, node.kernel, disk.name)
         except OSError:
-            continue  # it is missing
+            # Skip a disk that cannot be read, such as a missing one.
+            continue
         said = disk.name
         if doubt and way is By.DISCARD:
             said += f" ({doubt})"
@@ -423,7 +465,10 @@ def _erasing(node: Node, group: Group) -> Iterator[Seen]:
 
 
 def _hidden(name: str, group: Group | None, root: Path) -> Seen:
-    """A group of which the node's devices file, or a filter, hides disks."""
+    """Return the result for a volume group with disks that the node's lvm2 is not to use.
+
+    The disks are hidden by the node's devices file or by a filter in its lvm.conf.
+    """
     if (file := lvm2.devices_file(root)) is not None:
         why = f"the node's devices file does not list (/{file.relative_to(root)})"
         remedy = f"`vgimportdevices {name}` on the node, if it is to be used; see lvmdevices(8)"
@@ -438,24 +483,27 @@ def _hidden(name: str, group: Group | None, root: Path) -> Seen:
 
 
 def _blocks(kernel: Kernel, group: Group) -> Mapping[int, list[str]]:
-    """The disks that are present, by the size of their logical blocks."""
-    found: dict[int, list[str]] = {}
+    """Return the present disks of a volume group, by the size of their logical blocks in bytes."""
+    disks_by_size: dict[int, list[str]] = {}
     for disk in group.disks:
         with suppress(OSError):
-            found.setdefault(kernel.logical_block_bytes(disk.name), []).append(disk.name)
-    return found
+            disks_by_size.setdefault(kernel.logical_block_bytes(disk.name), []).append(disk.name)
+    return disks_by_size
 
 
 def _unfiltered(node: Node, known: Report) -> Mapping[str, Group]:
-    """The groups without the node's devices file and filters: a command, if that may differ."""
-    root, found = node.lvm_root, [known.groups.get(one) for one in node.settings.groups]
-    is_well = all(one is not None and not one.missing_disks for one in found)
+    """Return the groups that lvm2 finds without the node's devices file and filters.
+
+    Runs a command if the result may differ from the report `known`; else the result is empty.
+    """
+    root, known_groups = node.lvm_root, [known.groups.get(name) for name in node.settings.groups]
+    is_well = all(group is not None and not group.missing_disks for group in known_groups)
     has_any = lvm2.devices_file(root) is not None or candidate_devices.read(root) is not None
-    # The setting `devices` overrides both.
+    # Skip the command with the setting `devices`, which overrides the devices file and the filters.
     if is_well or node.settings.devices or not has_any:
         return {}
-    every = ('devices/filter=["a|.*|"]', 'devices/global_filter=["a|.*|"]')
-    settings = (*lvm2.without_udev(), "devices/use_devicesfile=0", *every)
+    filters = ('devices/filter=["a|.*|"]', 'devices/global_filter=["a|.*|"]')
+    settings = (*lvm2.without_udev(), "devices/use_devicesfile=0", *filters)
     try:
         return report.read(lvm2.Lvm(node.run, settings=settings)).groups
     except mount_errors.CommandError:
@@ -463,7 +511,7 @@ def _unfiltered(node: Node, known: Report) -> Mapping[str, Group]:
 
 
 def _kernel(node: Node) -> Iterator[Seen]:
-    """The kernel's version, and its system calls for mounts."""
+    """Check the version of the kernel, and its system calls for mounts."""
     if why := too_old(node.kernel):
         yield FAIL, why, "use a newer kernel"
         return
@@ -479,30 +527,43 @@ def _kernel(node: Node) -> Iterator[Seen]:
 
 
 def too_old(kernel: Kernel) -> str:
-    """Why Carver does not serve with this kernel; empty where it does."""
-    version, least = (".".join(map(str, one)) for one in (kernel.version(), OLDEST))
+    """Return why Carver does not run with this kernel; empty if it does."""
+    version, oldest = (".".join(map(str, numbers)) for numbers in (kernel.version(), OLDEST))
     if kernel.version() >= OLDEST:
         return ""
     return (
-        f"Linux {version} is too old: before {least} a mount table may lack mounts that are there,"
+        f"Linux {version} is too old: before {oldest} a mount table may lack mounts that are there,"
         " so that volumes would be mounted twice, or called unmounted while they are in use"
     )
 
 
 def _modules(node: Node) -> Iterator[Seen]:
-    """The kernel modules that the classes need: FAIL without; for snapshots WARN."""
-    needed = {one.layout.module: one.name for one in node.settings.classes if one.layout.module}
-    needed |= {f"dm-{one.cache.kind}": one.name for one in node.settings.classes if one.cache}
-    wanted = {"dm-snapshot": "snapshots"} | {one: f"class {needed[one]}" for one in needed}
-    for module, purpose in sorted(wanted.items()):
-        there = _module_is_there(node, module)
-        if there:
+    """Check the kernel modules that device classes and snapshots need.
+
+    A missing module is a failure if a class needs it, and a warning if only snapshots do.
+    """
+    needed = {
+        device_class.layout.module: device_class.name
+        for device_class in node.settings.classes
+        if device_class.layout.module
+    }
+    needed |= {
+        f"dm-{device_class.cache.kind}": device_class.name
+        for device_class in node.settings.classes
+        if device_class.cache
+    }
+    purposes = {"dm-snapshot": "snapshots"} | {
+        module: f"class {needed[module]}" for module in needed
+    }
+    for module, purpose in sorted(purposes.items()):
+        is_there = _module_is_there(node, module)
+        if is_there:
             yield _pass(f"the kernel has {module}, for {purpose}")
-        elif there is None and module not in needed:
+        elif is_there is None and module not in needed:
             yield _pass(
                 f"{module}, for {purpose}, is loaded when Carver starts, if the node has it"
             )
-        elif there is None:
+        elif is_there is None:
             yield (
                 WARN,
                 f"{module}, for {purpose}, is not loaded, and no /lib/modules here says whether it"
@@ -518,13 +579,16 @@ def _modules(node: Node) -> Iterator[Seen]:
 
 
 def _file_systems(node: Node) -> Iterator[Seen]:
-    """The programs of each file system, FAIL if a class uses it; and libblkid."""
+    """Check the programs of each file system, and libblkid.
+
+    Missing programs are a failure if a device class uses the file system, else a warning.
+    """
     try:
         node.kernel.signatures(os.devnull)
     except OSError as error:
         if error.errno == errno.ENOSYS:
             yield FAIL, "libblkid is missing, so nothing is ever formatted", "install libblkid1"
-    used = {one.fs_type for one in node.settings.classes}
+    used = {device_class.fs_type for device_class in node.settings.classes}
     for fs_type in filesystem.FILE_SYSTEMS:
         if missing := missing_programs(node, fs_type):
             yield (
@@ -539,17 +603,22 @@ def _file_systems(node: Node) -> Iterator[Seen]:
 
 
 def missing_programs(node: Node, fs_type: str) -> list[str]:
-    """The programs that a file system needs and this node lacks; no command."""
-    return [one for one in filesystem.FILE_SYSTEMS[fs_type].programs if not _has(node, one)]
+    """Return the programs of a file system that this node lacks; runs no command."""
+    return [
+        program for program in filesystem.FILE_SYSTEMS[fs_type].programs if not _has(node, program)
+    ]
 
 
 def _thin_tools(node: Node) -> Iterator[Seen]:
-    """The programs that lvm2 runs for thin pools, if a class is thin."""
-    thin = [one.name for one in node.settings.classes if one.layout.is_thin]
-    # With lvm = "host" lvm2 runs the host's, which cannot be seen from here.
+    """Check the programs that lvm2 runs for thin pools, if a device class is thin."""
+    thin = [
+        device_class.name for device_class in node.settings.classes if device_class.layout.is_thin
+    ]
+    # Skip the check with lvm = "host": lvm2 then runs the host's programs, which cannot be seen
+    # here.
     if not thin or node.settings.lvm == "host":
         return
-    if missing := [one for one in _THIN_PROGRAMS if not _has(node, one)]:
+    if missing := [program for program in _THIN_PROGRAMS if not _has(node, program)]:
         yield (
             FAIL,
             f"{', '.join(missing)} is missing, without which lvm2 activates no thin pool (class"
@@ -561,19 +630,19 @@ def _thin_tools(node: Node) -> Iterator[Seen]:
 
 
 def _encryption(node: Node) -> Iterator[Seen]:
-    """Cryptsetup, dm-crypt, AES instructions and key files, if a class is encrypted."""
-    encrypted = [one for one in node.settings.classes if one.encryption]
+    """Check cryptsetup, dm-crypt, AES instructions and key files, if a class is encrypted."""
+    encrypted = [device_class for device_class in node.settings.classes if device_class.encryption]
     if not encrypted:
         return
-    named = f"class {', '.join(one.name for one in encrypted)}"
+    class_names = f"class {', '.join(device_class.name for device_class in encrypted)}"
     if not _has(node, "cryptsetup"):
-        yield FAIL, f"cryptsetup is missing, which {named} needs", "install cryptsetup-bin"
-    there = _module_is_there(node, "dm-crypt")
-    if there is False:
-        yield FAIL, f"the kernel has no dm-crypt, which {named} needs", "install its modules"
+        yield FAIL, f"cryptsetup is missing, which {class_names} needs", "install cryptsetup-bin"
+    is_there = _module_is_there(node, "dm-crypt")
+    if is_there is False:
+        yield FAIL, f"the kernel has no dm-crypt, which {class_names} needs", "install its modules"
     elif _has(node, "cryptsetup"):
-        yield _pass(f"cryptsetup is there, and dm-crypt{' perhaps' * (there is None)}")
-    # x86 and 64-bit ARM have the same name for it.
+        yield _pass(f"cryptsetup is there, and dm-crypt{' perhaps' * (is_there is None)}")
+    # Look for the flag `aes`, which x86 and 64-bit ARM both use for the instructions.
     if "aes" in node.at("/proc/cpuinfo").read_text().lower().split():
         yield _pass("the processor has instructions for AES")
     else:
@@ -582,28 +651,30 @@ def _encryption(node: Node) -> Iterator[Seen]:
             "the processor has no instructions for AES: encrypted volumes are some times slower",
             "nothing need be done; in a virtual machine, show it the host's processor",
         )
-    for one in node.settings.classes:
-        if one.key_file is not None and not node.at(str(one.key_file)).is_file():
+    for device_class in node.settings.classes:
+        if device_class.key_file is not None and not node.at(str(device_class.key_file)).is_file():
             yield (
                 WARN,
-                f"class {one.name}: key_file {one.key_file} is not there, so only volumes with a"
-                " secret are opened",
+                f"class {device_class.name}: key_file {device_class.key_file} is not there, so"
+                " only volumes with a secret are opened",
                 "make the file, mode 0400, or correct the class",
             )
 
 
 def _io_limits(node: Node) -> Iterator[Seen]:
-    """The pods' cgroup and its I/O controller, if a volume has limits."""
+    """Check the pods' cgroup and its I/O controller; warn if a volume has limits without them."""
     try:
-        found = Cgroups(node.settings.pods_cgroup, node.at(str(cgroups.ROOT))).look()
-        yield _pass(f"I/O can be limited, in {found}")
+        directory = Cgroups(node.settings.pods_cgroup, node.at(str(cgroups.ROOT))).look()
+        yield _pass(f"I/O can be limited, in {directory}")
         return
     except mount_errors.NoCgroup as error:
         why = str(error)
     limited = []
     with suppress(mount_errors.CommandError, errors.NotReady):
-        every = (one for group in node.report().groups.values() for one in records.every(group))
-        limited = [one.name for one in every if one.tuning.is_limited]
+        logical_volumes = (
+            logical for group in node.report().groups.values() for logical in records.every(group)
+        )
+        limited = [logical.name for logical in logical_volumes if logical.tuning.is_limited]
     if limited:
         yield (
             WARN,
@@ -615,7 +686,7 @@ def _io_limits(node: Node) -> Iterator[Seen]:
 
 
 def _service(node: Node) -> Iterator[Seen]:
-    """Whether a process serves the socket."""
+    """Check whether a process serves Carver's socket."""
     endpoint = node.settings.endpoint
     if sockets.is_served(endpoint):
         yield _pass(f"a process serves {endpoint}")
@@ -624,22 +695,25 @@ def _service(node: Node) -> Iterator[Seen]:
 
 
 def _has(node: Node, program: str) -> bool:
-    places = (str(node.at(one)) for one in ENVIRONMENT["PATH"].split(":"))
-    return shutil.which(program, path=os.pathsep.join(places)) is not None
+    search_path = (str(node.at(directory)) for directory in ENVIRONMENT["PATH"].split(":"))
+    return shutil.which(program, path=os.pathsep.join(search_path)) is not None
 
 
 def _module_is_there(node: Node, module: str) -> bool | None:
-    """Whether a module is loaded, built in or can be loaded; None if that is not known."""
+    """Whether a kernel module is loaded, built in, or can be loaded; None if not known."""
     if node.at(f"/sys/module/{module.replace('-', '_')}").exists():
         return True
     release = node.at("/proc/sys/kernel/osrelease").read_text().strip()
-    lists = [node.at(f"/lib/modules/{release}/modules.{one}") for one in ("builtin", "dep")]
-    readable = [one for one in lists if one.exists()]
+    lists = [
+        node.at(f"/lib/modules/{release}/modules.{list_name}") for list_name in ("builtin", "dep")
+    ]
+    readable = [path for path in lists if path.exists()]
     if not readable:
         return None
-    return any(f"/{module}.ko" in one.read_text() for one in readable)
+    return any(f"/{module}.ko" in path.read_text() for path in readable)
 
 
+# All checks, by the name that a finding shows, in the order in which they run.
 CHECKS: dict[str, Check] = {
     "privileges": _privileges,
     "kubelet directory": _kubelet_directory,
@@ -658,4 +732,5 @@ CHECKS: dict[str, Check] = {
     "limits of I/O": _io_limits,
     "service": _service,
 }
+# Names of the checks that start no process and read no report.
 CHEAP = ("device-mapper", "kubelet directory")

@@ -1,11 +1,13 @@
-"""NodePublishVolume: the staged file system, or the device, bound to a pod's path; and the reverse.
+"""NodePublishVolume: bind a staged file system or a device to a pod's path. NodeUnpublishVolume.
 
-Neither starts a process, except where a file system that had errors is mounted again, and where a
-volume is not staged any more. Kubelet stages each volume anew after its own start
-(MarkDeviceAsUncertain in pkg/kubelet/volumemanager/reconciler/reconstruct.go). While it runs it
-repeats a failed publish for ever without staging (GetDeviceMountState in
-pkg/volume/util/operationexecutor/operation_generator.go). So a publish stages what was unmounted,
-deactivated or closed by hand, or with a mount namespace that ended.
+Neither call starts a process, with two exceptions: NodePublishVolume mounts a file system again
+that had errors, and it stages a volume that is not staged any more.
+
+NodePublishVolume stages a volume if the volume was unmounted, deactivated or closed by hand, or if
+its mount was in a mount namespace that ended. After its own start, kubelet stages each volume anew
+(MarkDeviceAsUncertain in pkg/kubelet/volumemanager/reconciler/reconstruct.go). But a running
+kubelet repeats a failed NodePublishVolume for ever, without staging (GetDeviceMountState in
+pkg/volume/util/operationexecutor/operation_generator.go).
 """
 
 import logging
@@ -44,7 +46,7 @@ class Publisher:
         self._stager = stager
 
     def publish(self, call: PublishVolume) -> None:
-        """Bind the staged file system, or the device itself, to the target path."""
+        """Bind the staged file system of a volume, or its device, to the target path."""
         call = replace(
             call,
             staging_path=self._volumes.place(call.staging_path),
@@ -58,7 +60,10 @@ class Publisher:
         self._encrypted.follow_open(call.volume_id, call.keys)
 
     def _staged_again(self, call: PublishVolume) -> Device:
-        """Stage a volume that is not staged any more; its device. Raises what staging raises."""
+        """Stage a volume that is not staged any more, and return its device.
+
+        Raises the errors of staging, and NotStaged if the volume cannot be staged by this call.
+        """
         try:
             self._stager.stage(_as_stage(call))
         except errors.KeyMissing:
@@ -71,46 +76,52 @@ class Publisher:
         return device
 
     def _publish_directory(self, call: PublishVolume, device: Device | None) -> None:
-        known = table.read(self._kernel)
+        mount_table = table.read(self._kernel)
         if device is not None:
-            known = self._stager.without_errors(_as_stage(call), device, known)
-        if device is None or (staged := known.top_of(call.staging_path, device.number)) is None:
-            # Crash point: staged, and not published; the next call goes on.
+            mount_table = self._stager.without_errors(_as_stage(call), device, mount_table)
+        if (
+            device is None
+            or (staged := mount_table.top_of(call.staging_path, device.number)) is None
+        ):
+            # Crash point: the volume is staged and not published; the next call publishes the
+            # volume.
             device = self._staged_again(call)
-            known = table.read(self._kernel)
-            staged = known.top_of(call.staging_path, device.number)
+            mount_table = table.read(self._kernel)
+            staged = mount_table.top_of(call.staging_path, device.number)
             if staged is None:
                 raise errors.NotStaged(call.volume_id, "it was unmounted meanwhile", "call again")
         else:
-            # Crash point: an earlier publication staged it, and ended before it wrote the tag.
+            # Crash point: an earlier NodePublishVolume call staged the volume, and died before it
+            # wrote the tag `formatted`; write the tag now.
             self._stager.record_formatted(self._reports.cached(call.volume_id), staged.fs_type)
         flags = options.parse(call.capability.mount_flags)
-        asked = {*flags.attributes, *call.parameters.mount_options}
-        if staged.read_only and not call.read_only and "ro" not in asked:
+        requested = {*flags.attributes, *call.parameters.mount_options}
+        if staged.read_only and not call.read_only and "ro" not in requested:
             raise errors.NotStaged(
                 call.volume_id, f"{call.staging_path} is read-only: {staged}", errors.UNSTAGE
             )
-        if known.top_of(call.target_path, device.number) is None:
-            self._require_single(call, device, known)
-        # Crash point: an empty directory, or a bind whose flags are not set yet; the next call
-        # completes it.
+        if mount_table.top_of(call.target_path, device.number) is None:
+            self._require_single(call, device, mount_table)
+        # Crash point: an empty directory, or a bind mount whose flags are not set yet, is left; the
+        # next call completes the bind mount.
         target.ensure_directory(self._kernel, call.target_path)
         mounts.ensure_bound(
-            self._kernel, call.staging_path, call.target_path, flags, call.read_only, known
+            self._kernel, call.staging_path, call.target_path, flags, call.read_only, mount_table
         )
 
     def _publish_device(self, call: PublishVolume, device: Device | None) -> None:
         if device is None or (device.below is None and self._is_encrypted(call.volume_id)):
             device = self._staged_again(call)
-        known = table.read(self._kernel)
-        top = known.top(call.target_path)
+        mount_table = table.read(self._kernel)
+        top = mount_table.top(call.target_path)
         if top is not None and top.is_stale_node:
-            # Of the device that the volume had before it was deactivated.
+            # Unmount a stale device node: the node belongs to the device that the volume had before
+            # the volume was deactivated.
             mounts.ensure_unmounted(self._kernel, call.target_path, [])
-            known = table.read(self._kernel)
+            mount_table = table.read(self._kernel)
         published = mounts.node(self._kernel, call.target_path)
         if published is None or published not in users.numbers(self._kernel, device):
-            self._require_single(call, device, known)
+            self._require_single(call, device, mount_table)
         elif (published == device.number) == call.read_only:
             raise errors.Incompatible(
                 f"{call.target_path} is published {'read-write' if call.read_only else 'read-only'}"
@@ -119,15 +130,17 @@ class Publisher:
         try:
             source = self._kernel.real_path(device.path)
             if call.read_only:
-                # A read-only bind of a device node does not prevent writes to the device; a
-                # read-only loop device over it does. Crash point: a loop device that is bound
-                # nowhere; the next publish uses it, the next unpublish detaches it.
+                # Bind a read-only loop device over the volume's device: a read-only bind mount of a
+                # device node does not prevent writes to the device. Crash point: a loop device that
+                # is bound nowhere is left; the next NodePublishVolume call uses the loop device, or
+                # the next NodeUnpublishVolume call detaches it.
                 source = loop.attach_read_only(self._kernel, device.path)
             flags = options.Options()
             mounts.ensure_bound(self._kernel, source, call.target_path, flags, call.read_only)
-            # Crash point: bound and not limited; the next start limits it.
-            if (seen := self._reports.cached(call.volume_id)) is not None:
-                self._limiter.apply(seen)
+            # Crash point: the device is bound and its I/O limits are not set; the next start of
+            # Carver sets the limits.
+            if (volume := self._reports.cached(call.volume_id)) is not None:
+                self._limiter.apply(volume)
         except mount_errors.MountError:
             self._volumes.detach_unused(loop.over(self._kernel, device.number))
             raise
@@ -139,30 +152,30 @@ class Publisher:
         return volume.is_encrypted
 
     def _require_single(self, call: PublishVolume, device: Device, known: table.Table) -> None:
-        """Raise VolumeInUse for a second target, unless the access mode allows several."""
+        """Raise VolumeInUse for a second target, unless the access mode allows several targets."""
         if call.capability.is_shared:
             return
-        found = set(users.targets(self._kernel, known, device, self._volumes.inside))
-        if others := found - {call.staging_path, call.target_path}:
+        targets = set(users.targets(self._kernel, known, device, self._volumes.inside))
+        if other_targets := targets - {call.staging_path, call.target_path}:
             raise errors.VolumeInUse(
                 call.volume_id,
-                f"it is published at {', '.join(sorted(others))}, and {call.capability.mode}"
+                f"it is published at {', '.join(sorted(other_targets))}, and {call.capability.mode}"
                 " allows one target",
             )
 
     def unpublish(self, call: VolumeAt) -> None:
-        """Unmount and remove the target path; a path that is not there is no error."""
+        """Unmount and remove the target path of a volume; a missing path is no error."""
         call = replace(call, path=self._volumes.place(call.path))
         with self._limiter.leaving(
             backing.of_id(call.volume_id), is_last=ids.is_inline(call.volume_id)
         ):
             self._volumes.ensure_unmounted(call)
-        # Crash point: unmounted, and the path is left; kubelet repeats the call.
+        # Crash point: the target is unmounted and its path is left; kubelet repeats the call.
         target.ensure_absent(self._kernel, call.path)
 
 
 def _as_stage(call: PublishVolume) -> StageVolume:
-    """The call that staged what is to be published."""
+    """Return the NodeStageVolume call that stages the volume of a NodePublishVolume call."""
     return StageVolume(
         call.volume_id, call.staging_path, call.capability, call.parameters, call.keys
     )

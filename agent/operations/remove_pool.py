@@ -1,18 +1,24 @@
 """Zero thin pools that lost their last volume, and remove them.
 
-A pool zeroes what it allocates, so a deleted thin volume needs no erasing. But the pool's extents
-hold the data of all its volumes, and would be free. So a volume as large as the pool's data is made
-in an empty pool and zeroed as a whole: each of its chunks takes one of the pool's, which has no
-others.
+A thin pool zeroes each chunk that it allocates, so a deleted thin volume needs no erasing. But the
+extents of a removed pool hold the data of all its volumes, and become free. So an empty pool is
+zeroed before it is removed, unless the setting `wipe` is `none`. The steps are:
 
-Unless a chunk leaked: dm-thin never allocates again what it was allocating when the disk failed.
-The pool is then full before the end of that volume, and its data device is zeroed below it: a full
-pool allocates no chunk while that volume exists. A cache on fast disks is detached and zeroed, too.
+1. Detach the pool's cache on fast disks, if it has one.
+2. Create a thin volume as large as the pool's data in the empty pool, with the tag `wiping`. As the
+   pool has no other volumes, each chunk of this volume takes one of the pool's chunks.
+3. Zero the whole volume, and with it all chunks of the pool.
+4. If the pool is full before the end of the volume, zero the pool's data device directly. A chunk
+   has leaked in that case: dm-thin never again allocates a chunk that it was allocating when the
+   disk failed. A full pool allocates nothing while the volume exists, so nothing else is
+   overwritten.
+5. Zero the detached cache.
+6. Remove the pool with the volume and the cache.
 
-The volume is tagged `wiping`, as all that a restart resumes. Killed before it is made, the pool is
-empty; killed afterwards, it holds nothing else: `resume` finds both. A pool that is wanted
-meanwhile is kept: the job ends at its next chunk, before the call holds the group, and its volume
-is removed.
+A restart resumes the work by the tag `wiping`: a process that was killed before step 2 left an
+empty pool, and one that was killed later left a pool with only that volume. The job's `due`
+function finds both. If a call needs the pool meanwhile, the pool is kept: the job ends at its next
+chunk, before the call locks the group, and the zeroing volume is removed.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,13 +44,13 @@ _T = TypeVar("_T")
 
 
 class Removing(Exception):
-    """A pool is being zeroed, and a volume is to be made in it."""
+    """The pool in which a volume is to be created is being zeroed."""
 
 
 class PoolRemover:
-    """Removes empty pools in the background, one at a time for each group.
+    """Zeroes and removes empty thin pools in the background, one at a time for each volume group.
 
-    `freed` is called with a group in which extents were freed that must be overwritten.
+    `freed` is called with the name of a group in which extents were freed that must be zeroed.
     """
 
     def __init__(self, context: Context, *, freed: Callable[[str], object]) -> None:
@@ -64,14 +70,15 @@ class PoolRemover:
         )
         self._conflicts = context.conflicts
         self._conflicts.add(Work.EMPTY_POOL, self.jobs)
-        # The keys of pools to be looked at once no call keeps them any more.
+        # Keys, `group/pool`, of pools that must be checked again when no call keeps them any
+        # longer.
         self._kept_keys: set[str] = set()
 
     def remove(self, thin_one: Volume | Snapshot) -> None:
-        """Remove a thin volume; the caller holds the group, and read the report since.
+        """Remove a thin volume; the caller holds the group's lock, and read the report under it.
 
-        If that fails the volume may be gone all the same, and a repeated call would find nothing
-        to follow up. So the pool is looked at then, too.
+        If lvm2 fails, the volume may be gone all the same, and a repeated call would not find the
+        volume. So the pool is checked after a failure, too.
         """
         group = thin_one.group.name
         try:
@@ -81,21 +88,25 @@ class PoolRemover:
             raise
 
     def after(self, removed: Volume | Snapshot, wait_seconds: float) -> None:
-        """Remove the pool of a removed volume if it was the last one, and wait a moment for it.
+        """Remove the thin pool of a removed volume if the volume was the last one in the pool.
 
-        The group was locked from the volume's report until its removal.
+        Waits up to `wait_seconds` for the job that removes the pool. The caller held the group's
+        lock from the volume's report until the removal.
         """
         pool = removed.group.volume(removed.name).pool
-        others = [one for one in removed.group.in_pool(pool) if one.name != removed.name]
-        if all(_fills_pool(one) for one in others):
+        other_volumes = [
+            volume for volume in removed.group.in_pool(pool) if volume.name != removed.name
+        ]
+        if all(_fills_pool(volume) for volume in other_volumes):
             self.give_back(removed.group.name, pool)
             if (job := self.jobs.of(f"{removed.group.name}/{pool}")) is not None:
                 self.jobs.wait(job, wait_seconds)
 
     def give_back(self, group: str, pool: str) -> Future[None]:
-        """Zero and remove a pool in the background, if it is empty by then.
+        """Zero and remove a thin pool in the background, if the pool is empty when the job runs.
 
-        A pool that calls keep is looked at when the last of them is over, and not waited for.
+        If calls keep the pool, the job starts when the last of these calls ends, and the returned
+        future is already done.
         """
         key = f"{group}/{pool}"
         try:
@@ -103,23 +114,26 @@ class PoolRemover:
         except Stopping:
             self._kept_keys.add(key)
             try:
-                # The last call that kept it may have ended before it could see that.
+                # Try again: the last call that kept the pool may have ended before it could see the
+                # key.
                 job = self.jobs.start(Job(key))
             except Stopping:
-                left = Future[None]()
-                left.set_result(None)
-                return left
+                done = Future[None]()
+                done.set_result(None)
+                return done
         if job.cancelled.is_set():
-            # Its disk does not answer yet.
+            # The present job was cancelled, and has not ended because its disk does not answer:
+            # start another one when it ends.
             job.ended.add_done_callback(lambda _: self.give_back(group, pool))
         return job.ended
 
     @contextmanager
     def kept(self, group: str, pool: str) -> Iterator[None]:
-        """Have no job of a pool within the `with`, for a new volume in it.
+        """Keep a thin pool within the `with`: no job zeroes it, so that a volume can be created.
 
-        The group is not held to enter. Raises Stopping where a chunk takes longer than ten seconds
-        to be zeroed. Afterwards the pool is looked at again if it had a job.
+        To be entered without the group's lock. Raises Stopping if the job of the pool takes longer
+        than ten seconds to zero its present chunk. A pool that had a job is checked again
+        afterwards.
         """
         key = f"{group}/{pool}"
         had_job = self.jobs.has(key)
@@ -132,9 +146,9 @@ class PoolRemover:
                 self.give_back(group, pool)
 
     def when_kept(self, group: str, pool: str, make: Callable[[], _T]) -> _T:
-        """What `make` returns, which is called again with the pool kept where it raises Removing.
+        """Return the result of `make`; if it raises Removing, call it again with the pool kept.
 
-        So a call that is refused in any case ends no job.
+        The first call is made without `kept`, so that a call that is refused anyway cancels no job.
         """
         try:
             return make()
@@ -144,18 +158,19 @@ class PoolRemover:
             return make()
 
     def require_kept(self, group: str, pool: str) -> None:
-        """Raise Removing for a pool that is being zeroed, before anything is made."""
+        """Raise Removing if a thin pool is being zeroed; called before anything is created."""
         if self.jobs.has(f"{group}/{pool}"):
             raise Removing(pool)
 
     def empty(self, group: report.Group, pool: str) -> None:
-        """Remove the volume that zeroes a pool, if there is one, so that a new volume has room.
+        """Remove the volume that zeroes a thin pool, if it exists, so that a new volume has room.
 
-        The pool is `kept`. The caller holds the group, and read the report since.
+        The caller keeps the pool by `kept`, holds the group's lock, and read the report under that
+        lock.
         """
-        for one in group.in_pool(pool):
-            if _fills_pool(one):
-                volumes.remove(self._lvm(group.name), group.name, one.name)
+        for volume in group.in_pool(pool):
+            if _fills_pool(volume):
+                volumes.remove(self._lvm(group.name), group.name, volume.name)
 
     def _due(self, group: str) -> Iterator[Job]:
         for pool in _abandoned(self._reports.fresh(group).group(group)):
@@ -171,76 +186,92 @@ class PoolRemover:
             cache = self._detached_cache(group, pool)
             if self._policy.zeroes:
                 wiping = self._wiping_device(group, pool)
-                parted = self._activator.ensure_active(group_name, cache).path if cache else ""
+                detached = self._activator.ensure_active(group_name, cache).path if cache else ""
         if self._policy.zeroes:
             yield from self._zero_pool(job, pool, wiping)
-            if parted:
-                yield from self._zero(job, parted, self._kernel.device_size_bytes(parted))
+            if detached:
+                yield from self._zero(job, detached, self._kernel.device_size_bytes(detached))
         with self._volume_groups.hold(group_name):
             job.check()
-            # Looked at again: only the volume that zeroes it may be removed with it.
+            # Read the group again: no other volume than the zeroing one may be removed with the
+            # pool.
             if (group := self._if_empty(group_name, pool_name)) is not None:
                 is_unclean = tag.UNCLEAN in (pool := group.volume(pool_name)).own_tags
                 if is_unclean:
-                    # Its metadata, and the rest of a chunk, are not overwritten with its data.
+                    # Mark the pool's disks: zeroing the pool's data did not overwrite its metadata,
+                    # nor a partial chunk at its end.
                     erase_deleted.mark_for_erase(self._lvm(group_name), group, pool.disks)
-                # The cache first: a restart finds a pool without its cache, but not a lone cache.
-                doomed = [cache, pool_name] if cache else [pool_name]
-                volumes.remove(self._lvm(group_name), group_name, *doomed)
+                # Remove the cache before the pool: a restart finds a pool without its cache, but no
+                # cache whose pool is gone.
+                doomed_names = [cache, pool_name] if cache else [pool_name]
+                volumes.remove(self._lvm(group_name), group_name, *doomed_names)
                 if is_unclean:
                     self._freed(group_name)
 
     def _detached_cache(self, group: report.Group, pool: report.LogicalVolume) -> str:
-        """The pool's cache, as a volume of its own; empty if there is nothing to detach."""
+        """Detach a thin pool's cache, and return the name of the cache as a logical volume.
+
+        The name is empty if there is no cache, or if the cache is removed with the pool without
+        erasing.
+        """
         if not caches.is_cached(pool):
             return caches.parted(group, pool.name)
         if not self._policy.zeroes:
-            return ""  # it is removed with its pool
+            # lvm2 removes the cache with its pool.
+            return ""
         if not self._activator.is_active(group.name, pool.name):
             volumes.activate(self._lvm(group.name), group.name, pool.name)
         caches.split(self._lvm(group.name), pool)
         return caches.attached(pool)
 
     def _if_empty(self, group_name: str, pool: str) -> report.Group | None:
-        """A fresh report of the group, if the pool exists and holds no user's volume."""
+        """Return a fresh report of a volume group if a pool of it has no user's volume, else None.
+
+        The pool may have the volume that zeroes it. The caller holds the group's lock. A pool whose
+        creation was interrupted is removed. If the pool has a user's volume, its zeroing volume is
+        removed.
+        """
         group = self._mender.mend(group_name).group(group_name)
-        made = group.volumes.get(pool)
-        if made is not None and is_half_made_pool(made):
+        existing = group.volumes.get(pool)
+        if existing is not None and is_half_made_pool(existing):
             volumes.remove(self._lvm(group_name), group_name, pool)
-        if made is None or not is_own_pool(made):
+        if existing is None or not is_own_pool(existing):
             return None
-        wipes = [one for one in group.in_pool(pool) if _fills_pool(one)]
-        if len(wipes) == len(group.in_pool(pool)):
+        zeroing_volumes = [volume for volume in group.in_pool(pool) if _fills_pool(volume)]
+        if len(zeroing_volumes) == len(group.in_pool(pool)):
             return group
-        for one in wipes:
-            volumes.remove(self._lvm(group.name), group.name, one.name)
+        for volume in zeroing_volumes:
+            volumes.remove(self._lvm(group.name), group.name, volume.name)
         return None
 
     def _wiping_device(self, group: report.Group, pool: report.LogicalVolume) -> str:
-        """The device of a volume as large as the pool's data; makes the volume if needed."""
+        """Return the device of a thin volume as large as its pool's data; create it if needed."""
         device_class = pool.own_tags[tag.CLASS]
         name = wipe_name(device_class)
-        # The pool holds nothing else. If the name is taken outside the pool, lvm2 refuses.
+        # Create the volume, as the pool is empty. If a logical volume outside the pool has the
+        # name, lvm2 refuses.
         if not group.in_pool(pool.name):
             own_tags = {**volume_states.tags_for(Ender.ERASER), tag.CLASS: device_class}
-            new = New(name, pool.size_bytes, own_tags)
-            thin.create(self._lvm(group.name), group.name, pool.name, new)
+            zeroing_volume = New(name, pool.size_bytes, own_tags)
+            thin.create(self._lvm(group.name), group.name, pool.name, zeroing_volume)
         return self._activator.ensure_active(group.name, name).path
 
     def _zero_pool(self, job: Job, pool: report.LogicalVolume, wiping: str) -> Steps:
-        """Zero all that a pool ever allocated, by a volume in it."""
+        """Zero all that a thin pool ever allocated, by writing to a volume in the pool."""
         group_name, pool_name = job.key.split("/")
         chunk = chunk_bytes(pool)
         try:
-            # A partial chunk at the end is never allocated.
+            # Stop before a partial chunk at the end of the pool, which is never allocated.
             yield from self._zero(job, wiping, pool.size_bytes // chunk * chunk)
         except OSError:
-            # ENOSPC, once the kernel waited a minute for room (no_space_timeout), or EIO.
+            # Zero the pool's data device instead if the pool is full. The error is ENOSPC, after
+            # the kernel waited a minute for room (no_space_timeout), or EIO.
             if not self._is_full(group_name, pool_name):
                 raise
             with self._volume_groups.hold(group_name):
                 job.check()
-                # It was full before this look, so no user's volume in it can have a chunk.
+                # The pool was full before this report was read, so no volume of a user in it can
+                # have a chunk.
                 if self._if_empty(group_name, pool_name) is None:
                     return
             data = self._devices.pool_data(group_name, pool_name)
@@ -248,21 +279,26 @@ class PoolRemover:
             yield from self._zero(job, data, size_bytes, below=wiping)
 
     def _is_full(self, group: str, pool: str) -> bool:
-        """Whether all chunks of an active pool are allocated, or leaked; no command."""
+        """Whether all chunks of an active thin pool are allocated or leaked; runs no command."""
         status = thin.status_of(self._activator.status(group, pool))
         return status is not None and 0 < status.data_blocks == status.used_data_blocks
 
     def _zero(self, job: Job, device: str, size_bytes: int, *, below: str = "") -> Steps:
-        """Zero so much of a device, one that the pool uses `below` another."""
-        pace, held = self._paces.of(job.key.split("/")[0]), bool(below)
+        """Zero the first `size_bytes` bytes of a device.
+
+        `below` is the path of a thin volume that is kept open meanwhile, if the device is the data
+        device of its pool.
+        """
+        pace, is_held = self._paces.of(job.key.split("/")[0]), bool(below)
         work = pace.work("erase", device, check=job.check, progress=job.progress)
 
         def writing() -> AbstractContextManager[object]:
             return self._kernel.opened(below) if below else nullcontext()
 
         def zero(offset: int, length: int, by: By) -> None:
-            self._kernel.zero_out(device, offset, length, held=held, by=by)
-            # On a thin volume this writes the pool's mapping of its chunks, too.
+            self._kernel.zero_out(device, offset, length, held=is_held, by=by)
+            # Flush the device; on a thin volume this also commits the pool's mapping of the zeroed
+            # chunks.
             self._kernel.flush(device)
 
         yield from self._policy.overwrite(
@@ -270,14 +306,14 @@ class PoolRemover:
             device,
             size_bytes,
             purpose=Purpose.DELETED,
-            held=held,
+            held=is_held,
             zero=zero,
             within=writing,
         )
 
 
 def _fills_pool(logical: report.LogicalVolume) -> bool:
-    """Whether it is the volume that zeroes a pool, and no user's."""
+    """Whether a logical volume is the one that zeroes its thin pool, and not a user's."""
     own_tags = logical.own_tags
     is_named_so = names.is_of(ids.WIPE_PREFIX, logical.name)
     is_own = tag.NAME not in own_tags and erase_deleted.is_deleted(logical)
@@ -285,8 +321,16 @@ def _fills_pool(logical: report.LogicalVolume) -> bool:
 
 
 def _abandoned(group: report.Group) -> list[str]:
-    """Carver's pools of a group that are empty, half made, or were being zeroed."""
-    every = list(records.usable(group))
-    half_made = [one.name for one in every if is_half_made_pool(one)]
-    own = ((one.name, group.in_pool(one.name)) for one in every if is_own_pool(one))
-    return half_made + [name for name, held in own if not held or any(map(_fills_pool, held))]
+    """Return the names of Carver's thin pools to be removed in a volume group.
+
+    The result has pools without volumes, pools that were being zeroed, and pools whose creation was
+    interrupted.
+    """
+    logical_volumes = list(records.usable(group))
+    half_made = [logical.name for logical in logical_volumes if is_half_made_pool(logical)]
+    own_pools = (
+        (pool.name, group.in_pool(pool.name)) for pool in logical_volumes if is_own_pool(pool)
+    )
+    return half_made + [
+        name for name, members in own_pools if not members or any(map(_fills_pool, members))
+    ]

@@ -1,7 +1,7 @@
 """Repair RAID volumes and thin pools: on request, and automatically after a delay.
 
-Each call looks, takes the next step, and reports how far the repair is. The kernel rebuilds in the
-background, so repeating the call completes the repair, also after a kill.
+Each call reads the volume's state, takes the next step, and reports the progress. The kernel
+rebuilds images in the background, so repeating the call completes the repair, also after a crash.
 """
 
 import logging
@@ -32,30 +32,39 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Progress:
-    """Whether all is done, and a sentence that says what was done, or what is awaited."""
+    """Progress of a repair: if it is done, and a sentence about its last or awaited step."""
 
     done: bool
     message: str
 
 
 def rebuilding(activator: Activator, group: report.Group) -> str:
-    """The RAID volumes of a group that are not in sync, with percentages; empty if all are."""
-    found = []
+    """Return the RAID volumes of a volume group that are not in sync, with percentages.
+
+    The result is empty if all RAID volumes are in sync.
+    """
+    entries = []
     for logical in sorted(records.every(group), key=attrgetter("name")):
         is_raid = "raid" in logical.layout
         status = _raid(activator, group.name, logical.name) if is_raid else None
         if status is not None and status.is_syncing:
-            found.append(f"{logical.name} {status.synced_percent:.0f} %")
-    return ", ".join(found)
+            entries.append(f"{logical.name} {status.synced_percent:.0f} %")
+    return ", ".join(entries)
 
 
 def _raid(activator: Activator, group: str, name: str) -> Raid | None:
-    """The kernel's status of an active RAID volume; no command."""
-    return next((one for one in activator.status(group, name) if isinstance(one, Raid)), None)
+    """Return the kernel's status of an active RAID volume, or None; runs no command."""
+    return next(
+        (target for target in activator.status(group, name) if isinstance(target, Raid)), None
+    )
 
 
 class Repairer:
-    """Repairs volumes; `freed` is called with a group in which lost images were replaced."""
+    """Repairs volumes and thin pools.
+
+    `freed` is called with the name of a volume group in which lost RAID images were replaced, whose
+    extents must be zeroed.
+    """
 
     def __init__(self, context: Context, *, freed: Callable[[str], object]) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
@@ -68,8 +77,8 @@ class Repairer:
     def repair(self, volume_id: str, *, pool_metadata: bool = False) -> Progress:
         """Take the next step of a volume's repair; with `pool_metadata` also of its thin pool's.
 
-        At most four commands, and for a pool one more for each active volume in it. Raises
-        NotRepairable, NoRoom, VolumeInUse.
+        Runs four commands at most, and for a thin pool one more for each active volume in it.
+        Raises NotRepairable, NoRoom, VolumeInUse.
         """
         with self._volume_groups.hold(group := ids.group_of(volume_id)):
             volume = self._mender.mended_volume(volume_id, Call.MANAGE)
@@ -92,9 +101,9 @@ class Repairer:
             return Progress(True, f"{path} is whole")
 
     def next_step(self, group: report.Group, name: str, disks: list[str]) -> Progress:
-        """Take the next step of a RAID volume's repair; new images are made on these disks.
+        """Take the next step of a RAID volume's repair; new images are created on `disks`.
 
-        Call it with the group locked, and a report that was read since.
+        Call the method with the group's lock held and a report that was read under that lock.
         """
         logical, path, lvm = group.volume(name), f"{group.name}/{name}", self._lvm(group.name)
         lost = sum(group.lost_images(logical))
@@ -103,16 +112,17 @@ class Repairer:
             raise errors.NotRepairable(path, why)
         if lost:
             self._activator.ensure_active(group.name, name)
-        # The kernel's status: a refresh leaves no trace in lvm2's metadata, so the report would be
-        # as before.
+        # Read the kernel's status: after a refresh the report is the same as before, because the
+        # refresh leaves no trace in lvm2's metadata.
         status = _raid(self._activator, group.name, name)
         if status is not None and status.is_syncing:
-            # lvm2 replaces no image meanwhile.
+            # Wait for the rebuild: lvm2 replaces no image meanwhile.
             return Progress(False, f"{path} is rebuilt: {status.synced_percent:.0f} %")
         if lost:
             if self._policy.erases_any([logical]):
-                # The old images become free extents with data, and lvm2 takes their disk as whole
-                # when it is back. All missing disks: the same mark by any report.
+                # Mark the extents of the old images for zeroing: the extents become free and still
+                # have data, and lvm2 accepts their disk again when the disk is attached. All
+                # missing disks are marked, so that the mark is the same by any report.
                 mark_for_erase(lvm, group, group.missing_uuids)
             groups.replace_images(lvm, group.name, name, disks)
             self._freed(group.name)
@@ -130,27 +140,36 @@ class Repairer:
         return Progress(True, f"{path} is whole")
 
     def _require_room(self, group: report.Group, logical: report.LogicalVolume) -> None:
-        """Raise NoRoom unless each lost image has a disk, without the room promised to pools.
+        """Raise NoRoom unless each lost image has a disk with room for a new one.
 
-        No class's reserve is kept: a volume is not to be lost for it.
+        Extents that are promised to thin pools do not count as room. The reserve of device classes
+        does count: a volume is not to be lost for the sake of a reserve.
         """
         extent = group.extent_size_bytes
-        lost, each = sum(group.lost_images(logical)), layout.image_extents(logical, extent)
+        lost_images, image_extents = (
+            sum(group.lost_images(logical)),
+            layout.image_extents(logical, extent),
+        )
         room = Room(group, self._allocators.promised_extents(group)).overwriting
-        images = min(len(candidates(group, logical)), room.available_extents // each)
-        if images < lost:
+        images = min(len(candidates(group, logical)), room.available_extents // image_extents)
+        if images < lost_images:
             where = (
                 "on disks that have no image of the volume yet, for its lost images (add one:"
                 " `carver group replace-disk`)"
             )
-            raise errors.NoRoom(group.name, lost * each * extent, images * each * extent, where)
+            raise errors.NoRoom(
+                group.name,
+                lost_images * image_extents * extent,
+                images * image_extents * extent,
+                where,
+            )
 
     def _repair_pool(self, group: report.Group, pool: str, *, is_confirmed: bool) -> Progress:
-        """Have lvm2 rewrite the metadata of a thin pool, none of whose volumes is in use."""
+        """Have lvm2 rewrite the metadata of a thin pool, if no volume of the pool is in use."""
         path, lvm = f"{group.name}/{pool}", self._lvm(group.name)
         if (why := self._damage(group, pool)) == "":
             return Progress(True, f"the thin pool {path} is whole")
-        members = [one.name for one in group.in_pool(pool)]
+        members = [logical.name for logical in group.in_pool(pool)]
         if not is_confirmed:
             raise errors.NotRepairable(
                 path,
@@ -158,10 +177,10 @@ class Repairer:
                 " call again with `--pool-metadata`: the metadata are written anew as far as they"
                 " can be read",
             )
-        known = self._reports.fresh(group.name)
-        for one in known.volumes():
-            if one.group.name == group.name and one.name in members:
-                users.require_unused(self._kernel, self._activator, one)
+        state = self._reports.fresh(group.name)
+        for volume in state.volumes():
+            if volume.group.name == group.name and volume.name in members:
+                users.require_unused(self._kernel, self._activator, volume)
         for name in (*members, pool):
             if self._activator.is_active(group.name, name):
                 volumes.deactivate(lvm, group.name, name)
@@ -175,14 +194,18 @@ class Repairer:
         )
 
     def _damage(self, group: report.Group, pool: str) -> str:
-        """What is wrong with a pool's metadata, by the kernel or by its activation; or empty."""
+        """Return what is wrong with a thin pool's metadata; empty if nothing.
+
+        The kernel reports the damage, or lvm2 when it activates the pool.
+        """
         if not self._activator.is_active(group.name, pool):
             try:
                 volumes.activate(self._lvm(group.name), group.name, pool)
             except mount_errors.OutcomeUnknown:
                 raise
             except mount_errors.CommandFailed as error:
-                # lvm2 has thin_check(8) look at them first.
+                # Report the damage that lvm2 found: at activation it runs thin_check(8) on the
+                # metadata.
                 return f"it cannot be activated: {error}"
         status = thin.status_of(self._activator.status(group.name, pool))
         if status is None:
@@ -193,23 +216,33 @@ class Repairer:
 
 
 def candidates(group: report.Group, logical: report.LogicalVolume) -> list[str]:
-    """The disks for new images of a RAID: each has room for one, and no part of the volume."""
-    each = layout.image_extents(logical, group.extent_size_bytes)
-    return [disk.name for disk in Room(group).for_images(logical, each)]
+    """Return the disks on which new images of a RAID volume can be created.
+
+    Each of them has room for an image, and no part of the volume.
+    """
+    image_extents = layout.image_extents(logical, group.extent_size_bytes)
+    return [disk.name for disk in Room(group).for_images(logical, image_extents)]
 
 
+# Interval, in seconds, of checks for volumes to repair.
 _LOOK_SECONDS = 30.0
+# Time between the end of an attempt to repair a volume and the next attempt, in seconds.
 _RETRY_SECONDS = 300.0
+# Time limit, in seconds, for which a step of a repair may make no progress.
 _PATIENCE_SECONDS = 60.0
+# Log message of a check that failed.
 _FAILURE = "volume group %s: cannot look for volumes to repair: %s"
 
 
 @dataclass
 class _Seen:
-    """What was seen of a group's degraded volumes, by their ids."""
+    """Degraded volumes of a volume group at the last check, by their ids.
 
-    # When a volume was first seen without these disks, and when its next attempt is due
-    # (monotonic, seconds).
+    `logged` has the last message that was logged about each volume.
+    """
+
+    # Times (monotonic, seconds) at which a volume was first seen without these disks (`since`), and
+    # at which its next attempt is due (`due`).
     since: dict[tuple[str, frozenset[str]], float] = field(default_factory=dict)
     due: dict[str, float] = field(default_factory=dict)
     logged: dict[str, str] = field(default_factory=dict)
@@ -222,64 +255,82 @@ class AutoRepair:
         self._reports = context.reports
         self._repairer = repairer
         self._configuration = context.configuration
-        # By the group.
+        # Degraded volumes of each volume group at the last check, by the group's name.
         self._seen: defaultdict[str, _Seen] = defaultdict(_Seen)
         self.looks = Looks(
             context.workers, "repair", self._groups, self.look, _LOOK_SECONDS, _FAILURE
         )
 
     def _classes(self) -> list[DeviceClass]:
-        return [one for one in self._configuration.now.classes if one.repair == AUTO]
+        return [
+            device_class
+            for device_class in self._configuration.now.classes
+            if device_class.repair == AUTO
+        ]
 
     def _groups(self) -> list[str]:
-        return sorted({one.group for one in self._classes()})
+        return sorted({device_class.group for device_class in self._classes()})
 
     def step(self, now_seconds: float) -> None:
-        """Look once at each group, as if it were then."""
-        for one in self._groups():
-            self.look(one, lambda: now_seconds)
+        """Check each volume group once, with this time (monotonic, seconds) as the present time."""
+        for group in self._groups():
+            self.look(group, lambda: now_seconds)
 
     def look(self, group: str, clock: Callable[[], float] = time.monotonic) -> bool:
-        """Look once, at state at most a minute old, and take the next step of repairs due.
+        """Check a volume group for degraded volumes, and take the next step of each repair due.
 
-        Returns False: the next look is not at once.
+        The state of the group is at most a minute old. Returns False, so that the next check runs
+        after the usual interval.
         """
-        seen, now_seconds = self._seen[group], clock()
-        # The delays in seconds, by class.
-        after = {one.name: one.repair_after_seconds for one in self._classes()}
-        degraded = {str(one.id): one for one in self._degraded(group, after)}
-        lacking = {(key, frozenset(one.missing_disks)) for key, one in degraded.items()}
-        seen.since = {one: seen.since.get(one, now_seconds) for one in lacking}
-        seen.due = {key: at for key, at in seen.due.items() if key in degraded}
-        seen.logged = {key: text for key, text in seen.logged.items() if key in degraded}
-        for (key, _), since_seconds in sorted(seen.since.items(), key=lambda one: one[1]):
-            wait_seconds = after[degraded[key].own_tags[tag.CLASS]]
+        degraded_state, now_seconds = self._seen[group], clock()
+        # Delays before a repair, in seconds, by the name of the device class.
+        delays = {
+            device_class.name: device_class.repair_after_seconds for device_class in self._classes()
+        }
+        degraded = {str(volume.id): volume for volume in self._degraded(group, delays)}
+        lacking = {(key, frozenset(volume.missing_disks)) for key, volume in degraded.items()}
+        degraded_state.since = {key: degraded_state.since.get(key, now_seconds) for key in lacking}
+        degraded_state.due = {
+            key: due_seconds for key, due_seconds in degraded_state.due.items() if key in degraded
+        }
+        degraded_state.logged = {
+            key: text for key, text in degraded_state.logged.items() if key in degraded
+        }
+        for (key, _), since_seconds in sorted(
+            degraded_state.since.items(), key=lambda item: item[1]
+        ):
+            wait_seconds = delays[degraded[key].own_tags[tag.CLASS]]
             is_late = now_seconds - since_seconds >= wait_seconds
-            if is_late and seen.due.get(key, now_seconds) <= now_seconds:
-                self._repair(key, seen)
-                # Counted from the end of the attempt, which may have taken long.
-                seen.due[key] = clock() + _RETRY_SECONDS
+            if is_late and degraded_state.due.get(key, now_seconds) <= now_seconds:
+                self._repair(key, degraded_state)
+                # Count the time until the next attempt from the end of this one, which may have
+                # taken long.
+                degraded_state.due[key] = clock() + _RETRY_SECONDS
         return False
 
     def _degraded(self, group: str, classes: Collection[str]) -> Iterator[Volume]:
-        """The volumes of these classes in a group that lack a disk; none if no group answers."""
+        """Yield the volumes of these classes in a volume group that lack a disk.
+
+        Yields nothing if no group answers.
+        """
         try:
-            seen = self._reports.seen(MONITOR_AGE_SECONDS)
+            state = self._reports.seen(MONITOR_AGE_SECONDS)
         except (errors.AgentError, mount_errors.CommandError, OSError):
             return
-        for one in seen.volumes():
-            is_own = one.group.name == group and one.own_tags.get(tag.CLASS, "") in classes
-            # By lvm2's report: the tag of one may be lost, which keeps no other.
-            is_raid = "raid" in one.group.volume(one.name).layout
-            if is_own and one.is_listed and is_raid and one.missing_disks:
-                yield one
+        for volume in state.volumes():
+            is_own = volume.group.name == group and volume.own_tags.get(tag.CLASS, "") in classes
+            # Take the layout from lvm2's report: a volume whose layout tag is lost must not stop
+            # the check of the other volumes.
+            is_raid = "raid" in volume.group.volume(volume.name).layout
+            if is_own and volume.is_listed and is_raid and volume.missing_disks:
+                yield volume
 
     def _repair(self, volume_id: str, seen: _Seen) -> None:
         try:
             with command.stall_limit(_PATIENCE_SECONDS):
                 message = self._repairer.repair(volume_id).message
         except Exception as error:
-            # The next volume may well be repaired.
+            # Log the error and go on, as the next volume may well be repaired.
             is_known = isinstance(error, errors.AgentError | mount_errors.CommandError)
             message = f"it is not repaired yet: {error if is_known else repr(error)}"
         if seen.logged.get(volume_id) != message:

@@ -1,11 +1,19 @@
-"""Replace a disk of a group: add the new one, move or rebuild what lies on the old one, remove it.
+"""Replace a disk of a volume group: add the new disk, move or rebuild data, remove the old disk.
 
-Data on a present disk is moved, online; of a lost disk, RAID images are rebuilt from the others. If
-any data would be lost, nothing is begun, and the error names the volumes.
+The extents of a disk that is present are moved online. The RAID images of a missing disk are
+rebuilt from the other images. If any data would be lost, nothing is begun, and the error names the
+volumes.
 
-Each call looks, takes the next step, and reports how far the replacement is: new disk added, old
-one closed, moved or rebuilt, old one removed, in sync. So repeating the call completes what a kill
-interrupted, and one call more finds it done. The kernel does the long work in the background.
+Each call reads the group, takes the next step, and reports the progress. The steps are:
+
+1. Add the new disk to the group.
+2. Stop allocation on the old disk, if it is present.
+3. Move the extents of the old disk, or rebuild its RAID images, on the new disk.
+4. Remove the old disk from the group.
+5. Wait until all volumes are in sync.
+
+Repeating the call completes a replacement that a crash interrupted, and a call after the last step
+reports that the replacement is done. The kernel does the long work in the background.
 """
 
 import itertools
@@ -33,14 +41,18 @@ from mount.table import DeviceNumber
 
 _log = logging.getLogger(__name__)
 
-# How often lvm2's process that watches a move is started again: it may have been killed.
+# Interval, in seconds, at which lvm2's process that watches a move is started again, as the process
+# may have been killed.
 _WATCH_SECONDS = 60.0
-# How long a new disk is read, which takes a moment.
+# Time limit, in seconds, of reading a new disk; a healthy disk takes a moment.
 _LOOK_SECONDS = 5.0
 
 
 class Replacement:
-    """Replaces disks; `freed` is called with a group in which extents were freed."""
+    """Replaces disks of volume groups.
+
+    `freed` is called with the name of a group in which extents were freed that must be zeroed.
+    """
 
     def __init__(
         self, context: Context, repairer: Repairer, *, freed: Callable[[str], object]
@@ -53,21 +65,24 @@ class Replacement:
         self._policy, self._freed = context.erase_policy, freed
         self._looks: Probes[int] = Probes()
         self._numbers = itertools.count()
-        # When this process last started a move, or its watcher (monotonic, seconds).
+        # Time (monotonic, seconds) at which this process last started each disk's move or its
+        # watcher, by the UUID of the old disk.
         self._watched: dict[str, float] = {}
 
     def replace(self, old: str, new: str) -> Progress:
-        """Take the next step. `old` is a path, or a missing disk's UUID; `new` is a path.
+        """Take the next step of replacing a disk, and return the progress.
 
-        Raises NoSuchDisk, WouldBeLost, DiskTooSmall, NotVacant, BadField, and what the repair of a
-        volume raises.
+        `old` is the path of a disk, or the UUID of a missing disk; `new` is a path. Raises
+        NoSuchDisk, WouldBeLost, DiskTooSmall, NotVacant, BadField, and the errors of repairing a
+        volume.
         """
         name = self._group_of(old, new)
         with self._volume_groups.hold(name):
             group = self._look(name)
             leaving, coming = self._find(group, old), self._find(group, new)
             if leaving is None and coming is None:
-                # They left it since it was found.
+                # Neither disk is in the group any more: both were removed after the group was
+                # found.
                 raise _no_such_disk(old, [group])
             if leaving is None:
                 return self._settled(group)
@@ -83,7 +98,7 @@ class Replacement:
                 group = self._look(name)
                 leaving, coming = _by_uuid(group, leaving.uuid), self._find(group, new)
             if coming is None:
-                raise errors.NoSuchDisk(new, [one.name for one in group.disks], [])
+                raise errors.NoSuchDisk(new, [disk.name for disk in group.disks], [])
             if leaving.fast and not coming.fast:
                 groups.mark_fast(self._lvm(name), [coming.name])
             if leaving.missing:
@@ -91,53 +106,70 @@ class Replacement:
             return self._move(group, leaving, coming)
 
     def resume(self, *names: str) -> int:
-        """Have lvm2 watch the moves in these groups, or in all; returns how many groups have any.
+        """Start lvm2's watcher of the moves in these volume groups, or in all if none is named.
 
-        The earlier watcher ended with the service, or with the node. One command for each group.
+        The earlier watcher ended with the service or with the node. Runs one command for each group
+        that has moves, and returns the number of these groups.
         """
-        left = [one for one in list(self._reports.fresh(*names).groups.values()) if one.moves]
+        moving_groups = [
+            group for group in list(self._reports.fresh(*names).groups.values()) if group.moves
+        ]
         with Attempts() as attempts:
-            for one in left:
+            for group in moving_groups:
                 with attempts.one():
-                    groups.watch_moves(self._lvm(one.name))
-        return len(left)
+                    groups.watch_moves(self._lvm(group.name))
+        return len(moving_groups)
 
     def _group_of(self, old: str, new: str) -> str:
-        """The group that has the old disk, or, if that is removed already, the new one.
+        """Return the name of the volume group that has the old disk, or else the new disk.
 
-        By what was read last, so that a group that does not answer keeps no other from it; the
-        caller reads the group that is found. Raises what `state` raises where none has either, and
-        GroupBusy where the old disk may be in one that was never read.
+        Only the new disk is found if the old one was removed already. The cached state decides
+        where possible, so that a group that does not answer delays no other group; the caller reads
+        the group again. If no group has either disk, raises NoSuchDisk, or the error of a group
+        that cannot be read. Raises GroupBusy if the old disk may be in a group that was never read.
         """
-        own = list(self._reports.hint().groups.values())
-        if (found := self._having(own, old)) is not None:
-            return found.name
-        if (found := self._having(own, new)) is not None:
-            every = self._reports.everywhere(self._reports.fresh(found.name))
-            every.require_read()
-            own = list(every.groups.values())
+        known_groups = list(self._reports.hint().groups.values())
+        if (group := self._having(known_groups, old)) is not None:
+            return group.name
+        if (group := self._having(known_groups, new)) is not None:
+            all_groups = self._reports.everywhere(self._reports.fresh(group.name))
+            all_groups.require_read()
+            known_groups = list(all_groups.groups.values())
         else:
-            own = list(self._reports.fresh().groups.values())
-        found = self._having(own, old) or self._having(own, new)
-        if found is None:
-            raise _no_such_disk(old, own)
-        return found.name
+            known_groups = list(self._reports.fresh().groups.values())
+        group = self._having(known_groups, old) or self._having(known_groups, new)
+        if group is None:
+            raise _no_such_disk(old, known_groups)
+        return group.name
 
     def _having(self, groups: Iterable[Group], disk: str) -> Group | None:
-        return next((one for one in groups if self._find(one, disk) is not None), None)
+        return next((group for group in groups if self._find(group, disk) is not None), None)
 
     def _look(self, name: str) -> Group:
         return self._reports.group(self._mender.mend(name), name)
 
     def _find(self, group: Group, disk: str) -> PhysicalVolume | None:
-        """A disk of the group, by its UUID or any path of its device."""
-        if (by_uuid := next((one for one in group.disks if one.uuid == disk), None)) is not None:
+        """Return a disk of a volume group by its UUID or any path; None if there is none."""
+        if (
+            by_uuid := next(
+                (
+                    physical_volume
+                    for physical_volume in group.disks
+                    if physical_volume.uuid == disk
+                ),
+                None,
+            )
+        ) is not None:
             return by_uuid
         number = self._number(disk)
-        for one in group.disks:
-            is_same = one.name == disk if number is None else self._number(one.name) == number
-            if is_same and not one.missing:
-                return one
+        for physical_volume in group.disks:
+            is_same = (
+                physical_volume.name == disk
+                if number is None
+                else self._number(physical_volume.name) == number
+            )
+            if is_same and not physical_volume.missing:
+                return physical_volume
         return None
 
     def _number(self, path: str) -> DeviceNumber | None:
@@ -147,7 +179,11 @@ class Replacement:
             return None
 
     def _add(self, group: Group, leaving: PhysicalVolume, new: str) -> None:
-        """Add a vacant disk to the group."""
+        """Add a vacant disk to a volume group.
+
+        Raises BadField for a disk that Carver may not use, NotVacant for a disk that is in use, and
+        DiskTooSmall if the extents of `leaving` do not fit.
+        """
         if not self._volume_groups.allows(new):
             why = "is not among the configured `devices`, or a filter of lvm.conf rejects it"
             raise errors.BadField("new_disk", f"{new} {why}")
@@ -159,22 +195,25 @@ class Replacement:
         size_bytes = self._vacant_bytes(new, is_labelled=isinstance(label, PhysicalLabel))
         self._require_equal_blocks(group, new)
         extent = group.extent_size_bytes
-        # The widest area, so that a disk with a small one bounds the group's text no more, if there
-        # is room for it.
+        # Give the new disk the largest metadata area that leaves room for the extents, so that a
+        # small metadata area of another disk no longer limits the size of the group's metadata.
         for area_bytes in (groups.widest_area_bytes(group), group.metadata_bytes):
-            room = max(0, size_bytes - groups.LABEL_BYTES - area_bytes) // extent
-            if room >= leaving.allocated_extents:
+            free_extents = max(0, size_bytes - groups.LABEL_BYTES - area_bytes) // extent
+            if free_extents >= leaving.allocated_extents:
                 break
         else:
-            raise errors.DiskTooSmall(new, room * extent, leaving.allocated_extents * extent)
+            raise errors.DiskTooSmall(
+                new, free_extents * extent, leaving.allocated_extents * extent
+            )
         lvm = self._volume_groups.lvm_with(group.name, path)
         groups.extend(lvm, group.name, path, area_bytes)
         self._volume_groups.outdate()
 
     def _vacant_bytes(self, new: str, *, is_labelled: bool) -> int:
-        """The size of a vacant disk, which is read for some seconds at most: the group is held.
+        """Return the size, in bytes, of a vacant disk.
 
-        Raises NotVacant, ProbeFailed.
+        Reading the disk has a time limit, because the group's lock is held. Raises NotVacant,
+        ProbeFailed.
         """
 
         def look() -> int:
@@ -183,64 +222,71 @@ class Replacement:
                 mounts.require_blank(self._kernel, new)
             return self._kernel.device_size_bytes(new)
 
-        until = time.monotonic() + command.patience_seconds(_LOOK_SECONDS, 0.5)
-        # A look of its own: what an earlier call saw may not be so any more.
-        seen = self._looks.probe(f"{new} {next(self._numbers)}", look, until, new)
-        if seen.value is None or seen.hanging_seconds:
-            found = f"has not answered for {seen.hanging_seconds:.0f} s"
-            raise mount_errors.NotVacant(new, found, "see `dmesg`, and name another")
-        return seen.value
+        deadline = time.monotonic() + command.patience_seconds(_LOOK_SECONDS, 0.5)
+        # Read the disk anew under a key of its own: the result of an earlier call may be outdated.
+        result = self._looks.probe(f"{new} {next(self._numbers)}", look, deadline, new)
+        if result.value is None or result.hanging_seconds:
+            problem = f"has not answered for {result.hanging_seconds:.0f} s"
+            raise mount_errors.NotVacant(new, problem, "see `dmesg`, and name another")
+        return result.value
 
     def _require_equal_blocks(self, group: Group, new: str) -> None:
-        """Raise NotVacant for a disk of 4 KiB blocks if the group's have 512 bytes, or vice versa.
+        """Raise NotVacant if a disk's logical block size, 512 bytes or 4 KiB, is not the group's.
 
-        lvm2 refuses it too, but has labelled the disk by then.
+        lvm2 refuses such a disk, too, but only after it has labelled the disk.
         """
-        own = set()
-        for one in group.disks:
-            with suppress(OSError):  # it is missing, or has just gone
-                own.add(self._kernel.logical_block_bytes(one.name))
+        group_sizes = set()
+        for disk in group.disks:
+            # Skip a disk that is missing, or that was just removed.
+            with suppress(OSError):
+                group_sizes.add(self._kernel.logical_block_bytes(disk.name))
         size = self._kernel.logical_block_bytes(new)
-        if own and size not in own:
-            others = " and ".join(str(one) for one in sorted(own))
-            found = f"has logical blocks of {size} bytes, and {group.name}'s disks have {others}"
-            raise mount_errors.NotVacant(new, found, "name a disk with blocks like theirs")
+        if group_sizes and size not in group_sizes:
+            sizes = " and ".join(str(block_bytes) for block_bytes in sorted(group_sizes))
+            problem = f"has logical blocks of {size} bytes, and {group.name}'s disks have {sizes}"
+            raise mount_errors.NotVacant(new, problem, "name a disk with blocks like theirs")
 
     def _move(self, group: Group, leaving: PhysicalVolume, coming: PhysicalVolume) -> Progress:
-        """Close a present disk, move its extents, and remove it from the group.
+        """Stop allocation on a present disk, move its extents, and remove it from the group.
 
-        A move frees extents with users' data: on the old disk, and on the new one if the move is
-        aborted. So both are marked first, and nothing is allocated on their free extents. While the
-        old one is closed they are not zeroed either; if the replacement is abandoned, they are.
+        A move frees extents with users' data: on the old disk, and on the new disk if the move is
+        aborted. So both disks are marked before the move, and nothing is allocated from their free
+        extents until these are zeroed. The old disk's free extents are not zeroed while allocation
+        on it is stopped; if the replacement is abandoned, they are zeroed.
         """
         lvm, pair = self._lvm(group.name), (leaving.uuid, coming.uuid)
-        filled = {key: one for key, one in group.own_tags.items() if key == tag.FILLED}
+        filled = {key: value for key, value in group.own_tags.items() if key == tag.FILLED}
         is_first = leaving.allocated_extents and not (group.moves or coming.unclean)
         will_have = leaving.allocated_extents + coming.allocated_extents
         if leaving.allocatable:
             groups.allow_allocation(lvm, leaving.name, allowed=False)
         if leaving.allocated_extents or not coming.allocatable:
             erases = self._policy.erases_any(records.every(group))
-            also = {tag.FILLED: _filled(pair, will_have)} if is_first else {}
-            if erases and erase_deleted.mark_for_erase(lvm, group, set(pair), also=also):
+            filled_tag = {tag.FILLED: _filled(pair, will_have)} if is_first else {}
+            if erases and erase_deleted.mark_for_erase(lvm, group, set(pair), also=filled_tag):
                 self._freed(group.name)
         if not coming.allocatable:
-            # An earlier call closed it, to replace it.
+            # Allow allocation on the new disk: an earlier call stopped it in order to replace that
+            # disk.
             groups.allow_allocation(lvm, coming.name, allowed=True)
         if leaving.allocated_extents:
             if filled and not (group.moves or is_first):
-                # A move was aborted, and may have left data on the new disk.
+                # Remove the tag `filled`, which says how full the new disk was to become: a move
+                # was aborted, and may have left data on the new disk.
                 groups.mark(lvm, group.name, old=filled)
-            since = time.monotonic() - self._watched.get(leaving.uuid, -_WATCH_SECONDS)
-            if not group.moves or since >= _WATCH_SECONDS:
+            elapsed_seconds = time.monotonic() - self._watched.get(leaving.uuid, -_WATCH_SECONDS)
+            if not group.moves or elapsed_seconds >= _WATCH_SECONDS:
                 groups.move(lvm, leaving.name, coming.name)
                 self._watched[leaving.uuid] = time.monotonic()
-            found = [self._activator.status(group.name, name) for name in sorted(group.moves)]
-            moves = [one for each in found for one in each if isinstance(one, Mirror)]
-            how_far = ", ".join(f"{one.synced_percent:.0f} %" for one in moves) or "begun"
+            statuses = [self._activator.status(group.name, name) for name in sorted(group.moves)]
+            moves = [
+                target for status in statuses for target in status if isinstance(target, Mirror)
+            ]
+            how_far = ", ".join(f"{mirror.synced_percent:.0f} %" for mirror in moves) or "begun"
             return Progress(False, f"{leaving.name} is moved: {how_far}")
         if filled.get(tag.FILLED) == _filled(pair, coming.allocated_extents):
-            # What is free there is as clean as before the move.
+            # Unmark the new disk: the move filled it as planned, so its free extents are as clean
+            # as before.
             erase_deleted.unmark_disk(lvm, group, coming.uuid, filled)
         elif filled:
             groups.mark(lvm, group.name, old=filled)
@@ -249,19 +295,19 @@ class Replacement:
         return self._settled(self._look(group.name))
 
     def _rebuild(self, group: Group, leaving: PhysicalVolume, coming: PhysicalVolume) -> Progress:
-        """Rebuild the RAID images of a lost disk, and remove it from the group."""
+        """Rebuild the RAID images of a missing disk, and remove the disk from the group."""
         lvm, steps = self._lvm(group.name), []
         erase_deleted.remove_partial_sweep(lvm, group)
-        for one in sorted(records.every(group), key=attrgetter("name")):
-            if "raid" in one.layout and leaving.uuid in one.disks:
-                steps.append(self._repair(group, one.name, coming))
+        for logical in sorted(records.every(group), key=attrgetter("name")):
+            if "raid" in logical.layout and leaving.uuid in logical.disks:
+                steps.append(self._repair(group, logical.name, coming))
         if leaving.uuid in group.spare_disks:
             groups.remove_spare(lvm, group.name)
         group = self._look(group.name)
         if _by_uuid(group, leaving.uuid).allocated_extents:
             return Progress(False, "; ".join(steps) or "a repair is awaited")
-        missing = [one for one in group.disks if one.missing and one.allocated_extents]
-        if others := ", ".join(one.uuid for one in missing):
+        missing = [disk for disk in group.disks if disk.missing and disk.allocated_extents]
+        if others := ", ".join(disk.uuid for disk in missing):
             return Progress(
                 False,
                 f"nothing lies on {leaving.uuid} any more; it is taken out with {others}, which"
@@ -272,31 +318,37 @@ class Replacement:
         return self._settled(self._look(group.name))
 
     def _repair(self, group: Group, name: str, coming: PhysicalVolume) -> str:
-        """Take the next step of a RAID volume's repair; returns how far it is.
+        """Take the next step of a RAID volume's repair, and return a message about its progress.
 
-        Of several lost images lvm2 may rebuild any on the new disk, and a disk has one image only.
+        If several images are lost, lvm2 may rebuild any of them on the new disk, and a disk holds
+        only one image of a volume.
         """
-        own, disks = group.volume(name).disks, [coming.name]
-        if coming.uuid in own:
+        image_disks, disks = group.volume(name).disks, [coming.name]
+        if coming.uuid in image_disks:
             disks += candidates(group, group.volume(name))
         try:
             return self._repairer.next_step(group, name, disks).message
         except lvm_errors.NoSpace:
-            if coming.uuid not in own:
+            if coming.uuid not in image_disks:
                 raise
         return f"{group.name}/{name} lacks more than one disk: replace each, then this one again"
 
     def _settled(self, group: Group) -> Progress:
-        """The old disk is removed; done when all volumes are in sync, so another may be lost."""
-        # Within the call: a later change of the group might meet the loss of that other disk, and
-        # have lvm2 mark it as missing for good.
+        """Finish a replacement whose old disk is removed, and return the progress.
+
+        The replacement is done when all volumes are in sync, so that another disk may be lost.
+        """
+        # Unmark erased disks within this call: if another disk is lost before a later change of the
+        # group, that change would have lvm2 mark the lost disk as missing for good.
         if not erase_deleted.unmark_if_erased(self._lvm(group.name), group):
             self._freed(group.name)
-        # A volume may be from before the setting, and lvm2 could not change it till now.
+        # Limit RAID recovery to the present setting: a volume may be older than the setting, and
+        # lvm2 could not change the volume while a disk was missing.
         try:
             modify.bound(self._context, group)
         except ExceptionGroup as error:
-            # The disk is out all the same, and the next start bounds them.
+            # Only log the error: the disk is removed all the same, and the next start of Carver
+            # sets the limits.
             _log.warning("RAID recovery in %s is not bounded yet: %s", group.name, reasons(error))
         if unsynced := rebuilding(self._activator, group):
             return Progress(False, f"volumes are rebuilt: {unsynced}")
@@ -304,30 +356,35 @@ class Replacement:
 
 
 def _filled(pair: tuple[str, str], extents: int) -> str:
-    """The value of the tag FILLED."""
+    """Return the value of the tag `filled`: both disks' UUIDs, and the extents to be allocated."""
     return tag.BETWEEN.join((*pair, str(extents)))
 
 
 def _no_such_disk(disk: str, own: Sequence[Group]) -> errors.NoSuchDisk:
-    there = [one.name for group in own for one in group.disks if not one.missing]
-    return errors.NoSuchDisk(disk, there, [one for group in own for one in group.missing_uuids])
+    present_disks = [disk.name for group in own for disk in group.disks if not disk.missing]
+    return errors.NoSuchDisk(
+        disk, present_disks, [uuid for group in own for uuid in group.missing_uuids]
+    )
 
 
 def _by_uuid(group: Group, uuid: str) -> PhysicalVolume:
-    return next(one for one in group.disks if one.uuid == uuid)
+    return next(disk for disk in group.disks if disk.uuid == uuid)
 
 
 def _require_copies(group: Group, leaving: PhysicalVolume) -> None:
-    """Raise WouldBeLost for volumes of which data lies on a missing disk and nowhere else."""
-    lost: list[str] = []
-    waiting: list[str] = []
-    for one in sorted(records.every(group), key=attrgetter("name")):
-        name = one.name
-        holder, is_pool = group.volumes.get(one.pool, one), is_own_pool(one)
+    """Raise WouldBeLost for volumes that have data on a missing disk and nowhere else."""
+    lost_names: list[str] = []
+    waiting_names: list[str] = []
+    for logical in sorted(records.every(group), key=attrgetter("name")):
+        name = logical.name
+        holder, is_pool = group.volumes.get(logical.pool, logical), is_own_pool(logical)
         if leaving.uuid not in holder.disks or group.survives(holder):
             continue
-        # The volumes in a pool count, and the sweep holds no data.
+        # Skip a pool with volumes, which are counted themselves, and the volume that zeroes free
+        # extents, which holds no data.
         if not (is_pool and group.in_pool(name)) and not erase_deleted.is_sweep(group, name):
-            (waiting if is_pool or erase_deleted.is_deleted(one) else lost).append(name)
-    if lost or waiting:
-        raise errors.WouldBeLost(leaving.uuid, lost, waiting)
+            (waiting_names if is_pool or erase_deleted.is_deleted(logical) else lost_names).append(
+                name
+            )
+    if lost_names or waiting_names:
+        raise errors.WouldBeLost(leaving.uuid, lost_names, waiting_names)

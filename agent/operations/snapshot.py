@@ -1,7 +1,8 @@
 """CreateSnapshot, DeleteSnapshot, GetSnapshot, ListSnapshots.
 
-A snapshot of a thin volume shares its pool and is complete without it; any other has a COW store
-for what its origin overwrites, and is nothing without its origin. One lvcreate takes and tags it.
+A snapshot of a thin volume is a thin volume in the same pool, and complete without its origin. A
+snapshot of any other volume has a COW store for the blocks that are overwritten in the origin, and
+is lost without its origin. One lvcreate takes and tags a snapshot.
 """
 
 import logging
@@ -27,7 +28,8 @@ from lvm.room import Room
 
 _log = logging.getLogger(__name__)
 
-# Tags of the origin that a volume made of the snapshot needs, as they were when it was taken.
+# Tags that a snapshot copies from its origin, as they were when it was taken, because a volume that
+# is created from the snapshot needs them.
 INHERITED = (
     *(tag.REQUESTED, tag.MKFS_OPTIONS),
     *(tag.ACCESS, tag.FORMATTED, tag.CLASS, tag.FS_TYPE),
@@ -38,8 +40,8 @@ INHERITED = (
 class Snapshotter:
     """Takes, finds, lists and deletes snapshots.
 
-    `readers` gives the ids of the volumes that this process is filling from a snapshot: it also
-    knows those of a group that does not answer.
+    `readers` returns the ids of the volumes that this process is filling from a snapshot, including
+    volumes in a volume group that does not answer.
     """
 
     def __init__(
@@ -63,7 +65,8 @@ class Snapshotter:
     def create(self, call: CreateSnapshot) -> Snapshot:
         """Take a snapshot, or find the one that an earlier call took.
 
-        Two commands at most: a report, and lvcreate, which also tags. Raises Elsewhere.
+        Runs two commands at most: a report, and lvcreate, which also adds the tags. Raises
+        Elsewhere.
         """
         if not call.topology.includes(self._configuration.now.here):
             raise errors.Elsewhere(self._configuration.now.node_id)
@@ -74,16 +77,16 @@ class Snapshotter:
         group = ids.group_of(call.source_id)
         self._reports.await_others(group)
         with self._volume_groups.hold(group):
-            known = self._mender.mend(group)
-            self.require_free(known, name)
-            for found in self._reports.listed_snapshots(self._reports.everywhere(known)):
-                if found.name == name:
-                    return _same(found, call)
-            volume = known.volume(call.source_id)
+            state = self._mender.mend(group)
+            self.require_free(state, name)
+            for snapshot in self._reports.listed_snapshots(self._reports.everywhere(state)):
+                if snapshot.name == name:
+                    return _same(snapshot, call)
+            volume = state.volume(call.source_id)
             self._conflicts.require(Call.SNAPSHOT, volume)
             self.make_room(volume)
-            # Crash point: a COW store with these tags and without an origin; the next call, or the
-            # next start, erases it as deleted.
+            # Crash point: a COW store with these tags and without an origin is left; the next call
+            # or the next start of Carver erases it as a deleted snapshot.
             return self.take(name, volume, {tag.NAME: call.name, **call.about}, call.size)
 
     def take(
@@ -95,10 +98,11 @@ class Snapshotter:
         *,
         copy_on_write: bool = False,
     ) -> Snapshot:
-        """Take a snapshot under a logical volume's name: one command; the group is held.
+        """Take a snapshot under a logical volume's name; runs one command.
 
-        `volume` is of a report that was read within, from which the snapshot's number follows. A
-        thin volume gets a thin one, unless `copy_on_write`. Raises NoRoom, NotSnapshotted.
+        The caller holds the group's lock. `volume` is of a report that was read under that lock;
+        the snapshot's sequence number follows from it. A thin volume gets a thin snapshot, unless
+        `copy_on_write`. Raises NoRoom, NotSnapshotted.
         """
         area_bytes = self.needed_bytes(volume, size, copy_on_write=copy_on_write)
         group = volume.group
@@ -142,15 +146,15 @@ class Snapshotter:
         )
 
     def make_room(self, *volumes: Volume) -> None:
-        """Extend the pools of volumes that are too full to suspend one; the groups are held.
+        """Extend the thin pools of volumes if they are too full to suspend a volume.
 
-        Raises NoRoom, PoolSilent.
+        The caller holds the locks of the groups. Raises NoRoom, PoolSilent.
         """
-        every = ((one, one.group.volume(one.name).pool) for one in volumes)
-        pools = {(one.group.name, pool): one for one, pool in every if pool}
-        for (group, _), one in pools.items():
+        pooled = ((volume, volume.group.volume(volume.name).pool) for volume in volumes)
+        pools = {(volume.group.name, pool): volume for volume, pool in pooled if pool}
+        for (group, _), volume in pools.items():
             lvm = self._volume_groups.lvm(group)
-            self._allocators.of_volume(one).make_room(lvm, one.group)
+            self._allocators.of_volume(volume).make_room(lvm, volume.group)
 
     def needed_bytes(
         self,
@@ -161,10 +165,11 @@ class Snapshotter:
         beside_bytes: int = 0,
         beside: int = 0,
     ) -> int:
-        """The size of a COW store, or of a thin snapshot's promise, if there is room for it.
+        """Return the bytes that a new snapshot needs, if there is room for them.
 
-        `beside_bytes` of the room are for so many other logical volumes, `beside`. Raises NoRoom,
-        NotSnapshotted.
+        For a copy-on-write snapshot these are the size of its COW store. For a thin snapshot they
+        are the size of its volume, which the thin pool must be able to allocate. `beside_bytes` of
+        the room are for `beside` other logical volumes. Raises NoRoom, NotSnapshotted.
         """
         group = volume.group
         if not caches.can_be_origin(group.volume(volume.name)):
@@ -178,57 +183,65 @@ class Snapshotter:
         if is_thin:
             allocator = self._allocators.of_volume(volume)
             limited = allocator.full(group, beside)
-            needed, room = volume.size_bytes, 0 if limited else allocator.maximum_bytes(group)
+            needed, free_bytes = volume.size_bytes, 0 if limited else allocator.maximum_bytes(group)
             purpose = limited or allocator.purpose(group)
         else:
-            one = self._configuration.now.device_class(called := volume.own_tags.get(tag.CLASS, ""))
-            wish = size or (SNAPSHOT_SIZE if one is None else one.snapshot_size)
+            device_class = self._configuration.now.device_class(
+                class_name := volume.own_tags.get(tag.CLASS, "")
+            )
+            wish = size or (SNAPSHOT_SIZE if device_class is None else device_class.snapshot_size)
             needed = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
             closed = closed_to_new(group) or full(group, 1 + beside)
-            room = 0 if closed else self._allocators.beside_bytes(Room(group), called)
+            free_bytes = 0 if closed else self._allocators.beside_bytes(Room(group), class_name)
             purpose = f"for a snapshot of {volume.name} {closed}".rstrip()
-        room = max(0, room - beside_bytes)
-        if needed > room:
-            raise errors.NoRoom(group.name, needed, room, purpose)
+        free_bytes = max(0, free_bytes - beside_bytes)
+        if needed > free_bytes:
+            raise errors.NoRoom(group.name, needed, free_bytes, purpose)
         return needed
 
     def delete(self, snapshot_id: str) -> None:
-        """Split a snapshot from its origin, erase and remove it; no such snapshot is no error.
+        """Split a snapshot from its origin, erase and remove it; a missing snapshot is no error.
 
-        Two commands at most before it is erased, which may outlast the call.
+        Runs two commands at most before the erasing, which may outlast the call.
         """
         parsed = VolumeId.parse(snapshot_id)
         if parsed is None:
             return
         self._reports.await_others(parsed.group)
         with self._volume_groups.hold(parsed.group):
-            known = self._mender.mend(parsed.group)
+            state = self._mender.mend(parsed.group)
             try:
-                snapshot = self._reports.snapshot(known, snapshot_id)
+                snapshot = self._reports.snapshot(state, snapshot_id)
             except errors.NoSuchSnapshot:
-                # Crash point: split, and its COW store is left, tagged as deleted.
-                self.go_on(known, snapshot_id)
+                # Crash point: the snapshot was split, and its COW store is left, tagged as deleted.
+                self.go_on(state, snapshot_id)
                 return
             if snapshot.group_snapshot_id:
                 raise errors.PartOfGroup(snapshot_id, snapshot.group_snapshot_id)
-            # A copy in another group reads it, and its extents are erased at once.
-            self._reports.everywhere(known).require_not_copied(snapshot_id)
+            # Refuse a snapshot that a copy reads, in whichever group the copy is: the snapshot's
+            # extents are erased at once.
+            self._reports.everywhere(state).require_not_copied(snapshot_id)
             self.require_unread(snapshot_id)
             self.part(snapshot)
         self.finish(snapshot)
 
     def require_unread(self, snapshot_id: str) -> None:
-        """Raise VolumeInUse while this process fills a volume from it; its group is held."""
+        """Raise VolumeInUse while this process fills a volume from a snapshot.
+
+        The caller holds the lock of the snapshot's group.
+        """
         if copies := self._readers(snapshot_id):
             raise errors.VolumeInUse(snapshot_id, f"{', '.join(copies)} is copied from it")
 
     def go_on(self, known: Known, snapshot_id: str) -> None:
         """Erase in the background what is left of a snapshot that was split from its origin.
 
-        Raises NeedsOther, TagsDamaged where it is not to be erased.
+        Raises NeedsOther or TagsDamaged for a snapshot that must not be erased.
         """
         own_name = ids.logical_name(snapshot_id)
-        if not any(names.is_of(one, own_name) for one in (ids.SNAPSHOT_PREFIX, ids.BRIDGE_PREFIX)):
+        if not any(
+            names.is_of(prefix, own_name) for prefix in (ids.SNAPSHOT_PREFIX, ids.BRIDGE_PREFIX)
+        ):
             return
         try:
             remains = known.doomed_volume(snapshot_id)
@@ -237,19 +250,20 @@ class Snapshotter:
         self._eraser.delete(remains)
 
     def discard(self, snapshot: Snapshot) -> None:
-        """Erase and remove a snapshot that is there; erasing may outlast the call."""
+        """Erase and remove an existing snapshot; erasing may outlast the call."""
         with self._volume_groups.hold(snapshot.group.name):
             if snapshot.is_thin:
-                # Only a fresh report says whether it is the last in its pool.
+                # Read a fresh report, which says if the snapshot is the last volume in its pool.
                 name = snapshot.group.name
                 snapshot = replace(snapshot, group=self._reports.fresh(name).group(name))
             self.part(snapshot)
         self.finish(snapshot)
 
     def part(self, snapshot: Snapshot) -> None:
-        """Split a snapshot from its origin, or remove it; the group is held.
+        """Split a snapshot from its origin, or remove it.
 
-        While a disk is missing lvm2 splits nothing: the snapshot is tagged as deleted.
+        The caller holds the group's lock. While a disk is missing lvm2 splits nothing, so the
+        snapshot is tagged as deleted.
         """
         group = snapshot.group.name
         lvm = self._volume_groups.lvm(group)
@@ -258,13 +272,17 @@ class Snapshotter:
         elif snapshot.is_thin:
             self._pool_remover.remove(snapshot)
         elif self._eraser.policy.erases(snapshot):
-            # Its COW store has data of the origin, and must be erased before it is allocated again.
+            # Split the snapshot: its COW store has data of the origin, and must be erased before
+            # the extents are allocated again.
             volumes.split(lvm, group, snapshot.name)
         else:
             volumes.remove(lvm, group, snapshot.name)
 
     def finish(self, snapshot: Snapshot) -> None:
-        """Erase what `part` left of a snapshot; that may outlast the call."""
+        """Erase the COW store that `part` split from its origin; that may outlast the call.
+
+        For a thin snapshot, remove its pool if the snapshot was the last volume in it.
+        """
         if self._is_deferred(snapshot):
             self._eraser.finish(records.remains_of(snapshot, parted=False))
         elif snapshot.is_thin:
@@ -273,47 +291,52 @@ class Snapshotter:
             self._eraser.finish(records.remains_of(snapshot))
 
     def _is_deferred(self, snapshot: Snapshot) -> bool:
-        """Whether lvm2 cannot split it, or change its pool, because a disk is missing."""
+        """Whether lvm2 cannot split a snapshot, or change its pool, because a disk is missing."""
         if not snapshot.is_thin:
             return self._eraser.policy.erases(snapshot) and bool(snapshot.group.missing_disks)
         holder = snapshot.group.volumes.get(snapshot.pool)
         return holder is not None and not holder.disks.isdisjoint(snapshot.group.missing_uuids)
 
     def get(self, snapshot_id: str) -> Snapshot:
-        """The snapshot of that id; raises NoSuchSnapshot."""
+        """Return the snapshot of an id; raises NoSuchSnapshot."""
         parsed = VolumeId.parse(snapshot_id)
         if parsed is None:
             raise errors.NoSuchSnapshot(snapshot_id)
         return self._reports.snapshot(self._reports.fresh(parsed.group), snapshot_id)
 
     def list(self, call: ListSnapshots) -> Part[Snapshot]:
-        """A part of the snapshots, in the order of their ids; of one group where an id names it."""
-        named = VolumeId.parse(call.snapshot_id or call.source_id)
-        if named is not None and self._volume_groups.of(named.group) is not None:
-            # So the external-snapshotter polls one snapshot: another group may hang.
-            known: Known = self._reports.fresh(named.group)
-            self._reports.group(known, named.group)
+        """Return one page of the snapshots, sorted by id.
+
+        If the request names a snapshot or a source, only the group of that id is read.
+        """
+        parsed = VolumeId.parse(call.snapshot_id or call.source_id)
+        if parsed is not None and self._volume_groups.of(parsed.group) is not None:
+            # Read only the group that the id names: the external-snapshotter polls a snapshot this
+            # way, and another volume group may hang.
+            state: Known = self._reports.fresh(parsed.group)
+            self._reports.group(state, parsed.group)
         else:
-            known = self._reports.lists()
-            self._reports.require_groups(known)
-        found = {
-            str(one.id): one
-            for one in self._reports.listed_snapshots(known)
-            if call.source_id in ("", str(one.source_id)) and call.snapshot_id in ("", str(one.id))
+            state = self._reports.lists()
+            self._reports.require_groups(state)
+        snapshots = {
+            str(snapshot.id): snapshot
+            for snapshot in self._reports.listed_snapshots(state)
+            if call.source_id in ("", str(snapshot.source_id))
+            and call.snapshot_id in ("", str(snapshot.id))
         }
-        return requests.part(found, call.page)
+        return requests.part(snapshots, call.page)
 
     def require_free(self, known: Known, *logical: str) -> None:
         """Raise OperationPending while a deleted snapshot of one of these names is erased."""
         for doomed in known.doomed():
             if doomed.name in logical:
-                # A killed lvcreate leaves one too, for which no job exists yet.
+                # Start a job, as none may exist yet: a killed lvcreate leaves a COW store, too.
                 self._eraser.delete(doomed)
                 raise self._eraser.pending(doomed)
 
 
 def _same(found: Snapshot, call: CreateSnapshot) -> Snapshot:
-    """The snapshot that an earlier call took; raises Incompatible for another source."""
+    """Return the snapshot of an earlier call; raise Incompatible if it has another source."""
     if str(found.source_id) != call.source_id:
         raise errors.Incompatible(
             f"cannot take snapshot {call.name!r}: it exists, of {found.source_id}, not of"

@@ -1,7 +1,7 @@
-"""NodeStageVolume: active, open, formatted once in its life, mounted. NodeUnstageVolume: unmounted.
+"""NodeStageVolume: activate, open, format once, and mount a volume. NodeUnstageVolume: unmount it.
 
 Unstaging starts no process for a volume that is not encrypted: the kernel's mount table and sysfs
-have all that it needs.
+have all that is needed.
 """
 
 import logging
@@ -31,14 +31,17 @@ from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
+# Default file system of a volume whose class, request and tags name none.
 DEFAULT_FS_TYPE = "ext4"
+# Namespace of the UUIDs (version 5) that Carver gives to the file systems that it makes.
 _NAMESPACE = uuid.UUID("0c0a7d0e-1f9b-4b52-9d37-5b8b6f0a2e61")
-# A copy may be larger than its file system, and so may a volume that is to grow.
+# Tags of volumes that may be larger than their file systems: copies, and volumes that are to grow.
 _MAY_BE_LARGER = {tag.FROM, tag.WANTED, tag.REFUSED, tag.RECEIVED}
-# What has one of these was in use, or holds another volume's data.
+# Tags of volumes that were in use, or that hold another volume's data.
 _USED = {tag.FORMATTED, tag.FROM, tag.RECEIVED, tag.ADOPTED}
-# What has one of these had a whole file system, or one that others made.
+# Tags of volumes that had a complete file system, or one that other programs made.
 _IN_USE = {tag.FORMATTED, tag.ADOPTED}
+# Errors of finding a volume or of writing its tags, after which the work goes on without these.
 _LOOKUP_ERRORS = (errors.AgentError, mount_errors.CommandError)
 
 
@@ -67,23 +70,28 @@ class Stager:
         context.conflicts.add_mkfs(context.detached)
 
     def stage(self, call: StageVolume) -> None:
-        """Activate the volume; format it, once in its life, and mount it at the staging path.
+        """Activate a volume, format it once in its life, and mount it at the staging path.
 
-        Two commands at most: a report, and mkfs or a check of the file system; none where it is
-        staged, unless that file system met an error and is mounted again. The tag that records mkfs
-        is written after the answer. A volume with a larger size on record grows first.
+        Runs two commands at most: a report, and mkfs or a check of the file system. Runs none for a
+        volume that is staged, unless its file system met an error and is mounted again. The tag
+        that records mkfs is written after the response. A volume that is smaller than its tag
+        `wanted` says grows first.
         """
         call = replace(call, staging_path=self._volumes.place(call.staging_path))
         device = self._volumes.device(call.volume_id)
         if call.capability.is_block:
             self._ensure_open(call, device)
         else:
-            known = table.read(self._kernel)
-            if device is not None and known.top_of(call.staging_path, device.number) is not None:
-                # Kubelet stages it so after its own start.
-                known = self.without_errors(call, device, known)
+            mount_table = table.read(self._kernel)
+            if (
+                device is not None
+                and mount_table.top_of(call.staging_path, device.number) is not None
+            ):
+                # Mount the file system again if it had errors: after its own start, kubelet stages
+                # volumes that are staged.
+                mount_table = self.without_errors(call, device, mount_table)
             find = partial(self._mender.mended_volume, call.volume_id, Call.USE)
-            self.ensure_mounted(call, device, find, known)
+            self.ensure_mounted(call, device, find, mount_table)
         self._encrypted.follow_open(call.volume_id, call.keys)
 
     def _ensure_open(self, call: StageVolume, device: Device | None) -> None:
@@ -94,24 +102,24 @@ class Stager:
             )
             device, tags = self._encrypted.opened(volume, device, call.keys)
             self._record_later(volume, tags)
-        seen = self._reports.cached(call.volume_id)
-        if seen is None or not seen.refused_bytes:
+        cached_volume = self._reports.cached(call.volume_id)
+        if cached_volume is None or not cached_volume.refused_bytes:
             return
-        # The size is not refused any more if all of the volume can be used by its device.
-        if self._kernel.device_size_bytes(device.path) >= seen.capacity_bytes:
+        # Remove the record of a refused size if the device now shows the whole volume.
+        if self._kernel.device_size_bytes(device.path) >= cached_volume.capacity_bytes:
             self._expander.settle(call.volume_id)
 
     def _is_ready(self, call: StageVolume, device: Device) -> bool:
-        """Whether an active raw block volume is as large as is on record, and open or plain."""
-        seen = self._reports.cached(call.volume_id)
-        if seen is None or seen.wanted_bytes or not seen.is_listed:
+        """Whether an active raw block volume is large enough, and open if it is encrypted."""
+        cached_volume = self._reports.cached(call.volume_id)
+        if cached_volume is None or cached_volume.wanted_bytes or not cached_volume.is_listed:
             return False
-        if self._activator.has_lost_disk(seen):
+        if self._activator.has_lost_disk(cached_volume):
             return False
         if device.below is not None:
             return self._mappings.is_used(device)
-        self._encrypted.check(seen, call.keys)
-        return not (seen.is_encrypted or call.parameters.is_encrypted)
+        self._encrypted.check(cached_volume, call.keys)
+        return not (cached_volume.is_encrypted or call.parameters.is_encrypted)
 
     def ensure_mounted(
         self,
@@ -120,54 +128,61 @@ class Stager:
         find: Callable[[], Volume],
         known: table.Table,
     ) -> None:
-        """Find or make the volume, activate, open, format and mount it, and grow its file system.
+        """Find or create a volume, activate, open, format and mount it, and grow its file system.
 
-        `find` is called for the volume where it is not mounted at the staging path, by the mount
-        table that is `known`. No command where it is.
+        `known` is the mount table. `find` is called for the volume only if the table does not have
+        it at the staging path; no command runs if the table has it.
         """
-        seen: Volume | None
+        volume: Volume | None
         if device is None or (mounted := known.top_of(call.staging_path, device.number)) is None:
-            seen = self._mounted(call, find())
+            volume = self._mounted(call, find())
         else:
-            seen = self._reports.cached(call.volume_id)
+            volume = self._reports.cached(call.volume_id)
             fs_type = call.capability.fs_type or call.parameters.fs_type or mounted.fs_type
             if mounted.fs_type != fs_type:
                 raise errors.Incompatible(
                     f"{call.staging_path} is staged with {mounted.fs_type}, not {fs_type}"
                 )
             self.mount(call, device, fs_type, known)
-            self.record_formatted(seen, fs_type)
-        # Crash point: mounted, and its file system smaller. So growth is not only for the first
-        # mount. A reader's file system does not grow: the kernel needs a writable mount for it.
+            self.record_formatted(volume, fs_type)
+        # Grow the file system of a mounted volume, too. Crash point: the volume is mounted, and its
+        # file system is smaller. A reader's file system does not grow: the kernel needs a writable
+        # mount for that.
         may_be_larger = (
-            seen is None
-            or seen.size_bytes > seen.made_bytes
-            or not _MAY_BE_LARGER.isdisjoint(seen.own_tags)
+            volume is None
+            or volume.size_bytes > volume.made_bytes
+            or not _MAY_BE_LARGER.isdisjoint(volume.own_tags)
         )
         if may_be_larger and not call.capability.read_only:
-            self._grow(call, seen)
-        # Last: what Carver does is not limited. Crash point: the next start limits it.
-        if seen is not None:
-            self._limiter.apply(seen)
+            self._grow(call, volume)
+        # Set the I/O limits last, so that Carver's own I/O is not limited. Crash point: the next
+        # start of Carver sets the limits.
+        if volume is not None:
+            self._limiter.apply(volume)
 
     def record_formatted(self, staged: Volume | None, fs_type: str) -> None:
-        """Write the tag of a staged volume's file system later, where an ended process did not.
+        """Write the tag `formatted` of a staged volume after the response, if it is missing.
 
-        `staged` is the volume by the cached state; None where that has not got it yet.
+        The tag is missing if the process that formatted the volume was killed. `staged` is the
+        volume by the cached state, or None if the cache does not have the volume yet.
         """
         if staged is not None and tag.FORMATTED not in staged.own_tags:
             self._record_later(staged, {tag.FORMATTED: fs_type})
 
     def _activated(self, call: StageVolume, volume: Volume) -> tuple[Volume, Device]:
-        """Check the keys, grow the volume to the size on record, and activate it."""
+        """Check the keys, grow a volume to the size in its tag `wanted`, and activate it.
+
+        Returns the volume with its present size, and its device.
+        """
         self._encrypted.check(volume, call.keys)
         volume = self._expander.catch_up(volume)
-        # Crash point: grown or active, and no more; the next call goes on from there.
+        # Crash point: the volume is grown or active, and not staged; the next call continues from
+        # there.
         with self._volume_groups.hold(volume.group.name):
             return volume, self._activator.activate(volume)
 
     def _mounted(self, call: StageVolume, volume: Volume) -> Volume:
-        """Activate, open, format and mount a volume; the volume as it was activated."""
+        """Activate, open, format and mount a volume; return the volume as it was activated."""
         volume, device = self._activated(call, volume)
         if volume.is_block:
             raise errors.BadField(
@@ -180,7 +195,7 @@ class Stager:
             or volume.own_tags.get(tag.FORMATTED)
             or DEFAULT_FS_TYPE
         )
-        # An earlier call's mkfs or fsck may outlast it.
+        # Wait for an mkfs or fsck of an earlier call, which may outlast that call.
         self._detached.finish(str(volume.id))
         device, tags = self._encrypted.opened(volume, device, call.keys)
         with self._closing_on_failure(volume, device):
@@ -196,17 +211,19 @@ class Stager:
             if self._expander.fill_device(at, call.keys, if_possible=True):
                 self._expander.settle(call.volume_id)
         except mount_errors.GrowFailed as error:
-            # A copy that was never expanded would stay smaller than its claim unnoticed.
+            # Raise the error for a copy that was never expanded, which would stay smaller than its
+            # claim unnoticed.
             is_on_record = seen is not None and {tag.WANTED, tag.REFUSED} & seen.own_tags.keys()
             if seen is None or (seen.is_copied and not is_on_record):
                 raise
-            # The pod starts with the present size; NodeExpandVolume reports why it is no more.
+            # Go on, so that the pod starts with the present size; NodeExpandVolume reports why the
+            # volume did not grow.
             _log.warning("volume %s is staged as it is: %s", call.volume_id, error)
 
     def ensure_formatted(
         self, call: StageVolume, volume: Volume, device: Device, fs_type: str
     ) -> dict[str, str]:
-        """Make a file system on a blank volume, or check the one that is there; the tag for it.
+        """Make a file system on a blank volume, or check the existing one; return the tag for it.
 
         Raises UnexpectedContents, ContentsLost, MadeByOthers.
         """
@@ -214,37 +231,44 @@ class Stager:
         if formatted and formatted != fs_type:
             raise mount_errors.UnexpectedContents(path, formatted, fs_type)
         find = partial(filesystem.find, self._kernel, path, fs_type)
-        found, words = find(), call.parameters.mkfs_options
-        # Crash point: between mkfs and the tag; the file system is recognized by its UUID.
-        if found is not None and self._discard_unfinished(volume, device, found):
-            # Crash point: amid mkfs; or here, where the volume is blank.
+        signature, mkfs_options = find(), call.parameters.mkfs_options
+        # Find the file system. Crash point: if the process dies between mkfs and the tag, the file
+        # system is recognized by its UUID.
+        if signature is not None and self._discard_unfinished(volume, device, signature):
+            # Format the volume anew. Crash point: mkfs was killed amid its work; or the process
+            # dies here, with the volume blank.
             _log.warning("volume %s is formatted anew: its mkfs was killed", volume.id)
-            found = find()
-        is_own = formatted or volume.is_copied or (found and found.uuid == _own_uuid(device))
-        if found is None or not is_own:
-            # Only what was never formatted is judged by all that may be on it.
-            found = self._in_unformatted(volume, device)
-            if found is not None and found.fs_type != fs_type:
-                raise mount_errors.UnexpectedContents(path, str(found), fs_type)
-            if found is None and formatted:
+            signature = find()
+        is_own = (
+            formatted or volume.is_copied or (signature and signature.uuid == _own_uuid(device))
+        )
+        if signature is None or not is_own:
+            # Probe for any contents only if the volume was never formatted, or its file system was
+            # not found.
+            signature = self._in_unformatted(volume, device)
+            if signature is not None and signature.fs_type != fs_type:
+                raise mount_errors.UnexpectedContents(path, str(signature), fs_type)
+            if signature is None and formatted:
                 raise errors.ContentsLost(call.volume_id, formatted, path)
-        if found is None:
+        if signature is None:
             call.parameters.check_for(fs_type, "volume_context")
             filesystem.check_size(fs_type, volume.capacity_bytes)
             probe = partial(filesystem.probe, self._kernel, path)
-            look = partial(self._require_same, volume, device, probe, found)
-            # Blank by the probe, and never formatted by the tags: only then.
-            make = partial(filesystem.make, self._run, path, fs_type, words)
+            look = partial(self._require_same, volume, device, probe, signature)
+            # Run mkfs only on a volume that is blank by the probe, and was never formatted by its
+            # tags.
+            make = partial(filesystem.make, self._run, path, fs_type, mkfs_options)
             oldest = self._configuration.now.oldest_kernel
             make = partial(make, uuid=_own_uuid(device), oldest_kernel=oldest)
             self._detached.do(str(volume.id), volume.group.name, MKFS, make, look)
             return {tag.FORMATTED: fs_type}
-        if not is_own and not filesystem.gives_uuid(fs_type, words):
+        if not is_own and not filesystem.gives_uuid(fs_type, mkfs_options):
             missing = lvm_tags.format_one(tag.FORMATTED, fs_type)
-            raise mount_errors.MadeByOthers(path, str(found), found.uuid, missing)
-        # e2fsck refuses what another mount namespace has mounted, too; the kernel does not.
+            raise mount_errors.MadeByOthers(path, str(signature), signature.uuid, missing)
+        # Check the file system unless the device is in use: e2fsck refuses a device that another
+        # mount namespace has mounted, although the kernel would mount it.
         if not self._kernel.device_is_held(path):
-            look = partial(self._require_same, volume, device, find, found)
+            look = partial(self._require_same, volume, device, find, signature)
             check = partial(filesystem.check, self._run, path, fs_type)
             self._detached.do(str(volume.id), volume.group.name, "fsck", check, look)
         return {} if formatted else {tag.FORMATTED: fs_type}
@@ -252,11 +276,17 @@ class Stager:
     def _discard_unfinished(
         self, volume: Volume, device: Device, found: filesystem.Signature
     ) -> bool:
-        """Zero the superblock that a killed mkfs left; whether this was one. Raises ProbeFailed.
+        """Zero the superblock that a killed mkfs left; return whether `found` was one.
 
-        All must say so: no tag that it was in use or is of others, the UUID that no other mkfs
-        gave, and the mark in the superblock, with which the kernel mounts none. A copy has what its
-        source had, which held no data either: no tag of the source's said that it was formatted.
+        The superblock is zeroed only if all of these say so:
+
+        - No tag says that the volume was in use, or that other programs made its file system.
+        - The file system has the UUID that only Carver's mkfs gives.
+        - The superblock has the mark of an unfinished mkfs, with which the kernel does not mount
+          it.
+
+        A copy may have the superblock of its source, which held no data either: no tag of the
+        source said that it was formatted. Raises ProbeFailed.
         """
         is_own = found.uuid == _own_uuid(device)
         is_of_source = volume.is_copied and _is_derived(found.uuid)
@@ -266,7 +296,7 @@ class Stager:
         return filesystem.discard_unfinished(self._kernel, device.path, found.fs_type, found.uuid)
 
     def _in_unformatted(self, volume: Volume, device: Device) -> filesystem.Signature | None:
-        """What is on a volume that has no file system by its tags; None if it is blank."""
+        """Return the contents of a volume that is not formatted by its tags; None if blank."""
         made_bytes = volume.made_bytes - volume.header_bytes
         if volume.own_tags.keys() & _USED:
             return filesystem.probe(self._kernel, device.path)
@@ -279,15 +309,18 @@ class Stager:
         look: Callable[[], filesystem.Signature | None],
         found: filesystem.Signature | None,
     ) -> None:
-        """Raise NoSuchVolume, UnexpectedContents where a volume changed since `look` found that."""
+        """Raise an error if a volume or its contents changed since `look` returned `found`.
+
+        The errors are NoSuchVolume and UnexpectedContents.
+        """
         self._activator.require_same(volume, device)
-        if (now := look()) != found:
-            raise mount_errors.UnexpectedContents(device.path, str(now), str(found))
+        if (contents := look()) != found:
+            raise mount_errors.UnexpectedContents(device.path, str(contents), str(found))
 
     def mount(
         self, call: StageVolume, device: Device, fs_type: str, before: table.Table | None = None
     ) -> None:
-        """Mount the file system at the staging path, if it is not."""
+        """Mount a volume's file system at the staging path, if it is not mounted there."""
         flags = (*call.parameters.mount_options, *call.capability.mount_flags)
         mounts.ensure_mounted(
             self._kernel,
@@ -300,29 +333,30 @@ class Stager:
         )
 
     def without_errors(self, call: StageVolume, device: Device, known: table.Table) -> table.Table:
-        """Mount the staged file system again after an error, if it is published nowhere.
+        """Mount a staged file system again after an error, if it is published nowhere.
 
-        Kubelet does not unstage when one pod follows another. Returns the mount table as it is
-        then. Raises what staging raises; the file system is unmounted then, and the next call goes
-        on.
+        Kubelet does not unstage a volume when one pod follows another. Returns the mount table
+        afterwards. Raises the errors of staging; the file system is then unmounted, and the next
+        call mounts it.
         """
-        everywhere = known.of_device(device.number)
-        mounted = next((one for one in everywhere if one.path == call.staging_path), None)
-        if mounted is None and not everywhere:
-            # Crash point: unmounted, and not mounted again.
+        all_mounts = known.of_device(device.number)
+        mounted = next((mount for mount in all_mounts if mount.path == call.staging_path), None)
+        if mounted is None and not all_mounts:
+            # Crash point: an earlier call unmounted the file system, and did not mount it again.
             volume = self._to_be_remounted(call.volume_id, device)
             if volume is None:
                 return known
             formatted = volume.own_tags.get(tag.FORMATTED)
             fs_type = formatted or call.capability.fs_type or DEFAULT_FS_TYPE
-        elif mounted is None or len(everywhere) > 1:
+        elif mounted is None or len(all_mounts) > 1:
             return known
         elif filesystem_health.is_over_when_mounted_anew(self._kernel, known, mounted):
             fs_type = mounted.fs_type
             try:
                 volume = self._mender.mended_volume(call.volume_id, Call.USE)
                 self._tag_remount(volume, {tag.REMOUNT: "yes"})
-                # Crash point: by the tag, the next call goes on after the unmount.
+                # Crash point: after the unmount, the next call finds the tag `remount` and mounts
+                # the file system.
                 mounts.ensure_unmounted(self._kernel, call.staging_path, [device.number])
             except (*_LOOKUP_ERRORS, mount_errors.MountError) as error:
                 _log.warning("cannot mount volume %s again: %s", call.volume_id, error)
@@ -330,10 +364,12 @@ class Stager:
         else:
             return known
         _log.warning("volume %s had errors: it is checked and mounted again", volume.id)
-        # It was mounted, so a blank device has lost its file system, and must not get another.
+        # Record in memory that the volume is formatted: the volume was mounted, so if its device is
+        # blank, the file system is lost, and must not be replaced by a new one.
         volume = replace(volume, own_tags={**volume.own_tags, tag.FORMATTED: fs_type})
         if self._activator.has_lost_disk(volume):
-            # A mapping on what the disk was keeps that from being activated anew.
+            # Close the dm-crypt device on the lost disk: an open dm-crypt device keeps the volume
+            # from being activated anew.
             self._mappings.close_unused(volume.backing)
             self._mounted(call, volume)
         else:
@@ -345,7 +381,7 @@ class Stager:
         return table.read(self._kernel)
 
     def _to_be_remounted(self, volume_id: str, device: Device) -> Volume | None:
-        """The volume, if an earlier call unmounted it to mount it again."""
+        """Return a volume if an earlier call unmounted it to mount it again, else None."""
         try:
             volume = self._mender.mended_volume(volume_id, Call.USE)
         except _LOOKUP_ERRORS:
@@ -357,7 +393,10 @@ class Stager:
         self._tag_writer.replace(volume.backing, (tag.REMOUNT,), new)
 
     def _record_later(self, volume: Volume, tags: dict[str, str]) -> None:
-        """Write tags after the answer. If they are lost, the next stage finds the same."""
+        """Write tags to a volume after the response.
+
+        If the tags are lost, the next NodeStageVolume call finds the same tags.
+        """
         if tags:
             self._volume_groups.add_tags_later(volume.group.name, volume.name, tags)
 
@@ -373,36 +412,41 @@ class Stager:
             raise
 
     def check_keys(self, volume_id: str, parameters: Parameters, keys: Keys) -> None:
-        """Raise what staging would raise for want of a key, before there is a volume."""
+        """Raise the error of staging without a key, before the volume exists."""
         is_encrypted = parameters.is_encrypted
         self._encrypted.check_keys(volume_id, parameters.device_class, keys, encrypted=is_encrypted)
 
     def unstage(self, call: VolumeAt) -> None:
-        """Unmount the staging path; a path where nothing is mounted is no error.
+        """Unmount the staging path of a volume; a path without a mount is no error.
 
-        An encrypted volume is closed by one command, unless it is published still.
+        An encrypted volume is closed by one command, unless it is still published.
         """
         path, logical = self._volumes.place(call.path), backing.of_id(call.volume_id)
         with self._limiter.leaving(logical, is_last=True):
             self._volumes.ensure_unmounted(replace(call, path=path))
-        seen = self._reports.cached(call.volume_id)
-        if seen is not None and tag.REMOUNT in seen.own_tags:
-            # A publish was to mount it again, and the next one must not.
+        cached_volume = self._reports.cached(call.volume_id)
+        if cached_volume is not None and tag.REMOUNT in cached_volume.own_tags:
+            # Remove the tag `remount` of an interrupted NodePublishVolume call, so that the next
+            # one does not mount the file system again.
             with suppress(errors.AgentError, mount_errors.CommandError):
-                self._tag_writer.replace(seen.backing, (tag.REMOUNT,), {})
+                self._tag_writer.replace(cached_volume.backing, (tag.REMOUNT,), {})
         self._encrypted.forget(call.volume_id)
         with self._conflicts.enter(Call.UNSTAGE, call.volume_id):
-            # Crash point: unmounted and open; the next unstage or stage closes it.
+            # Crash point: the volume is unmounted and open; the next NodeUnstageVolume or
+            # NodeStageVolume call closes it.
             self._mappings.close_unused(logical)
 
 
 def _own_uuid(device: Device) -> str:
-    """The UUID of the file system that is made on a volume; no copied or older one has it."""
+    """Return the UUID of the file system that Carver makes on a volume.
+
+    The UUID is derived from the logical volume's, so no copied or older file system has it.
+    """
     return str(uuid.uuid5(_NAMESPACE, device.logical.uuid))
 
 
 def _is_derived(identity: str) -> bool:
-    """Whether a UUID is derived from a name, as Carver's are, and none that a mkfs chooses."""
+    """Whether a UUID is derived from a name, as Carver's are, unlike those that mkfs chooses."""
     try:
         return uuid.UUID(identity).version == 5
     except ValueError:

@@ -1,4 +1,4 @@
-"""Whether the service is ready (Probe, /readyz), and what is wrong with the groups and lvm2."""
+"""Readiness of the service (Probe, /readyz), and the health of its volume groups and lvm2."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -18,15 +18,16 @@ from lvm.report import Group
 from mount import filesystem
 from mount import mount_errors as mount_errors
 
-# For how long after a call of kubelet's it counts as one who asks: three of its default intervals.
+# Time, in seconds, for which kubelet counts as watching after one of its calls: three of kubelet's
+# default intervals.
 _WATCHED_SECONDS = 180.0
 
 
 class Readiness:
-    """Readiness by the cheap checks of the preflight and the last state of lvm2.
+    """Readiness by the cheap checks of agent/operations/preflight.py and the last state of lvm2.
 
-    A missing group makes no node unready: its classes have no room, and others are served. If
-    Probe failed, sidecars would exit for good.
+    A missing volume group does not make a node unready: its device classes have no room, and other
+    classes are served. A failure of Probe would make sidecars exit for good.
     """
 
     def __init__(self, reports: Reports, node: preflight.Node, admission: Admission) -> None:
@@ -35,10 +36,13 @@ class Readiness:
         self._admission = admission
 
     def probe(self) -> bool:
-        """Whether the start is over; raises NotReady if nothing can be served. No command."""
-        for found in preflight.cheap(self._node):
-            if found.verdict == preflight.FAIL:
-                raise errors.NotReady(f"{found.message}; {found.remedy}")
+        """Return True once the service has started; raise NotReady if nothing can be served.
+
+        Runs no command.
+        """
+        for finding in preflight.cheap(self._node):
+            if finding.verdict == preflight.FAIL:
+                raise errors.NotReady(f"{finding.message}; {finding.remedy}")
         for problem in (self._admission.problem, self._reports.problem):
             if isinstance(problem, mount_errors.ProgramMissing):
                 raise errors.NotReady(str(problem))
@@ -47,7 +51,7 @@ class Readiness:
     def check(self) -> None:
         """Raise NotReady, with the reason, unless lvm2 answers and all else is in order.
 
-        By state at most a minute old, for frequent callers.
+        The state of lvm2 is at most a minute old, as the method is for frequent callers.
         """
         self.probe()
         try:
@@ -58,46 +62,47 @@ class Readiness:
 
 
 class StorageHealth:
-    """Carries out NodeGetStorageHealth."""
+    """NodeGetStorageHealth: the health of a node's storage."""
 
     def __init__(self, context: Context, diagnosis: Diagnosis, node: preflight.Node) -> None:
         self._volume_groups = context.volume_groups
         self._reports, self._activator = context.reports, context.activator
         self._admission, self._diagnosis, self.node = context.admission, diagnosis, node
-        # For tests.
+        # Reader of the disks' error counters; tests replace it.
         self.disk_errors = DiskErrors()
-        # When it was last asked, in monotonic seconds.
+        # Time (monotonic, seconds) of the last NodeGetStorageHealth call; None before the first
+        # call.
         self._asked_seconds: float | None = None
 
     def is_watched(self) -> bool:
-        """Whether kubelet asks for health itself, by this service's last minutes.
+        """Whether kubelet itself has asked for health in the last three minutes.
 
-        Only kubelet calls NodeGetStorageHealth, with the feature gate CSIVolumeHealth: once in its
-        `volumeStatsAggPeriod`, which is a minute by default, also while no pod has a volume here
-        (Kubernetes 1.37.2, pkg/kubelet/volumemanager/volumehealth/manager.go).
+        Only kubelet calls NodeGetStorageHealth, with the feature gate CSIVolumeHealth. Kubelet
+        calls once in its `volumeStatsAggPeriod`, a minute by default, even while no pod has a
+        volume on the node (Kubernetes 1.37.2, pkg/kubelet/volumemanager/volumehealth/manager.go).
         """
-        asked = self._asked_seconds
-        return asked is not None and time.monotonic() - asked < _WATCHED_SECONDS
+        asked_seconds = self._asked_seconds
+        return asked_seconds is not None and time.monotonic() - asked_seconds < _WATCHED_SECONDS
 
     def conditions(self) -> Sequence[Condition]:
-        """What is wrong with the storage, each reason once; usually nothing."""
+        """Return the health conditions of the node's storage, each reason once; usually none."""
         self._asked_seconds = time.monotonic()
         self._reports.keep_fresh()
-        until = time.monotonic() + diagnosis.PATIENCE_SECONDS
-        found = []
+        deadline = time.monotonic() + diagnosis.PATIENCE_SECONDS
+        conditions = []
         if (problem := self._admission.problem) is not None:
             why = f"Carver could not begin yet: {problem}; it tries again"
-            found.append(Condition(Reason.LVM_NOT_ANSWERING, why))
+            conditions.append(Condition(Reason.LVM_NOT_ANSWERING, why))
         for volume_group in self._volume_groups:
-            found += self._of_state(volume_group, until)
-        return diagnosis.distinct([*found, *self._of_programs()])
+            conditions += self._of_state(volume_group, deadline)
+        return diagnosis.distinct([*conditions, *self._of_programs()])
 
     def _of_state(self, volume_group: VolumeGroup, until_seconds: float) -> Iterator[Condition]:
-        named, problem = f"volume group {volume_group.name}", volume_group.problem
+        label, problem = f"volume group {volume_group.name}", volume_group.problem
         for path, why in volume_group.metadata.ignored:
             yield Condition(
                 Reason.DISK_IGNORED,
-                f"{path} is not used for {named}: it {why}; {REMEDY}",
+                f"{path} is not used for {label}: it {why}; {REMEDY}",
                 volume_group.time_seconds,
             )
         if isinstance(problem, errors.GroupRefused):
@@ -108,11 +113,11 @@ class StorageHealth:
         elif isinstance(problem, mount_errors.CommandError | OSError):
             yield Condition(
                 Reason.LVM_NOT_ANSWERING,
-                f"{named} could not be looked at: {problem}; look for a disk that hangs (`dmesg`)",
+                f"{label} could not be looked at: {problem}; look for a disk that hangs (`dmesg`)",
                 volume_group.tried_seconds,
             )
         elif problem is None:
-            # The first read that has no answer goes on.
+            # Report a volume group whose first read has not ended: lvm2 has not answered for long.
             yield from diagnosis.silence(volume_group)
         if volume_group.cached is not None:
             yield from diagnosis.aged(_of_group(volume_group.cached), volume_group.time_seconds)
@@ -120,23 +125,23 @@ class StorageHealth:
         elif volume_group.time_seconds and self._was_here(volume_group):
             yield Condition(
                 Reason.GROUP_MISSING,
-                f"{named} is not on this node, and was: attach its disks (`pvs --all`), or correct"
+                f"{label} is not on this node, and was: attach its disks (`pvs --all`), or correct"
                 " the classes that name it",
                 volume_group.time_seconds,
             )
 
     def _was_here(self, volume_group: VolumeGroup) -> bool:
-        """Whether the group ever was on this node; some clusters have nodes without disks."""
+        """Whether a volume group ever was on this node; some clusters have nodes without disks."""
         name = volume_group.name
         if volume_group.last_seen is not None or self._activator.is_any_active(name):
             return True
-        # lvm2 keeps a backup of the metadata of each group; vgremove(8) removes it.
+        # Look for lvm2's backup of the group's metadata, which lvm2 keeps until vgremove(8).
         return name in lvm2.backed_up_groups(self.node.lvm_root)
 
     def _of_kernel(self, group: Group, until_seconds: float) -> Iterator[Condition]:
-        for one in records.every(group):
-            if {"thin", "pool"} <= one.layout:
-                yield from self._diagnosis.of_pool(group, one.name, until_seconds)
+        for logical in records.every(group):
+            if {"thin", "pool"} <= logical.layout:
+                yield from self._diagnosis.of_pool(group, logical.name, until_seconds)
         for disk in group.disks:
             for problem in () if disk.missing else self.disk_errors.of(disk.name):
                 yield Condition(
@@ -147,7 +152,7 @@ class StorageHealth:
 
     def _of_programs(self) -> Iterator[Condition]:
         settings = self.node.settings
-        for fs_type in sorted({one.fs_type for one in settings.classes}):
+        for fs_type in sorted({device_class.fs_type for device_class in settings.classes}):
             if missing := preflight.missing_programs(self.node, fs_type):
                 yield Condition(
                     Reason.FILE_SYSTEM_TOOLS_MISSING,

@@ -1,4 +1,4 @@
-"""ValidateVolumeCapabilities: whether a volume can be used as described, and why not."""
+"""ValidateVolumeCapabilities: whether a volume can be used as a request describes, or why not."""
 
 from agent.core import errors, tag
 from agent.operations import modify, plan
@@ -9,7 +9,7 @@ from mount import filesystem
 
 
 def refusal(volume: Volume, call: ValidateVolume) -> str:
-    """Why the volume cannot be used as wanted; empty where it can."""
+    """Return why a volume cannot be used as the request describes; empty if it can."""
     try:
         modify.check(call.tuning, volume.layout, volume.group.volume(volume.name).tuning)
         _require_same(volume, call)
@@ -29,7 +29,10 @@ def refusal(volume: Volume, call: ValidateVolume) -> str:
 
 
 def unfit(volume: Volume, capability: Capability) -> str:
-    """Why a volume can never be used as a capability says, by what it holds; empty if it can."""
+    """Return why a volume's contents rule out a capability for good; empty if the volume fits it.
+
+    The contents are either raw blocks or a file system of one type, and neither ever changes.
+    """
     if capability.is_block:
         return ""
     if volume.is_block:
@@ -41,12 +44,17 @@ def unfit(volume: Volume, capability: Capability) -> str:
 
 
 def _require_same(volume: Volume, call: ValidateVolume) -> None:
-    """Raise BadField where the call's context or parameters are not the volume's."""
+    """Raise BadField if the request's volume_context or parameters differ from the volume's."""
     own_tags, given = volume.own_tags, call.parameters
-    if call.context and call.context != (own := parameters.context_of(own_tags)):
-        raise errors.BadField("volume_context", f"{call.context} is not the volume's, {own}")
-    if volume.is_block or any(one.fs_type for one in call.capabilities):
-        # A raw block volume has no file system, and a capability's goes before the parameter's.
+    if call.context and call.context != (own_context := parameters.context_of(own_tags)):
+        raise errors.BadField(
+            "volume_context", f"{call.context} is not the volume's, {own_context}"
+        )
+    if volume.is_block or any(capability.fs_type for capability in call.capabilities):
+        # The parameter `fs_type` is not compared here: a raw block volume has no file system, and
+        # the `fs_type` of a capability takes precedence over that of the parameters.
         given = given.with_value(tag.FS_TYPE, "")
-    for key, wanted, was in plan.differing(volume, given):
-        raise errors.BadField(f"parameters[{key}]", f"{wanted!r}, the volume has {was or 'none'!r}")
+    for key, requested, present in plan.differing(volume, given):
+        raise errors.BadField(
+            f"parameters[{key}]", f"{requested!r}, the volume has {present or 'none'!r}"
+        )

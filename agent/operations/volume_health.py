@@ -1,7 +1,7 @@
-"""What is wrong with volumes, for CSI's health calls: by the cached state, with its age.
+"""Health of volumes for CSI's health calls, by the cached state of their groups, with its age.
 
 No call waits for a disk, or starts a process, if the last report or the kernel knows the volume.
-Only the absence of a volume has to be proved, as ever, by fresh state of its group.
+Only the absence of a volume has to be proved, by a fresh report of its group.
 """
 
 import time
@@ -28,8 +28,9 @@ from lvm.report import Group
 from mount import command, table, target
 from mount import mount_errors as mount_errors
 
-# How long a call waits for the group of a volume of which nothing is known.
+# Time limit, in seconds, of a fresh report that proves whether an unknown volume exists.
 _PROOF_SECONDS = 5.0
+# Errors that say that a volume group could not be read.
 _NO_ANSWER = (
     *(errors.GroupBusy, errors.GroupSilent, errors.GroupAwaited, errors.GroupRefused),
     mount_errors.CommandError,
@@ -38,21 +39,23 @@ _NO_ANSWER = (
 
 @dataclass(frozen=True)
 class VolumeHealth:
-    """A volume's id and what is wrong with it: nothing for a healthy one."""
+    """Health of a volume: its id, and its health conditions; a healthy volume has none."""
 
     volume_id: str
     conditions: tuple[Condition, ...] = ()
 
     @property
     def size_bytes(self) -> int:
-        """The most that it takes in a gRPC message."""
-        return 16 + len(self.volume_id) + sum(one.size_bytes for one in self.conditions)
+        """The most bytes that the volume's health takes in a gRPC message."""
+        return 16 + len(self.volume_id) + sum(condition.size_bytes for condition in self.conditions)
 
 
 class VolumesHealth:
-    """ControllerGetVolumeHealth, ControllerListVolumeHealth and NodeGetVolumeHealth.
+    """Answers ControllerGetVolumeHealth, ControllerListVolumeHealth and NodeGetVolumeHealth.
 
-    They meet a volume that is being deleted, is incomplete, or is another node's, as its use does.
+    For a volume that is being deleted, is incomplete, or was moved to another node, these calls
+    have the same errors as a call that uses the volume (Call.USE in
+    agent/volumes/volume_states.py).
     """
 
     def __init__(self, context: Context, diagnosis: Diagnosis) -> None:
@@ -60,93 +63,102 @@ class VolumesHealth:
         self._reports, self._activator = context.reports, context.activator
         self._volume_groups = context.volume_groups
         self._diagnosis, self._conflicts = diagnosis, context.conflicts
-        # The directories in which kubelet may have volumes.
+        # Configuration, for the directories in which kubelet may have volumes.
         self._configuration = context.configuration
 
     def get(self, volume_id: str) -> VolumeHealth:
-        """What is wrong with a volume that CreateVolume made.
+        """Return the health of a volume that CreateVolume made.
 
-        Raises NoSuchVolume if its absence is proved, OtherGroup if its group was never here.
+        Raises NoSuchVolume if the volume's absence is proved, OtherGroup if its group was never on
+        this node.
         """
         if (parsed := VolumeId.parse(volume_id)) is None:
             raise errors.NoSuchVolume(volume_id)
         return self._of(volume_id, parsed, by_node=False)
 
     def on_node(self, call: HealthAt) -> VolumeHealth:
-        """What is wrong with a volume of this node, staged or not, inline or not.
+        """Return the health of a volume on this node, whether staged or not, inline or not.
 
-        A missing group is a condition, and so is a dead device at the paths of the call. Raises
-        NoSuchVolume, BadPath.
+        A missing volume group is a condition, and so is a dead device at the paths of the call.
+        Raises NoSuchVolume, BadPath.
         """
         inside = self._configuration.now.kubelet_dir
-        places = [target.resolve(self._kernel, one, inside) for one in call.paths]
+        paths = [target.resolve(self._kernel, path, inside) for path in call.paths]
         if (parsed := VolumeId.parse(call.volume_id)) is None:
-            found = self._inline(call.volume_id)
+            health = self._inline(call.volume_id)
         else:
-            found = self._of(call.volume_id, parsed, by_node=True)
+            health = self._of(call.volume_id, parsed, by_node=True)
         mounts = table.read(self._kernel)
-        gone = [
+        gone_devices = [
             Condition(
                 Reason.DEVICE_GONE,
-                f"{one} shows a device that went away; look at `dmesg`, stop the workload, and have"
-                " the volume unpublished and published again",
+                f"{path} shows a device that went away; look at `dmesg`, stop the workload, and"
+                " have the volume unpublished and published again",
             )
-            for one in places
-            if any(mounted.is_stale_node for mounted in mounts.at(one))
+            for path in paths
+            if any(mounted.is_stale_node for mounted in mounts.at(path))
         ]
-        return VolumeHealth(call.volume_id, diagnosis.distinct([*found.conditions, *gone]))
+        return VolumeHealth(call.volume_id, diagnosis.distinct([*health.conditions, *gone_devices]))
 
     def list(self, page: Page) -> Part[VolumeHealth]:
-        """The unhealthy volumes of Carver's groups, also of groups that are away.
+        """Return one page of the unhealthy volumes of Carver's groups.
 
-        It looks at no more volumes than the page needs, and waits for groups that do not answer as
-        `begin_states` does, for all together. Of one that never did it has the active volumes, once
-        it has been silent for long. Raises where no group ever answered what a look at one raises.
+        Volumes of groups that are missing or do not answer are included. The method looks at no
+        more volumes than the page needs. The wait for groups that do not answer is that of
+        `begin_states`, for all of them together. Of a volume group that has never answered, the
+        active volumes are listed once the group has been silent for long. If no group has ever
+        answered, raises the error of one of them.
         """
         self._reports.keep_fresh()
-        silent = [one for one in self._volume_groups if one.silent_seconds]
-        unread = [one for one in self._volume_groups if one.status == "unknown"]
+        silent = [group for group in self._volume_groups if group.silent_seconds]
+        unread = [group for group in self._volume_groups if group.status == "unknown"]
         if unread:
-            locks.enter(*(one.name for one in unread))
+            locks.enter(*(group.name for group in unread))
         begin_states({*silent, *unread})()
-        unknown = [one for one in unread if one.status == "unknown"]
+        unknown = [group for group in unread if group.status == "unknown"]
         if unknown and len(unknown) == len(self._volume_groups.names):
             raise unknown[0].silence
-        every: list[tuple[str, VolumeGroup, Volume | None]] = [
-            (str(one.id), volume_group, one)
+        entries: list[tuple[str, VolumeGroup, Volume | None]] = [
+            (str(volume.id), volume_group, volume)
             for volume_group in self._volume_groups
-            for one in self._volumes(volume_group)
+            for volume in self._volumes(volume_group)
         ]
-        every += (
-            (str(one), volume_group, None)
+        entries += (
+            (str(volume_id), volume_group, None)
             for volume_group in unknown
-            for one in self._activator.active_ids(ids.VOLUME_PREFIX, volume_group.name)
+            for volume_id in self._activator.active_ids(ids.VOLUME_PREFIX, volume_group.name)
         )
-        rest = sorted((one for one in every if one[0] >= page.starting_token), key=itemgetter(0))
-        return requests.first(self._unhealthy(rest), page, attrgetter("size_bytes"))
+        page_entries = sorted(
+            (entry for entry in entries if entry[0] >= page.starting_token), key=itemgetter(0)
+        )
+        return requests.first(self._unhealthy(page_entries), page, attrgetter("size_bytes"))
 
     def _unhealthy(
         self, every: Iterable[tuple[str, VolumeGroup, Volume | None]]
     ) -> Iterator[tuple[str, VolumeHealth]]:
-        mounts, until = self._diagnosis.mounts(), time.monotonic() + diagnosis.PATIENCE_SECONDS
+        mounts, deadline = self._diagnosis.mounts(), time.monotonic() + diagnosis.PATIENCE_SECONDS
         for volume_id, volume_group, volume in every:
             if volume is None:
-                found = [*diagnosis.silence(volume_group)]
+                conditions = [*diagnosis.silence(volume_group)]
             else:
                 away = _away(volume_group)
-                found = [*away, *self._conditions(volume_group, volume, mounts, until)]
-            if found:
-                yield volume_id, VolumeHealth(volume_id, diagnosis.distinct(found))
+                conditions = [*away, *self._conditions(volume_group, volume, mounts, deadline)]
+            if conditions:
+                yield volume_id, VolumeHealth(volume_id, diagnosis.distinct(conditions))
 
     def _volumes(self, volume_group: VolumeGroup) -> Iterable[Volume]:
-        """The volumes of the last report that may be used: not deleted, held or moved since."""
+        """Return the volumes of a volume group's last report that may be used.
+
+        Volumes that were deleted, held or moved since the report are left out.
+        """
         group = volume_group.cached or volume_group.last_seen
-        for one in Seen({} if group is None else {group.name: group}).volumes():
-            if one.is_listed:
-                # Whatever it is that one may not be used for, the others are listed.
+        for volume in Seen({} if group is None else {group.name: group}).volumes():
+            if volume.is_listed:
+                # Skip a volume that may not be used, whatever the reason, and list the other
+                # volumes.
                 with suppress(errors.AgentError):
-                    self._conflicts.check(Call.USE, str(one.id))
-                    yield one
+                    self._conflicts.check(Call.USE, str(volume.id))
+                    yield volume
 
     def _of(self, volume_id: str, parsed: VolumeId, *, by_node: bool) -> VolumeHealth:
         self._conflicts.check(Call.USE, volume_id)
@@ -160,32 +172,39 @@ class VolumesHealth:
         try:
             volume = self._reported(volume_group.cached, volume_id)
         except errors.Copying:
-            volume = None  # by that report; it may be complete by now
+            # The last report says that the volume is incomplete; the copy may have ended since.
+            volume = None
         logical = backing.of_id(volume_id) if volume is None else volume.backing
         active = self._activator.device(logical) is not None
         is_new = logical.name not in volume_group.cached.volumes
         if is_new and active and names.is_of(ids.VOLUME_PREFIX, logical.name):
-            # Made since the last report.
+            # The volume was created after the last report; only the kernel knows it.
             return VolumeHealth(volume_id, self._by_kernel(volume_group, volume_id))
         if volume is None or (volume_group.is_changed and not active):
-            # Absent or incomplete, or perhaps deleted since the last report.
+            # Read the group: by the last report the volume is absent or incomplete, or it may have
+            # been deleted since.
             volume = self._proved(volume_group, volume_id, volume)
         return VolumeHealth(volume_id, self._conditions(volume_group, volume))
 
     def _of_away(
         self, volume_id: str, parsed: VolumeId, volume_group: VolumeGroup, *, by_node: bool
     ) -> VolumeHealth:
-        """The health of a volume whose group is away, or whose group's name another has now."""
-        was, volume = volume_group.last_seen, None
-        if was is not None and parsed.is_of(was.uuid):
-            volume = self._reported(was, volume_id)
+        """Return the health of a volume whose group is not on this node.
+
+        Another volume group may have the name of the volume's group now. If `by_node` is False,
+        raises OtherGroup for a group that this node never had.
+        """
+        last_seen, volume = volume_group.last_seen, None
+        if last_seen is not None and parsed.is_of(last_seen.uuid):
+            volume = self._reported(last_seen, volume_id)
         elif not by_node:
-            # It may be well on the node where it is.
+            # Raise an error, and report no health condition: the volume may be healthy on another
+            # node.
             raise errors.OtherGroup(volume_id, f"its group {parsed.group} is not on this node")
         if volume is None:
-            found = self._by_kernel(volume_group, volume_id)
+            conditions = self._by_kernel(volume_group, volume_id)
         else:
-            found = self._conditions(volume_group, volume)
+            conditions = self._conditions(volume_group, volume)
         away = _away(volume_group) or (
             Condition(
                 Reason.GROUP_MISSING,
@@ -193,10 +212,13 @@ class VolumesHealth:
                 volume_group.time_seconds,
             ),
         )
-        return VolumeHealth(volume_id, diagnosis.distinct([*away, *found]))
+        return VolumeHealth(volume_id, diagnosis.distinct([*away, *conditions]))
 
     def _inline(self, volume_id: str) -> VolumeHealth:
-        """The health of an inline volume: its id is kubelet's and does not say its group."""
+        """Return the health of an inline volume.
+
+        The id of an inline volume is kubelet's, and does not name the volume's group.
+        """
         volume = self._reports.cached(volume_id)
         logical = backing.of_id(volume_id) if volume is None else volume.backing
         if self._activator.device(logical) is not None:
@@ -207,7 +229,11 @@ class VolumesHealth:
         return VolumeHealth(volume_id, self._conditions(self._group_of(volume), volume))
 
     def _found_anywhere(self, volume_id: str) -> Volume:
-        """Find an inline volume by fresh state; raises NoSuchVolume if its absence is proved."""
+        """Find an inline volume by fresh reports of all volume groups.
+
+        Raises NoSuchVolume if the volume's absence is proved, or else the error of a group that
+        does not answer.
+        """
         problems: list[Exception] = []
         for volume_group in self._volume_groups:
             try:
@@ -220,7 +246,7 @@ class VolumesHealth:
         raise next(iter(problems), errors.NoSuchVolume(volume_id))
 
     def _group_of(self, volume: Volume) -> VolumeGroup:
-        return next(one for one in self._volume_groups if one.name == volume.group.name)
+        return next(group for group in self._volume_groups if group.name == volume.group.name)
 
     def _conditions(
         self,
@@ -229,37 +255,38 @@ class VolumesHealth:
         mounts: table.Table | None = None,
         until_seconds: float | None = None,
     ) -> tuple[Condition, ...]:
-        found = self._diagnosis.of(
+        conditions = self._diagnosis.of(
             volume, mounts, seen_seconds=volume_group.last_seen_seconds, until_seconds=until_seconds
         )
-        return diagnosis.distinct([*found, *diagnosis.silence(volume_group)])
+        return diagnosis.distinct([*conditions, *diagnosis.silence(volume_group)])
 
     def _by_kernel(self, volume_group: VolumeGroup, volume_id: str) -> tuple[Condition, ...]:
-        """The same of a volume that no report has."""
-        found = self._diagnosis.by_kernel(volume_id)
-        return diagnosis.distinct([*found, *diagnosis.silence(volume_group)])
+        """Return the health conditions of a volume that no report has, as the kernel sees them."""
+        conditions = self._diagnosis.by_kernel(volume_id)
+        return diagnosis.distinct([*conditions, *diagnosis.silence(volume_group)])
 
     def _reported(self, group: Group, volume_id: str) -> Volume | None:
-        """A volume by a report of its group; None if it is absent or being deleted."""
+        """Return a volume by a report of its group; None if it is absent or being deleted."""
         try:
             return Seen({group.name: group}).volume(volume_id)
         except errors.NoSuchVolume:
             return None
 
     def _proved(self, volume_group: VolumeGroup, volume_id: str, before: Volume | None) -> Volume:
-        """A volume by fresh state; raises NoSuchVolume if that proves its absence.
+        """Return a volume by a fresh report of its group; raise NoSuchVolume if it is absent.
 
-        If the group does not answer, the volume is what it was `before`.
+        If the group does not answer, the result is `before`; if that is None, the group's error is
+        raised.
         """
         try:
-            found = self._looked(volume_group, volume_id)
+            volume = self._looked(volume_group, volume_id)
         except _NO_ANSWER:
             if before is None:
                 raise
-            found = before
-        if found is None:
+            volume = before
+        if volume is None:
             raise errors.NoSuchVolume(volume_id)
-        return found
+        return volume
 
     def _looked(self, volume_group: VolumeGroup, volume_id: str) -> Volume | None:
         locks.enter(volume_group.name)
@@ -272,7 +299,7 @@ class VolumesHealth:
         return self._reported(group, volume_id)
 
     def _require_seen(self, volume_group: VolumeGroup) -> None:
-        """Look at a group that this process never saw; raises why it does not answer."""
+        """Read a volume group that this process has never read; raise its error if it has one."""
         if volume_group.status != "unknown":
             return
         locks.enter(volume_group.name)
@@ -282,7 +309,10 @@ class VolumesHealth:
 
 
 def _away(volume_group: VolumeGroup) -> tuple[Condition, ...]:
-    """Why a group cannot be used here: absent, or one of several with its name; usually nothing."""
+    """Return the health condition of a volume group that cannot be used on this node; usually none.
+
+    The group is absent, or it is refused because several groups have its name.
+    """
     if volume_group.cached is not None:
         return ()
     reason, why = Reason.GROUP_REFUSED, str(volume_group.problem)
