@@ -193,8 +193,8 @@ class Client:
     def can_expand(self) -> bool:
         """Return whether the Controller service offers EXPAND_VOLUME."""
         answer = self.controller.ControllerGetCapabilities(csi.ControllerGetCapabilitiesRequest())
-        wanted = csi.ControllerServiceCapability.RPC.EXPAND_VOLUME
-        return any(offer.rpc.type == wanted for offer in answer.capabilities)
+        rpc_type = csi.ControllerServiceCapability.RPC.EXPAND_VOLUME
+        return any(offer.rpc.type == rpc_type for offer in answer.capabilities)
 
     def snapshot(
         self, name: str, volume_id: str, parameters: Mapping[str, str] | None = None

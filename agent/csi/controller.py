@@ -92,10 +92,10 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         sources = [] if call.source is None else [ids.logical_name(call.source.id)]
         with self._leftovers.of_volume(call):
             with self._locks.hold(name, *sources):
-                made = self._creator.create(call)
+                creation = self._creator.create(call)
             # Wait for the copy of the contents without the locks: other calls may use the source
             # meanwhile, and its tags keep it from being deleted.
-            volume = self._creator.complete(made, lambda: self._locks.hold(name))
+            volume = self._creator.complete(creation, lambda: self._locks.hold(name))
         return csi.CreateVolumeResponse(volume=self._volume(volume))
 
     def DeleteVolume(
@@ -159,10 +159,10 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         """List a page of this node's volumes."""
         part = self._listing.page(requests.Page.from_proto(request))
         answer = csi.ListVolumesResponse(next_token=part.next_token)
-        here = csi.Topology(segments=self._configuration.now.here)
+        topology = csi.Topology(segments=self._configuration.now.here)
         for volume in part.entries:
             entry = answer.entries.add()
-            messages.put_volume(entry.volume, volume, here)
+            messages.put_volume(entry.volume, volume, topology)
             if self._configuration.now.attach:
                 # Set the status, even if it is empty: with LIST_VOLUMES_PUBLISHED_NODES the CSI
                 # spec requires it.

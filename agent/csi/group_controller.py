@@ -71,10 +71,10 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
         return csi.GetVolumeGroupSnapshotResponse(group_snapshot=self._group_snapshot(snapshot))
 
     def _group_snapshot(self, one: GroupSnapshot) -> csi.VolumeGroupSnapshot:
-        here = self._configuration.now.here
+        segments = self._configuration.now.here
         return csi.VolumeGroupSnapshot(
             group_snapshot_id=one.id,
-            snapshots=[messages.snapshot(snapshot, here) for snapshot in one.snapshots],
+            snapshots=[messages.snapshot(snapshot, segments) for snapshot in one.snapshots],
             creation_time=messages.time_of(one.time_nanoseconds),
             ready_to_use=one.is_ready,
         )

@@ -163,23 +163,23 @@ class Interceptor(grpc.ServerInterceptor):
         """
 
         def exchange(requests: Iterator[Message], context: grpc.ServicerContext) -> Iterator[Any]:
-            first, problem = None, None
+            first_request, problem = None, None
             try:
                 # Wait within the limit of such RPCs: a caller may send nothing for any time.
                 with self._admission.exchanges.one(""):
-                    first = next(requests, None)
+                    first_request = next(requests, None)
             except errors.TooManyCalls as error:
                 problem = error
             if problem is not None:
                 _end(context, codes.code_of(problem), str(problem))
-            if first is not None:
-                all_requests = chain([first], requests)
+            if first_request is not None:
+                all_requests = chain([first_request], requests)
                 stream = self._stream(
                     method,
-                    lambda _first, context: behaviour(all_requests, context),
+                    lambda _first_request, context: behaviour(all_requests, context),
                     self._admission.exchanges,
                 )
-                yield from stream(first, context)
+                yield from stream(first_request, context)
 
         return exchange
 

@@ -48,8 +48,8 @@ class Node(csi_pb2_grpc.NodeServicer):
     ) -> csi.NodeStageVolumeResponse:
         """Activate, format and mount a volume at its staging path, as far as it is not yet."""
         call = requests.StageVolume.from_proto(request)
-        held = self._locks.hold(ids.logical_name(call.volume_id), call.staging_path)
-        with call.keys.used(), held:
+        locks = self._locks.hold(ids.logical_name(call.volume_id), call.staging_path)
+        with call.keys.used(), locks:
             self._stager.stage(call)
         return csi.NodeStageVolumeResponse()
 
@@ -68,16 +68,16 @@ class Node(csi_pb2_grpc.NodeServicer):
         """Publish a staged volume, or create and publish an inline volume, at a pod's path."""
         if requests.PublishInline.is_meant(request):
             inline = requests.PublishInline.from_proto(request)
-            held = self._locks.hold(ids.logical_name(inline.volume_id), inline.target_path)
-            with inline.keys.used(), held:
+            locks = self._locks.hold(ids.logical_name(inline.volume_id), inline.target_path)
+            with inline.keys.used(), locks:
                 self._inline_volumes.publish(inline)
             return csi.NodePublishVolumeResponse()
         call = requests.PublishVolume.from_proto(request)
         # Lock the staging path, too: a volume that is no longer staged is staged again at that
         # path.
         name = ids.logical_name(call.volume_id)
-        held = self._locks.hold(name, call.staging_path, call.target_path)
-        with call.keys.used(), held:
+        locks = self._locks.hold(name, call.staging_path, call.target_path)
+        with call.keys.used(), locks:
             self._publisher.publish(call)
         return csi.NodePublishVolumeResponse()
 
@@ -120,10 +120,10 @@ class Node(csi_pb2_grpc.NodeServicer):
     ) -> csi.NodeExpandVolumeResponse:
         """Grow a logical volume if it is smaller than requested; in any case grow what is on it."""
         call = requests.ExpandVolume.from_proto(request)
-        at = requests.VolumeAt.from_proto(request, "volume_path")
+        place = requests.VolumeAt.from_proto(request, "volume_path")
         keys = requests.keys_of(request.secrets)
         with keys.used(), self._locks.hold(ids.logical_name(call.volume_id)):
-            size_bytes = self._expander.expand_in_use(call, at, keys)
+            size_bytes = self._expander.expand_in_use(call, place, keys)
         return csi.NodeExpandVolumeResponse(capacity_bytes=size_bytes)
 
     def NodeGetCapabilities(

@@ -137,8 +137,8 @@ class Operator(carver_pb2_grpc.OperatorServicer):
             return self._adoption(self._adopter.undo(adoption))
 
     def _adoption(self, made: Adoption) -> carver.AdoptVolumeResponse:
-        here = self._configuration.now.here
-        volume = None if made.volume is None else messages.volume(made.volume, here)
+        segments = self._configuration.now.here
+        volume = None if made.volume is None else messages.volume(made.volume, segments)
         return carver.AdoptVolumeResponse(volume=volume, changes=made.changes)
 
 
