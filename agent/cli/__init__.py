@@ -1,1 +1,1 @@
-"""The command `carver`."""
+"""The command line of the command `carver`: arguments, verbs and output."""
