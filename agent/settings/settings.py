@@ -484,7 +484,7 @@ class Config:
 
     @property
     def lvm_root(self) -> Path:
-        """The root directory in which lvm2 runs: for the host's lvm2, that of the host's process 1."""
+        """The root directory in which lvm2 runs: for the host's lvm2, the root of process 1."""
         return Path("/proc/1/root" if self.lvm == "host" else "/")
 
     @cached_property
