@@ -1,4 +1,4 @@
-"""Carver above LVM and the kernel: operations, CSI services, process, command and extras.
+"""Carver above its packages for LVM and the kernel: operations, services, command, extras.
 
 Importing this package raises `ImportError` if grpc was imported before without its fork handlers
 being switched off.

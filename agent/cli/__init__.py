@@ -1,1 +1,1 @@
-"""The command line of the command `carver`: arguments, verbs and output."""
+"""The command line `carver`: commands, their arguments, and their output."""

@@ -67,8 +67,8 @@ class Manifest:
 
     def __init__(self, driver: str, logical: str, claim: str, storage_class: str) -> None:
         self._driver, self._storage_class = driver, storage_class
-        # Name of the PersistentVolume: the logical volume's name, without the prefix that an
-        # adoption gives it. The logical volume may be adopted already.
+        # Name of the PersistentVolume: the logical volume's name, without the prefix `vol-`. A
+        # logical volume that is adopted already has this prefix.
         self.name = names.readable(ids.VOLUME_PREFIX, logical)
         if not _is_name(self.name):
             # Take a digest in place of a name that Kubernetes does not allow. `logical_volume`

@@ -1,4 +1,4 @@
-"""Arguments of `carver volume`, `snapshot`, `group` and `trace`, with the call for each verb."""
+"""Subcommands of `carver volume`, `snapshot` and `group`, and `carver trace`; their arguments."""
 
 import argparse
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ FILE = Argument("file", metavar="FILE", help="where the copy is")
 
 
 def add_volume(commands: Commands) -> Commands:
-    """Add the noun `carver volume` with its verbs; return the object that takes more verbs."""
+    """Add `carver volume` with its subcommands; return the object that takes more subcommands."""
     verbs = noun(
         commands,
         "volume",
@@ -242,7 +242,7 @@ def _add_header(verbs: Commands) -> None:
 
 
 def add_snapshot(commands: Commands) -> Commands:
-    """Add the noun `carver snapshot` with its verbs; return the object that takes more verbs."""
+    """Add `carver snapshot` with its subcommands; return the object that takes more of them."""
     verbs = noun(
         commands,
         "snapshot",
@@ -282,7 +282,7 @@ def add_snapshot(commands: Commands) -> Commands:
 
 
 def add_group(commands: Commands) -> None:
-    """Add the noun `carver group` with its verbs."""
+    """Add the command `carver group` with its subcommands."""
     verbs = noun(
         commands,
         "group",

@@ -23,7 +23,7 @@ _STANDARD_INPUT = "-"
 
 
 class Headers:
-    """The verbs on the LUKS2 header of one active volume, such as `carver volume rekey`.
+    """The commands on the LUKS2 header of one active volume, such as `carver volume rekey`.
 
     `device` is the device of the volume's logical volume, on which the header is.
     """
@@ -84,7 +84,7 @@ class Headers:
         print(f"{self._name} has the header of {file}")
 
     def _doubt_of(self, file: str, is_open: Callable[[], bool]) -> str:
-        """Check that a backup of the header may be restored; return a warning, or an empty text.
+        """Check that a backup of the header may be restored; return a warning to show, if any.
 
         Raises VolumeInUse, BadField, Reencrypting.
         """
@@ -152,14 +152,14 @@ class Headers:
 
 
 def _key(what: str, file: str) -> Key:
-    """Read a key from a file, from standard input for `-`, or without a file from the terminal."""
+    """Read a key from a file, from standard input for `-`, or from the terminal without a file."""
     if file:
         return key_in(file, what)
     return of_text(what, getpass.getpass(f"{what[0].upper()}{what[1:]}: "))
 
 
 def key_in(file: str, what: str = "key") -> Key:
-    """Read all bytes of a file as a key, or of standard input for `-`.
+    """Read a key: all bytes of a file, or of standard input if the file is `-`.
 
     Raises BadField, NotReady.
     """

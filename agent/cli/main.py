@@ -65,7 +65,7 @@ def _run(words: Sequence[str] | None) -> int:
         mount_errors.MountError,
         OSError,
     ) as error:
-        # Add advice to use root; the message of an OSError names the file already.
+        # Advise to run the command as root; the error's own message names the file.
         hint = isinstance(error, PermissionError) and os.geteuid() != 0
         print(f"carver: {error}{'; run it as root (sudo)' * hint}", file=sys.stderr)
     except KeyboardInterrupt:

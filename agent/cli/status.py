@@ -110,7 +110,7 @@ class Volume:
     encryption: str = ""
     # I/O limits of the volume at its present size, as the kernel gets them; empty without limits.
     limits: str = ""
-    # Progress of erasing, zeroing or filling the volume; empty if no such work is in progress, or
+    # Progress of erasing, zeroing or copying the volume; empty if no such work is in progress, or
     # the service does not answer.
     progress: str = ""
 
@@ -303,7 +303,7 @@ def _volume(
 
 
 def _layout(one: records.Volume) -> str:
-    """The layout of a volume.
+    """The layout of a volume, such as `linear`.
 
     Returns lvm2's words for a layout that Carver never makes, or that lies below a cache.
     """

@@ -52,7 +52,7 @@ def console() -> Console:
 
 
 def table(*titles: str, right: Iterable[str] = ()) -> Table:
-    """Return an empty table with these column titles; columns named in `right` hold numbers."""
+    """Return an empty table with column titles; columns in `right` are aligned to the right."""
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="dim")
     numbers = set(right)
     for title in titles:

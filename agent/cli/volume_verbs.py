@@ -1,4 +1,4 @@
-"""The verbs of `carver volume`, `snapshot` and `group`, by the same CSI calls as a cluster's."""
+"""Subcommands of `carver volume`, `snapshot` and `group`: CSI calls as a cluster makes them."""
 
 import json
 import sys
@@ -52,9 +52,9 @@ _NOT_YET = (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCod
 
 
 class VolumeVerbs:
-    """The verbs on the running service; each verb prints its result.
+    """The subcommands of `carver` that call the running service; each prints its result.
 
-    A verb raises an error of the service as grpc.RpcError, which `connected` turns into
+    A subcommand raises an error of the service as grpc.RpcError, which `connected` turns into
     CallRefused.
     """
 
@@ -163,7 +163,8 @@ class VolumeVerbs:
         mode = client.Mode.SINGLE_NODE_MULTI_WRITER if shared else client.Mode.SINGLE_NODE_WRITER
         capability = client.mounted(mode=mode)
         if not self.caller.confirms(volume.volume_id, capability):
-            # Take the volume for a raw block volume; staging reports any other problem.
+            # Assume a raw block volume, as the volume cannot be mounted; staging reports other
+            # problems.
             capability = client.block(mode)
         secrets = _secrets(key_file)
         staging.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -254,7 +255,7 @@ class VolumeVerbs:
         _print_changes(self.caller.undo_adopt(request), dry_run=dry_run)
 
     def headers(self, name: str) -> Headers:
-        """The verbs on an encrypted volume's header; raises NotStaged for an inactive volume."""
+        """The commands on an encrypted volume's header; raises NotStaged for an inactive volume."""
         volume = self.find(name)
         logical = backing.of_id(volume.volume_id)
         program = Cryptsetup(self.host.run, waits_for_udev=luks.has_udev())
@@ -274,7 +275,7 @@ class VolumeVerbs:
         return self.host.devices.mapping(self._own(name)) is not None
 
     def _own(self, name: str) -> Device:
-        """The device of a volume's logical volume; raises NotStaged if it is not active."""
+        """The device of a volume's logical volume; raises NotStaged if inactive."""
         volume = self.find(name)
         device = self._device(volume)
         if device is None:
@@ -396,11 +397,14 @@ class VolumeVerbs:
                 print(f"  at {after}: {step.kind} {step.what} {took}")
 
     def find(self, name: str) -> csi.Volume:
-        """The volume with a name, a logical volume's name or an id; raises as `_named` does."""
+        """The volume whose name, logical volume's name or id is `name`.
+
+        Raises NoSuchVolume, and PerhapsAway where a missing group may have the volume.
+        """
         return _named(name, self.caller.volumes_here())
 
     def find_snapshot(self, name: str) -> csi.Snapshot:
-        """The snapshot with a name, a logical volume's name or an id.
+        """The snapshot whose name, logical volume's name or id is `name`.
 
         Raises NoSuchSnapshot, and PerhapsAway where a missing group may have the snapshot.
         """
@@ -474,7 +478,7 @@ def _print_absent(away: Mapping[str, str]) -> None:
 
 
 def _named(name: str, here: carver.VolumesHereResponse) -> csi.Volume:
-    """The volume with a name, a logical volume's name or an id.
+    """The volume in a list whose name, logical volume's name or id is `name`.
 
     Raises NoSuchVolume, and PerhapsAway where a missing group may have the volume.
     """
@@ -530,7 +534,7 @@ def _logical(volume: csi.Volume) -> str:
 
 
 def _name(volume: csi.Volume) -> str:
-    """A volume's name, or the name of its logical volume if that has only a digest of the name."""
+    """The CO's name of a volume, or the logical volume's name if the CO's is not recorded."""
     return ids.readable_name(volume.volume_id)
 
 

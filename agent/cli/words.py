@@ -1,4 +1,4 @@
-"""Building blocks of the command line: nouns such as `carver volume`, verbs, arguments."""
+"""Building blocks of the command line: commands, their subcommands, and arguments."""
 
 import argparse
 import os
@@ -18,11 +18,11 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The parsers to which extras add commands, verbs and options.
+    """The parsers to which extras add commands, subcommands and options.
 
-    Extras add commands to `commands`, verbs to `volume` and `snapshot`, and options of `carver
-    doctor` to `doctor`. An option of `carver doctor` replaces the parsed attribute `findings`, a
-    function that returns the findings for the settings.
+    Extras add commands to `commands`, subcommands to `volume` and `snapshot`, and options of
+    `carver doctor` to `doctor`. An option of `carver doctor` replaces the parsed attribute
+    `findings`, a function that returns the findings for the settings.
     """
 
     commands: Commands
@@ -46,7 +46,7 @@ _carver_snapshots() { compadd -- ${(f)"$(carver snapshot list --names 2>/dev/nul
 
 
 class Argument:
-    """An argument of a verb, with the options of argparse's add_argument.
+    """An argument of a subcommand, with the options of argparse's add_argument.
 
     `complete` is the name of the shell function that completes the argument.
     """
@@ -75,7 +75,7 @@ def name_of(noun: str, dest: str = "name", text: str = "") -> Argument:
 
 
 def noun(commands: Commands, name: str, text: str, description: str) -> Commands:
-    """Add a noun, such as `volume`, to the command line; return the object that takes its verbs."""
+    """Add a command, such as `carver volume`; return the object that takes its subcommands."""
     noun_parser = commands.add_parser(name, help=text, description=description)
     return noun_parser.add_subparsers(required=True, metavar="VERB")
 
@@ -87,7 +87,7 @@ def verb(
     act: Callable[["VolumeVerbs", argparse.Namespace], None],
     *arguments: Argument | tuple[Argument, ...],
 ) -> argparse.ArgumentParser:
-    """Add a verb to a noun; `act` carries it out on the running service.
+    """Add a subcommand, such as `carver volume list`; `act` runs it on the running service.
 
     Arguments that are in one tuple exclude each other.
     """

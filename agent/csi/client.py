@@ -139,7 +139,7 @@ class Client:
         source: csi.VolumeContentSource | None = None,
         mutable: Mapping[str, str] | None = None,
     ) -> csi.Volume:
-        """Create a volume; without capabilities, with a mounted file system for a single writer."""
+        """Create a volume; the default capability is a mounted file system with a single writer."""
         request = csi.CreateVolumeRequest(
             name=name,
             capacity_range=csi.CapacityRange(
@@ -217,7 +217,7 @@ class Client:
     def every_snapshot(
         self, *, volume_id: str = "", snapshot_id: str = ""
     ) -> Iterator[csi.Snapshot]:
-        """Iterate over the snapshots that `snapshots` would return; request pages as needed."""
+        """Iterate over all snapshots, those of one volume, or one; request pages as needed."""
         request = csi.ListSnapshotsRequest(source_volume_id=volume_id, snapshot_id=snapshot_id)
         entries = self._every(self.controller.ListSnapshots, request)
         return (entry.snapshot for entry in entries)
@@ -351,7 +351,7 @@ class Client:
         secrets: Mapping[str, str] | None = None,
         capability: csi.VolumeCapability | None = None,
     ) -> csi.NodeExpandVolumeResponse:
-        """Grow a volume's file system, and its logical volume if smaller (NodeExpandVolume)."""
+        """Grow a volume's logical volume, if too small, and file system (NodeExpandVolume)."""
         request = csi.NodeExpandVolumeRequest(
             volume_id=volume_id,
             volume_path=str(volume_path),

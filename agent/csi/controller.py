@@ -173,7 +173,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ControllerListVolumeHealth(
         self, request: csi.ControllerListVolumeHealthRequest, context: grpc.ServicerContext
     ) -> csi.ControllerListVolumeHealthResponse:
-        """List a page of the health of the volumes that have a health condition."""
+        """List a page of the volumes that have a health condition, with their conditions."""
         part = self._health.list(requests.Page.from_proto(request))
         return csi.ControllerListVolumeHealthResponse(
             entries=map(messages.volume_health, part.entries), next_token=part.next_token
@@ -189,7 +189,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def GetCapacity(
         self, request: csi.GetCapacityRequest, context: grpc.ServicerContext
     ) -> csi.GetCapacityResponse:
-        """Return the capacity that CreateVolume has for volumes with the same parameters."""
+        """Return how much space CreateVolume has for volumes with the same parameters."""
         capacity = self._creator.capacity(requests.GetCapacity.from_proto(request))
         return csi.GetCapacityResponse(
             available_capacity=capacity.available_bytes,

@@ -165,7 +165,8 @@ class Interceptor(grpc.ServerInterceptor):
         def exchange(requests: Iterator[Message], context: grpc.ServicerContext) -> Iterator[Any]:
             first_request, problem = None, None
             try:
-                # Wait within the limit of such RPCs: a caller may send nothing for any time.
+                # Count the wait against the limit of RPCs in which both sides stream: the caller
+                # may not send its first request for a long time.
                 with self._admission.exchanges.one(""):
                     first_request = next(requests, None)
             except errors.TooManyCalls as error:
@@ -257,8 +258,8 @@ def _remaining_seconds(context: grpc.ServicerContext) -> float | None:
 def _end(context: grpc.ServicerContext, code: grpc.StatusCode, message: str) -> None:
     """Abort an RPC with a code and a message; do nothing for the code OK.
 
-    This is called outside the `except` block of the RPC's error. The frames of that error may hold
-    an encryption key, and the exception that `abort` raises would keep them alive.
+    Call this function outside the `except` block of the RPC's error. The frames of that error may
+    hold an encryption key, and the exception that `abort` raises would keep the frames alive.
     """
     if code is not grpc.StatusCode.OK:
         context.abort(code, codes.cut(message))

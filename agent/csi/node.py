@@ -118,7 +118,7 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeExpandVolume(
         self, request: csi.NodeExpandVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeExpandVolumeResponse:
-        """Grow a logical volume if it is smaller than requested; in any case grow what is on it."""
+        """Grow a logical volume if it is too small, and in any case the file system on it."""
         call = requests.ExpandVolume.from_proto(request)
         place = requests.VolumeAt.from_proto(request, "volume_path")
         keys = requests.keys_of(request.secrets)

@@ -1,4 +1,4 @@
-"""The gRPC service Operator: RPCs for people and for the command `carver`, which CSI lacks.
+"""The gRPC service Operator: RPCs that CSI lacks, for the command `carver`.
 
 proto/carver.proto declares the RPCs.
 """
@@ -178,7 +178,7 @@ def _progress(found: Progress) -> carver.Progress:
 
 
 def _keys(found: Iterable[Volume | Snapshot]) -> dict[str, str]:
-    """The names of the keys of the encrypted volumes or snapshots, by their ids."""
+    """The name of the encryption key of each encrypted volume or snapshot, by its id."""
     return {
         str(record.id): records.key_generation(record.own_tags)
         for record in found

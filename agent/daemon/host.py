@@ -23,13 +23,14 @@ class Host:
     kernel: Kernel
     devices: Devices
     disks: Disks
-    # Starts an interactive program, such as lvm2's shell; None if each lvm2 command is a process.
+    # Function that starts an interactive program, such as lvm2's shell; None if each lvm2 command
+    # is a process.
     converse: Converse | None = None
-    # Is called with each command that ended in an interactive lvm2 shell.
+    # Function that is called with each command that ended in an interactive lvm2 shell.
     observe: Callable[[Finished], None] = field(
         default=lambda finished: log_command(finished, session=True)
     )
-    # Runs a program whose output the caller reads while the program runs.
+    # Function that runs a program, whose output the caller reads while the program runs.
     stream: Stream = field(default_factory=lambda: Programs().stream)
     cgroups: Cgroups = field(default_factory=Cgroups)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class TextFormatter(logging.Formatter):
-    """Formats a record as `level message key=value …`, without a time, which journald adds."""
+    """Formatter of lines `level message key=value …`, without a time, which journald adds."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record as one line; a line break in a message or a value is escaped."""
@@ -21,7 +21,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as a JSON object, with the time in UTC."""
+    """Formatter of log records as JSON objects, with the time in UTC."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record as a JSON object in one line."""

@@ -108,7 +108,7 @@ class Monitor:
 
 
 class _Server(ThreadingHTTPServer):
-    """The standard library's HTTP server with limits of threads, and without a DNS query."""
+    """The standard library's HTTP server with limits of threads, and no DNS query at start."""
 
     # Replace HTTPServer.server_bind, which asks DNS for the host's name; only CGI needs that name.
     server_bind = TCPServer.server_bind

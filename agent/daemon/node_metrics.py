@@ -227,7 +227,7 @@ class PoolSeen:
     status: ThinPool | None
 
 
-# Samples of a metric: for each sample the values of the metric's labels, and the value.
+# Type of a metric's samples: for each sample the values of the metric's labels, and the number.
 Samples = Iterable[tuple[Sequence[str], float]]
 
 

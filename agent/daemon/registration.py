@@ -73,9 +73,9 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         self._directory = directory
         self._endpoint = endpoint
         self._name = driver_name
-        # Path of the registration socket. Only three digits of the boot's id are in the name, which
-        # so is no longer than the name with `-reg`: a long driver name may leave no more bytes of
-        # the 107 that a socket's path may have.
+        # Path of the registration socket. Only three digits of the boot's id are in the name, so
+        # the path is no longer than the path with `-reg`: a path with a long driver name may
+        # already have 107 bytes, the maximum for a socket.
         self.socket = directory / f"{driver_name}-{boot.identity()[:3]}.sock"
         # Path of the registration socket that node-driver-registrar and Carver 0.2 use.
         self._plain = directory / f"{driver_name}-reg.sock"
@@ -106,7 +106,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         self._end()
 
     def check(self) -> None:
-        """Raise NotReady unless kubelet registered Carver or another process registers Carver."""
+        """Raise NotReady unless Carver is registered, or another process is to register Carver."""
         if self.state not in (State.REGISTERED, State.TAKEN):
             raise errors.NotReady(
                 f"kubelet has not registered {self._name} ({self.state.value}, at {self.socket}):"
@@ -166,13 +166,13 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         """Remove registration sockets that processes of earlier boots left.
 
         Kubelet has registered nothing at such a socket since this boot began. A stale socket of
-        this boot stays: kubelet would take its removal for the removal of the driver, and so
-        unregister the driver of the new socket, which has the same name.
+        this boot stays: kubelet would take the removal of that socket for the removal of the
+        driver, and so unregister the driver that the new socket has registered.
         """
         since = time.time() - boot.seconds()
         paths = self._directory.glob(f"{self._name}-{'[0-9a-f]' * 3}.sock")
         for path in filter(sockets.is_stale, (*paths, self._plain)):
-            # Go by the time of a socket with `-reg` in its name, which has no id of a boot.
+            # A socket with `-reg` in its name has no id of a boot: go by the time of its creation.
             is_old = path.lstat().st_ctime < since if path == self._plain else path != self.socket
             if is_old:
                 path.unlink(missing_ok=True)
@@ -217,5 +217,5 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
 
 
 def _is_taken(path: Path) -> bool:
-    """Whether a path exists and is not a stale socket, that is one that no process serves."""
+    """Whether a path exists and is not a stale socket, which no process serves."""
     return os.path.lexists(path) and not sockets.is_stale(path)

@@ -69,8 +69,9 @@ from proto import carver_pb2_grpc, csi_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
-# Time limit, in seconds, for RPCs in flight to end as the service stops. With the limits of the
-# other steps of stopping it stays below systemd's TimeoutStopSec and kubelet's grace period.
+# Time limit, in seconds, for RPCs in flight to end as the service stops. Together with
+# the limits of the other steps, this limit is below systemd's TimeoutStopSec and kubelet's grace
+# period.
 _DRAIN_SECONDS = 25.0
 
 

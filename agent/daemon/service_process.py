@@ -87,9 +87,9 @@ def ending_in_time(seconds: float) -> Iterator["ProcessEnder"]:
 class ProcessEnder(threading.Thread):
     """A thread that ends the process by _exit(2) if the process does not stop in time.
 
-    A process needs this thread to end in time: Python waits for all its threads, and no signal ends
-    a thread that waits for a disk. The thread is started early, because a thread may not be
-    available later.
+    Without this thread the process might never end: at exit Python waits for all its threads, and
+    no signal ends a thread that waits for a disk. This thread is started early, because later it
+    may be impossible to start a thread.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -129,7 +129,8 @@ def startup(
 _OTHERS_SECONDS = 3.0
 # Interval, in seconds, at which the recovery of a group that does not answer is retried.
 _RETRY_SECONDS = 60.0
-# Interval, in seconds, of these retries once a disk was attached, removed or changed.
+# Interval, in seconds, at which the recovery of a group is retried after a disk was attached,
+# removed or changed.
 _SOON_SECONDS = 5.0
 
 
@@ -158,7 +159,7 @@ class Recovery:
         )
 
     def begin(self) -> None:
-        """Try to recover all groups; return once one is recovered, after three seconds or earlier.
+        """Try to recover all volume groups, and wait until at least one group is recovered.
 
         1. Start an attempt for each group.
         2. Wait up to three seconds for the end of all attempts.
@@ -198,7 +199,7 @@ class Recovery:
                 self.jobs.wake(self._job(group.name), 0.0)
 
     def _job(self, name: str) -> Job:
-        # Without `on_record` the worker does not retry a failed job: `step` plans the retries.
+        # With `on_record=False` the group's worker does not retry a failed job; `step` retries it.
         return Job(name, on_record=False)
 
     def _try(self, job: Job) -> None:

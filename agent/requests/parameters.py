@@ -98,8 +98,8 @@ def _of_layout(key: str, read: Callable[[str], Any], part: str) -> Parameter:
     """A parameter that overrides the field `part` of the device class's layout."""
 
     def apply(one: DeviceClass, value: Any) -> DeviceClass:
-        # Refuse the parameter: a thin or cached volume is not created by Layout.words, so the value
-        # would be ignored.
+        # Refuse the parameter: a thin or cached volume is not created with the options that
+        # Layout.words returns, so the value would be ignored.
         if (one.layout.is_thin or one.cache) and value != getattr(one.layout, part):
             raise ValueError("cannot be set for a class that is thin or has a cache")
         changed: dict[str, Any] = {part: value}
@@ -362,8 +362,8 @@ def _of_volume(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Read a volume's parameters; return their values, and the tags for Kubernetes' names.
 
-    A file system may be named by Carver's key, by Kubernetes' keys, or by several with the same
-    value. Raises BadField.
+    A file system may be named by Carver's key and by Kubernetes' keys, if all name the same file
+    system. Raises BadField.
     """
     _check_map(field, wire)
     texts = _without_kubernetes(wire)

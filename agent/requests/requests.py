@@ -1,4 +1,4 @@
-"""CSI requests as frozen records, which `from_proto` reads and checks; it raises BadField."""
+"""CSI requests as frozen records, read and checked by `from_proto`, which raises BadField."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -153,10 +153,11 @@ def _path(wire: Message, field: str) -> str:
 
 T = TypeVar("T")
 
-# Maximum number of entries in a page of a list. A page ends there even for a caller that set no
-# limit, which the CSI spec allows, because gRPC in Go accepts messages of 4 MiB by default.
+# Maximum number of entries in a page of a list. The limit holds even for a caller that set
+# none, which the CSI spec allows, because gRPC in Go accepts messages of 4 MiB by default.
 MOST_ENTRIES = 2000
-# Maximum size of the entries in a page of a list, in bytes, for the same limit of gRPC in Go.
+# Maximum size of the entries in a page of a list, in bytes: gRPC in Go accepts messages of 4
+# MiB by default.
 MOST_BYTES = 2 << 20
 
 
@@ -544,7 +545,7 @@ class ListSnapshots:
         return cls(Page.from_proto(wire), wire.source_volume_id, wire.snapshot_id)
 
 
-# Names that a passphrase may have (secret.GENERATION), so that a tag can hold the name.
+# Form of a passphrase's name (secret.GENERATION): a text that a tag can hold.
 _GENERATION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -555,7 +556,7 @@ ATTACHED_READ_ONLY = "carver/readOnly"
 def publish_context(*, read_only: bool) -> Mapping[str, str]:
     """The publish_context that ControllerPublishVolume returns; the CO passes it to the Node RPCs.
 
-    It depends on `read_only` alone, so a repeated call returns the same context.
+    The context depends on `read_only` alone, so a repeated call returns the same context.
     """
     return {ATTACHED_READ_ONLY: "true"} if read_only else {}
 
@@ -584,7 +585,8 @@ class AttachVolume:
         """Read and check a ControllerPublishVolume request; raises BadField."""
         volume_id, node_id = required(wire, "volume_id"), required(wire, "node_id")
         capability = _capability(wire)
-        # Check the volume_context now: NodeStageVolume gets the same context, and would refuse it.
+        # Check the volume_context before the volume is attached: NodeStageVolume gets the same
+        # context, and would refuse an invalid one.
         Parameters.from_context(wire.volume_context)
         return cls(volume_id, node_id, capability, wire.readonly)
 

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 
 from agent.core import errors
 
-# Keys in a CSI call's secrets: the passphrase, and the previous passphrase.
+# Names of entries in a CSI call's secrets: the passphrase, and the previous passphrase.
 PASSPHRASE, PREVIOUS_PASSPHRASE = "passphrase", "previousPassphrase"
-# Key in a CSI call's secrets: a name of the passphrase, which is stored unencrypted.
+# Name of the entry in a CSI call's secrets that gives the passphrase a name. That name is stored
+# unencrypted.
 GENERATION = "passphraseGeneration"
 # Maximum size of a passphrase, in bytes, that CSI and cryptsetup accept.
 MOST_BYTES = 2048
-# Random salt for digests of keys. It is never written to a disk: without the salt nothing can be
-# learned from a digest.
+# Random salt for digests of keys. The salt is never written to a disk, and without the salt nothing
+# can be learned from a digest.
 _SALT = os.urandom(32)
 
 
@@ -53,7 +54,7 @@ class Keys:
     generation: str = ""
 
     def digests(self) -> tuple[object, ...]:
-        """Salted digests of the keys, by which this process compares keys, and the key's name."""
+        """Salted digests of the keys and the present key's name, for comparison in this process."""
         keys = (self.present, self.previous)
         digests = (key and hmac.digest(_SALT, key.data, "sha256") for key in keys)
         return (*digests, self.generation)
@@ -69,7 +70,7 @@ class Keys:
                     key.wipe()
 
 
-# Keys of a call that has no keys.
+# Record of the keys of a call that has no keys.
 NONE = Keys()
 
 

@@ -24,8 +24,8 @@ ZEROS = (ZERO_FIRST, tag.FULLY)
 REPAIRS = MANUAL, AUTO = ("manual", "auto")
 # Values of `encryption`: the formats of encrypted volumes.
 ENCRYPTIONS = ("luks2",)
-# Values of `erase`: how the data of a deleted encrypted volume are erased, beside its header: as
-# the setting `wipe` says, not at all, or by a discard.
+# Values of `erase`: how the data of a deleted encrypted volume are erased, whose header is zeroed
+# in any case: as the setting `wipe` says, not at all, or by a discard.
 ERASURES = ERASE_ZERO, ERASE_CRYPTO, ERASE_DISCARD = ("zero", "crypto", "discard")
 # Values of `erase` with which only the header of an encrypted volume is zeroed. Without its header
 # the volume cannot be read.
@@ -66,7 +66,7 @@ class DeviceClass:
     repair_after_seconds: int = 600
     # Format of the encryption; empty for a class without encryption.
     encryption: str = ""
-    # Whether dm-crypt passes on discards, for encrypted volumes.
+    # Whether dm-crypt passes discards of encrypted volumes on to the disk.
     discard: bool = False
     # How the data of a deleted encrypted volume are erased.
     erase: str = ERASE_ZERO

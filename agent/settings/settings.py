@@ -33,7 +33,7 @@ class BackingFile:
 class GroupDefinition:
     """A volume group that Carver creates if it is missing, on devices or in a file.
 
-    `fast` are those of the `devices` that are for caches.
+    `fast` are the devices among `devices` that are for caches.
     """
 
     group: str
@@ -129,7 +129,7 @@ class Wipe:
     only_if_certain: bool = False
 
 
-# Values of the setting `wipe`.
+# Values of the setting `wipe`, with what each value does.
 WIPES: Mapping[str, Wipe] = {
     "zero": Wipe(),
     "discard": Wipe(discards=True, only_if_certain=True),
