@@ -228,7 +228,7 @@ def volume_groups(settings: Config, host: Host) -> VolumeGroups:
 def _class(one: DeviceClass, now: report.Report, allocators: Allocators) -> Class:
     group = now.groups.get(one.group)
     largest = None
-    with suppress(errors.PoolSilent):  # the health of the pool's volumes reports that
+    with suppress(errors.PoolSilent):  # the health of the pool's volumes reports a silent pool
         largest = allocators.of(one).maximum_bytes(group) if group is not None else None
     return Class(one.name, one.group, one.layout.kind, one.fs_type, one.default, largest)
 
@@ -324,6 +324,6 @@ def _use(kernel: Kernel, found: Sequence[Mount]) -> usage.Usage | None:
     None for a volume that is not mounted, and for one whose device is bind-mounted.
     """
     if found and found[0].root == "/":
-        with suppress(mount_errors.MountError):  # the volume's health reports this error
+        with suppress(mount_errors.MountError):  # the volume's health reports a mount that fails
             return usage.of(kernel, found[0].path)
     return None

@@ -263,7 +263,7 @@ def resume(service: Service, group: str) -> bool:
     try:
         report = service.reports.fresh(group)
     except errors.GroupRefused:
-        return False  # logged by the volume group, and reported by each call
+        return False  # the volume group logs the refusal, and each RPC returns it
     if group not in report.groups:
         return False
     steps: dict[str, Callable[[str], int]] = {

@@ -99,7 +99,7 @@ class ProcessEnder(threading.Thread):
         self.exit_code = 1
 
     def run(self) -> None:
-        """Wait for the service to stop and for the process to exit; end a process that does not."""
+        """Wait until the service stops and the process exits; end the process if either hangs."""
         self.is_stopping.wait()
         if self.is_stopped.wait(self._seconds):
             # Give the main thread time to log its error and to exit, which ends this thread, too.
@@ -252,7 +252,7 @@ def _counted(host: Host, metrics: "Metrics") -> Host:
 
 
 def _start_background(service: Service, watch: Watch) -> None:
-    """Start the periodic background work, and log the warnings and failures of the preflight.
+    """Start the periodic background work, and log what the checks of `carver doctor` find.
 
     A failed check does not stop the service here; Probe returns an error where nothing can be
     served.
