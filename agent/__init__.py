@@ -1,19 +1,21 @@
-"""Carver above LVM and the kernel: operations, CSI services, process, command and extras.
+"""Carver above its packages for LVM and the kernel: operations, services, command, extras.
 
-Raises `ImportError` where grpc was imported before it.
+Importing this package raises `ImportError` if grpc was imported before without its fork handlers
+being switched off.
 """
 
 import os
 import sys
 
-# sh forks and runs Python in the child before exec. gRPC's at-fork handlers crash that child when
-# the fork comes from one of gRPC's own threads. They are installed when grpc is first imported,
-# and only this variable, set before, keeps them out.
+# Environment variable that, when it is "0" as grpc is first imported, keeps gRPC from installing
+# its at-fork handlers. The library sh forks, and runs Python in the child before exec. gRPC's
+# handlers crash such a child if the fork comes from one of gRPC's own threads.
 _FORK_HANDLERS = "GRPC_ENABLE_FORK_SUPPORT"
 if "grpc" in sys.modules and os.environ.get(_FORK_HANDLERS) != "0":
     raise ImportError("import agent before grpc, whose fork handlers would kill programs it starts")
 os.environ[_FORK_HANDLERS] = "0"
 
-# Of TLS 1.2's suites only one that no certificate can serve (its key is shared beforehand): so gRPC
-# speaks TLS 1.3, whose suites this does not choose. It has no other way to set a least version.
+# Have gRPC speak only TLS 1.3. gRPC has no setting for the oldest TLS version. So the only cipher
+# suite of TLS 1.2 that is allowed is one with a pre-shared key, with which no certificate can be
+# used. The variable does not affect the cipher suites of TLS 1.3.
 os.environ["GRPC_SSL_CIPHER_SUITES"] = "ECDHE-PSK-CHACHA20-POLY1305"

@@ -1,4 +1,4 @@
-"""`python -m agent` is the command `carver`."""
+"""Entry point of `python -m agent`, which is the command `carver`."""
 
 import sys
 

@@ -1,1 +1,1 @@
-"""The command `carver`."""
+"""The command line `carver`: commands, their arguments, and their output."""

@@ -1,4 +1,4 @@
-"""The PersistentVolume and the claim of an adopted volume, as YAML for `kubectl apply`."""
+"""The PersistentVolume and claim of an adopted volume, as YAML for `kubectl apply`."""
 
 import json
 from typing import Any
@@ -9,7 +9,8 @@ from agent.settings import values
 from lvm import names
 from proto import csi_pb2 as csi
 
-# Values are JSON, which YAML reads as the same.
+# Template of the YAML for a PersistentVolume and its claim. The values are inserted as JSON, which
+# is valid YAML.
 _MANIFEST = """\
 apiVersion: v1
 kind: PersistentVolume
@@ -57,17 +58,21 @@ spec:
 
 
 class Manifest:
-    """What a logical volume is to be in the cluster once it is adopted; raises BadField.
+    """The PersistentVolume and claim for a logical volume that is to be adopted.
 
-    `claim` is a namespace, / and a name, or empty for the PersistentVolume's name in `default`.
+    `logical` is the logical volume's name. `claim` is the claim's namespace, a slash and the
+    claim's name. If `claim` is empty, the claim gets the PersistentVolume's name in the namespace
+    `default`. Raises BadField for a claim or a storage class whose name Kubernetes does not allow.
     """
 
     def __init__(self, driver: str, logical: str, claim: str, storage_class: str) -> None:
         self._driver, self._storage_class = driver, storage_class
-        # Once adopted, it can be named by its new name as well.
+        # Name of the PersistentVolume: the logical volume's name, without the prefix `vol-`. A
+        # logical volume that is adopted already has this prefix.
         self.name = names.readable(ids.VOLUME_PREFIX, logical)
         if not _is_name(self.name):
-            # No logical volume's name has that character: this one always gets a digest.
+            # Take a digest in place of a name that Kubernetes does not allow. `logical_volume`
+            # makes a digest because of the question mark, which no logical volume's name may have.
             self.name = names.logical_volume("adopted", f"{self.name}?").replace(".", "-")
         namespace, slash, name = claim.partition("/")
         if claim and not (slash and _is_name(namespace) and _is_name(name)):
@@ -78,7 +83,10 @@ class Manifest:
         self.namespace, self.claim = namespace or "default", name or self.name
 
     def of(self, volume: csi.Volume) -> str:
-        """The YAML; raw block volumes have no file system in their context."""
+        """The YAML for an adopted volume.
+
+        A volume without a file system in its volume context is a raw block volume.
+        """
         context = dict(volume.volume_context)
         fs_type = context.get(f"{PREFIX}{tag.FS_TYPE}", "")
         segments = volume.accessible_topology[0].segments

@@ -1,4 +1,4 @@
-"""The command line of `carver volume`, `snapshot` and `group`."""
+"""Subcommands of `carver volume`, `snapshot` and `group`, and `carver trace`; their arguments."""
 
 import argparse
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ FILE = Argument("file", metavar="FILE", help="where the copy is")
 
 
 def add_volume(commands: Commands) -> Commands:
-    """Add `carver volume`; return its verbs."""
+    """Add `carver volume` with its subcommands; return the object that takes more subcommands."""
     verbs = noun(
         commands,
         "volume",
@@ -35,13 +35,13 @@ def add_volume(commands: Commands) -> Commands:
         verbs,
         "create",
         "make a volume",
-        lambda service, given: service.create(
-            given.name,
-            given.size,
-            _parameters(given),
-            raw=given.block,
-            snapshot=given.from_snapshot,
-            volume=given.from_volume,
+        lambda service, parsed: service.create(
+            parsed.name,
+            parsed.size,
+            _parameters(parsed),
+            raw=parsed.block,
+            snapshot=parsed.from_snapshot,
+            volume=parsed.from_volume,
         ),
         Argument("name", metavar="NAME", help="its name on this node"),
         Argument(
@@ -65,14 +65,14 @@ def add_volume(commands: Commands) -> Commands:
         verbs,
         "list",
         "show all volumes",
-        lambda service, given: service.show_all(as_json=given.json, names_only=given.names),
+        lambda service, parsed: service.show_all(as_json=parsed.json, names_only=parsed.names),
         (JSON, NAMES),
     )
     verb(
         verbs,
         "show",
         "show one volume, and where it is",
-        lambda service, given: service.show(given.name, as_json=given.json),
+        lambda service, parsed: service.show(parsed.name, as_json=parsed.json),
         NAME,
         JSON,
     )
@@ -80,12 +80,12 @@ def add_volume(commands: Commands) -> Commands:
         verbs,
         "publish",
         "have a volume appear at a path; the first time, format it",
-        lambda service, given: service.publish(
-            given.name,
-            given.path,
-            read_only=given.read_only,
-            shared=given.shared,
-            key_file=given.key_file,
+        lambda service, parsed: service.publish(
+            parsed.name,
+            parsed.path,
+            read_only=parsed.read_only,
+            shared=parsed.shared,
+            key_file=parsed.key_file,
         ),
         KEY_FILE,
         NAME,
@@ -99,7 +99,7 @@ def add_volume(commands: Commands) -> Commands:
         verbs,
         "unpublish",
         "take a volume from a path, which is removed",
-        lambda service, given: service.unpublish(given.name, given.path, confirmed=given.yes),
+        lambda service, parsed: service.unpublish(parsed.name, parsed.path, confirmed=parsed.yes),
         NAME,
         Argument("path", metavar="PATH", nargs="?", help="else from everywhere"),
         flag("--yes", "do not ask, also not for a pod's"),
@@ -108,7 +108,7 @@ def add_volume(commands: Commands) -> Commands:
         verbs,
         "expand",
         "make a volume larger, also while it is in use",
-        lambda service, given: service.expand(given.name, given.size, given.key_file),
+        lambda service, parsed: service.expand(parsed.name, parsed.size, parsed.key_file),
         NAME,
         KEY_FILE,
         Argument("size", metavar="SIZE", type=_size, help="the new size"),
@@ -117,7 +117,7 @@ def add_volume(commands: Commands) -> Commands:
         verbs,
         "modify",
         "limit a volume's I/O, or change its read-ahead or how fast its RAID is rebuilt",
-        lambda service, given: service.modify(given.name, dict(given.parameters)),
+        lambda service, parsed: service.modify(parsed.name, dict(parsed.parameters)),
         NAME,
         Argument(
             "parameters",
@@ -133,7 +133,7 @@ def add_volume(commands: Commands) -> Commands:
         verbs,
         "repair",
         "repair a volume that lost a disk, or whose pool is damaged; wait until it is whole",
-        lambda service, given: service.repair(given.name, pool_metadata=given.pool_metadata),
+        lambda service, parsed: service.repair(parsed.name, pool_metadata=parsed.pool_metadata),
         NAME,
         flag(
             "--pool-metadata", "of a thin volume: rebuild its pool's metadata, if they are damaged"
@@ -143,8 +143,8 @@ def add_volume(commands: Commands) -> Commands:
         verbs,
         "rekey",
         "give an encrypted volume another key, or one more for recovery",
-        lambda service, given: service.headers(given.name).rekey(
-            given.key_file, given.new_key_file, recovery=given.recovery
+        lambda service, parsed: service.headers(parsed.name).rekey(
+            parsed.key_file, parsed.new_key_file, recovery=parsed.recovery
         ),
         NAME,
         KEY_FILE,
@@ -169,7 +169,7 @@ def add_volume(commands: Commands) -> Commands:
         verbs,
         "delete",
         "erase and remove a volume",
-        lambda service, given: service.delete(given.name, confirmed=given.yes),
+        lambda service, parsed: service.delete(parsed.name, confirmed=parsed.yes),
         NAME,
         YES,
     )
@@ -181,17 +181,17 @@ def _add_adopt(verbs: Commands) -> None:
         verbs,
         "adopt",
         "take a logical volume that Carver did not make as a volume, with what it holds",
-        lambda service, given: (
-            service.undo_adopt(given.path, dry_run=given.dry_run)
-            if given.undo
+        lambda service, parsed: (
+            service.undo_adopt(parsed.path, dry_run=parsed.dry_run)
+            if parsed.undo
             else service.adopt(
-                given.path,
-                given.claim,
-                given.storage_class,
-                device_class=given.device_class,
-                made_by=given.made_by,
-                block=given.block,
-                dry_run=given.dry_run,
+                parsed.path,
+                parsed.claim,
+                parsed.storage_class,
+                device_class=parsed.device_class,
+                made_by=parsed.made_by,
+                block=parsed.block,
+                dry_run=parsed.dry_run,
             )
         ),
         Argument("path", metavar="GROUP/LV", help="a logical volume that is not in use"),
@@ -217,14 +217,14 @@ def _add_header(verbs: Commands) -> None:
         verbs,
         "show",
         "show what the header says",
-        lambda service, given: service.headers(given.name).show(),
+        lambda service, parsed: service.headers(parsed.name).show(),
         NAME,
     )
     verb(
         verbs,
         "backup",
         "write the header, key slots and all, to a new file",
-        lambda service, given: service.headers(given.name).back_up(given.file),
+        lambda service, parsed: service.headers(parsed.name).back_up(parsed.file),
         NAME,
         FILE,
     )
@@ -232,8 +232,8 @@ def _add_header(verbs: Commands) -> None:
         verbs,
         "restore",
         "put the header of a file in place of the volume's, which is not open",
-        lambda service, given: service.headers(given.name).restore(
-            given.file, is_open=lambda: service.is_open(given.name), confirmed=given.yes
+        lambda service, parsed: service.headers(parsed.name).restore(
+            parsed.file, is_open=lambda: service.is_open(parsed.name), confirmed=parsed.yes
         ),
         NAME,
         FILE,
@@ -242,7 +242,7 @@ def _add_header(verbs: Commands) -> None:
 
 
 def add_snapshot(commands: Commands) -> Commands:
-    """Add `carver snapshot`; return its verbs."""
+    """Add `carver snapshot` with its subcommands; return the object that takes more of them."""
     verbs = noun(
         commands,
         "snapshot",
@@ -254,7 +254,7 @@ def add_snapshot(commands: Commands) -> Commands:
         verbs,
         "create",
         "keep a volume as it is now",
-        lambda service, given: service.take(given.volume, given.name, given.size),
+        lambda service, parsed: service.take(parsed.volume, parsed.name, parsed.size),
         name_of("volume", "volume"),
         Argument("name", metavar="NAME", help="the snapshot's name on this node"),
         Argument(
@@ -265,14 +265,16 @@ def add_snapshot(commands: Commands) -> Commands:
         verbs,
         "list",
         "show all snapshots",
-        lambda service, given: service.show_snapshots(as_json=given.json, names_only=given.names),
+        lambda service, parsed: service.show_snapshots(
+            as_json=parsed.json, names_only=parsed.names
+        ),
         (JSON, NAMES),
     )
     verb(
         verbs,
         "delete",
         "delete a snapshot",
-        lambda service, given: service.drop(given.name, confirmed=given.yes),
+        lambda service, parsed: service.drop(parsed.name, confirmed=parsed.yes),
         name_of("snapshot"),
         YES,
     )
@@ -280,7 +282,7 @@ def add_snapshot(commands: Commands) -> Commands:
 
 
 def add_group(commands: Commands) -> None:
-    """Add `carver group`."""
+    """Add the command `carver group` with its subcommands."""
     verbs = noun(
         commands,
         "group",
@@ -291,7 +293,7 @@ def add_group(commands: Commands) -> None:
         verbs,
         "replace-disk",
         "replace a disk by another; wait until all that was on it is on the new one",
-        lambda service, given: service.replace_disk(given.old, given.new, confirmed=given.yes),
+        lambda service, parsed: service.replace_disk(parsed.old, parsed.new, confirmed=parsed.yes),
         Argument("old", metavar="OLD", help="its path; of a missing disk its UUID"),
         Argument("new", metavar="NEW", help="a vacant block device"),
         YES,
@@ -299,12 +301,14 @@ def add_group(commands: Commands) -> None:
 
 
 def add_trace(commands: Commands) -> None:
-    """Add `carver trace`."""
+    """Add the command `carver trace`."""
     verb(
         commands,
         "trace",
         "show the slowest of the last calls, with what each waited for and its steps",
-        lambda service, given: service.show_slowest(given.most, given.method, as_json=given.json),
+        lambda service, parsed: service.show_slowest(
+            parsed.most, parsed.method, as_json=parsed.json
+        ),
         Argument("--most", type=int, default=10, metavar="N", help="so many; else 10"),
         Argument("--method", default="", help="only of this one, such as NodeStageVolume"),
         JSON,
@@ -312,13 +316,13 @@ def add_trace(commands: Commands) -> None:
 
 
 def _parameters(parsed: argparse.Namespace) -> Mapping[str, str]:
-    """The parameters that a StorageClass would have."""
-    given = {
+    """The arguments of `carver volume create` as parameters of a StorageClass."""
+    parameters = {
         "class": parsed.device_class,
         "fsType": parsed.fs_type,
         "encryption": parsed.encryption,
     }
-    return {key: value for key, value in given.items() if value}
+    return {key: value for key, value in parameters.items() if value}
 
 
 def _parameter(text: str) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """Show, back up, restore and re-key the headers of encrypted volumes, by hand.
 
-This works on the volume's device, not through the service, so no key goes through a socket.
+The functions work on the device of a volume and not through the service, so that no key goes
+through a socket.
 """
 
 import getpass
@@ -22,7 +23,10 @@ _STANDARD_INPUT = "-"
 
 
 class Headers:
-    """The verbs on one active volume; `device` is its logical volume's."""
+    """The commands on the LUKS2 header of one active volume, such as `carver volume rekey`.
+
+    `device` is the device of the volume's logical volume, on which the header is.
+    """
 
     def __init__(
         self,
@@ -35,24 +39,25 @@ class Headers:
     ) -> None:
         self._name, self._kernel, self._device = name, kernel, device
         self._program, self._copies = program, copies
-        # Removes the name of its key from the volume's tags, before it gets another key.
+        # Function that removes the key's name from the volume's tags; called before the volume gets
+        # another key.
         self._forget_key = forget_key
 
     def show(self) -> None:
-        """Print what the header says."""
+        """Print the header's UUID, key slots, cipher, key derivation and pending re-encryption."""
         header = self._header()
-        made = terminal.table("", "")
-        made.add_row("uuid", header.uuid)
-        made.add_row("slots", ", ".join(map(str, header.slots)) or "none: no key can open it")
-        made.add_row("data", f"from byte {header.offset_bytes}")
-        made.add_row("cipher", f"{header.cipher}, sectors of {header.sector_bytes} bytes")
-        made.add_row("key derivation", ", ".join(header.key_derivation))
+        grid = terminal.table("", "")
+        grid.add_row("uuid", header.uuid)
+        grid.add_row("slots", ", ".join(map(str, header.slots)) or "none: no key can open it")
+        grid.add_row("data", f"from byte {header.offset_bytes}")
+        grid.add_row("cipher", f"{header.cipher}, sectors of {header.sector_bytes} bytes")
+        grid.add_row("key derivation", ", ".join(header.key_derivation))
         if header.is_reencrypting:
-            made.add_row("re-encryption", "begun, and not ended: cryptsetup must end it")
-        terminal.console().print(made)
+            grid.add_row("re-encryption", "begun, and not ended: cryptsetup must end it")
+        terminal.console().print(grid)
 
     def back_up(self, file: str) -> None:
-        """Write the header, key slots included, to a new file."""
+        """Back up the header, with its key slots, to a new file. Raises BadField, Reencrypting."""
         self._require_settled(self._header())
         if Path(file).exists():
             raise errors.BadField("FILE", f"{file} exists already")
@@ -60,42 +65,53 @@ class Headers:
         print(f"the header of {self._name} is in {file}; keep it as you keep keys")
 
     def restore(self, file: str, *, is_open: Callable[[], bool], confirmed: bool) -> None:
-        """Put a header back, if it is the volume's. Raises BadField, VolumeInUse, NotConfirmed."""
-        doubt = self._doubt_of(file, is_open)
-        asked = f"Overwrite the header of {self._name} with that of {file}?{doubt}"
+        """Restore the header from a backup, if the backup is of this volume's header.
+
+        If the present header is damaged, any backup is accepted; the question to the user warns of
+        a backup with another UUID than this volume's. Raises BadField, VolumeInUse, NotConfirmed,
+        Reencrypting.
+        """
+        warning = self._doubt_of(file, is_open)
+        question = f"Overwrite the header of {self._name} with that of {file}?{warning}"
         if not confirmed:
-            if not terminal.confirmed(asked):
+            if not terminal.confirmed(question):
                 raise errors.NotConfirmed(self._name, "changed")
-            # Meanwhile it may have been staged, or be re-encrypted.
-            if self._doubt_of(file, is_open) != doubt:
+            # Check again: while the user decided, the volume may have been staged or re-encrypted.
+            if self._doubt_of(file, is_open) != warning:
                 raise errors.NotConfirmed(self._name, "changed")
         self._forget_key()
         self._program.restore(self._device.path, file)
         print(f"{self._name} has the header of {file}")
 
     def _doubt_of(self, file: str, is_open: Callable[[], bool]) -> str:
-        """Check that the header may be restored; return what else to warn of."""
+        """Check that a backup of the header may be restored; return a warning to show, if any.
+
+        Raises VolumeInUse, BadField, Reencrypting.
+        """
         if is_open():
             raise errors.VolumeInUse(self._name, "it is open; unstage it first")
         try:
-            kept = luks.read(Kernel(), file)
+            backup = luks.read(Kernel(), file)
         except OSError:
-            kept = None
-        if kept is None:
+            backup = None
+        if backup is None:
             raise errors.BadField("FILE", f"{file} is not a backup of a LUKS2 header")
-        present = luks.read(self._kernel, self._device.path)
-        own = own_uuid(self._device) if present is None else present.uuid
-        if present is not None:
-            self._require_settled(present)
-        if present is not None and kept.uuid != own:
-            raise errors.BadField("FILE", f"it is of the header {kept.uuid}, not of {own}")
-        # A copy that 0.2.0 had re-encrypted may have the UUID of its source's header.
-        if present is not None and kept.reading != present.reading:
+        header = luks.read(self._kernel, self._device.path)
+        expected_uuid = own_uuid(self._device) if header is None else header.uuid
+        if header is not None:
+            self._require_settled(header)
+        if header is not None and backup.uuid != expected_uuid:
+            raise errors.BadField(
+                "FILE", f"it is of the header {backup.uuid}, not of {expected_uuid}"
+            )
+        # Compare more than the UUIDs: a copy that Carver 0.2.0 re-encrypted may have a header with
+        # the UUID of its source's header.
+        if header is not None and backup.reading != header.reading:
             raise errors.BadField("FILE", "it is of another master key, or of data elsewhere")
-        return "" if kept.uuid == own else " This volume was made with another header."
+        return "" if backup.uuid == expected_uuid else " This volume was made with another header."
 
     def rekey(self, key_file: str, new_key_file: str, *, recovery: bool) -> None:
-        """Change the volume's key, or add a recovery key."""
+        """Replace the volume's key by a new key, or set a recovery key beside the volume's key."""
         header = self._header()
         self._require_settled(header)
         slots, device = header.slots, self._device.path
@@ -103,25 +119,28 @@ class Headers:
             raise errors.BadField(
                 "--new-key-file", "only one of the two keys can be at standard input"
             )
-        old = _key("key", key_file)
-        new = _key("new key", new_key_file)
-        with Keys(new, old).used():
-            if new.data == old.data:
+        old_key = _key("key", key_file)
+        new_key = _key("new key", new_key_file)
+        with Keys(new_key, old_key).used():
+            if new_key.data == old_key.data:
                 raise errors.BadField("new key", "is the key that it has")
-            if not self._program.check(device, old.data):
+            if not self._program.check(device, old_key.data):
                 raise errors.BadField("key", f"it does not open {self._name}")
             if recovery:
                 if luks.RECOVERY in slots:
-                    self._program.kill(device, old.data, luks.RECOVERY)
-                self._program.add(device, old.data, new.data, luks.RECOVERY)
+                    self._program.kill(device, old_key.data, luks.RECOVERY)
+                self._program.add(device, old_key.data, new_key.data, luks.RECOVERY)
             else:
                 self._forget_key()
-                encrypt.change(self._program, slots, device, old, new)
+                encrypt.change(self._program, slots, device, old_key, new_key)
         self._copies.keep(self._device, anew=True)
         print(f"{self._name} has {'a recovery' if recovery else 'a new'} key")
 
     def _require_settled(self, header: Header) -> None:
-        """Raise Reencrypting: a header kept during re-encryption is soon outdated."""
+        """Raise Reencrypting for a header with a re-encryption that has not ended.
+
+        A backup of such a header is soon outdated.
+        """
         if header.is_reencrypting:
             raise errors.Reencrypting(self._name, self._device.path)
 
@@ -133,14 +152,17 @@ class Headers:
 
 
 def _key(what: str, file: str) -> Key:
-    """Read a key from a file, standard input or the terminal."""
+    """Read a key from a file, from standard input for `-`, or from the terminal without a file."""
     if file:
         return key_in(file, what)
     return of_text(what, getpass.getpass(f"{what[0].upper()}{what[1:]}: "))
 
 
 def key_in(file: str, what: str = "key") -> Key:
-    """Read all bytes of a file or standard input as a key. Raises BadField, NotReady."""
+    """Read a key: all bytes of a file, or of standard input if the file is `-`.
+
+    Raises BadField, NotReady.
+    """
     if file == _STANDARD_INPUT:
         data = bytearray(sys.stdin.buffer.read(MOST_BYTES + 1))
         if not 0 < len(data) <= MOST_BYTES:

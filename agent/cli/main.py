@@ -1,4 +1,4 @@
-"""The command `carver`."""
+"""Entry point of the command `carver`, with its commands serve, status, doctor, completion."""
 
 import argparse
 import io
@@ -26,18 +26,25 @@ from mount import mount_errors as mount_errors
 if TYPE_CHECKING:
     from agent.operations.preflight import Finding
 
-# Each command's function imports what it needs: gRPC loads slowly, rich and shtab are optional.
+# The function of each command imports the modules that only this command needs: gRPC, rich and
+# shtab load slowly.
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command; return 0 for success, 1 for a reported failure, 2 for wrong usage."""
+    """Run the command line `words`, by default that of the process, and return the exit code.
+
+    0 means success, 1 a failure that was reported, 2 wrong usage, 130 an interruption by Ctrl-C.
+    """
     with written_if_possible():
         return _run(words)
 
 
 @contextmanager
 def written_if_possible() -> Iterator[None]:
-    """Have output that has no reader, and log lines that have no room, change no exit code."""
+    """Keep failed writes to standard output and standard error from changing the exit code.
+
+    A write fails when the reader of a pipe has gone, and a write to the log when the disk is full.
+    """
     for name in ("stdout", "stderr"):
         if (stream := getattr(sys, name)) is getattr(sys, f"__{name}__") and stream is not None:
             setattr(sys, name, _Output(stream, is_log=name == "stderr"))
@@ -58,7 +65,7 @@ def _run(words: Sequence[str] | None) -> int:
         mount_errors.MountError,
         OSError,
     ) as error:
-        # An OSError names its file.
+        # Advise to run the command as root; the error's own message names the file.
         hint = isinstance(error, PermissionError) and os.geteuid() != 0
         print(f"carver: {error}{'; run it as root (sudo)' * hint}", file=sys.stderr)
     except KeyboardInterrupt:
@@ -67,10 +74,11 @@ def _run(words: Sequence[str] | None) -> int:
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output or error that drops what its reader, such as head(1), does not read.
+    """Standard output or error that drops further output once its reader, as head(1), has gone.
 
-    The command goes on, and its exit code is that of its findings. Where it is a log, lines that
-    cannot be written are lost, as on a full disk; later lines are written once there is room.
+    The command goes on, and its exit code is that of its findings. With `is_log`, lines that cannot
+    be written for another reason, such as a full disk, are lost; later lines are written once the
+    disk has space again.
     """
 
     def __init__(self, stream: TextIO, *, is_log: bool) -> None:
@@ -90,7 +98,10 @@ class _Output(io.TextIOWrapper):
             super().flush()
 
     def end(self) -> None:
-        """Write what is buffered, or drop it: Python exits with 120 where its flush fails."""
+        """Flush the buffer, or drop the buffered output if flushing fails.
+
+        Python exits with the code 120 if its own flush at exit fails.
+        """
         try:
             super().flush()
         except OSError:
@@ -107,13 +118,13 @@ class _Output(io.TextIOWrapper):
                 raise
 
     def _drop(self) -> None:
-        """Have what is buffered, and what follows, written nowhere."""
+        """Redirect the stream to /dev/null: the buffered output, and all later output."""
         with Path(os.devnull).open("wb") as nowhere:
             os.dup2(nowhere.fileno(), self.fileno())
 
 
 def parser() -> argparse.ArgumentParser:
-    """Make the parser of the command line."""
+    """Return the parser of the command line, with the commands of the installed extras."""
     top = argparse.ArgumentParser(
         prog="carver", description="A CSI driver that carves LVM volumes on the node it runs on."
     )
@@ -144,20 +155,20 @@ def _add_serve(commands: Commands) -> None:
 
 
 def _add_status(commands: Commands) -> None:
-    made = commands.add_parser(
+    status_parser = commands.add_parser(
         "status",
         help="show groups, classes and volumes, and where each volume is",
         description="Show groups, classes and volumes, how full they are, where each volume is"
         " mounted, and what is wrong with it. Looks at LVM and the kernel: the service need not"
         " run.",
     )
-    form = made.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="one JSON object")
-    form.add_argument(
+    output_form = status_parser.add_mutually_exclusive_group()
+    output_form.add_argument("--json", action="store_true", help="one JSON object")
+    output_form.add_argument(
         "--watch", type=_seconds, metavar="SECONDS", help="refresh at this interval, until Ctrl-C"
     )
-    settings.add_arguments(made, ("endpoint",))
-    made.set_defaults(run=_status)
+    settings.add_arguments(status_parser, ("endpoint",))
+    status_parser.set_defaults(run=_status)
 
 
 def _add_doctor(commands: Commands) -> argparse.ArgumentParser:
@@ -193,7 +204,7 @@ def _serve(parsed: argparse.Namespace) -> int:
 
     config = settings.load(parsed, os.environ)
     log.configure(config.log_format, config.log_level)
-    # No core dumps, also of programs: secrets of requests may be in memory.
+    # Forbid core dumps of this process and of its programs: secrets of requests may be in memory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     service_process.run(config, this_host(config), lambda: settings.load(parsed, os.environ))
     return 0
@@ -219,13 +230,13 @@ def _doctor(parsed: argparse.Namespace) -> int:
     from agent.cli import terminal
     from agent.operations import preflight
 
-    found: Sequence[Finding] = parsed.findings(settings.load(parsed, os.environ))
-    well = all(one.verdict != preflight.FAIL for one in found)
+    findings: Sequence[Finding] = parsed.findings(settings.load(parsed, os.environ))
+    well = all(finding.verdict != preflight.FAIL for finding in findings)
     if parsed.json:
-        checks = [asdict(one) for one in found]
+        checks = [asdict(finding) for finding in findings]
         print(json.dumps({"well": well, "checks": checks}, indent=2, ensure_ascii=False))
     else:
-        terminal.console().print(terminal.doctor(found))
+        terminal.console().print(terminal.doctor(findings))
     return 0 if well else 1
 
 

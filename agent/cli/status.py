@@ -1,7 +1,7 @@
 """The overview of `carver status`: classes, groups, pools, volumes, snapshots.
 
-Read from LVM and the kernel by the service's own modules, so it is correct whether or not the
-service runs. It takes one lvm2 command and changes nothing.
+The overview is read from LVM and the kernel by the service's own modules, so it is correct whether
+or not the service runs. Reading takes one lvm2 command and changes nothing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,14 +32,16 @@ from mount import table
 from mount.kernel import Kernel
 from mount.table import Mount, Table
 
+# Time limit, in seconds, of asking the service for the progress of background work.
 _ANSWER_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class Class:
-    """A device class; `largest_bytes` is the largest volume it can make now, as GetCapacity says.
+    """A device class. `largest_bytes` is the size of the largest volume that it can have now.
 
-    It is None where the class's group is not on this node, or its pool does not answer.
+    `largest_bytes` is what GetCapacity reports. It is None where the class's group is not on this
+    node, or the class's pool does not answer.
     """
 
     name: str
@@ -52,7 +54,7 @@ class Class:
 
 @dataclass(frozen=True)
 class Group:
-    """A volume group that a class names. Sizes are of the disks that are there."""
+    """A volume group that a device class names. Sizes include only the disks that are present."""
 
     name: str
     present: bool
@@ -60,15 +62,15 @@ class Group:
     free_bytes: int = 0
     disks: int = 0
     missing_disks: int = 0
-    # Why it is not used though it is present.
+    # Reason why the group is refused, though a group of that name is present; otherwise empty.
     problem: str = ""
-    # Disks that claim to be part of it and are not, and why.
+    # Sentences about disks that claim to belong to the group and are ignored, each with the reason.
     ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a volume is mounted, or its device bound."""
+    """A path at which a volume's file system is mounted, or its device is bind-mounted."""
 
     path: str
     read_only: bool
@@ -76,7 +78,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Health:
-    """A problem, in the words of docs/troubleshooting.md."""
+    """A health problem of a volume or snapshot, in the words of docs/troubleshooting.md."""
 
     status: str
     reason: str
@@ -85,11 +87,12 @@ class Health:
 
 @dataclass(frozen=True)
 class Volume:
-    """A volume of Carver's. Used and total bytes are None unless a file system is mounted.
+    """A volume of Carver's.
 
-    `claim` is namespace/name of its claim, if the caller gave that. `contents`
-    is the file system, `raw block`, or empty if it was never formatted. `encryption` is empty
-    if it is not encrypted.
+    `total_bytes` and `used_bytes` are those of the volume's file system, and None while no file
+    system is mounted. `claim` is the namespace, a slash and the name of the volume's claim, if the
+    caller of CreateVolume sent these. `contents` is the file system, `raw block`, or empty for a
+    volume that was never formatted. `encryption` is empty for a volume that is not encrypted.
     """
 
     id: str
@@ -105,15 +108,20 @@ class Volume:
     used_bytes: int | None
     health: tuple[Health, ...]
     encryption: str = ""
-    # The limits of its I/O at its size, as the kernel gets them; empty for none.
+    # I/O limits of the volume at its present size, as the kernel gets them; empty without limits.
     limits: str = ""
-    # How far it is erased or filled, where the service answers; empty where it is not.
+    # Progress of erasing, zeroing or copying the volume; empty if no such work is in progress, or
+    # the service does not answer.
     progress: str = ""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """A thin pool in one of Carver's groups; shares are in percent, None while it is inactive."""
+    """A thin pool in one of Carver's groups.
+
+    `data_percent` and `metadata_percent` are the used parts of the pool, and None while the pool is
+    inactive.
+    """
 
     name: str
     group: str
@@ -124,10 +132,10 @@ class Pool:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot of Carver's. `volume` is its source.
+    """A snapshot of Carver's. `volume` is the name of the snapshot's source volume.
 
-    `area_bytes` and `area_percent` describe its COW store, and are None for a thin snapshot.
-    `taken_seconds` is since the epoch.
+    `area_bytes` is the size of the snapshot's COW store, and `area_percent` its used part; both are
+    None for a thin snapshot. `taken_seconds` is the snapshot's time, in seconds since the epoch.
     """
 
     id: str
@@ -143,7 +151,10 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Overview:
-    """Everything at one moment; `serving`: a process answers at the socket."""
+    """The overview of a node at one moment.
+
+    `serving` is whether a process answers at the CSI socket, `endpoint`.
+    """
 
     node: str
     driver: str
@@ -158,10 +169,10 @@ class Overview:
 
 
 def read(settings: Config, host: Host) -> Overview:
-    """Read everything once; raises NotReady, what lvm2's report raises."""
-    own = volume_groups(settings, host)
-    reports = Reports(own)
-    activator = Activator(own, host.devices, reports)
+    """Read the overview of this node; raises NotReady, and the errors of lvm2's report."""
+    node_groups = volume_groups(settings, host)
+    reports = Reports(node_groups)
+    activator = Activator(node_groups, host.devices, reports)
     now = reports.seen(MONITOR_AGE_SECONDS)
     allocators = Allocators(Configuration(settings), activator)
     diagnosis = Diagnosis(host.kernel, host.devices, activator)
@@ -174,26 +185,28 @@ def read(settings: Config, host: Host) -> Overview:
         version=version("carver"),
         endpoint=str(settings.endpoint),
         serving=is_serving,
-        classes=tuple(_class(one, now, allocators) for one in settings.classes),
+        classes=tuple(_class(device_class, now, allocators) for device_class in settings.classes),
         groups=tuple(_group(name, now, reports) for name in settings.groups),
         pools=tuple(_pools(now.groups.values())),
         volumes=tuple(
             replace(
                 _volume(
-                    *(host.kernel, mounts, one, activator.device(one.backing)),
-                    diagnosis.of(one, mounts),
+                    *(host.kernel, mounts, volume, activator.device(volume.backing)),
+                    diagnosis.of(volume, mounts),
                 ),
-                progress=progress.get(str(one.id), ""),
+                progress=progress.get(str(volume.id), ""),
             )
-            for one in now.volumes()
+            for volume in now.volumes()
         ),
-        snapshots=tuple(_snapshot(one) for one in now.snapshots() if not one.is_bridge),
+        snapshots=tuple(
+            _snapshot(snapshot) for snapshot in now.snapshots() if not snapshot.is_bridge
+        ),
     )
 
 
 def _progress(endpoint: Path) -> Mapping[str, str]:
-    """How far background work is, by volume id; empty where the service does not say."""
-    # Imported only where a service answers: it takes longer than all else here.
+    """The progress of background work, by volume id; empty if the service does not answer."""
+    # Import gRPC only if a service answers: the import takes longer than the rest of the overview.
     import grpc
 
     from agent.csi.client import Client
@@ -204,7 +217,7 @@ def _progress(endpoint: Path) -> Mapping[str, str]:
 
 
 def volume_groups(settings: Config, host: Host) -> VolumeGroups:
-    """Make the volume groups as the service does; raises NotReady."""
+    """Return this node's volume groups, with the same settings as the service; raises NotReady."""
     lvm, devices = group_definitions.look(host.run, host.kernel, settings)
     configuration = Configuration(settings)
     return VolumeGroups(
@@ -215,7 +228,7 @@ def volume_groups(settings: Config, host: Host) -> VolumeGroups:
 def _class(one: DeviceClass, now: report.Report, allocators: Allocators) -> Class:
     group = now.groups.get(one.group)
     largest = None
-    with suppress(errors.PoolSilent):  # its volumes' health reports it
+    with suppress(errors.PoolSilent):  # the health of the pool's volumes reports a silent pool
         largest = allocators.of(one).maximum_bytes(group) if group is not None else None
     return Class(one.name, one.group, one.layout.kind, one.fs_type, one.default, largest)
 
@@ -237,15 +250,15 @@ def _group(name: str, now: report.Report, reports: Reports) -> Group:
 
 def _pools(found: Iterable[report.Group]) -> Iterator[Pool]:
     for group in found:
-        for one in records.every(group):
-            if {"thin", "pool"} <= one.layout:
-                shares = one.data_percent, one.metadata_percent
-                yield Pool(one.name, group.name, one.size_bytes, *shares)
+        for logical in records.every(group):
+            if {"thin", "pool"} <= logical.layout:
+                percents = logical.data_percent, logical.metadata_percent
+                yield Pool(logical.name, group.name, logical.size_bytes, *percents)
 
 
 def _snapshot(one: records.Snapshot) -> Snapshot:
     logical = one.group.volume(one.name)
-    kept = logical.is_copy_on_write
+    is_copy_on_write = logical.is_copy_on_write
     return Snapshot(
         id=str(one.id),
         name=one.own_tags[tag.NAME],
@@ -253,8 +266,8 @@ def _snapshot(one: records.Snapshot) -> Snapshot:
         group=one.group.name,
         size_bytes=one.size_bytes,
         taken_seconds=one.time_nanoseconds // 10**9,
-        area_bytes=one.area_bytes if kept else None,
-        area_percent=logical.data_percent if kept else None,
+        area_bytes=one.area_bytes if is_copy_on_write else None,
+        area_percent=logical.data_percent if is_copy_on_write else None,
         health=tuple(_health([conditions.overflowed(one)])) if one.problem else (),
     )
 
@@ -266,8 +279,8 @@ def _volume(
     device: Device | None,
     found_wrong: Iterable[Condition],
 ) -> Volume:
-    found = [] if device is None else users.places(kernel, mounts, device)
-    use = _use(kernel, found)
+    volume_mounts = [] if device is None else users.places(kernel, mounts, device)
+    use = _use(kernel, volume_mounts)
     own_tags = one.own_tags
     io_max = tuning.limits(own_tags).io_max(one.capacity_bytes)
     raw = "raw block" if own_tags.get(tag.ACCESS) == "block" else ""
@@ -280,7 +293,7 @@ def _volume(
         contents=raw or own_tags.get(tag.FORMATTED, ""),
         state=own_tags.get(tag.STATE, ""),
         claim=one.claim,
-        places=tuple(Place(place.path, place.read_only) for place in found),
+        places=tuple(Place(mount.path, mount.read_only) for mount in volume_mounts),
         total_bytes=use.total_bytes if use else None,
         used_bytes=use.used_bytes if use else None,
         health=tuple(_health(found_wrong)),
@@ -290,7 +303,10 @@ def _volume(
 
 
 def _layout(one: records.Volume) -> str:
-    """Its kind; lvm2's words for one that Carver makes none of, or that lies below a cache."""
+    """The layout of a volume, such as `linear`.
+
+    Returns lvm2's words for a layout that Carver never makes, or that lies below a cache.
+    """
     try:
         return one.layout.kind
     except errors.LayoutUnknown:
@@ -298,13 +314,16 @@ def _layout(one: records.Volume) -> str:
 
 
 def _health(found: Iterable[Condition]) -> Iterator[Health]:
-    for one in found:
-        yield Health(one.reason.of_volume, one.reason.word, one.message)
+    for condition in found:
+        yield Health(condition.reason.of_volume, condition.reason.word, condition.message)
 
 
 def _use(kernel: Kernel, found: Sequence[Mount]) -> usage.Usage | None:
-    """Return the usage of the file system at the volume's first mount, if that is one."""
+    """The usage of a volume's file system, by the first place where the volume is mounted.
+
+    None for a volume that is not mounted, and for one whose device is bind-mounted.
+    """
     if found and found[0].root == "/":
-        with suppress(mount_errors.MountError):  # it does not answer, as its health reports
+        with suppress(mount_errors.MountError):  # the volume's health reports a mount that fails
             return usage.of(kernel, found[0].path)
     return None

@@ -1,4 +1,4 @@
-"""Output for people: tables, bars and colours. The only module that imports rich."""
+"""Terminal output: tables, bars, colours, questions. The only module that imports rich."""
 
 import time
 from collections import Counter
@@ -24,51 +24,54 @@ from rich.text import Text
 from agent.cli.status import Overview
 from agent.operations import preflight
 
-# A pipe has no width; longer lines on a terminal are hard to read.
+# Width of output to a pipe, which has no width of its own, in columns; and the maximum width on a
+# terminal, because longer lines are hard to read.
 _PIPE_COLUMNS, _MOST_COLUMNS = 100, 140
+# Width of a bar, in columns.
 _BAR_CELLS = 12
-# From these shares on a bar is yellow, and red.
+# Share of the whole from which a bar is yellow, and share from which it is red.
 _FULL, _VERY_FULL = 0.8, 0.95
+# Characters that fill 0 to 8 eighths of a column.
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def human(size_bytes: int) -> str:
-    """Format a size for people: 64 MiB, 10.7 GiB."""
+    """Format a size in bytes for people, such as `64 MiB` or `10.7 GiB`."""
     power = max(0, min((size_bytes.bit_length() - 1) // 10, len(_UNITS) - 1))
     size = size_bytes / (1 << 10 * power)
-    # Three digits, but never 1.02e+03.
+    # Show three significant digits, and no exponent: the format `.3g` gives 1.02e+03 for 1020.
     return f"{size:.0f} {_UNITS[power]}" if size >= 100 else f"{size:.3g} {_UNITS[power]}"
 
 
 def console() -> Console:
-    """Make the console, as wide as the terminal within reason."""
-    found = Console(highlight=False)
-    found.width = min(found.width, _MOST_COLUMNS) if found.is_terminal else _PIPE_COLUMNS
-    return found
+    """Return the console for standard output: as wide as the terminal, up to 140 columns."""
+    output = Console(highlight=False)
+    output.width = min(output.width, _MOST_COLUMNS) if output.is_terminal else _PIPE_COLUMNS
+    return output
 
 
 def table(*titles: str, right: Iterable[str] = ()) -> Table:
-    """Make a table without lines; the columns named in `right` hold numbers."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="dim")
+    """Return an empty table with column titles; columns in `right` are aligned to the right."""
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="dim")
     numbers = set(right)
     for title in titles:
-        made.add_column(title, justify="right" if title in numbers else "left", overflow="fold")
-    return made
+        grid.add_column(title, justify="right" if title in numbers else "left", overflow="fold")
+    return grid
 
 
 def bar(part: float, whole: float) -> Text:
-    """Show a share as a bar and a percentage."""
+    """Format the share `part / whole` as a bar and a percentage."""
     share = part / whole if whole else 0.0
     eighths = round(min(share, 1.0) * _BAR_CELLS * 8)
-    full, rest = divmod(eighths, 8)
-    filled = "█" * full + (_EIGHTHS[rest] if rest else "")
+    full, remainder = divmod(eighths, 8)
+    filled = "█" * full + (_EIGHTHS[remainder] if remainder else "")
     style = "red" if share >= _VERY_FULL else "yellow" if share >= _FULL else "green"
     return Text.assemble((filled.ljust(_BAR_CELLS, "░"), style), f" {share * 100:3.0f} %")
 
 
 def status(seen: Overview) -> RenderableType:
-    """Show an overview, as `carver status` does."""
+    """Format an overview as the output of `carver status`."""
     served = ("serving", "green") if seen.serving else ("not serving", "bold red")
     driver = (f"{seen.driver} {seen.version}", "bold")
     head = Text.assemble(driver, f" on node {seen.node}, ", served, f" {seen.endpoint}")
@@ -85,36 +88,38 @@ def status(seen: Overview) -> RenderableType:
 
 
 def _groups(seen: Overview) -> Table:
-    made = table("GROUP", "SIZE", "FREE", "ALLOCATED", "DISKS", right=("SIZE", "FREE"))
-    for one in seen.groups:
-        if not one.present:
-            why = "is not used: see below" if one.problem else "is not on this node"
-            made.add_row(one.name, "", "", Text(why, style="bold red"), "")
+    grid = table("GROUP", "SIZE", "FREE", "ALLOCATED", "DISKS", right=("SIZE", "FREE"))
+    for group in seen.groups:
+        if not group.present:
+            why = "is not used: see below" if group.problem else "is not on this node"
+            grid.add_row(group.name, "", "", Text(why, style="bold red"), "")
             continue
-        disks = Text(str(one.disks))
-        if one.missing_disks:
-            disks.append(f", {one.missing_disks} missing", style="bold red")
-        used = bar(one.size_bytes - one.free_bytes, one.size_bytes)
-        made.add_row(one.name, human(one.size_bytes), human(one.free_bytes), used, disks)
-    return made
+        disks = Text(str(group.disks))
+        if group.missing_disks:
+            disks.append(f", {group.missing_disks} missing", style="bold red")
+        used = bar(group.size_bytes - group.free_bytes, group.size_bytes)
+        grid.add_row(group.name, human(group.size_bytes), human(group.free_bytes), used, disks)
+    return grid
 
 
 def _classes(seen: Overview) -> Table:
-    made = table("CLASS", "GROUP", "LAYOUT", "FILE SYSTEM", "LARGEST VOLUME NOW")
-    for one in seen.classes:
-        name = Text(one.name).append(" (default)" if one.default else "", style="dim")
-        largest = "" if one.largest_bytes is None else human(one.largest_bytes)
-        made.add_row(name, one.group, one.layout, one.fs_type, largest)
-    return made
+    grid = table("CLASS", "GROUP", "LAYOUT", "FILE SYSTEM", "LARGEST VOLUME NOW")
+    for device_class in seen.classes:
+        name = Text(device_class.name).append(
+            " (default)" if device_class.default else "", style="dim"
+        )
+        largest = "" if device_class.largest_bytes is None else human(device_class.largest_bytes)
+        grid.add_row(name, device_class.group, device_class.layout, device_class.fs_type, largest)
+    return grid
 
 
 def _pools(seen: Overview) -> Table:
-    made = table("POOL", "GROUP", "SIZE", "DATA", "METADATA", right=("SIZE",))
-    for one in seen.pools:
-        shares = (one.data_percent, one.metadata_percent)
-        size = human(one.size_bytes)
-        made.add_row(one.name, one.group, size, *(_share(percent) for percent in shares))
-    return made
+    grid = table("POOL", "GROUP", "SIZE", "DATA", "METADATA", right=("SIZE",))
+    for pool in seen.pools:
+        shares = (pool.data_percent, pool.metadata_percent)
+        size = human(pool.size_bytes)
+        grid.add_row(pool.name, pool.group, size, *(_share(percent) for percent in shares))
+    return grid
 
 
 def _share(percent: float | None) -> Text:
@@ -123,51 +128,62 @@ def _share(percent: float | None) -> Text:
 
 def _volumes(seen: Overview) -> Table:
     titles = ("VOLUME", "GROUP", "SIZE", "LAYOUT", "CONTENTS", "USED", "CLAIM")
-    made = table(*titles, right=("SIZE",))
-    for one in seen.volumes:
+    grid = table(*titles, right=("SIZE",))
+    for volume in seen.volumes:
         used: Text | str = ""
-        if one.used_bytes is not None and one.total_bytes is not None:
-            used = bar(one.used_bytes, one.total_bytes)
-        contents = one.contents if one.state == "ready" else one.state
-        if one.progress:
-            contents += f", {one.progress}"
-        if one.encryption:
-            contents = ", ".join(filter(None, (contents, one.encryption)))
-        size = human(one.size_bytes)
-        made.add_row(one.name, one.group, size, one.layout, contents, used, one.claim)
-    return made
+        if volume.used_bytes is not None and volume.total_bytes is not None:
+            used = bar(volume.used_bytes, volume.total_bytes)
+        contents = volume.contents if volume.state == "ready" else volume.state
+        if volume.progress:
+            contents += f", {volume.progress}"
+        if volume.encryption:
+            contents = ", ".join(filter(None, (contents, volume.encryption)))
+        size = human(volume.size_bytes)
+        grid.add_row(volume.name, volume.group, size, volume.layout, contents, used, volume.claim)
+    return grid
 
 
 def _snapshots(seen: Overview) -> Table:
-    made = table("SNAPSHOT", "VOLUME", "GROUP", "TAKEN", "SIZE", "ITS AREA", right=("SIZE",))
-    for one in seen.snapshots:
-        taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.taken_seconds))
+    grid = table("SNAPSHOT", "VOLUME", "GROUP", "TAKEN", "SIZE", "ITS AREA", right=("SIZE",))
+    for snapshot in seen.snapshots:
+        time_taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot.taken_seconds))
         area: Text | str = "shares the pool"
-        if one.area_bytes is not None:
-            area = Text.assemble(_share(one.area_percent), f" of {human(one.area_bytes)}")
-        made.add_row(one.name, one.volume, one.group, taken, human(one.size_bytes), area)
-    return made
+        if snapshot.area_bytes is not None:
+            area = Text.assemble(_share(snapshot.area_percent), f" of {human(snapshot.area_bytes)}")
+        grid.add_row(
+            snapshot.name,
+            snapshot.volume,
+            snapshot.group,
+            time_taken,
+            human(snapshot.size_bytes),
+            area,
+        )
+    return grid
 
 
 def _details(seen: Overview) -> Iterable[RenderableType]:
-    """Show below the tables what takes a line each."""
+    """Format the lines below the tables: paths and I/O limits of volumes, and all problems."""
     lines = [
-        Text.assemble((one.name, "bold"), f" is at {at.path}{' (read-only)' * at.read_only}")
-        for one in seen.volumes
-        for at in one.places
+        Text.assemble(
+            (volume.name, "bold"), f" is at {place.path}{' (read-only)' * place.read_only}"
+        )
+        for volume in seen.volumes
+        for place in volume.places
     ]
     lines += [
-        Text.assemble((one.name, "bold"), f" has limits of I/O: {one.limits}")
-        for one in seen.volumes
-        if one.limits
+        Text.assemble((volume.name, "bold"), f" has limits of I/O: {volume.limits}")
+        for volume in seen.volumes
+        if volume.limits
     ]
-    bad = [one.problem for one in seen.groups if one.problem]
-    bad += [f"{one.name}: {why}" for one in seen.groups for why in one.ignored]
-    health = [(one.name, one.health) for one in seen.volumes]
-    health += [(one.name, one.health) for one in seen.snapshots]
+    sentences = [group.problem for group in seen.groups if group.problem]
+    sentences += [f"{group.name}: {why}" for group in seen.groups for why in group.ignored]
+    health = [(volume.name, volume.health) for volume in seen.volumes]
+    health += [(snapshot.name, snapshot.health) for snapshot in seen.snapshots]
     for name, problems in health:
-        bad += [f"{name}: {one.status} {one.reason}: {one.message}" for one in problems]
-    lines += [Text(problem, style="bold red") for problem in bad]
+        sentences += [
+            f"{name}: {problem.status} {problem.reason}: {problem.message}" for problem in problems
+        ]
+    lines += [Text(sentence, style="bold red") for sentence in sentences]
     if lines:
         yield ""
         yield from lines
@@ -177,20 +193,22 @@ _VERDICTS = {preflight.PASS: "green", preflight.WARN: "yellow", preflight.FAIL: 
 
 
 def doctor(found: Sequence[preflight.Finding]) -> RenderableType:
-    """Show the findings of checks, as `carver doctor` does, each with its remedy."""
-    made = table("", "CHECK", "FOUND")
-    for one in found:
-        message = Text(one.message)
-        if one.remedy:
-            message.append(f"\n→ {one.remedy}", style="bold")
-        made.add_row(Text(one.verdict, style=_VERDICTS[one.verdict]), one.check, message)
-    counts = Counter(one.verdict for one in found)
-    summary = ", ".join(f"{counts[one]} {one}" for one in _VERDICTS if counts[one])
-    return Group(made, "", Text(summary))
+    """Format findings, each with its remedy, as the output of `carver doctor`."""
+    grid = table("", "CHECK", "FOUND")
+    for finding in found:
+        message = Text(finding.message)
+        if finding.remedy:
+            message.append(f"\n→ {finding.remedy}", style="bold")
+        grid.add_row(
+            Text(finding.verdict, style=_VERDICTS[finding.verdict]), finding.check, message
+        )
+    counts = Counter(finding.verdict for finding in found)
+    summary = ", ".join(f"{counts[finding]} {finding}" for finding in _VERDICTS if counts[finding])
+    return Group(grid, "", Text(summary))
 
 
 def watch(look: Callable[[], RenderableType], seconds: float) -> None:
-    """Show the result of `look`, refreshed at an interval, until the user interrupts it."""
+    """Show the result of `look`, refreshed at an interval in seconds, until Ctrl-C."""
     with suppress(KeyboardInterrupt), Live(look(), console=console(), auto_refresh=False) as live:
         while True:
             time.sleep(seconds)
@@ -198,14 +216,17 @@ def watch(look: Callable[[], RenderableType], seconds: float) -> None:
 
 
 def confirmed(question: str) -> bool:
-    """Ask the user; the answer is no without a terminal."""
-    asked = console()
-    return asked.is_terminal and Confirm.ask(question, console=asked, default=False)
+    """Ask the user a question; return True for yes, and False without a terminal."""
+    output = console()
+    return output.is_terminal and Confirm.ask(question, console=output, default=False)
 
 
 @contextmanager
 def progress(what: str, start_bytes: int, size_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on standard error; yield a function that takes the offset reached."""
+    """Show a progress bar on standard error during the `with`.
+
+    Yields a function to be called with the offset that was reached, in bytes.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""Volumes and snapshots by hand: each verb makes the calls that a cluster makes."""
+"""Subcommands of `carver volume`, `snapshot` and `group`: CSI calls as a cluster makes them."""
 
 import json
 import sys
@@ -35,26 +35,34 @@ from mount.luks import Cryptsetup
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
 
-# Of pkg/volume/csi and pkg/volume/util/subpath in kubelet, wherever its own directory is.
+# Parts of the paths at which kubelet publishes volumes, whatever kubelet's root directory is; see
+# pkg/volume/csi and pkg/volume/util/subpath of Kubernetes.
 _KUBELETS = ("/kubernetes.io~csi/", "/plugins/kubernetes.io/", "/volume-subpaths/")
 T = TypeVar("T")
 
-# The pause between retries; each call waits some seconds for a copy by itself.
+# Pause, in seconds, before a call is retried that the service could not finish yet. The service
+# itself waits some seconds, within the call, for a copy.
 _AGAIN_SECONDS = 1.0
-# More calls than any service keeps.
+# Number of calls to ask the service for when all calls are needed: more than any service keeps.
 _EVERY_CALL = 1 << 30
-# How often the progress of a repair is polled, and the codes after which it is polled again.
+# Interval, in seconds, at which the progress of a repair or of a disk's replacement is polled.
 _LOOK_SECONDS = 2.0
+# gRPC codes of errors after which a call may succeed later.
 _NOT_YET = (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class VolumeVerbs:
-    """The verbs on one service; each prints its result. Raises CallRefused."""
+    """The subcommands of `carver` that call the running service; each prints its result.
+
+    A subcommand raises an error of the service as grpc.RpcError, which `connected` turns into
+    CallRefused.
+    """
 
     def __init__(self, caller: Client, settings: Config, host: Host) -> None:
         self.caller = caller
         self.settings = settings
-        # Beside the socket, which is inside kubelet's directory as staging paths must be.
+        # Directory of the staging paths. It is beside the CSI socket, and so below kubelet's
+        # directory, where staging paths must be.
         self._staging = settings.endpoint.parent / "staging"
         self.host = host
 
@@ -68,9 +76,10 @@ class VolumeVerbs:
         snapshot: str,
         volume: str,
     ) -> None:
-        """Make a volume, empty or as a copy of a snapshot or volume, and wait for its contents.
+        """Create a volume, empty or as a copy of a snapshot or volume, and wait for its contents.
 
-        The same arguments find the same volume again. A copy with a size of 0 has its source's.
+        A repeated call with the same arguments finds the same volume. For a copy a `size_bytes` of
+        0 means the size of the source.
         """
         if not (size_bytes or snapshot or volume):
             raise errors.Missing("--size")
@@ -80,95 +89,107 @@ class VolumeVerbs:
             source = client.of_snapshot(self.find_snapshot(snapshot).snapshot_id)
         elif volume:
             source = client.of_volume(self.find(volume).volume_id)
-        made = _at_last(
+        created = _at_last(
             lambda: self.caller.create(
                 name, size_bytes, capability, parameters=parameters, source=source
             )
         )
-        print(f"{name}: {terminal.human(made.capacity_bytes)}, {made.volume_id}")
+        print(f"{name}: {terminal.human(created.capacity_bytes)}, {created.volume_id}")
 
     def show_all(self, *, as_json: bool, names_only: bool) -> None:
-        """Show all volumes."""
-        here = self.caller.volumes_here()
-        found = here.entries
-        _print_absent(here.away)
+        """Print all volumes with their health: as a table, as JSON, or only their names."""
+        listing = self.caller.volumes_here()
+        volumes = listing.entries
+        _print_absent(listing.away)
         if names_only:
-            print(*map(_name, found), sep="\n")
+            print(*map(_name, volumes), sep="\n")
             return
-        ill = {one.volume_id: one for one in self._unhealthy(found)}
-        health = [ill.get(one.volume_id, csi.VolumeHealth()) for one in found]
+        unhealthy = {health.volume_id: health for health in self._unhealthy(volumes)}
+        healths = [unhealthy.get(volume.volume_id, csi.VolumeHealth()) for volume in volumes]
         if as_json:
-            every = zip(found, health, strict=True)
-            print(_json([_volume_row(*one) | _key(one[0].volume_id, here.keys) for one in every]))
+            pairs = zip(volumes, healths, strict=True)
+            print(
+                _json(
+                    [_volume_row(*pair) | _key(pair[0].volume_id, listing.keys) for pair in pairs]
+                )
+            )
         else:
             titles = ("VOLUME", "SIZE", "GROUP", "CLASS", "ENCRYPTION", "KEY", "HEALTH")
-            made = terminal.table(*titles, right=("SIZE",))
-            for volume, problems in zip(found, health, strict=True):
-                made.add_row(
+            grid = terminal.table(*titles, right=("SIZE",))
+            for volume, health in zip(volumes, healths, strict=True):
+                grid.add_row(
                     _name(volume),
                     terminal.human(volume.capacity_bytes),
                     ids.group_of(volume.volume_id),
                     volume.volume_context.get("carver/class", ""),
                     volume.volume_context.get("carver/encryption", ""),
-                    here.keys.get(volume.volume_id, ""),
-                    "\n".join(_words(problems)),
+                    listing.keys.get(volume.volume_id, ""),
+                    "\n".join(_words(health)),
                 )
-            terminal.console().print(made)
+            terminal.console().print(grid)
 
     def _unhealthy(self, found: Iterable[csi.Volume]) -> list[csi.VolumeHealth]:
-        """Return the unhealthy ones; ask for each if there is no list, as a group is away."""
+        """The health of the volumes that have a health condition.
+
+        The volumes in `found` are queried one by one if the service gives no list, as when a group
+        is missing.
+        """
         try:
             return self.caller.unhealthy()
         except grpc.RpcError as error:
             if error.code() not in _NOT_YET:
                 raise
-        return [self.caller.volume_health(one.volume_id) for one in found]
+        return [self.caller.volume_health(volume.volume_id) for volume in found]
 
     def show(self, name: str, *, as_json: bool) -> None:
-        """Show one volume, and where it is."""
+        """Print one volume, its health, and the paths at which it is mounted."""
         answer = self.caller.volume(self.find(name).volume_id)
         row = _volume_row(answer.volume, self.caller.volume_health(answer.volume.volume_id))
-        row["places"] = [str(one) for one in self._places(answer.volume)]
+        row["places"] = [str(path) for path in self._places(answer.volume)]
         if as_json:
             print(_json(row))
             return
-        made = terminal.table("", "")
+        grid = terminal.table("", "")
         for key, value in row.items():
-            made.add_row(key, "\n".join(value) if isinstance(value, list) else str(value))
-        terminal.console().print(made)
+            grid.add_row(key, "\n".join(value) if isinstance(value, list) else str(value))
+        terminal.console().print(grid)
 
     def publish(
         self, name: str, path: str, *, read_only: bool, shared: bool, key_file: str = ""
     ) -> None:
-        """Stage a volume, which formats it the first time, and have it appear at a path."""
+        """Stage and publish a volume at a path; the first time, staging formats the volume."""
         volume, place = self.find(name), Path(path).absolute()
         staging = self._staging / _logical(volume)
         mode = client.Mode.SINGLE_NODE_MULTI_WRITER if shared else client.Mode.SINGLE_NODE_WRITER
         capability = client.mounted(mode=mode)
         if not self.caller.confirms(volume.volume_id, capability):
-            # It was made for raw block access; where something else is wrong, the call will say so.
+            # Assume a raw block volume, as the volume cannot be mounted; staging reports other
+            # problems.
             capability = client.block(mode)
         secrets = _secrets(key_file)
         staging.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # A copy may be given a master key of its own first.
+        # Repeat staging while the service is not ready, for example while mkfs runs.
         _at_last(lambda: self.caller.stage(volume, staging, capability, secrets))
         self.caller.publish(volume, staging, place, capability, read_only=read_only)
         print(f"{name} is at {place}")
 
     def unpublish(self, name: str, path: str | None, *, confirmed: bool) -> None:
-        """Take a volume from a path, or from all; unstage it when it is at none.
+        """Unpublish a volume from a path, or from all paths; unstage a volume that is then unused.
 
-        Asks before it takes it from a path of kubelet's that was not given.
+        Without a path, the user is asked before the volume is unpublished from paths of kubelet's,
+        that is from a pod.
         """
         volume = self.find(name)
         staging = self._staging / _logical(volume)
-        given = [Path(path).absolute()] if path else self._published(volume, staging)
-        kubelets = [str(one) for one in given if any(part in f"{one}/" for part in _KUBELETS)]
+        targets = [Path(path).absolute()] if path else self._published(volume, staging)
+        kubelets = [
+            str(target) for target in targets if any(part in f"{target}/" for part in _KUBELETS)
+        ]
         pods = [] if path else kubelets
-        asked = f"Take {name} from a pod? Kubelet has it at {', '.join(pods)}"
-        if pods and not confirmed and not terminal.confirmed(asked):
+        question = f"Take {name} from a pod? Kubelet has it at {', '.join(pods)}"
+        if pods and not confirmed and not terminal.confirmed(question):
             raise errors.NotConfirmed(name, "unpublished")
-        for place in given:
+        for place in targets:
             self.caller.unpublish(volume.volume_id, place)
             print(f"{name} is no longer at {place}")
         if not self._published(volume, staging):
@@ -177,14 +198,14 @@ class VolumeVerbs:
                 staging.rmdir()
 
     def expand(self, name: str, size_bytes: int, key_file: str = "") -> None:
-        """Grow a volume, and its file system if it is in use; wait until that is done."""
+        """Grow a volume, and a mounted file system on the volume, and wait until both are grown."""
         volume = self.find(name)
         places = self._places(volume)
         can_expand = self.caller.can_expand()
         if not (can_expand or places):
             raise errors.NotPublished(name)
         identity = volume.volume_id
-        # Read the key before anything grows: an unusable key changes nothing.
+        # Read the key before the volume grows, so that an unusable key changes nothing.
         secrets = _secrets(key_file)
         if can_expand:
             _at_last(lambda: self.caller.expand(identity, size_bytes))
@@ -204,12 +225,12 @@ class VolumeVerbs:
         block: bool,
         dry_run: bool,
     ) -> None:
-        """Adopt GROUP/LV, and print its PersistentVolume and claim for `kubectl apply`.
+        """Adopt a logical volume, and print its PersistentVolume and claim for `kubectl apply`.
 
-        What was changed is on standard error. Raises BadField.
+        `path` is GROUP/LV. The changes are printed to standard error. Raises BadField.
         """
         group, name = _group_and_name(path)
-        # Before anything changes: a bad name changes nothing.
+        # Check the names of claim and storage class before the service changes anything.
         manifest = Manifest(self.settings.driver_name, name, claim, storage_class)
         request = carver.AdoptVolumeRequest(
             group=group,
@@ -220,7 +241,7 @@ class VolumeVerbs:
             dry_run=dry_run,
         )
         if claim:
-            # On a node without Kubernetes there is none.
+            # Send the claim only if the user named one: a node without Kubernetes has no claims.
             request.pv, request.pvc = manifest.name, manifest.claim
             request.namespace = manifest.namespace
         answer = self.caller.adopt(request)
@@ -228,15 +249,15 @@ class VolumeVerbs:
         print(manifest.of(answer.volume), end="")
 
     def undo_adopt(self, path: str, *, dry_run: bool) -> None:
-        """Take `adopt` back; raises BadField."""
+        """Undo the adoption of the logical volume `path`, GROUP/LV; raises BadField."""
         group, name = _group_and_name(path)
         request = carver.AdoptVolumeRequest(group=group, logical_volume=name, dry_run=dry_run)
         _print_changes(self.caller.undo_adopt(request), dry_run=dry_run)
 
     def headers(self, name: str) -> Headers:
-        """The header of an encrypted volume; raises NotStaged where the volume is not active."""
-        found = self.find(name)
-        logical = backing.of_id(found.volume_id)
+        """The commands on an encrypted volume's header; raises NotStaged for an inactive volume."""
+        volume = self.find(name)
+        logical = backing.of_id(volume.volume_id)
         program = Cryptsetup(self.host.run, waits_for_udev=luks.has_udev())
         copies = HeaderCopies(self.settings.header_backups, program)
 
@@ -250,11 +271,11 @@ class VolumeVerbs:
         return Headers(name, self.host.kernel, self._own(name), program, copies, forget_key)
 
     def is_open(self, name: str) -> bool:
-        """Whether an encrypted volume is open."""
+        """Whether an encrypted volume is open, that is has a dm-crypt device."""
         return self.host.devices.mapping(self._own(name)) is not None
 
     def _own(self, name: str) -> Device:
-        """The logical volume's own device; raises NotStaged."""
+        """The device of a volume's logical volume; raises NotStaged if inactive."""
         volume = self.find(name)
         device = self._device(volume)
         if device is None:
@@ -269,25 +290,28 @@ class VolumeVerbs:
         return self.host.devices.find(logical.group, logical.name)
 
     def modify(self, name: str, parameters: Mapping[str, str]) -> None:
-        """Change mutable parameters of a volume."""
+        """Change mutable parameters of a volume, and print the new values."""
         self.caller.modify(self.find(name).volume_id, parameters)
         print(f"{name}: {', '.join(f'{key}={value}' for key, value in parameters.items())}")
 
     def repair(self, name: str, *, pool_metadata: bool) -> None:
-        """Repair a volume, and wait until it is whole."""
+        """Repair a volume, or its thin pool's metadata, and wait until the repair is done."""
         volume_id = self.find(name).volume_id
         self._until_done(lambda: self.caller.repair(volume_id, pool_metadata=pool_metadata))
 
     def replace_disk(self, old: str, new: str, *, confirmed: bool) -> None:
-        """Replace a disk, and wait until all volumes are in sync."""
-        asked = f"Make {new} a disk of the group, and take {old} out of it?"
-        if not confirmed and not terminal.confirmed(asked):
+        """Replace a disk by another, if the user confirms; wait until all volumes are in sync."""
+        question = f"Make {new} a disk of the group, and take {old} out of it?"
+        if not confirmed and not terminal.confirmed(question):
             raise errors.NotConfirmed(new, "taken")
         self._until_done(lambda: self.caller.replace_disk(old, new))
 
     @staticmethod
     def _until_done(step: Callable[[], tuple[bool, str]]) -> None:
-        """Poll until done, and print each change; if interrupted, the service goes on."""
+        """Repeat `step` until it is done, and print each new message.
+
+        If the user interrupts the command, the service goes on with the work.
+        """
         printed = ""
         while True:
             try:
@@ -305,41 +329,44 @@ class VolumeVerbs:
 
     def delete(self, name: str, *, confirmed: bool) -> None:
         """Erase and remove a volume, if the user confirms."""
-        here = self.caller.volumes_here()
-        volume = _named(name, here)
-        what = f"{name}, {terminal.human(volume.capacity_bytes)}"
-        if claim := here.claims.get(volume.volume_id):
-            what += f", which is the cluster's, of the claim {claim}"
-        if not confirmed and not terminal.confirmed(f"Delete {what}, and all its data?"):
+        listing = self.caller.volumes_here()
+        volume = _named(name, listing)
+        description = f"{name}, {terminal.human(volume.capacity_bytes)}"
+        if claim := listing.claims.get(volume.volume_id):
+            description += f", which is the cluster's, of the claim {claim}"
+        if not confirmed and not terminal.confirmed(f"Delete {description}, and all its data?"):
             raise errors.NotConfirmed(name)
         self.caller.delete(volume.volume_id)
         print(f"{name} is deleted")
 
     def take(self, volume_name: str, name: str, size: str) -> None:
-        """Take a snapshot; `size` is that of its COW store, or empty for the class's."""
+        """Take a snapshot; `size` is the size of its COW store, empty for that of the class."""
         volume = self.find(volume_name)
         parameters = {"size": size} if size else {}
-        made = self.caller.snapshot(name, volume.volume_id, parameters)
-        print(f"{name}: {volume_name} as it is now, {made.snapshot_id}")
+        snapshot = self.caller.snapshot(name, volume.volume_id, parameters)
+        print(f"{name}: {volume_name} as it is now, {snapshot.snapshot_id}")
 
     def show_snapshots(self, *, as_json: bool, names_only: bool) -> None:
-        """Show all snapshots."""
-        here = self.caller.snapshots_here()
-        _print_absent(here.away)
-        found = [_snapshot_row(one) | _key(one.snapshot_id, here.keys) for one in here.entries]
+        """Print all snapshots: as a table, as JSON, or only their names."""
+        listing = self.caller.snapshots_here()
+        _print_absent(listing.away)
+        rows = [
+            _snapshot_row(snapshot) | _key(snapshot.snapshot_id, listing.keys)
+            for snapshot in listing.entries
+        ]
         if names_only:
-            print(*(one["name"] for one in found), sep="\n")
+            print(*(row["name"] for row in rows), sep="\n")
         elif as_json:
-            print(_json(found))
+            print(_json(rows))
         else:
             titles = ("SNAPSHOT", "VOLUME", "TAKEN", "SIZE", "READY", "KEY")
-            made = terminal.table(*titles, right=("SIZE",))
-            for one in found:
-                ready = "yes" if one["ready"] else "no"
-                size = terminal.human(one["size_bytes"])
-                key = one.get("key_generation", "")
-                made.add_row(one["name"], one["volume"], one["taken"], size, ready, key)
-            terminal.console().print(made)
+            grid = terminal.table(*titles, right=("SIZE",))
+            for row in rows:
+                ready = "yes" if row["ready"] else "no"
+                size = terminal.human(row["size_bytes"])
+                key = row.get("key_generation", "")
+                grid.add_row(row["name"], row["volume"], row["taken"], size, ready, key)
+            terminal.console().print(grid)
 
     def drop(self, name: str, *, confirmed: bool) -> None:
         """Delete a snapshot, if the user confirms."""
@@ -350,60 +377,72 @@ class VolumeVerbs:
         print(f"{name} is deleted")
 
     def show_slowest(self, most: int, method: str = "", *, as_json: bool) -> None:
-        """Show the slowest of the last calls, or of those of one method, each with its steps."""
-        found = self.caller.slowest_calls(_EVERY_CALL if method else most).calls
-        calls = [one for one in found if method in ("", one.method)][:most]
+        """Print the slowest of the last RPCs, or of the RPCs of one method, with their steps."""
+        slowest = self.caller.slowest_calls(_EVERY_CALL if method else most).calls
+        calls = [call for call in slowest if method in ("", call.method)][:most]
         if as_json:
             as_dict = partial(
                 MessageToDict,
                 preserving_proto_field_name=True,
                 always_print_fields_with_no_presence=True,
             )
-            print(_json([as_dict(one) for one in calls]))
+            print(_json([as_dict(call) for call in calls]))
             return
         for call in calls:
             began = strftime("%H:%M:%S", localtime(call.time_seconds))
             about = f" {call.volume}" if call.volume else ""
             print(f"{began} {call.method}{about} {call.code} {_ms(call.seconds)}")
-            for one in call.steps:
-                after, took = _ms(one.after_seconds), _ms(one.seconds)
-                print(f"  at {after}: {one.kind} {one.what} {took}")
+            for step in call.steps:
+                after, took = _ms(step.after_seconds), _ms(step.seconds)
+                print(f"  at {after}: {step.kind} {step.what} {took}")
 
     def find(self, name: str) -> csi.Volume:
-        """The volume of that name, logical volume or id; raises NoSuchVolume, PerhapsAway."""
+        """The volume whose name, logical volume's name or id is `name`.
+
+        Raises NoSuchVolume, and PerhapsAway where a missing group may have the volume.
+        """
         return _named(name, self.caller.volumes_here())
 
     def find_snapshot(self, name: str) -> csi.Snapshot:
-        """The snapshot of that name, logical volume or id; raises NoSuchSnapshot, PerhapsAway."""
-        wanted = names.logical_volume(ids.SNAPSHOT_PREFIX, name)
-        here = self.caller.snapshots_here()
-        for one in here.entries:
-            if name == one.snapshot_id or ids.logical_name(one.snapshot_id) in (wanted, name):
-                return one
-        _require_all_here("snapshot", name, here.away)
+        """The snapshot whose name, logical volume's name or id is `name`.
+
+        Raises NoSuchSnapshot, and PerhapsAway where a missing group may have the snapshot.
+        """
+        logical = names.logical_volume(ids.SNAPSHOT_PREFIX, name)
+        listing = self.caller.snapshots_here()
+        for snapshot in listing.entries:
+            if name == snapshot.snapshot_id or ids.logical_name(snapshot.snapshot_id) in (
+                logical,
+                name,
+            ):
+                return snapshot
+        _require_all_here("snapshot", name, listing.away)
         raise errors.NoSuchSnapshot(name)
 
     def _places(self, volume: csi.Volume) -> list[Path]:
-        """Return where the volume is mounted, the staging path included."""
+        """The paths at which a volume is mounted, including the staging path."""
         device = self._device(volume)
         if device is None:
             return []
         kernel = self.host.kernel
-        used = self.host.devices.mapping(device) or device
-        return [Path(one.path) for one in users.places(kernel, table.read(kernel), used)]
+        used_device = self.host.devices.mapping(device) or device
+        return [Path(mount.path) for mount in users.places(kernel, table.read(kernel), used_device)]
 
     def _published(self, volume: csi.Volume, staging: Path) -> list[Path]:
-        return [one for one in self._places(volume) if one != staging]
+        return [path for path in self._places(volume) if path != staging]
 
 
 @contextmanager
 def connected(settings: Config, host: Host) -> Iterator[VolumeVerbs]:
-    """Connect to the running service; raises NotServed, NotPermitted, CallRefused."""
+    """Connect to the running service; raises NotServed and NotPermitted.
+
+    An error of the service in the body of the `with` is raised as CallRefused.
+    """
     try:
         is_served = sockets.is_served(settings.endpoint)
     except PermissionError:
-        what, group = f"use {settings.endpoint}", ", or as a user who may write to that socket"
-        raise errors.NotPermitted(what, group) from None
+        action, advice = f"use {settings.endpoint}", ", or as a user who may write to that socket"
+        raise errors.NotPermitted(action, advice) from None
     if not is_served:
         raise errors.NotServed(str(settings.endpoint))
     with Client(settings.endpoint) as caller:
@@ -414,9 +453,10 @@ def connected(settings: Config, host: Host) -> Iterator[VolumeVerbs]:
 
 
 def _at_last(call: Callable[[], T]) -> T:
-    """Retry while the service works on it, and print its progress, or what keeps it from going on.
+    """Repeat a call while it fails with the code ABORTED, and return its result.
 
-    A lasting error is printed once, as long as it is the same.
+    ABORTED means that the service still works on the volume. The message of the error, which tells
+    the progress or an obstacle, is printed to standard error whenever it changes.
     """
     printed = ""
     while True:
@@ -432,37 +472,46 @@ def _at_last(call: Callable[[], T]) -> T:
 
 
 def _print_absent(away: Mapping[str, str]) -> None:
-    """Print why a list lacks groups."""
+    """Print, to standard error, why each of the missing groups is missing."""
     for group in sorted(away):
         print(away[group], file=sys.stderr)
 
 
 def _named(name: str, here: carver.VolumesHereResponse) -> csi.Volume:
-    """The volume of that name, logical volume or id; raises NoSuchVolume, PerhapsAway."""
+    """The volume in a list whose name, logical volume's name or id is `name`.
+
+    Raises NoSuchVolume, and PerhapsAway where a missing group may have the volume.
+    """
     logical = names.logical_volume(ids.VOLUME_PREFIX, name)
-    for one in here.entries:
-        if name == one.volume_id or _logical(one) in (logical, name):
-            return one
+    for volume in here.entries:
+        if name == volume.volume_id or _logical(volume) in (logical, name):
+            return volume
     _require_all_here("volume", name, here.away)
     raise errors.NoSuchVolume(name)
 
 
 def _require_all_here(what: str, name: str, away: Mapping[str, str]) -> None:
-    """Raise PerhapsAway if a group that may have it is away."""
-    known = VolumeId.parse(name)
-    may = {one: why for one, why in away.items() if known is None or one == known.group}
-    if may:
-        raise errors.PerhapsAway(what, name, (why for _, why in sorted(may.items())))
+    """Raise PerhapsAway if a missing group may have the object `name`, a volume or snapshot."""
+    volume_id = VolumeId.parse(name)
+    reasons = {
+        group: why for group, why in away.items() if volume_id is None or group == volume_id.group
+    }
+    if reasons:
+        raise errors.PerhapsAway(what, name, (why for _, why in sorted(reasons.items())))
 
 
 def _secrets(key_file: str) -> dict[str, str]:
-    """The secrets of a call, from a key file; raises BadField, NotReady."""
+    """The secrets of a CSI call: the key in a key file, or none without a file.
+
+    Raises BadField, NotReady.
+    """
     if not key_file:
         return {}
     try:
         return {secret.PASSPHRASE: encryption.key_in(key_file).data.decode()}
     except UnicodeDecodeError:
-        # Not raised from here: the error has the key.
+        # Raise BadField outside this block: the UnicodeDecodeError, which holds the key, must not
+        # become its context.
         pass
     raise errors.BadField("--key-file", "is not UTF-8, and a secret of CSI's is text")
 
@@ -476,8 +525,8 @@ def _group_and_name(path: str) -> tuple[str, str]:
 
 def _print_changes(answer: carver.AdoptVolumeResponse, *, dry_run: bool) -> None:
     prefix = "to do: " if dry_run else "done: "
-    for one in answer.changes or ["nothing: it is so already"]:
-        print(f"{prefix}{one}", file=sys.stderr)
+    for change in answer.changes or ["nothing: it is so already"]:
+        print(f"{prefix}{change}", file=sys.stderr)
 
 
 def _logical(volume: csi.Volume) -> str:
@@ -485,7 +534,7 @@ def _logical(volume: csi.Volume) -> str:
 
 
 def _name(volume: csi.Volume) -> str:
-    """Return a volume's name; that of its logical volume if the name was hashed."""
+    """The CO's name of a volume, or the logical volume's name if the CO's is not recorded."""
     return ids.readable_name(volume.volume_id)
 
 
@@ -500,10 +549,10 @@ def _volume_row(volume: csi.Volume, health: csi.VolumeHealth) -> dict[str, Any]:
 
 
 def _words(health: csi.VolumeHealth) -> list[str]:
-    """Describe each problem of a volume: status, reason, and what to do."""
+    """A sentence for each health condition of a volume: status, reason and message."""
     return [
-        f"{csi.VolumeHealthErrorType.Name(one.status)} {one.reason}: {one.message}"
-        for one in health.health_statuses
+        f"{csi.VolumeHealthErrorType.Name(entry.status)} {entry.reason}: {entry.message}"
+        for entry in health.health_statuses
     ]
 
 

@@ -1,4 +1,4 @@
-"""Verbs and arguments: what all nouns of the command line share."""
+"""Building blocks of the command line: commands, their subcommands, and arguments."""
 
 import argparse
 import os
@@ -12,15 +12,17 @@ from agent.settings import settings
 if TYPE_CHECKING:
     from agent.cli.volume_verbs import VolumeVerbs
 
-# argparse has no public name for the result of add_subparsers.
+# Type of the result of argparse's add_subparsers, for which argparse has no public name.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Where extras add commands, verbs of `carver volume` and `snapshot`, and options of doctor.
+    """The parsers to which extras add commands, subcommands and options.
 
-    An option of doctor replaces `findings`, a function from settings to findings.
+    Extras add commands to `commands`, subcommands to `volume` and `snapshot`, and options of
+    `carver doctor` to `doctor`. An option of `carver doctor` replaces the parsed attribute
+    `findings`, a function that returns the findings for the settings.
     """
 
     commands: Commands
@@ -29,7 +31,8 @@ class CommandLine:
     doctor: argparse.ArgumentParser
 
 
-# The shells with completion, and how each lists names.
+# Shells with completion of arguments, and the shell functions that complete names of volumes and
+# snapshots.
 SHELLS = {
     "bash": """
 _carver_volumes() { compgen -W "$(carver volume list --names 2>/dev/null)" -- "$1"; }
@@ -43,35 +46,38 @@ _carver_snapshots() { compadd -- ${(f)"$(carver snapshot list --names 2>/dev/nul
 
 
 class Argument:
-    """An argument of a verb, as argparse's add_argument takes it."""
+    """An argument of a subcommand, with the options of argparse's add_argument.
+
+    `complete` is the name of the shell function that completes the argument.
+    """
 
     def __init__(self, *flags: str, complete: str = "", **options: Any) -> None:
         self._flags, self._complete, self._options = flags, complete, options
 
     def add(self, made: argparse._ActionsContainer) -> None:
-        """Add it to a parser."""
+        """Add the argument to a parser, or to a group of exclusive arguments."""
         action = made.add_argument(*self._flags, **self._options)
         if self._complete:
-            # Read by shtab: the functions that complete it.
+            # Set the attribute from which shtab takes the shell functions of the completion.
             vars(action)["complete"] = dict.fromkeys(SHELLS, self._complete)
 
 
 def flag(name: str, text: str) -> Argument:
-    """An argument without a value."""
+    """A flag: an optional argument without a value."""
     return Argument(name, action="store_true", help=text)
 
 
 def name_of(noun: str, dest: str = "name", text: str = "") -> Argument:
-    """An argument that names a volume or a snapshot, and is completed as one."""
+    """An argument for the name or id of a volume or snapshot, completed by the shell."""
     metavar = noun.upper() if dest.startswith("-") else dest.upper()
     text = f"a {noun}'s name or id {text}".strip()
     return Argument(dest, complete=f"_carver_{noun}s", metavar=metavar, help=text)
 
 
 def noun(commands: Commands, name: str, text: str, description: str) -> Commands:
-    """Add a noun; return its verbs."""
-    made = commands.add_parser(name, help=text, description=description)
-    return made.add_subparsers(required=True, metavar="VERB")
+    """Add a command, such as `carver volume`; return the object that takes its subcommands."""
+    noun_parser = commands.add_parser(name, help=text, description=description)
+    return noun_parser.add_subparsers(required=True, metavar="VERB")
 
 
 def verb(
@@ -81,18 +87,21 @@ def verb(
     act: Callable[["VolumeVerbs", argparse.Namespace], None],
     *arguments: Argument | tuple[Argument, ...],
 ) -> argparse.ArgumentParser:
-    """Add a verb on the running service; arguments in a tuple exclude each other."""
-    made = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-    settings.add_arguments(made, ("endpoint",))
-    made.set_defaults(run=lambda parsed: _on_service(parsed, act))
-    for one in arguments:
-        if isinstance(one, Argument):
-            one.add(made)
+    """Add a subcommand, such as `carver volume list`; `act` runs it on the running service.
+
+    Arguments that are in one tuple exclude each other.
+    """
+    verb_parser = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    settings.add_arguments(verb_parser, ("endpoint",))
+    verb_parser.set_defaults(run=lambda parsed: _on_service(parsed, act))
+    for argument in arguments:
+        if isinstance(argument, Argument):
+            argument.add(verb_parser)
         else:
-            exclusive = made.add_mutually_exclusive_group()
-            for each in one:
-                each.add(exclusive)
-    return made
+            exclusive = verb_parser.add_mutually_exclusive_group()
+            for choice in argument:
+                choice.add(exclusive)
+    return verb_parser
 
 
 def _on_service(
@@ -108,6 +117,9 @@ def _on_service(
 
 
 def require_root() -> None:
-    """Raise NotPermitted unless root: unreadable disks would look as if they were absent."""
+    """Raise NotPermitted unless the process runs as root.
+
+    To another user, disks that the user may not read would seem to be absent.
+    """
     if os.geteuid() != 0:
         raise errors.NotPermitted("look at disks, LVM and mounts")

@@ -1,1 +1,1 @@
-"""The services on the socket: parse, hold the volume, call policy, answer."""
+"""The gRPC services on the CSI socket: parse requests, lock volumes, call operations, answer."""

@@ -1,4 +1,4 @@
-"""Call a CSI plugin over its socket, as kubelet and the provisioner do."""
+"""A gRPC client of a CSI plugin, which calls the plugin over a Unix socket as kubelet does."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -16,11 +16,13 @@ from proto import csi_pb2 as csi
 Mode = csi.VolumeCapability.AccessMode.Mode
 S = TypeVar("S")
 
-# Trying a local socket costs nothing: the pauses need not grow to minutes, as for a remote server.
+# Channel options of gRPC. The backoff between reconnects, in milliseconds, stays below a second:
+# connecting to a local socket costs nothing, so the pauses need not grow to minutes, as they do by
+# default for a remote server.
 _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 500),
-    # A node may have any number of volumes.
+    # Removes the limit of a received message: a list may have any number of volumes.
     ("grpc.max_receive_message_length", -1),
 )
 
@@ -30,7 +32,7 @@ def mounted(
     flags: Sequence[str] = (),
     mode: "Mode.ValueType" = Mode.SINGLE_NODE_WRITER,
 ) -> csi.VolumeCapability:
-    """A capability: used through a file system."""
+    """The capability of a volume that is used through a mounted file system."""
     return csi.VolumeCapability(
         mount=csi.VolumeCapability.MountVolume(fs_type=fs_type, mount_flags=flags),
         access_mode=csi.VolumeCapability.AccessMode(mode=mode),
@@ -38,7 +40,7 @@ def mounted(
 
 
 def block(mode: "Mode.ValueType" = Mode.SINGLE_NODE_WRITER) -> csi.VolumeCapability:
-    """A capability: used as a raw block device."""
+    """The capability of a volume that is used as a raw block device."""
     return csi.VolumeCapability(
         block=csi.VolumeCapability.BlockVolume(),
         access_mode=csi.VolumeCapability.AccessMode(mode=mode),
@@ -46,19 +48,19 @@ def block(mode: "Mode.ValueType" = Mode.SINGLE_NODE_WRITER) -> csi.VolumeCapabil
 
 
 def of_snapshot(snapshot_id: str) -> csi.VolumeContentSource:
-    """The content source of a volume: a snapshot."""
+    """The content source of a new volume that is restored from a snapshot."""
     source = csi.VolumeContentSource.SnapshotSource(snapshot_id=snapshot_id)
     return csi.VolumeContentSource(snapshot=source)
 
 
 def of_volume(volume_id: str) -> csi.VolumeContentSource:
-    """The content source of a volume: another volume."""
+    """The content source of a new volume that is cloned from another volume."""
     source = csi.VolumeContentSource.VolumeSource(volume_id=volume_id)
     return csi.VolumeContentSource(volume=source)
 
 
 class _Channel:
-    """A channel that gives unary calls a deadline unless the caller does."""
+    """A gRPC channel with a default deadline for unary calls; a call's own timeout overrides it."""
 
     def __init__(self, channel: grpc.Channel, timeout_seconds: float) -> None:
         self._channel = channel
@@ -68,7 +70,7 @@ class _Channel:
         self.close = channel.close
 
     def unary_unary(self, *method: Any, **codecs: Any) -> Callable[..., Any]:
-        # Made when it is first called: most clients make few of all calls.
+        # Make the stub of a method when the method is first called: a client uses few methods.
         call = cache(lambda: self._channel.unary_unary(*method, **codecs))
         return lambda request, timeout=None: call()(
             request, timeout=timeout or self.timeout_seconds
@@ -76,9 +78,9 @@ class _Channel:
 
 
 class Client:
-    """Stubs of the plugin's services, and methods for its common calls.
+    """A client of a CSI plugin: stubs of the plugin's services, and methods for common calls.
 
-    Every call raises grpc.RpcError with the plugin's code. Sizes are in bytes.
+    Each method raises grpc.RpcError with the plugin's code. Sizes are in bytes.
     """
 
     options: tuple[tuple[str, object], ...] = _OPTIONS
@@ -94,7 +96,7 @@ class Client:
         self.operator = self.stub(carver_pb2_grpc.OperatorStub)
 
     def stub(self, kind: Callable[[grpc.Channel], S]) -> S:
-        """A service's generated stub, such as TransferStub, on this connection."""
+        """Return the generated stub of a service, such as TransferStub, on the client's channel."""
         if kind not in self._stubs:
             self._stubs[kind] = kind(cast(grpc.Channel, self.channel))
         return cast(S, self._stubs[kind])
@@ -111,17 +113,17 @@ class Client:
         self.channel.close()
 
     def info(self) -> csi.GetPluginInfoResponse:
-        """The plugin's name and version."""
+        """Return the plugin's name and version (GetPluginInfo)."""
         return self.identity.GetPluginInfo(csi.GetPluginInfoRequest())
 
     def probe(self) -> csi.ProbeResponse:
-        """Whether the plugin can work."""
+        """Return the plugin's readiness (Probe)."""
         return self.identity.Probe(csi.ProbeRequest())
 
     def capacity(
         self, parameters: Mapping[str, str] | None = None, *capabilities: csi.VolumeCapability
     ) -> csi.GetCapacityResponse:
-        """The capacity for new volumes."""
+        """Return the capacity for new volumes with these parameters and capabilities."""
         request = csi.GetCapacityRequest(
             parameters=parameters or {}, volume_capabilities=capabilities
         )
@@ -137,7 +139,7 @@ class Client:
         source: csi.VolumeContentSource | None = None,
         mutable: Mapping[str, str] | None = None,
     ) -> csi.Volume:
-        """Create a volume; with a file system and one writer by default."""
+        """Create a volume; the default capability is a mounted file system with a single writer."""
         request = csi.CreateVolumeRequest(
             name=name,
             capacity_range=csi.CapacityRange(
@@ -151,37 +153,37 @@ class Client:
         return self.controller.CreateVolume(request).volume
 
     def delete(self, volume_id: str) -> None:
-        """Delete a volume."""
+        """Delete a volume by its id."""
         request = csi.DeleteVolumeRequest(volume_id=volume_id)
         self.controller.DeleteVolume(request)
 
     def volumes(self) -> list[csi.Volume]:
-        """All volumes."""
+        """Return all volumes of the plugin (ListVolumes)."""
         return list(self.every_volume())
 
     def every_volume(self) -> Iterator[csi.Volume]:
-        """All volumes, page by page."""
+        """Iterate over all volumes of the plugin; request pages as they are needed."""
         request, call = csi.ListVolumesRequest(), self.controller.ListVolumes
         return (entry.volume for entry in self._every(call, request))
 
     def volume(self, volume_id: str) -> csi.ControllerGetVolumeResponse:
-        """One volume, with its status."""
+        """Return a volume and its status, by the volume's id."""
         request = csi.ControllerGetVolumeRequest(volume_id=volume_id)
         return self.controller.ControllerGetVolume(request)
 
     def volume_health(self, volume_id: str) -> csi.VolumeHealth:
-        """A volume's health by the Controller."""
+        """Return the health of a volume as the Controller service reports it."""
         request = csi.ControllerGetVolumeHealthRequest(volume_id=volume_id)
         answer = self.controller.ControllerGetVolumeHealth(request)
         return answer.volume_health
 
     def unhealthy(self) -> list[csi.VolumeHealth]:
-        """The health of the volumes with a condition."""
+        """Return the health of each volume that has a health condition."""
         request = csi.ControllerListVolumeHealthRequest()
         return list(self._every(self.controller.ControllerListVolumeHealth, request))
 
     def confirms(self, volume_id: str, capability: csi.VolumeCapability) -> bool:
-        """Whether a volume has a capability."""
+        """Return whether the plugin confirms a capability of a volume."""
         request = csi.ValidateVolumeCapabilitiesRequest(
             volume_id=volume_id, volume_capabilities=[capability]
         )
@@ -189,39 +191,39 @@ class Client:
         return answer.HasField("confirmed")
 
     def can_expand(self) -> bool:
-        """Whether the Controller expands volumes."""
+        """Return whether the Controller service offers EXPAND_VOLUME."""
         answer = self.controller.ControllerGetCapabilities(csi.ControllerGetCapabilitiesRequest())
-        wanted = csi.ControllerServiceCapability.RPC.EXPAND_VOLUME
-        return any(one.rpc.type == wanted for one in answer.capabilities)
+        rpc_type = csi.ControllerServiceCapability.RPC.EXPAND_VOLUME
+        return any(offer.rpc.type == rpc_type for offer in answer.capabilities)
 
     def snapshot(
         self, name: str, volume_id: str, parameters: Mapping[str, str] | None = None
     ) -> csi.Snapshot:
-        """Take a snapshot of a volume."""
+        """Take a snapshot of a volume (CreateSnapshot)."""
         request = csi.CreateSnapshotRequest(
             name=name, source_volume_id=volume_id, parameters=parameters or {}
         )
         return self.controller.CreateSnapshot(request).snapshot
 
     def delete_snapshot(self, snapshot_id: str) -> None:
-        """Delete a snapshot."""
+        """Delete a snapshot by its id."""
         request = csi.DeleteSnapshotRequest(snapshot_id=snapshot_id)
         self.controller.DeleteSnapshot(request)
 
     def snapshots(self, *, volume_id: str = "", snapshot_id: str = "") -> list[csi.Snapshot]:
-        """All snapshots, those of a volume, or the one with an id."""
+        """Return all snapshots, the snapshots of one volume, or the snapshot with an id."""
         return list(self.every_snapshot(volume_id=volume_id, snapshot_id=snapshot_id))
 
     def every_snapshot(
         self, *, volume_id: str = "", snapshot_id: str = ""
     ) -> Iterator[csi.Snapshot]:
-        """The same, page by page."""
+        """Iterate over all snapshots, those of one volume, or one; request pages as needed."""
         request = csi.ListSnapshotsRequest(source_volume_id=volume_id, snapshot_id=snapshot_id)
-        every = self._every(self.controller.ListSnapshots, request)
-        return (entry.snapshot for entry in every)
+        entries = self._every(self.controller.ListSnapshots, request)
+        return (entry.snapshot for entry in entries)
 
     def _every(self, call: Callable[..., Any], request: Any) -> Iterator[Any]:
-        """All entries of a list, page by page."""
+        """Iterate over the entries of a paged list; `call` requests pages as they are needed."""
         while True:
             answer = call(request)
             yield from answer.entries
@@ -236,7 +238,7 @@ class Client:
         capability: csi.VolumeCapability | None = None,
         secrets: Mapping[str, str] | None = None,
     ) -> None:
-        """Stage a volume on the node."""
+        """Stage a volume at a path (NodeStageVolume); its file system is mounted by default."""
         request = csi.NodeStageVolumeRequest(
             volume_id=volume.volume_id,
             staging_target_path=str(staging_path),
@@ -247,7 +249,7 @@ class Client:
         self.node.NodeStageVolume(request)
 
     def unstage(self, volume_id: str, staging_path: Path | str) -> None:
-        """Undo `stage`."""
+        """Unstage a volume from its staging path (NodeUnstageVolume)."""
         request = csi.NodeUnstageVolumeRequest(
             volume_id=volume_id, staging_target_path=str(staging_path)
         )
@@ -263,7 +265,7 @@ class Client:
         *,
         read_only: bool = False,
     ) -> None:
-        """Publish a staged volume at a path."""
+        """Publish a staged volume at a target path (NodePublishVolume)."""
         request = csi.NodePublishVolumeRequest(
             volume_id=volume.volume_id,
             staging_target_path=str(staging_path),
@@ -276,61 +278,67 @@ class Client:
         self.node.NodePublishVolume(request)
 
     def unpublish(self, volume_id: str, target_path: Path | str) -> None:
-        """Undo `publish`."""
+        """Unpublish a volume from a target path (NodeUnpublishVolume)."""
         request = csi.NodeUnpublishVolumeRequest(volume_id=volume_id, target_path=str(target_path))
         self.node.NodeUnpublishVolume(request)
 
     def stats(self, volume_id: str, volume_path: Path | str) -> csi.NodeGetVolumeStatsResponse:
-        """Measure a volume where it is staged or published."""
+        """Return the usage of a volume that is staged or published at a path."""
         request = csi.NodeGetVolumeStatsRequest(volume_id=volume_id, volume_path=str(volume_path))
         return self.node.NodeGetVolumeStats(request)
 
     def expand(self, volume_id: str, required_bytes: int) -> csi.ControllerExpandVolumeResponse:
-        """Expand a volume: the Controller's part."""
+        """Grow a volume's logical volume (ControllerExpandVolume)."""
         request = csi.ControllerExpandVolumeRequest(
             volume_id=volume_id, capacity_range=csi.CapacityRange(required_bytes=required_bytes)
         )
         return self.controller.ControllerExpandVolume(request)
 
     def modify(self, volume_id: str, parameters: Mapping[str, str]) -> None:
-        """Change a volume's mutable parameters."""
+        """Change mutable parameters of a volume (ControllerModifyVolume)."""
         request = csi.ControllerModifyVolumeRequest(
             volume_id=volume_id, mutable_parameters=parameters
         )
         self.controller.ControllerModifyVolume(request)
 
     def volumes_here(self) -> carver.VolumesHereResponse:
-        """The volumes of the groups that are on this node."""
+        """Return the volumes of the volume groups that are present on this node."""
         return self.operator.VolumesHere(Empty())
 
     def background_work(self) -> Mapping[str, str]:
-        """How far what is erased, zeroed and copied is, by volume id."""
+        """Return the progress of background erasing, zeroing and copying, by volume id."""
         return self.operator.BackgroundWork(Empty()).progress
 
     def slowest_calls(self, most: int) -> carver.SlowestCallsResponse:
-        """The slowest of the calls that the service ended last, with their steps."""
+        """Return the traces of the slowest RPCs among the last that ended; at most `most`."""
         return self.operator.SlowestCalls(carver.SlowestCallsRequest(most=most))
 
     def snapshots_here(self) -> carver.SnapshotsHereResponse:
-        """The snapshots of the groups that are on this node."""
+        """Return the snapshots of the volume groups that are present on this node."""
         return self.operator.SnapshotsHere(Empty())
 
     def adopt(self, request: carver.AdoptVolumeRequest) -> carver.AdoptVolumeResponse:
-        """Make a logical volume a volume of Carver's."""
+        """Turn a logical volume that Carver did not create into a volume of Carver's."""
         return self.operator.AdoptVolume(request)
 
     def undo_adopt(self, request: carver.AdoptVolumeRequest) -> carver.AdoptVolumeResponse:
-        """Take `adopt` back."""
+        """Undo the adoption of a logical volume (UndoAdoptVolume)."""
         return self.operator.UndoAdoptVolume(request)
 
     def repair(self, volume_id: str, *, pool_metadata: bool = False) -> tuple[bool, str]:
-        """Continue a volume's repair; return whether it is done, and what was done or awaited."""
+        """Start or continue the repair of a volume.
+
+        Return whether the repair is done, and a sentence about what was done or is waited for.
+        """
         request = carver.RepairVolumeRequest(volume_id=volume_id, pool_metadata=pool_metadata)
         answer = self.operator.RepairVolume(request)
         return answer.done, answer.message
 
     def replace_disk(self, old_disk: str, new_disk: str) -> tuple[bool, str]:
-        """Continue the replacement of a disk; return as `repair`."""
+        """Start or continue the replacement of a disk by another disk.
+
+        Return whether the replacement is done, and a sentence about what was done or is waited for.
+        """
         request = carver.ReplaceDiskRequest(old_disk=old_disk, new_disk=new_disk)
         answer = self.operator.ReplaceDisk(request)
         return answer.done, answer.message
@@ -343,7 +351,7 @@ class Client:
         secrets: Mapping[str, str] | None = None,
         capability: csi.VolumeCapability | None = None,
     ) -> csi.NodeExpandVolumeResponse:
-        """Expand a volume: the Node's part."""
+        """Grow a volume's logical volume, if too small, and file system (NodeExpandVolume)."""
         request = csi.NodeExpandVolumeRequest(
             volume_id=volume_id,
             volume_path=str(volume_path),

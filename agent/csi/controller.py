@@ -1,4 +1,4 @@
-"""CSI Controller: parse the request, lock the volume, call the operation, answer."""
+"""The CSI Controller service: parse each request, lock its volume, call an operation, answer."""
 # ruff: noqa: N802
 
 from collections.abc import Sequence
@@ -30,7 +30,10 @@ _Rpc = csi.ControllerServiceCapability.RPC
 
 
 def capabilities(*, expand: bool, attach: bool = False) -> csi.ControllerGetCapabilitiesResponse:
-    """The answer to ControllerGetCapabilities: whether it expands and attaches volumes, too."""
+    """The answer to ControllerGetCapabilities.
+
+    `expand` adds the capability to expand volumes, `attach` those to attach and detach volumes.
+    """
     offered = [
         _Rpc.CREATE_DELETE_VOLUME,
         _Rpc.LIST_VOLUMES,
@@ -53,12 +56,12 @@ def capabilities(*, expand: bool, attach: bool = False) -> csi.ControllerGetCapa
             _Rpc.PUBLISH_READONLY,
             _Rpc.LIST_VOLUMES_PUBLISHED_NODES,
         )
-    found = [csi.ControllerServiceCapability(rpc=_Rpc(type=one)) for one in offered]
-    return csi.ControllerGetCapabilitiesResponse(capabilities=found)
+    supported = [csi.ControllerServiceCapability(rpc=_Rpc(type=rpc)) for rpc in offered]
+    return csi.ControllerGetCapabilitiesResponse(capabilities=supported)
 
 
 class Controller(csi_pb2_grpc.ControllerServicer):
-    """The Controller service."""
+    """The CSI Controller service of this node."""
 
     def __init__(
         self,
@@ -83,23 +86,25 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def CreateVolume(
         self, request: csi.CreateVolumeRequest, context: grpc.ServicerContext
     ) -> csi.CreateVolumeResponse:
-        """Create a volume, or find the one that an earlier call made."""
+        """Create a volume, or return the volume that an earlier call of the same name created."""
         call = requests.CreateVolume.from_proto(request)
         name = names.logical_volume(ids.VOLUME_PREFIX, call.name)
         sources = [] if call.source is None else [ids.logical_name(call.source.id)]
         with self._leftovers.of_volume(call):
             with self._locks.hold(name, *sources):
-                made = self._creator.create(call)
-            # Without the lock: the source is in use meanwhile, and its tags keep it.
-            volume = self._creator.complete(made, lambda: self._locks.hold(name))
+                creation = self._creator.create(call)
+            # Wait for the copy of the contents without the locks: other calls may use the source
+            # meanwhile, and its tags keep it from being deleted.
+            volume = self._creator.complete(creation, lambda: self._locks.hold(name))
         return csi.CreateVolumeResponse(volume=self._volume(volume))
 
     def DeleteVolume(
         self, request: csi.DeleteVolumeRequest, context: grpc.ServicerContext
     ) -> csi.DeleteVolumeResponse:
-        """Erase and remove a volume."""
+        """Erase and remove a volume; succeed if there is no such volume."""
         volume_id = requests.required(request, "volume_id")
-        # A claim may be deleted before kubelet has unmounted its volume: only moments, as a rule.
+        # Wait up to five seconds, without the lock, for a mounted volume to be unmounted: a claim
+        # may be deleted a moment before kubelet unmounts the claim's volume.
         self._locks.wait_until(lambda: not self._deleter.is_mounted(volume_id))
         with self._locks.hold(ids.logical_name(volume_id)):
             self._deleter.delete(volume_id)
@@ -108,7 +113,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ControllerPublishVolume(
         self, request: csi.ControllerPublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.ControllerPublishVolumeResponse:
-        """Attach a volume to the node that has it."""
+        """Record that a volume is attached to this node, which has the volume's disks."""
         self._require_attach("ControllerPublishVolume")
         call = requests.AttachVolume.from_proto(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
@@ -120,7 +125,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ControllerUnpublishVolume(
         self, request: csi.ControllerUnpublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.ControllerUnpublishVolumeResponse:
-        """Detach a volume from the node that has it."""
+        """Remove the record that a volume is attached to this node."""
         self._require_attach("ControllerUnpublishVolume")
         call = requests.DetachVolume.from_proto(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
@@ -128,14 +133,14 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         return csi.ControllerUnpublishVolumeResponse()
 
     def _require_attach(self, call: str) -> None:
-        """Raise NotImplementedError unless volumes are attached here."""
+        """Raise NotImplementedError for an RPC of attachment if the setting `attach` is off."""
         if not self._configuration.now.attach:
             raise NotImplementedError(f"{call} is switched off on this node (setting `attach`)")
 
     def ValidateVolumeCapabilities(
         self, request: csi.ValidateVolumeCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.ValidateVolumeCapabilitiesResponse:
-        """Confirm that a volume can be used as described, or say why not."""
+        """Confirm that a volume has the requested capabilities, or return why it has not."""
         call = requests.ValidateVolume.from_proto(request)
         volume = self._context.mender.mended_volume(call.volume_id, Call.MANAGE)
         if refusal := call.unsupported or validate.refusal(volume, call):
@@ -151,15 +156,16 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ListVolumes(
         self, request: csi.ListVolumesRequest, context: grpc.ServicerContext
     ) -> csi.ListVolumesResponse:
-        """List this node's volumes, page by page."""
+        """List a page of this node's volumes."""
         part = self._listing.page(requests.Page.from_proto(request))
         answer = csi.ListVolumesResponse(next_token=part.next_token)
-        here = csi.Topology(segments=self._configuration.now.here)
+        topology = csi.Topology(segments=self._configuration.now.here)
         for volume in part.entries:
             entry = answer.entries.add()
-            messages.put_volume(entry.volume, volume, here)
+            messages.put_volume(entry.volume, volume, topology)
             if self._configuration.now.attach:
-                # The status must be set then (CSI spec), though it may be empty.
+                # Set the status, even if it is empty: with LIST_VOLUMES_PUBLISHED_NODES the CSI
+                # spec requires it.
                 entry.status.SetInParent()
                 entry.status.published_node_ids.extend(self._attached_to(volume))
         return answer
@@ -167,7 +173,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ControllerListVolumeHealth(
         self, request: csi.ControllerListVolumeHealthRequest, context: grpc.ServicerContext
     ) -> csi.ControllerListVolumeHealthResponse:
-        """List the volumes with a health condition, page by page."""
+        """List a page of the volumes that have a health condition, with their conditions."""
         part = self._health.list(requests.Page.from_proto(request))
         return csi.ControllerListVolumeHealthResponse(
             entries=map(messages.volume_health, part.entries), next_token=part.next_token
@@ -176,14 +182,14 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ControllerGetVolumeHealth(
         self, request: csi.ControllerGetVolumeHealthRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetVolumeHealthResponse:
-        """The health of one volume."""
-        found = self._health.get(requests.required(request, "volume_id"))
-        return csi.ControllerGetVolumeHealthResponse(volume_health=messages.volume_health(found))
+        """Return the health of one volume."""
+        health = self._health.get(requests.required(request, "volume_id"))
+        return csi.ControllerGetVolumeHealthResponse(volume_health=messages.volume_health(health))
 
     def GetCapacity(
         self, request: csi.GetCapacityRequest, context: grpc.ServicerContext
     ) -> csi.GetCapacityResponse:
-        """The capacity for CreateVolume with the same parameters."""
+        """Return how much space CreateVolume has for volumes with the same parameters."""
         capacity = self._creator.capacity(requests.GetCapacity.from_proto(request))
         return csi.GetCapacityResponse(
             available_capacity=capacity.available_bytes,
@@ -194,11 +200,11 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ControllerGetVolume(
         self, request: csi.ControllerGetVolumeRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetVolumeResponse:
-        """One volume."""
+        """Return one volume and the nodes to which it is attached."""
         volume = self._context.mender.mended_volume(
             requests.required(request, "volume_id"), Call.MANAGE
         )
-        # The status must be set (CSI spec), though it may be empty.
+        # Set the status, even if it is empty: the CSI spec requires it.
         attached = self._attached_to(volume) if self._configuration.now.attach else ()
         status = csi.ControllerGetVolumeResponse.VolumeStatus(published_node_ids=attached)
         return csi.ControllerGetVolumeResponse(volume=self._volume(volume), status=status)
@@ -206,7 +212,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ControllerExpandVolume(
         self, request: csi.ControllerExpandVolumeRequest, context: grpc.ServicerContext
     ) -> csi.ControllerExpandVolumeResponse:
-        """Grow the logical volume; its file system, if it has one, is the node's part."""
+        """Grow a logical volume; NodeExpandVolume grows the file system on the volume, if any."""
         if not self._configuration.now.controller_expand:
             raise NotImplementedError("ControllerExpandVolume is switched off on this node")
         call = requests.ExpandVolume.from_proto(request)
@@ -220,7 +226,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ControllerModifyVolume(
         self, request: csi.ControllerModifyVolumeRequest, context: grpc.ServicerContext
     ) -> csi.ControllerModifyVolumeResponse:
-        """Change a volume's mutable parameters, all that are given or none."""
+        """Change mutable parameters of a volume: either all that are given, or none."""
         call = requests.ModifyVolume.from_proto(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
             modify.modify(self._context, call)
@@ -229,7 +235,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def CreateSnapshot(
         self, request: csi.CreateSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.CreateSnapshotResponse:
-        """Take a snapshot, or find the one that an earlier call took."""
+        """Take a snapshot, or return the snapshot that an earlier call of the same name took."""
         call = requests.CreateSnapshot.from_proto(request)
         name = names.logical_volume(ids.SNAPSHOT_PREFIX, call.name)
         with (
@@ -242,7 +248,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def DeleteSnapshot(
         self, request: csi.DeleteSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.DeleteSnapshotResponse:
-        """Erase and remove a snapshot."""
+        """Erase and remove a snapshot; succeed if there is no such snapshot."""
         snapshot_id = requests.required(request, "snapshot_id")
         with self._locks.hold(ids.logical_name(snapshot_id)):
             self._snapshotter.delete(snapshot_id)
@@ -251,29 +257,30 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ListSnapshots(
         self, request: csi.ListSnapshotsRequest, context: grpc.ServicerContext
     ) -> csi.ListSnapshotsResponse:
-        """List all snapshots, those of a volume, or one; page by page if asked for that."""
+        """List all snapshots, the snapshots of a volume, or one snapshot; in pages if requested."""
         part = self._snapshotter.list(requests.ListSnapshots.from_proto(request))
         entries = [
-            csi.ListSnapshotsResponse.Entry(snapshot=self._snapshot(one)) for one in part.entries
+            csi.ListSnapshotsResponse.Entry(snapshot=self._snapshot(snapshot))
+            for snapshot in part.entries
         ]
         return csi.ListSnapshotsResponse(entries=entries, next_token=part.next_token)
 
     def GetSnapshot(
         self, request: csi.GetSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.GetSnapshotResponse:
-        """One snapshot."""
+        """Return one snapshot by its id."""
         snapshot = self._snapshotter.get(requests.required(request, "snapshot_id"))
         return csi.GetSnapshotResponse(snapshot=self._snapshot(snapshot))
 
     def ControllerGetCapabilities(
         self, request: csi.ControllerGetCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetCapabilitiesResponse:
-        """The implemented parts of the Controller service."""
+        """Return the optional RPCs that the Controller service implements on this node."""
         config = self._configuration.now
         return capabilities(expand=config.controller_expand, attach=config.attach)
 
     def _attached_to(self, one: Volume) -> Sequence[str]:
-        """The ids of the nodes that a volume is attached to: this one or none."""
+        """The ids of the nodes to which a volume is attached: this node's id, or none."""
         node_id = self._configuration.now.node_id
         return () if one.attachment_to(node_id) is None else (node_id,)
 

@@ -1,4 +1,4 @@
-"""CSI GroupController: parse the request, lock the volumes, call the operation, answer."""
+"""The CSI GroupController service: parse requests, lock volumes, call operations, answer."""
 # ruff: noqa: N802
 
 import grpc
@@ -16,7 +16,7 @@ _Rpc = csi.GroupControllerServiceCapability.RPC
 
 
 def capabilities() -> csi.GroupControllerGetCapabilitiesResponse:
-    """The answer to GroupControllerGetCapabilities."""
+    """The answer to GroupControllerGetCapabilities: all RPCs of group snapshots."""
     rpc = _Rpc(type=_Rpc.CREATE_DELETE_GET_VOLUME_GROUP_SNAPSHOT)
     return csi.GroupControllerGetCapabilitiesResponse(
         capabilities=[csi.GroupControllerServiceCapability(rpc=rpc)]
@@ -24,7 +24,7 @@ def capabilities() -> csi.GroupControllerGetCapabilitiesResponse:
 
 
 class GroupController(csi_pb2_grpc.GroupControllerServicer):
-    """The GroupController service."""
+    """The CSI GroupController service of this node."""
 
     def __init__(self, context: Context, snapshotter: GroupSnapshotter) -> None:
         self._configuration = context.configuration
@@ -35,26 +35,29 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
     def GroupControllerGetCapabilities(
         self, request: csi.GroupControllerGetCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.GroupControllerGetCapabilitiesResponse:
-        """The implemented parts of the GroupController service: all."""
+        """Return the optional RPCs that the GroupController service implements: all of them."""
         return capabilities()
 
     def CreateVolumeGroupSnapshot(
         self, request: csi.CreateVolumeGroupSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.CreateVolumeGroupSnapshotResponse:
-        """Take snapshots of several volumes at one moment, or find those of an earlier call."""
+        """Take snapshots of several volumes at one moment.
+
+        Return the snapshots of an earlier call of the same name, if there are any.
+        """
         call = requests.CreateGroupSnapshot.from_proto(request)
         sources = map(ids.logical_name, call.source_ids)
         with (
             self._leftovers.of_group_snapshot(call),
             self._locks.hold(self._snapshotter.logical_name(call.name), *sources),
         ):
-            made = self._snapshotter.create(call)
-        return csi.CreateVolumeGroupSnapshotResponse(group_snapshot=self._group_snapshot(made))
+            snapshot = self._snapshotter.create(call)
+        return csi.CreateVolumeGroupSnapshotResponse(group_snapshot=self._group_snapshot(snapshot))
 
     def DeleteVolumeGroupSnapshot(
         self, request: csi.DeleteVolumeGroupSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.DeleteVolumeGroupSnapshotResponse:
-        """Erase and remove all snapshots of a group."""
+        """Erase and remove all snapshots of a group snapshot."""
         call = requests.KnownGroupSnapshot.from_proto(request)
         with self._locks.hold(*map(ids.logical_name, (call.id, *call.snapshot_ids))):
             self._snapshotter.delete(call)
@@ -63,15 +66,15 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
     def GetVolumeGroupSnapshot(
         self, request: csi.GetVolumeGroupSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.GetVolumeGroupSnapshotResponse:
-        """One group snapshot."""
-        found = self._snapshotter.get(requests.KnownGroupSnapshot.from_proto(request))
-        return csi.GetVolumeGroupSnapshotResponse(group_snapshot=self._group_snapshot(found))
+        """Return one group snapshot by its id."""
+        snapshot = self._snapshotter.get(requests.KnownGroupSnapshot.from_proto(request))
+        return csi.GetVolumeGroupSnapshotResponse(group_snapshot=self._group_snapshot(snapshot))
 
     def _group_snapshot(self, one: GroupSnapshot) -> csi.VolumeGroupSnapshot:
-        here = self._configuration.now.here
+        segments = self._configuration.now.here
         return csi.VolumeGroupSnapshot(
             group_snapshot_id=one.id,
-            snapshots=[messages.snapshot(each, here) for each in one.snapshots],
+            snapshots=[messages.snapshot(snapshot, segments) for snapshot in one.snapshots],
             creation_time=messages.time_of(one.time_nanoseconds),
             ready_to_use=one.is_ready,
         )

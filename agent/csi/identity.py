@@ -1,4 +1,4 @@
-"""CSI Identity: the plugin's name, version, capabilities and readiness."""
+"""The CSI Identity service: the plugin's name, version, capabilities and readiness."""
 # ruff: noqa: N802
 
 from collections.abc import Iterable
@@ -14,14 +14,14 @@ from proto import csi_pb2_grpc
 
 _Service = csi.PluginCapability.Service
 _Expansion = csi.PluginCapability.VolumeExpansion
-# Read from a file, so only once.
+# Version of an installed package, cached: importlib.metadata reads it from a file.
 _version = cache(version)
 
 
 def capabilities(
     offered: Iterable[csi.PluginCapability.Service.Type.ValueType] = (),
 ) -> csi.GetPluginCapabilitiesResponse:
-    """The answer to GetPluginCapabilities; `offered` are services that not every Carver has."""
+    """The answer to GetPluginCapabilities; `offered` are optional services, added by extras."""
     services = (
         _Service.CONTROLLER_SERVICE,
         _Service.VOLUME_ACCESSIBILITY_CONSTRAINTS,
@@ -29,13 +29,13 @@ def capabilities(
         _Service.SNAPSHOT_ACCESSIBILITY_CONSTRAINTS,
         *offered,
     )
-    found = [csi.PluginCapability(service=_Service(type=service)) for service in services]
-    found.append(csi.PluginCapability(volume_expansion=_Expansion(type=_Expansion.ONLINE)))
-    return csi.GetPluginCapabilitiesResponse(capabilities=found)
+    supported = [csi.PluginCapability(service=_Service(type=service)) for service in services]
+    supported.append(csi.PluginCapability(volume_expansion=_Expansion(type=_Expansion.ONLINE)))
+    return csi.GetPluginCapabilitiesResponse(capabilities=supported)
 
 
 class Identity(csi_pb2_grpc.IdentityServicer):
-    """The Identity service."""
+    """The CSI Identity service of this node."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Identity(csi_pb2_grpc.IdentityServicer):
         driver_name: str,
         offered: Iterable[csi.PluginCapability.Service.Type.ValueType] = (),
     ) -> None:
-        """`offered` are optional services, beside those that Carver always has."""
+        """Store what the RPCs return; `offered` are optional services, added by extras."""
         self._readiness = readiness
         self._offered = tuple(offered)
         self._name = driver_name
@@ -52,20 +52,24 @@ class Identity(csi_pb2_grpc.IdentityServicer):
     def GetPluginInfo(
         self, request: csi.GetPluginInfoRequest, context: grpc.ServicerContext
     ) -> csi.GetPluginInfoResponse:
-        """Name and version."""
+        """Return the plugin's name and version."""
         return csi.GetPluginInfoResponse(name=self._name, vendor_version=self._version)
 
     def GetPluginCapabilities(
         self, request: csi.GetPluginCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.GetPluginCapabilitiesResponse:
-        """Optional services; volumes and snapshots belong to one node, and volumes grow in use."""
+        """Return the services and properties of the plugin.
+
+        The properties are that a volume or snapshot is accessible on one node only, and that
+        volumes can grow while they are in use.
+        """
         return capabilities(self._offered)
 
     def Probe(self, request: csi.ProbeRequest, context: grpc.ServicerContext) -> csi.ProbeResponse:
-        """Whether the start is over; NotReady says why nothing can be served.
+        """Return whether start-up is complete; raise NotReady if the plugin can serve nothing.
 
-        The sidecars' ProbeForever (csi-lib-utils, rpc) asks again where it is not, and ends where
-        the call fails.
+        The function ProbeForever of the sidecars (csi-lib-utils, rpc) retries while start-up is not
+        complete, and gives up if the RPC fails.
         """
         ready = self._readiness.probe()
         return csi.ProbeResponse(ready=wrappers_pb2.BoolValue(value=ready))

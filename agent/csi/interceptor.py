@@ -1,4 +1,4 @@
-"""Around every call: its deadline, its log line without secrets, and its error as a gRPC status."""
+"""The gRPC interceptor of all RPCs: admission, deadline, trace, log line, and status code."""
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -25,7 +25,10 @@ STRIPPED = "***stripped***"
 
 
 def stripped(message: Message) -> dict[str, Any]:
-    """The message as a JSON object, with the values of its secrets replaced, at any depth."""
+    """A message as a JSON object without the values of its secrets, at any depth.
+
+    Each value of a map of secrets is replaced by STRIPPED; any other secret field is left out.
+    """
     copy = type(message)()
     copy.CopyFrom(message)
     _strip(copy)
@@ -39,12 +42,12 @@ def _strip(message: Message) -> None:
         elif field.message_type is None or field.message_type.GetOptions().map_entry:
             continue
         else:
-            for one in value if field.is_repeated else [value]:
-                _strip(one)
+            for part in value if field.is_repeated else [value]:
+                _strip(part)
 
 
 def _replace(message: Message, field: FieldDescriptor) -> None:
-    """Keep a secret's keys, which help to find a mistake, and none of its values."""
+    """Remove a secret from a message; of a map keep the keys, which help to find a mistake."""
     value = getattr(message, field.name)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         for key in value:
@@ -53,14 +56,20 @@ def _replace(message: Message, field: FieldDescriptor) -> None:
         message.ClearField(field.name)
 
 
-# A call that leaves less than this to lvm2 would only be cut off.
+# Time, in seconds, by which the commands of an RPC must end before the caller's deadline. A command
+# of lvm2 that has only so little time left would just be interrupted.
 _RESERVE_SECONDS = 0.2
+# Time to a deadline, in seconds, above which an RPC counts as one without a deadline.
 _NO_DEADLINE_SECONDS = 7 * 24 * 3600
 _Behaviour = Callable[[Message, grpc.ServicerContext], Any]
 
 
 class Interceptor(grpc.ServerInterceptor):
-    """Map errors to the codes of agent/core/codes.py; `observe` gets each call's trace."""
+    """Admit, time-limit, trace and log each RPC, and map its error to a gRPC status.
+
+    The codes are those of agent/core/codes.py. `observe` is called with the trace of each RPC that
+    ended. `admission` limits the number of concurrent RPCs. `traces` keeps the last traces.
+    """
 
     def __init__(
         self,
@@ -77,7 +86,7 @@ class Interceptor(grpc.ServerInterceptor):
         continuation: "Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None]",
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        """Wrap the handler of a call."""
+        """Return the wrapped handler of an RPC, or None to let gRPC refuse an unknown RPC."""
         handler = continuation(handler_call_details)
         if handler is None:
             return _unknown(handler_call_details.method)
@@ -91,7 +100,8 @@ class Interceptor(grpc.ServerInterceptor):
             return grpc.stream_stream_rpc_method_handler(exchange, *wire)
         if handler.unary_unary is None:
             return handler
-        # Liveness probes are answered also while each other call waits for a disk.
+        # RPCs of Identity take no thread from the admission: liveness probes are answered even
+        # while each other RPC waits for a disk.
         is_probe = handler_call_details.method.startswith("/csi.v1.Identity/")
         thread = nullcontext if is_probe else self._admission.thread
         call = self._call(method, handler.unary_unary, thread)
@@ -104,19 +114,19 @@ class Interceptor(grpc.ServerInterceptor):
         thread: Callable[[], AbstractContextManager[None]],
     ) -> _Behaviour:
         def call(request: Message, context: grpc.ServicerContext) -> Any:
-            made, response = Trace(method, _subject(request)), None
+            rpc_trace, response = Trace(method, _subject(request)), None
             try:
                 with (
-                    trace.within(made),
+                    trace.within(rpc_trace),
                     command.time_limit(_remaining_seconds(context)),
                     thread(),
-                    self._admission.call(_group(made.volume, request)),
+                    self._admission.call(_group(rpc_trace.volume, request)),
                 ):
                     response = behaviour(request, context)
             except Exception as error:
-                status = self._record(made, request, error)
+                status = self._record(rpc_trace, request, error)
             else:
-                status = self._record(made, request)
+                status = self._record(rpc_trace, request)
             _end(context, *status)
             return response
 
@@ -124,21 +134,21 @@ class Interceptor(grpc.ServerInterceptor):
 
     def _stream(self, method: str, behaviour: _Behaviour, shares: Shares) -> _Behaviour:
         def stream(request: Message, context: grpc.ServicerContext) -> Iterator[Any]:
-            made = Trace(method, _subject(request))
+            rpc_trace = Trace(method, _subject(request))
             try:
                 with (
-                    shares.one(_group(made.volume, request) or ""),
-                    closing(self._answers(made, behaviour, request, context)) as answers,
+                    shares.one(_group(rpc_trace.volume, request) or ""),
+                    closing(self._answers(rpc_trace, behaviour, request, context)) as answers,
                 ):
                     yield from answers
             except GeneratorExit:
-                # The caller has gone: gRPC drops this generator at the next answer.
-                self._record(made, request, errors.NotWanted("the rest"))
+                # gRPC closes this generator, after the present answer, once the caller has gone.
+                self._record(rpc_trace, request, errors.NotWanted("the rest"))
                 raise
             except Exception as error:
-                status = self._record(made, request, error)
+                status = self._record(rpc_trace, request, error)
             else:
-                status = self._record(made, request)
+                status = self._record(rpc_trace, request)
             _end(context, *status)
 
         return stream
@@ -146,26 +156,31 @@ class Interceptor(grpc.ServerInterceptor):
     def _exchange(
         self, method: str, behaviour: Callable[[Iterator[Message], grpc.ServicerContext], Any]
     ) -> Callable[[Iterator[Message], grpc.ServicerContext], Iterator[Any]]:
-        """Treat a call by its first request, which says what it is about, as one with a stream."""
+        """Wrap the handler of an RPC in which both sides stream.
+
+        The first request names the volume of the RPC. The wrapped handler waits for that request,
+        and then treats the RPC as `_stream` treats an RPC with one request.
+        """
 
         def exchange(requests: Iterator[Message], context: grpc.ServicerContext) -> Iterator[Any]:
-            first, problem = None, None
+            first_request, problem = None, None
             try:
-                # The caller may send nothing for as long as it likes.
+                # Count the wait against the limit of RPCs in which both sides stream: the caller
+                # may not send its first request for a long time.
                 with self._admission.exchanges.one(""):
-                    first = next(requests, None)
+                    first_request = next(requests, None)
             except errors.TooManyCalls as error:
                 problem = error
             if problem is not None:
                 _end(context, codes.code_of(problem), str(problem))
-            if first is not None:
-                every = chain([first], requests)
+            if first_request is not None:
+                all_requests = chain([first_request], requests)
                 stream = self._stream(
                     method,
-                    lambda _first, context: behaviour(every, context),
+                    lambda _first_request, context: behaviour(all_requests, context),
                     self._admission.exchanges,
                 )
-                yield from stream(first, context)
+                yield from stream(first_request, context)
 
         return exchange
 
@@ -176,7 +191,10 @@ class Interceptor(grpc.ServerInterceptor):
         request: Message,
         context: grpc.ServicerContext,
     ) -> Generator[Any, None, None]:
-        """Make each answer as a call of its own: no deadline runs while the caller reads."""
+        """Yield the answers of an RPC, and trace, admit and time-limit the making of each answer.
+
+        The RPC holds no admission slot, and no time limit runs, while the caller reads an answer.
+        """
         with ExitStack() as ending:
             answers: Iterator[Any] | None = None
             while True:
@@ -195,7 +213,7 @@ class Interceptor(grpc.ServerInterceptor):
     def _record(
         self, made: Trace, request: Message, problem: Exception | None = None
     ) -> tuple[grpc.StatusCode, str]:
-        """Log and count a call that ended; return its code and message."""
+        """Log and count an RPC that ended; return the RPC's gRPC code and error message."""
         code, message = grpc.StatusCode.OK, ""
         if problem is not None:
             code, message = codes.code_of(problem), str(problem) or type(problem).__name__
@@ -208,7 +226,11 @@ class Interceptor(grpc.ServerInterceptor):
 
 
 def _unknown(path: str) -> "grpc.RpcMethodHandler[Any, Any] | None":
-    """Refuse a call of Carver's own that this version does not have; gRPC refuses all others."""
+    """Return a handler that refuses an unknown RPC of Carver's own services.
+
+    The error names the version of this service. Returns None for an RPC of another service: gRPC
+    refuses such an RPC itself.
+    """
     if not path.startswith("/carver."):
         return None
 
@@ -223,7 +245,10 @@ def _unknown(path: str) -> "grpc.RpcMethodHandler[Any, Any] | None":
 
 
 def _remaining_seconds(context: grpc.ServicerContext) -> float | None:
-    """The time to the caller's deadline; None without one, which gRPC reports as centuries."""
+    """The time limit of an RPC's commands, in seconds: shortly before the caller's deadline.
+
+    None for an RPC without a deadline, whose remaining time gRPC reports as centuries.
+    """
     remaining = context.time_remaining()
     if remaining is None or remaining > _NO_DEADLINE_SECONDS:
         return None
@@ -231,35 +256,42 @@ def _remaining_seconds(context: grpc.ServicerContext) -> float | None:
 
 
 def _end(context: grpc.ServicerContext, code: grpc.StatusCode, message: str) -> None:
-    """End a call that failed. The caller has dropped the error, whose frames may hold a key."""
+    """Abort an RPC with a code and a message; do nothing for the code OK.
+
+    Call this function outside the `except` block of the RPC's error. The frames of that error may
+    hold an encryption key, and the exception that `abort` raises would keep the frames alive.
+    """
     if code is not grpc.StatusCode.OK:
         context.abort(code, codes.cut(message))
 
 
 def _subject(request: Message) -> str:
-    """The id or the name that a call is about, if it is about one."""
+    """The id or name of the volume or snapshot that a request names; empty if there is none."""
     for field in _subject_fields(request.DESCRIPTOR):
-        if found := getattr(request, field):
-            return str(found)
+        if identity := getattr(request, field):
+            return str(identity)
     return ""
 
 
 @cache
 def _subject_fields(kind: Descriptor) -> Sequence[str]:
-    """The fields that name the object of such requests, in order of precedence."""
-    return [one for one in _SUBJECTS if one in kind.fields_by_name]
+    """The fields in which requests of a type name a volume or snapshot, by precedence."""
+    return [field for field in _SUBJECTS if field in kind.fields_by_name]
 
 
 def _group(subject: str, request: Message) -> str | None:
-    """The group of the volume that a call names: "" where that is not known, None for no volume."""
-    found = VolumeId.parse(subject)
-    if found is not None:
-        return found.group
+    """The volume group of the volume that a request names.
+
+    Empty for a volume whose group is not known, None for a request that names no volume.
+    """
+    volume_id = VolumeId.parse(subject)
+    if volume_id is not None:
+        return volume_id.group
     return "" if getattr(request, "volume_id", "") else None
 
 
 def _write(made: Trace, request: Message, message: str) -> None:
-    # Probes and capability questions come all day long; they are news only when they fail.
+    # Log routine RPCs, such as probes, at debug level unless they fail: they come all day long.
     routine = made.code == grpc.StatusCode.OK.name and made.method in ROUTINE
     level = logging.DEBUG if routine else logging.INFO
     if not _log.isEnabledFor(level):
@@ -280,9 +312,10 @@ def _write(made: Trace, request: Message, message: str) -> None:
         _log.debug("request", extra={"fields": {"method": made.method, **stripped(request)}})
 
 
-# The fields that name a call's object, in order of precedence.
+# Fields of requests that name the volume or snapshot of an RPC, in order of precedence.
 _SUBJECTS = ("volume_id", "snapshot_id", "target_snapshot_id", "group_snapshot_id", "name")
 
+# Methods that callers use all day long; an RPC of these that succeeds is logged at debug level.
 ROUTINE = frozenset(
     {
         "Probe",

@@ -1,4 +1,4 @@
-"""Volumes, snapshots and health as CSI messages."""
+"""Conversion of volumes, snapshots and health to CSI messages."""
 
 import time
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _Backend = csi.NodeGetStorageHealthResponse.StorageBackendHealth
 
 
 def volume_health(one: VolumeHealth) -> csi.VolumeHealth:
-    """A volume's conditions."""
+    """The CSI message of a volume's health, with an entry for each health condition."""
     now = time.time()
     return csi.VolumeHealth(
         volume_id=one.volume_id,
@@ -33,7 +33,7 @@ def volume_health(one: VolumeHealth) -> csi.VolumeHealth:
 
 
 def storage_health(one: Condition) -> _Backend:
-    """A condition of the node's storage."""
+    """The CSI message of a health condition of the node's storage."""
     return _Backend(
         status=csi.StorageHealthErrorType.Value(one.reason.of_storage),
         reason=one.reason.word,
@@ -49,17 +49,21 @@ _CAPABILITIES = {
 
 
 def volume(one: Volume, here: Mapping[str, str]) -> csi.Volume:
-    """A volume, whose topology is this node's, `here`."""
+    """The CSI message of a volume, with this node's topology segments, `here`."""
     message = csi.Volume()
     put_volume(message, one, csi.Topology(segments=here))
     return message
 
 
 def put_volume(message: csi.Volume, one: Volume, here: csi.Topology) -> None:
-    """Fill in a list's own message: a message made apart would be copied into the list."""
+    """Fill in the CSI message of a volume.
+
+    The message may be an entry of a list's answer; protobuf would copy a message that was made
+    apart into the list.
+    """
     message.volume_id = str(one.id)
     message.capacity_bytes = one.capacity_bytes
-    # One by one: `update` asks of each mapping first what it is.
+    # Set each key by itself: `update` would first check the type of the mapping, for each volume.
     for key, value in context_of(one.own_tags).items():
         message.volume_context[key] = value
     message.accessible_topology.append(here)
@@ -71,11 +75,13 @@ def put_volume(message: csi.Volume, one: Volume, here: csi.Topology) -> None:
 
 
 def snapshot(one: Snapshot, here: Mapping[str, str]) -> csi.Snapshot:
-    """A snapshot. Volumes of it can be made only on its node, so its topology is `here`.
+    """The CSI message of a snapshot, with this node's topology segments, `here`.
 
-    Its size is what its volume's claim asked for, not what that was rounded up to: of a claim for
-    less than this size the external-provisioner makes no volume (RestoreSize in its
-    pkg/controller/controller.go), and CreateVolume rounds up again.
+    A snapshot can be restored only on its own node, so the topology is that node's. The size is the
+    size that the source volume's claim requested, not the size that the request was rounded up to:
+    the external-provisioner refuses to restore a snapshot for a claim that requests less than the
+    snapshot's size (RestoreSize in its pkg/controller/controller.go), and CreateVolume rounds up
+    the size of the restored volume again.
     """
     return csi.Snapshot(
         size_bytes=one.requested_bytes,
@@ -89,7 +95,7 @@ def snapshot(one: Snapshot, here: Mapping[str, str]) -> csi.Snapshot:
 
 
 def time_of(nanoseconds: int) -> timestamp_pb2.Timestamp:
-    """A timestamp, from nanoseconds of the epoch."""
-    moment = timestamp_pb2.Timestamp()
-    moment.FromNanoseconds(nanoseconds)
-    return moment
+    """The protobuf timestamp of a time that is given in nanoseconds since the epoch."""
+    timestamp = timestamp_pb2.Timestamp()
+    timestamp.FromNanoseconds(nanoseconds)
+    return timestamp

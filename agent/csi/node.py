@@ -1,4 +1,4 @@
-"""CSI Node: parse the request, lock the volume, call the operation, answer."""
+"""The CSI Node service: parse each request, lock its volume, call an operation, answer."""
 # ruff: noqa: N802
 
 import grpc
@@ -21,7 +21,7 @@ _Rpc = csi.NodeServiceCapability.RPC
 
 
 class Node(csi_pb2_grpc.NodeServicer):
-    """The Node service."""
+    """The CSI Node service of this node."""
 
     def __init__(
         self,
@@ -46,17 +46,17 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeStageVolume(
         self, request: csi.NodeStageVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeStageVolumeResponse:
-        """Make the volume ready on this node: active, formatted, mounted."""
+        """Activate, format and mount a volume at its staging path, as far as it is not yet."""
         call = requests.StageVolume.from_proto(request)
-        held = self._locks.hold(ids.logical_name(call.volume_id), call.staging_path)
-        with call.keys.used(), held:
+        locks = self._locks.hold(ids.logical_name(call.volume_id), call.staging_path)
+        with call.keys.used(), locks:
             self._stager.stage(call)
         return csi.NodeStageVolumeResponse()
 
     def NodeUnstageVolume(
         self, request: csi.NodeUnstageVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeUnstageVolumeResponse:
-        """Unmount the volume's staging path."""
+        """Unmount a volume from its staging path."""
         call = requests.VolumeAt.from_proto(request, "staging_target_path")
         with self._locks.hold(ids.logical_name(call.volume_id)):
             self._stager.unstage(call)
@@ -65,25 +65,26 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodePublishVolume(
         self, request: csi.NodePublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodePublishVolumeResponse:
-        """Publish a staged volume, or an inline one, at a workload's path."""
+        """Publish a staged volume, or create and publish an inline volume, at a pod's path."""
         if requests.PublishInline.is_meant(request):
             inline = requests.PublishInline.from_proto(request)
-            held = self._locks.hold(ids.logical_name(inline.volume_id), inline.target_path)
-            with inline.keys.used(), held:
+            locks = self._locks.hold(ids.logical_name(inline.volume_id), inline.target_path)
+            with inline.keys.used(), locks:
                 self._inline_volumes.publish(inline)
             return csi.NodePublishVolumeResponse()
         call = requests.PublishVolume.from_proto(request)
-        # The staging path, too: a volume that is not staged any more is staged there.
+        # Lock the staging path, too: a volume that is no longer staged is staged again at that
+        # path.
         name = ids.logical_name(call.volume_id)
-        held = self._locks.hold(name, call.staging_path, call.target_path)
-        with call.keys.used(), held:
+        locks = self._locks.hold(name, call.staging_path, call.target_path)
+        with call.keys.used(), locks:
             self._publisher.publish(call)
         return csi.NodePublishVolumeResponse()
 
     def NodeUnpublishVolume(
         self, request: csi.NodeUnpublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeUnpublishVolumeResponse:
-        """Unpublish a volume from a workload's path; delete it if it is inline."""
+        """Unpublish a volume from a pod's path; delete the volume if it is inline."""
         call = requests.VolumeAt.from_proto(request, "target_path")
         with self._locks.hold(ids.logical_name(call.volume_id)):
             self._publisher.unpublish(call)
@@ -94,39 +95,41 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeGetVolumeStats(
         self, request: csi.NodeGetVolumeStatsRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetVolumeStatsResponse:
-        """Measure how large and how full the volume is."""
+        """Return the size of a volume, and how much of its file system is used."""
         call = requests.VolumeAt.from_proto(request, "volume_path")
         return csi.NodeGetVolumeStatsResponse(usage=_usage(self._volumes.statistics(call)))
 
     def NodeGetVolumeHealth(
         self, request: csi.NodeGetVolumeHealthRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetVolumeHealthResponse:
-        """The health of a volume of this node, in use or not."""
-        found = self._health.on_node(requests.HealthAt.from_proto(request))
-        return csi.NodeGetVolumeHealthResponse(volume_health=messages.volume_health(found))
+        """Return the health of a volume of this node, whether or not the volume is in use."""
+        health = self._health.on_node(requests.HealthAt.from_proto(request))
+        return csi.NodeGetVolumeHealthResponse(volume_health=messages.volume_health(health))
 
     def NodeGetStorageHealth(
         self, request: csi.NodeGetStorageHealthRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetStorageHealthResponse:
-        """The health of this node's groups, and of what else Carver needs."""
-        found = self._storage.conditions()
-        return csi.NodeGetStorageHealthResponse(backend_health=map(messages.storage_health, found))
+        """Return the health conditions of this node's volume groups, lvm2 and programs."""
+        conditions = self._storage.conditions()
+        return csi.NodeGetStorageHealthResponse(
+            backend_health=map(messages.storage_health, conditions)
+        )
 
     def NodeExpandVolume(
         self, request: csi.NodeExpandVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeExpandVolumeResponse:
-        """Grow the volume where it is smaller than asked, then its file system, always."""
+        """Grow a logical volume if it is too small, and in any case the file system on it."""
         call = requests.ExpandVolume.from_proto(request)
-        at = requests.VolumeAt.from_proto(request, "volume_path")
-        own = requests.keys_of(request.secrets)
-        with own.used(), self._locks.hold(ids.logical_name(call.volume_id)):
-            size_bytes = self._expander.expand_in_use(call, at, own)
+        place = requests.VolumeAt.from_proto(request, "volume_path")
+        keys = requests.keys_of(request.secrets)
+        with keys.used(), self._locks.hold(ids.logical_name(call.volume_id)):
+            size_bytes = self._expander.expand_in_use(call, place, keys)
         return csi.NodeExpandVolumeResponse(capacity_bytes=size_bytes)
 
     def NodeGetCapabilities(
         self, request: csi.NodeGetCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetCapabilitiesResponse:
-        """The implemented parts of the Node service."""
+        """Return the optional RPCs that the Node service implements."""
         offered = (
             _Rpc.STAGE_UNSTAGE_VOLUME,
             _Rpc.GET_VOLUME_STATS,
@@ -135,13 +138,13 @@ class Node(csi_pb2_grpc.NodeServicer):
             _Rpc.EXPAND_VOLUME,
             _Rpc.SINGLE_NODE_MULTI_WRITER,
         )
-        capabilities = [csi.NodeServiceCapability(rpc=_Rpc(type=one)) for one in offered]
+        capabilities = [csi.NodeServiceCapability(rpc=_Rpc(type=rpc)) for rpc in offered]
         return csi.NodeGetCapabilitiesResponse(capabilities=capabilities)
 
     def NodeGetInfo(
         self, request: csi.NodeGetInfoRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetInfoResponse:
-        """The node's id and topology."""
+        """Return the node's id, topology and maximum number of volumes."""
         return csi.NodeGetInfoResponse(
             node_id=self._configuration.now.node_id,
             max_volumes_per_node=self._configuration.now.max_volumes_per_node,

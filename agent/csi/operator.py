@@ -1,6 +1,6 @@
-"""The operator's calls, which CSI does not have.
+"""The gRPC service Operator: RPCs that CSI lacks, for the command `carver`.
 
-proto/carver.proto has the calls.
+proto/carver.proto declares the RPCs.
 """
 # ruff: noqa: D102, N802
 
@@ -24,19 +24,20 @@ from agent.volumes.records import Snapshot, Volume
 from proto import carver_pb2 as carver
 from proto import carver_pb2_grpc
 
-# PATH_MAX of linux/limits.h.
+# Maximum length of a string in a request, in characters: PATH_MAX of linux/limits.h.
 _MAX_CHARACTERS = 4096
 
 
 class Operator(carver_pb2_grpc.OperatorServicer):
-    """The Operator service: each method checks its request, asks one operation, and answers.
+    """The Operator service: each method checks its request, calls one operation, and answers.
 
-    `__init__` keeps what the methods need of the `context`: its `kernel`; its `mender`, of which
-    `mended_volume(volume_id, call)` is a volume; its `reports`, of which `lists().named(name)` is
-    the one that the CO calls `name`; where there is none, errors.NoSuchVolume. Its tags
-    (agent/core/tag.py) are `own_tags`; `tag_writer.replace(volume.backing, keys, {key: text})`
-    writes them, removes those of `keys` without a text, takes the group for that, and refuses a
-    text that is too long.
+    A new method may need more parts of `context`, which `__init__` then stores. `kernel` is the
+    interface to system calls. `mender.mended_volume(volume_id, call)` returns the volume with an
+    id; `reports.lists().named(name)` returns the volume that the CO calls `name`, or None, for
+    which the method raises errors.NoSuchVolume. The tags of a volume (agent/core/tag.py) are its
+    `own_tags`. `tag_writer.replace(volume.backing, keys, {key: text})` locks the volume group,
+    writes the given tags, removes each tag of `keys` for which no text is given, and raises
+    BadField for a text that is too long.
     """
 
     def __init__(
@@ -79,14 +80,14 @@ class Operator(carver_pb2_grpc.OperatorServicer):
             raise errors.BadField("most", "must be at least 1")
         calls = [
             carver.TracedCall(
-                method=one.method,
-                volume=one.volume,
-                code=one.code,
-                time_seconds=one.time_seconds,
-                seconds=one.seconds,
-                steps=[carver.TracedStep(**vars(step)) for step in one.steps],
+                method=trace.method,
+                volume=trace.volume,
+                code=trace.code,
+                time_seconds=trace.time_seconds,
+                seconds=trace.seconds,
+                steps=[carver.TracedStep(**vars(step)) for step in trace.steps],
             )
-            for one in self._traces.slowest(request.most)
+            for trace in self._traces.slowest(request.most)
         ]
         return carver.SlowestCallsResponse(calls=calls)
 
@@ -98,41 +99,46 @@ class Operator(carver_pb2_grpc.OperatorServicer):
     def VolumesHere(
         self, request: Empty, context: grpc.ServicerContext
     ) -> carver.VolumesHereResponse:
-        found = self._listing.volumes()
+        listed = self._listing.volumes()
         return carver.VolumesHereResponse(
-            entries=[messages.volume(one, self._configuration.now.here) for one in found.entries],
-            away=found.away,
-            claims={str(one.id): one.claim for one in found.entries if one.claim},
-            keys=_keys(found.entries),
+            entries=[
+                messages.volume(volume, self._configuration.now.here) for volume in listed.entries
+            ],
+            away=listed.away,
+            claims={str(volume.id): volume.claim for volume in listed.entries if volume.claim},
+            keys=_keys(listed.entries),
         )
 
     def SnapshotsHere(
         self, request: Empty, context: grpc.ServicerContext
     ) -> carver.SnapshotsHereResponse:
-        found = self._listing.snapshots()
+        listed = self._listing.snapshots()
         return carver.SnapshotsHereResponse(
-            entries=[messages.snapshot(one, self._configuration.now.here) for one in found.entries],
-            away=found.away,
-            keys=_keys(found.entries),
+            entries=[
+                messages.snapshot(snapshot, self._configuration.now.here)
+                for snapshot in listed.entries
+            ],
+            away=listed.away,
+            keys=_keys(listed.entries),
         )
 
     def AdoptVolume(
         self, request: carver.AdoptVolumeRequest, context: grpc.ServicerContext
     ) -> carver.AdoptVolumeResponse:
-        asked = _asked(request)
-        with self._locks.hold(asked.name, asked.new_name):
-            return self._adoption(self._adopter.adopt(asked))
+        adoption = _asked(request)
+        with self._locks.hold(adoption.name, adoption.new_name):
+            return self._adoption(self._adopter.adopt(adoption))
 
     def UndoAdoptVolume(
         self, request: carver.AdoptVolumeRequest, context: grpc.ServicerContext
     ) -> carver.AdoptVolumeResponse:
-        asked = _asked(request)
-        with self._locks.hold(asked.name, asked.new_name):
-            return self._adoption(self._adopter.undo(asked))
+        adoption = _asked(request)
+        with self._locks.hold(adoption.name, adoption.new_name):
+            return self._adoption(self._adopter.undo(adoption))
 
     def _adoption(self, made: Adoption) -> carver.AdoptVolumeResponse:
-        here = self._configuration.now.here
-        volume = None if made.volume is None else messages.volume(made.volume, here)
+        segments = self._configuration.now.here
+        volume = None if made.volume is None else messages.volume(made.volume, segments)
         return carver.AdoptVolumeResponse(volume=volume, changes=made.changes)
 
 
@@ -153,7 +159,11 @@ def _asked(request: carver.AdoptVolumeRequest) -> Asked:
 
 
 def require(request: Message, *required: str, max_characters: int = _MAX_CHARACTERS) -> None:
-    """Check the strings of a request of Carver's own; raises Missing, BadField."""
+    """Check the strings of a request of one of Carver's own RPCs.
+
+    Raises Missing for an empty field of `required`, and BadField for a string that is too long or
+    has an unprintable character, such as a line break.
+    """
     for name in required:
         if not getattr(request, name):
             raise errors.Missing(name)
@@ -168,5 +178,9 @@ def _progress(found: Progress) -> carver.Progress:
 
 
 def _keys(found: Iterable[Volume | Snapshot]) -> dict[str, str]:
-    """The generations of the keys of what is encrypted, by its ids."""
-    return {str(one.id): records.key_generation(one.own_tags) for one in found if one.is_encrypted}
+    """The name of the encryption key of each encrypted volume or snapshot, by its id."""
+    return {
+        str(record.id): records.key_generation(record.own_tags)
+        for record in found
+        if record.is_encrypted
+    }

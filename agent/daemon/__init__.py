@@ -1,1 +1,1 @@
-"""The process: start, server, metrics, registration."""
+"""The process of the service: start-up, gRPC server, metrics, registration with kubelet."""

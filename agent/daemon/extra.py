@@ -1,4 +1,4 @@
-"""The interface of optional parts of the service (agent/core/extras.py lists them)."""
+"""The interface of extras: optional parts of the service, listed in agent/core/extras.py."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,10 @@ from proto import csi_pb2 as csi
 
 @dataclass(frozen=True)
 class Gauge:
-    """A gauge for Prometheus: its values by the values of its label, or by "" without a label."""
+    """A gauge for Prometheus.
+
+    `values` has a number for each value of the `label`; for a gauge without a label, the key is "".
+    """
 
     name: str
     help: str
@@ -19,27 +22,28 @@ class Gauge:
 
 
 class Extra:
-    """An extra of a running service; each method does nothing unless it is overridden."""
+    """An optional part of a running service; by default each method does nothing."""
 
-    # Optional CSI services that this extra adds to the plugin (csi.v1.PluginCapability).
+    # CSI services that the extra adds to the services of the plugin (csi.v1.PluginCapability).
     offered: Sequence[csi.PluginCapability.Service.Type.ValueType] = ()
 
     def add_services(self, server: grpc.Server) -> None:
-        """Register gRPC services, before the server starts."""
+        """Register the extra's gRPC services with the server, before the server starts."""
 
     def recoveries(self) -> Mapping[str, Callable[..., int]]:
-        """Return steps of recovery by a name of the work that they resume.
+        """Return functions that resume interrupted work, by the name of the work.
 
-        Each takes names of groups, or none for all, and returns how many jobs it resumed.
+        Each function takes names of volume groups, or no name for all groups, and returns the
+        number of jobs that were resumed. Log lines use the name of the work.
         """
         return {}
 
     def start(self) -> None:
-        """Start background work; called when the groups have answered."""
+        """Start the extra's background work; called once a volume group is recovered."""
 
     def stop(self) -> None:
-        """Stop background work and long streams; called before calls in flight are waited for."""
+        """Stop background work and streams; called before the service waits for RPCs in flight."""
 
     def gauges(self) -> Iterable[Gauge]:
-        """Measure; called at each scrape."""
+        """Measure and return the extra's gauges; called at each scrape of the metrics."""
         return ()

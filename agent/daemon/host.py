@@ -1,4 +1,4 @@
-"""The interface to the machine: commands, system calls, devices."""
+"""The interfaces to the machine: programs, system calls, devices and disks."""
 
 import logging
 from collections.abc import Callable
@@ -17,25 +17,26 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Host:
-    """A machine to work on. Tests put a fake of it here."""
+    """The interfaces to a machine: programs, system calls, devices and disks. Tests use fakes."""
 
     run: Runner
     kernel: Kernel
     devices: Devices
     disks: Disks
-    # Starts an interactive program, such as lvm2's shell; None where each command is a process.
+    # Function that starts an interactive program, such as lvm2's shell; None if each lvm2 command
+    # is a process.
     converse: Converse | None = None
-    # Called after each command of such a shell.
+    # Function that is called with each command that ended in an interactive lvm2 shell.
     observe: Callable[[Finished], None] = field(
         default=lambda finished: log_command(finished, session=True)
     )
-    # Runs a program whose output is read as it comes.
+    # Function that runs a program, whose output the caller reads while the program runs.
     stream: Stream = field(default_factory=lambda: Programs().stream)
     cgroups: Cgroups = field(default_factory=Cgroups)
 
 
 def this_host(config: Config) -> Host:
-    """The machine that Carver runs on."""
+    """Return the interfaces to the machine that Carver runs on, by the settings in `config`."""
     run = Programs(lvm_on_host=config.lvm == "host", observe=log_command)
     converse = run.converse if config.lvm_session else None
     cgroups = Cgroups(config.pods_cgroup)
@@ -43,7 +44,7 @@ def this_host(config: Config) -> Host:
 
 
 def log_command(finished: Finished, **more: object) -> None:
-    """Log a command that ended, in a process of its own or not."""
+    """Log a command that ended, at debug level; `more` are further fields of the log line."""
     fields = {
         "command": " ".join(finished.words),
         "exit_code": finished.exit_code,

@@ -1,4 +1,4 @@
-"""The log on standard error: one line, or one JSON object, for each event."""
+"""Formats of the log on standard error: a line of text, or a JSON object, for each event."""
 
 import json
 import logging
@@ -8,12 +8,12 @@ from typing import Any
 
 
 class TextFormatter(logging.Formatter):
-    """`LEVEL message key=value …`; the journal adds the time."""
+    """Formatter of lines `level message key=value …`, without a time, which journald adds."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record as one line; another's text cannot start another line."""
-        given = getattr(record, "fields", {})
-        fields = " ".join(f"{key}={_plain(value)}" for key, value in given.items())
+        """Format a record as one line; a line break in a message or a value is escaped."""
+        extra = getattr(record, "fields", {})
+        fields = " ".join(f"{key}={_plain(value)}" for key, value in extra.items())
         line = f"{record.levelname.lower()} {_one_line(record.getMessage())} {fields}".rstrip()
         if record.exc_info:
             line += " " + _plain(self.formatException(record.exc_info))
@@ -21,10 +21,10 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object for each record."""
+    """Formatter of log records as JSON objects, with the time in UTC."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record as one line."""
+        """Format a record as a JSON object in one line."""
         event: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
             + f".{int(record.msecs):03d}Z",
@@ -38,17 +38,17 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(log_format: str, level: str) -> None:
-    """Log to standard error, in one of the two formats."""
+    """Log to standard error from a level on, in the format "json" or "text"."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
 
 
 def _one_line(text: str) -> str:
-    """A text without line breaks and other control characters, which stand there as in JSON."""
+    """A text in which each unprintable character, such as a line break, is escaped as in JSON."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in text)
+    return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in text)
 
 
 def _plain(value: object) -> str:

@@ -1,7 +1,7 @@
-"""Health and metrics over HTTP: a few pages for kubelet's probes and for Prometheus.
+"""The HTTP server of health and metrics: a few pages for kubelet's probes and for Prometheus.
 
-Nothing here can end the service: an address that is taken and a page that fails are logged, not
-raised.
+A failure of the HTTP server does not end the service: an address that is in use, or a page that
+fails, is only logged.
 """
 
 import logging
@@ -24,30 +24,33 @@ from agent.settings.values import Address
 
 _log = logging.getLogger(__name__)
 
-# Maximum of connections whose request is being read; each page has threads besides.
+# Maximum number of connections whose request is being read; the threads that serve pages come on
+# top.
 _READING = 16
-# Maximum of requests for one page at a time: while the page hangs, other pages are still served.
+# Maximum number of requests for one page at a time: while one page hangs, other pages are still
+# served.
 _PER_PAGE = 4
-# Time limit of a client that neither sends nor reads, and of a connection that waits for a thread.
+# Time limit, in seconds, of each wait for a client to send or to read, of a connection's wait for a
+# thread, and of the liveness check's RPC.
 _PATIENCE_SECONDS = 5.0
 
 TEXT = "text/plain; charset=utf-8"
 
 
 class Unhealthy(Exception):
-    """A check that did not pass, and why."""
+    """A health check failed; the message says why."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page that is made for each request; `make` may raise Unhealthy."""
+    """A page of the HTTP server; `make` returns the content of each answer, or raises Unhealthy."""
 
     make: Callable[[], bytes]
     content_type: str = TEXT
 
 
 def healthz(endpoint: Path) -> Callable[[], bytes]:
-    """Make the liveness check: the process answers a plain call over its own socket."""
+    """Return the liveness check: it raises Unhealthy unless the CSI socket answers an RPC."""
 
     def check() -> bytes:
         try:
@@ -61,12 +64,12 @@ def healthz(endpoint: Path) -> Callable[[], bytes]:
 
 
 def readyz(*checks: Callable[[], None]) -> Callable[[], bytes]:
-    """Make the readiness check: each of `checks` passes, or raises NotReady."""
+    """Return the readiness check: it raises Unhealthy if one of `checks` raises NotReady."""
 
     def check() -> bytes:
         try:
-            for one in checks:
-                one()
+            for require_ready in checks:
+                require_ready()
         except errors.NotReady as error:
             raise Unhealthy(str(error)) from None
         return b"ok\n"
@@ -75,7 +78,7 @@ def readyz(*checks: Callable[[], None]) -> Callable[[], bytes]:
 
 
 class Monitor:
-    """Serves pages, by their paths."""
+    """The HTTP server of health and metrics; `pages` are by their URL paths."""
 
     def __init__(self, address: Address, pages: Mapping[str, Page]) -> None:
         self._address = address
@@ -83,7 +86,7 @@ class Monitor:
         self._server: _Server | None = None
 
     def start(self) -> int:
-        """Listen, and return the port; log a failure and return 0."""
+        """Start to serve and return the port; if the address is not free, log it and return 0."""
         try:
             server = _Server(self._address, self._pages)
         except OSError as error:
@@ -98,31 +101,31 @@ class Monitor:
         return port
 
     def stop(self) -> None:
-        """Stop listening; a request in progress ends with its page, or with the process."""
+        """Stop listening; a request in progress ends when its page is sent, or with the process."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
 
 
 class _Server(ThreadingHTTPServer):
-    """The standard library's server, with a limit of threads, and without a look-up of its name."""
+    """The standard library's HTTP server with limits of threads, and no DNS query at start."""
 
-    # HTTPServer's own asks DNS for the name of the host, which only CGI needs.
+    # Replace HTTPServer.server_bind, which asks DNS for the host's name; only CGI needs that name.
     server_bind = TCPServer.server_bind
 
     def __init__(self, address: Address, pages: Mapping[str, Page]) -> None:
         self.pages = pages
-        self.requests = {one: threading.BoundedSemaphore(_PER_PAGE) for one in pages}
+        self.requests = {path: threading.BoundedSemaphore(_PER_PAGE) for path in pages}
         self._threads_left = threading.BoundedSemaphore(_READING + _PER_PAGE * len(pages))
-        # By default every address, those of IPv6 included if the node has it.
+        # Without a host, listen on all addresses of the node, IPv6 included if the node has IPv6.
         everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104
         host = address.host or everywhere
-        [found, *_] = socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)
-        self.address_family = found[0]
+        [address_info, *_] = socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)
+        self.address_family = address_info[0]
         super().__init__((host, address.port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Give a connection to a thread of its own; raises TimeoutError where none gets free."""
+        """Handle a connection in a new thread; raise TimeoutError while too many threads run."""
         if not self._threads_left.acquire(timeout=_PATIENCE_SECONDS):
             raise TimeoutError("no thread got free")
         try:
@@ -132,14 +135,14 @@ class _Server(ThreadingHTTPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer a connection, and let the next one have its thread."""
+        """Answer a connection's request, and release the connection's thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._threads_left.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a connection that is closed without an answer; clients go away all day long."""
+        """Log a connection that got no answer; at debug level if the client disconnected."""
         level = logging.DEBUG if isinstance(sys.exc_info()[1], OSError) else logging.ERROR
         _log.log(level, "cannot answer %s", client_address, exc_info=True)
 
@@ -151,12 +154,12 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _PATIENCE_SECONDS
 
     def do_GET(self) -> None:
-        """Answer with a page, 404 for an unknown path, or 503 if it is unhealthy or busy."""
+        """Answer with a page, 404 for an unknown path, or 503 for an unhealthy or busy page."""
         path = self.path.partition("?")[0]
         page = self.server.pages.get(path)
         if page is None:
-            known = ", ".join(self.server.pages)
-            self._answer(HTTPStatus.NOT_FOUND, f"see {known}\n".encode())
+            paths = ", ".join(self.server.pages)
+            self._answer(HTTPStatus.NOT_FOUND, f"see {paths}\n".encode())
             return
         requests = self.server.requests[path]
         if not requests.acquire(blocking=False):
@@ -185,5 +188,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, template: str, *values: Any) -> None:
-        """Log requests at debug level: probes come all day long."""
+        """Log a request at debug level, because probes come all day long."""
         _log.debug(template, *values)

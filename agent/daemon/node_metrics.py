@@ -1,7 +1,7 @@
-"""Counters and gauges of a node for Prometheus.
+"""Prometheus metrics of a node: RPCs, programs, and the state of groups, volumes and pools.
 
-Calls and programs are counted as they end. Everything else is measured at each scrape: a new gauge
-is a row of `OF_PROCESS`, `OF_GROUPS` or `OF_POOLS`.
+RPCs and programs are counted when they end. All other metrics are measured at each scrape; each of
+these metrics is a row of `OF_PROCESS`, `OF_GROUPS` or `OF_POOLS`.
 """
 
 import platform
@@ -44,17 +44,18 @@ from mount import mount_errors as mount_errors
 from mount.cgroups import UNLIMITED
 from mount.command import Finished, Result, Runner, Stream
 
-# Times of creation would double the number of series.
+# Switch off the series of creation times, which would double the number of series.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
-# Seconds: from a call that runs no program to one that waits for a disk.
+# Buckets of the histograms of durations, in seconds: from an RPC that runs no program to an RPC
+# that waits for a disk.
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Metrics:
-    """One process's counters and gauges."""
+    """All Prometheus metrics of this process."""
 
-    # Prometheus' text format, which every version of it reads.
+    # Content type of Prometheus' text format, which all versions of Prometheus read.
     CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
     def __init__(self) -> None:
@@ -91,14 +92,14 @@ class Metrics:
         ProcessCollector(registry=registry)
 
     def count_call(self, ended: Trace) -> None:
-        """Count a call that ended, and sum its steps by their kinds."""
+        """Count an RPC that ended, and add its steps to the time spent on each kind of step."""
         self._calls.labels(ended.method, ended.code).inc()
         self._call_seconds.labels(ended.method).observe(ended.seconds)
         for kind, seconds in ended.by_kind.items():
             self._step_seconds.labels(ended.method, kind).inc(seconds)
 
     def counted(self, run: Runner) -> Runner:
-        """Count each program that `run` runs, also one that could not be started."""
+        """Wrap `run` to count each program that it runs, even one that cannot be started."""
 
         def counting(*words: str, stdin: bytearray | None = None) -> Result:
             with self._counted(words) as results:
@@ -109,7 +110,7 @@ class Metrics:
         return counting
 
     def counted_stream(self, stream: Stream) -> Stream:
-        """Count each program whose output `stream` reads as it comes."""
+        """Wrap `stream` to count each program that it runs."""
 
         @contextmanager
         def counting(*words: str) -> Iterator[BinaryIO]:
@@ -119,18 +120,21 @@ class Metrics:
         return counting
 
     def count_command(self, finished: Finished) -> None:
-        """Count a command that was said to a shell of lvm2's."""
+        """Count a command that ended in an interactive lvm2 shell."""
         self._count_command(finished.words, finished.error or "OK", finished.seconds)
 
     @contextmanager
     def _counted(self, words: tuple[str, ...]) -> Iterator[list[Result]]:
-        """Count the program that runs inside; the caller adds its result, if it has one."""
+        """Count the program that the body of the `with` runs.
+
+        Yields a list, to which the body appends the program's result, if it gets one.
+        """
         started, outcome = time.monotonic(), "OK"
         results: list[Result] = []
         try:
             yield results
-            for one in results:
-                outcome = _outcome(words, one)
+            for result in results:
+                outcome = _outcome(words, result)
         except Exception as error:
             outcome = type(error).__name__
             raise
@@ -143,11 +147,11 @@ class Metrics:
         self._command_seconds.labels(program, subcommand).observe(seconds)
 
     def watch(self, service: Service, registration: Registration) -> None:
-        """Measure these at each scrape from now on."""
+        """Measure the gauges of a service and of its registration at each scrape from now on."""
         self._registry.register(_Gauges(service, registration))
 
     def text(self) -> bytes:
-        """Measure everything now."""
+        """Measure all metrics, and return them in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -156,12 +160,13 @@ def _outcome(words: Sequence[str], result: Result) -> str:
         return "OK"
     if words[0] == "lvm":
         return type(lvm_errors.classify(words, result.exit_code, result.stderr)).__name__
-    # Not always a failure: blkid exits with 2 for a blank device.
+    # Report the exit code as it is, because not every code means failure: blkid exits with 2 for a
+    # blank device.
     return f"exit {result.exit_code}"
 
 
 class Scrape:
-    """What one scrape measures; each property is read once, by the first row that needs it."""
+    """The state that the rows of one scrape share; each property is computed once, when needed."""
 
     def __init__(self, service: Service, registration: Registration) -> None:
         self.service, self.registration = service, registration
@@ -171,33 +176,36 @@ class Scrape:
 
     @cached_property
     def known(self) -> Seen:
-        """LVM's report. Raises NotReady, what lvm2's report raises."""
+        """The cached report of all volume groups, refreshed where it is older than a minute.
+
+        Raises Starting before start-up is complete, and the errors of `Reports.seen`.
+        """
         self.service.context.admission.require_open()
         return self._reports.seen(MONITOR_AGE_SECONDS)
 
     @cached_property
     def groups(self) -> dict[str, report.Group | None]:
-        """The configured groups by name; None for one that is not on this node."""
-        return {one: self.known.groups.get(one) for one in self.config.groups}
+        """The configured volume groups by name; None for a group that is not on this node."""
+        return {name: self.known.groups.get(name) for name in self.config.groups}
 
     @cached_property
     def volumes(self) -> list[records.Volume]:
-        """Carver's volumes."""
+        """All volumes of Carver's on this node."""
         return list(self.known.volumes())
 
     @cached_property
     def snapshots(self) -> list[records.Snapshot]:
-        """Carver's snapshots, also those that it makes for itself."""
+        """All snapshots of Carver's, including temporary ones from which volumes are copied."""
         return list(self.known.snapshots())
 
     @cached_property
     def pools(self) -> list["PoolSeen"]:
-        """The thin pools that have data."""
+        """The thin pools of the device classes, without pools that are not created yet."""
         return [
-            PoolSeen((one.device_class, group.name), group, pool, self._status(group, pool))
+            PoolSeen((allocator.device_class, group.name), group, pool, self._status(group, pool))
             for group in self.known.groups.values()
-            for one in self.allocators.thin(group)
-            if (pool := one.pool(group)).data_extents
+            for allocator in self.allocators.thin(group)
+            if (pool := allocator.pool(group)).data_extents
         ]
 
     def _status(self, group: report.Group, pool: Pool) -> ThinPool | None:
@@ -208,7 +216,10 @@ class Scrape:
 
 @dataclass(frozen=True)
 class PoolSeen:
-    """A thin pool; `status` is the kernel's, None while it is inactive or does not answer."""
+    """A thin pool and the values of its labels: device class and group.
+
+    `status` is the kernel's status of the pool; None while the pool is inactive or does not answer.
+    """
 
     labels: tuple[str, str]
     group: report.Group
@@ -216,13 +227,13 @@ class PoolSeen:
     status: ThinPool | None
 
 
-# The values of a metric's labels, and the value.
+# Type of a metric's samples: for each sample the values of the metric's labels, and the number.
 Samples = Iterable[tuple[Sequence[str], float]]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One metric that is measured at each scrape."""
+    """A metric that is measured at each scrape."""
 
     name: str
     help: str
@@ -231,11 +242,11 @@ class Row:
     family: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily
 
     def measured(self, scrape: Scrape) -> Metric:
-        """Measure it."""
-        made = self.family(self.name, self.help, labels=self.labels)
+        """Measure the metric, and return it with all its samples."""
+        metric = self.family(self.name, self.help, labels=self.labels)
         for values, value in self.measure(scrape):
-            made.add_metric(values, value)
-        return made
+            metric.add_metric(values, value)
+        return metric
 
 
 def _by_state(name: str, text: str, counts: Callable[[Service], Mapping[str, int]]) -> Row:
@@ -251,9 +262,9 @@ def _by_group(name: str, text: str, measure: Callable[[report.Group], float]) ->
 
 def _by_pool(name: str, text: str, measure: Callable[[PoolSeen], float | None]) -> Row:
     def samples(scrape: Scrape) -> Samples:
-        for one in scrape.pools:
-            if (value := measure(one)) is not None:
-                yield one.labels, value
+        for pool in scrape.pools:
+            if (value := measure(pool)) is not None:
+                yield pool.labels, value
 
     return Row(name, text, ("class", "group"), samples)
 
@@ -265,58 +276,61 @@ def _each(scrape: Scrape, measure: Callable[[report.Group], float]) -> Samples:
 
 
 def _volumes(scrape: Scrape, *, encrypted_only: bool = False) -> Samples:
-    counted = (one for one in scrape.volumes if one.is_encrypted or not encrypted_only)
-    found = Counts(one.group.name for one in counted)
-    return _each(scrape, lambda group: found[group.name])
+    counted = (volume for volume in scrape.volumes if volume.is_encrypted or not encrypted_only)
+    counts = Counts(volume.group.name for volume in counted)
+    return _each(scrape, lambda group: counts[group.name])
 
 
 def _key_generations(scrape: Scrape) -> Samples:
     encrypted: list[records.Volume | records.Snapshot] = [
-        one for one in scrape.volumes if one.is_encrypted and not one.is_doomed
+        volume for volume in scrape.volumes if volume.is_encrypted and not volume.is_doomed
     ]
-    encrypted += (one for one in scrape.snapshots if one.is_encrypted)
-    found = ((one.group.name, records.key_generation(one.own_tags)) for one in encrypted)
-    return Counts(found).items()
+    encrypted += (snapshot for snapshot in scrape.snapshots if snapshot.is_encrypted)
+    labels = ((record.group.name, records.key_generation(record.own_tags)) for record in encrypted)
+    return Counts(labels).items()
 
 
 def _volume_health(scrape: Scrape) -> Samples:
     diagnosis = scrape.service.diagnosis
     mounts, until = diagnosis.mounts(), time.monotonic() + conditions.PATIENCE_SECONDS
     for volume in scrape.volumes:
-        for one in diagnosis.of(volume, mounts, until_seconds=until):
-            yield (str(volume.id), one.reason.of_volume, one.reason.word), 1
+        for condition in diagnosis.of(volume, mounts, until_seconds=until):
+            yield (str(volume.id), condition.reason.of_volume, condition.reason.word), 1
 
 
 def _snapshots_used(scrape: Scrape) -> Samples:
-    for one in scrape.snapshots:
-        percent = one.group.volume(one.name).data_percent
-        if percent is not None and not one.is_thin:
-            yield (str(one.id),), percent / 100
+    for snapshot in scrape.snapshots:
+        percent = snapshot.group.volume(snapshot.name).data_percent
+        if percent is not None and not snapshot.is_thin:
+            yield (str(snapshot.id),), percent / 100
 
 
 def _available(scrape: Scrape) -> Samples:
-    for one in scrape.config.classes:
-        if (group := scrape.groups[one.group]) is not None:
+    for device_class in scrape.config.classes:
+        if (group := scrape.groups[device_class.group]) is not None:
             with suppress(PoolSilent):
-                yield (one.name, one.group), scrape.allocators.of(one).maximum_bytes(group)
+                yield (
+                    (device_class.name, device_class.group),
+                    scrape.allocators.of(device_class).maximum_bytes(group),
+                )
 
 
 def _storage_health(scrape: Scrape) -> Samples:
-    for one in scrape.service.storage.conditions():
-        yield (one.reason.of_storage, one.reason.word), 1
+    for condition in scrape.service.storage.conditions():
+        yield (condition.reason.of_storage, condition.reason.word), 1
 
 
 def _failures(scrape: Scrape) -> Samples:
-    for one in scrape.service.looks:
-        for group, count in one.failures().items():
-            yield (one.kind, group), count
+    for scan in scrape.service.looks:
+        for group, count in scan.failures().items():
+            yield (scan.kind, group), count
 
 
 def _io_limits(scrape: Scrape) -> Samples:
-    for one in scrape.service.context.limiter.limited:
-        for what, limit in vars(one.io_max).items():
+    for volume in scrape.service.context.limiter.limited:
+        for kind, limit in vars(volume.io_max).items():
             if limit:
-                yield (one.volume_id, what), limit
+                yield (volume.volume_id, kind), limit
 
 
 def _background_bytes(scrape: Scrape) -> Samples:
@@ -353,21 +367,21 @@ OF_PROCESS: tuple[Row, ...] = (
     Row("carver_round_failures", "Failed background scans; they are retried.", ("kind", "group"),
         _failures, CounterMetricFamily),
     Row("carver_registration", "State of the registration with kubelet: 1 for one.", ("state",),
-        lambda scrape: (((one.value,), one is scrape.registration.state) for one in State)),
+        lambda scrape: (((state.value,), state is scrape.registration.state) for state in State)),
     Row("carver_volume_io_limit",
         f"Limit of a volume in use, a second: {', '.join(vars(UNLIMITED))}.",
         ("volume", "limit"), _io_limits),
     Row("carver_volume_io_limited_seconds",
         "Time in which a volume's pods did as much as one of its limits allows.", ("volume",),
-        lambda scrape: (((one.volume_id,), one.limited_seconds)
-                        for one in scrape.service.context.limiter.limited), CounterMetricFamily),
+        lambda scrape: (((volume.volume_id,), volume.limited_seconds)
+                        for volume in scrape.service.context.limiter.limited), CounterMetricFamily),
     Row("carver_storage_health", "1 for each problem of the node's scrape.", ("status", "reason"),
         _storage_health),
 )
 
 OF_GROUPS: tuple[Row, ...] = (
     Row("carver_group_present", "1 if the group is on this node.", ("group",),
-        lambda scrape: (((name,), one is not None) for name, one in scrape.groups.items())),
+        lambda scrape: (((name,), group is not None) for name, group in scrape.groups.items())),
     _by_group("carver_group_size_bytes", "Extents on disks that are present.",
         lambda group: Room(group).extents * group.extent_size_bytes),
     _by_group("carver_group_free_bytes", "Free extents on allocatable disks, with the reserve.",
@@ -388,19 +402,19 @@ OF_GROUPS: tuple[Row, ...] = (
         ("snapshot",), _snapshots_used),
 )
 
-# These ask the kernel about pools.
+# Metrics of thin pools, for which the kernel is asked; these are measured last.
 OF_POOLS: tuple[Row, ...] = (
     Row("carver_class_available_bytes",
         "The largest volume of the class that can be created, as GetCapacity says.",
         ("class", "group"), _available),
     _by_pool("carver_pool_size_bytes", "Size of the data area.",
-        lambda one: one.pool.data_extents * one.group.extent_size_bytes),
+        lambda state: state.pool.data_extents * state.group.extent_size_bytes),
     _by_pool("carver_pool_promised_bytes", "Sizes of the pool's volumes and their snapshots.",
-        lambda one: one.pool.promised_bytes),
+        lambda state: state.pool.promised_bytes),
     _by_pool("carver_pool_data_percent", "Used part of the data area.",
-        lambda one: one.status.data_percent if one.status else None),
+        lambda state: state.status.data_percent if state.status else None),
     _by_pool("carver_pool_metadata_percent", "Used part of the metadata area.",
-        lambda one: one.status.metadata_percent if one.status else None),
+        lambda state: state.status.metadata_percent if state.status else None),
 )
 # fmt: on
 
@@ -410,7 +424,7 @@ class _Gauges(Collector):
         self._service, self._registration = service, registration
 
     def collect(self) -> Iterable[Metric]:
-        """Measure everything that is not counted."""
+        """Measure the metrics that are not counters of RPCs or programs; called at each scrape."""
         scrape = Scrape(self._service, self._registration)
         yield from (row.measured(scrape) for row in OF_PROCESS)
         for extra in self._service.extras.values():
@@ -430,15 +444,18 @@ class _Gauges(Collector):
             self._service.reports.time_seconds,
         )
         yield from [row.measured(scrape) for row in OF_GROUPS]
-        # A pool that has not answered by then is left out; `carver_storage_health` reports it.
+        # Leave out pools that do not answer within the time limit; `carver_storage_health` reports
+        # these pools.
         with command.time_limit(conditions.PATIENCE_SECONDS):
             of_pools = [row.measured(scrape) for row in OF_POOLS]
         yield from of_pools
 
 
 def of_extra(gauge: Gauge) -> Metric:
-    """A gauge of an extra, as Prometheus' client has it."""
-    made = GaugeMetricFamily(gauge.name, gauge.help, labels=[gauge.label] if gauge.label else None)
-    for value, measured in gauge.values.items():
-        made.add_metric([value] if gauge.label else [], measured)
-    return made
+    """Convert a gauge of an extra into a metric of the Prometheus client library."""
+    metric = GaugeMetricFamily(
+        gauge.name, gauge.help, labels=[gauge.label] if gauge.label else None
+    )
+    for label_value, number in gauge.values.items():
+        metric.add_metric([label_value] if gauge.label else [], number)
+    return metric

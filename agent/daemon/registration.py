@@ -1,13 +1,18 @@
-"""Registration with kubelet: the socket that kubelet finds Carver by, and what it answered.
+"""Registration of Carver with kubelet, by a socket in kubelet's directory for plugins.
 
-Kubelet is the client. It watches a directory for sockets, also for those that exist when it starts,
-calls GetInfo at each, then NodeGetInfo at the endpoint that GetInfo gives, and reports the outcome
-with NotifyRegistrationStatus. A socket that is removed is a plugin that is removed
-(kubernetes/pkg/kubelet/pluginmanager). So Carver only has to keep the socket there.
+Kubelet is the client of that socket (kubernetes/pkg/kubelet/pluginmanager):
 
-Its name has the boot's id. After a power cut kubelet finds the socket of the boot before, which no
-process serves, and asks there again ever more rarely, in the end each two minutes; it counts that
-by the name (kubernetes/pkg/util/goroutinemap/exponentialbackoff).
+1. Kubelet watches the directory for sockets, and also finds sockets that exist when it starts.
+2. Kubelet calls GetInfo at each socket, then NodeGetInfo at the endpoint that GetInfo returned.
+3. Kubelet reports the outcome by NotifyRegistrationStatus: registered or refused.
+4. When the socket is removed, kubelet unregisters the plugin.
+
+So Carver only has to keep its socket in the directory.
+
+The name of the socket contains part of the boot's id. After a power cut kubelet finds the socket of
+the previous boot, which no process serves, and retries that socket with an exponential backoff of
+up to two minutes. Kubelet counts the backoff by the socket's name
+(kubernetes/pkg/util/goroutinemap/exponentialbackoff), so a socket with a new name is tried at once.
 """
 
 import logging
@@ -28,29 +33,32 @@ from proto import pluginregistration_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
-# Not CSI's version, but that of kubelet's contract with CSI drivers: it knows 1.x and 0.x, and
-# refuses a driver that comes back with a lower one. A constant is never lower.
+# Versions of kubelet's plugin interface that Carver supports; these are not versions of CSI.
+# Kubelet accepts 1.x and 0.x, and refuses a driver that registers again with a lower version than
+# before. So the version never changes.
 _SUPPORTED_VERSIONS = ("1.0.0",)
-# Kubelet waits one second for GetInfo, so these calls do not queue behind those of CSI.
+# Number of threads that serve the registration socket. Kubelet waits only one second for GetInfo,
+# so the RPCs of registration do not queue behind those of CSI.
 _THREADS = 2
+# Longest time, in seconds, before registration is retried after kubelet refused the driver.
 _LONGEST_RETRY_SECONDS = 300.0
 
 
 class State(StrEnum):
-    """How far the registration is."""
+    """State of the registration with kubelet."""
 
-    # There is no directory of kubelet's on this node, or registration is left to a sidecar.
+    # Kubelet's directory for plugins does not exist, or a sidecar is to register Carver.
     OFF = "off"
-    # Another process, such as a node-driver-registrar, serves the socket.
+    # Another process, such as a node-driver-registrar, serves a registration socket for Carver.
     TAKEN = "taken"
-    # The socket is served under its name; kubelet has not answered yet.
+    # Carver serves the registration socket; kubelet has not yet reported an outcome.
     WAITING = "waiting"
     REGISTERED = "registered"
     REFUSED = "refused"
 
 
 class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
-    """Keeps Carver registered from `start` to `stop`, across restarts of kubelet."""
+    """Keeps Carver registered with kubelet from `start` to `stop`, across kubelet's restarts."""
 
     def __init__(
         self,
@@ -65,16 +73,18 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         self._directory = directory
         self._endpoint = endpoint
         self._name = driver_name
-        # No longer than the plain name, since the driver's may leave no more of sockets' 107 bytes.
+        # Path of the registration socket. Only three digits of the boot's id are in the name, so
+        # the path is no longer than the path with `-reg`: a path with a long driver name may
+        # already have 107 bytes, the maximum for a socket.
         self.socket = directory / f"{driver_name}-{boot.identity()[:3]}.sock"
-        # The name that other registrars use, and Carver 0.2.
+        # Path of the registration socket that node-driver-registrar and Carver 0.2 use.
         self._plain = directory / f"{driver_name}-reg.sock"
         self._interval = interval_seconds
         self._first_retry = self._retry = retry_seconds
         self._retry_at: float | None = None
         self._server: grpc.Server | None = None
         self._inode: tuple[int, int] | None = None
-        # Kubelet may answer before `_serve` has set the state to WAITING.
+        # Lock for `state`: kubelet may report an outcome before `_serve` has set the state WAITING.
         self._answering = threading.Lock()
         self._is_logged = False
         self._task = PeriodicTask(
@@ -86,17 +96,17 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         )
 
     def start(self) -> None:
-        """Serve the socket where kubelet has its directory, and as soon as it has one."""
+        """Start to serve the registration socket as soon as kubelet's directory exists."""
         self._task.start()
 
     def stop(self) -> None:
-        """Remove the socket: kubelet sends no more calls."""
+        """Remove the registration socket: kubelet unregisters Carver, and sends no more calls."""
         self._task.stop()
         self._task.join()
         self._end()
 
     def check(self) -> None:
-        """Raise NotReady unless kubelet has registered Carver, or another registrar serves it."""
+        """Raise NotReady unless Carver is registered, or another process is to register Carver."""
         if self.state not in (State.REGISTERED, State.TAKEN):
             raise errors.NotReady(
                 f"kubelet has not registered {self._name} ({self.state.value}, at {self.socket}):"
@@ -107,7 +117,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
     def GetInfo(  # noqa: N802
         self, request: kubelet.InfoRequest, context: grpc.ServicerContext
     ) -> kubelet.PluginInfo:
-        """Return the driver's name and its CSI endpoint."""
+        """Return the driver's name and CSI endpoint to kubelet."""
         return kubelet.PluginInfo(
             type="CSIPlugin",
             name=self._name,
@@ -118,7 +128,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
     def NotifyRegistrationStatus(  # noqa: N802
         self, request: kubelet.RegistrationStatus, context: grpc.ServicerContext
     ) -> kubelet.RegistrationStatusResponse:
-        """Take kubelet's answer: registered or refused."""
+        """Record whether kubelet registered or refused Carver; after a refusal plan a retry."""
         with self._answering:
             if request.plugin_registered:
                 self._retry_at, self._retry = None, self._first_retry
@@ -133,49 +143,55 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         return kubelet.RegistrationStatusResponse()
 
     def _ensure_served(self) -> None:
-        # After a refusal: kubelet asks new sockets only.
+        # After a refusal make the socket anew, because kubelet registers new sockets only.
         is_due = self._retry_at is not None and time.monotonic() >= self._retry_at
         if self._is_ours() and not is_due:
             return
         self._end()
         if not self._directory.is_dir():
             self.state = State.OFF
-        elif taken := next(filter(_is_taken, (self._plain, self.socket)), None):
-            # Two registrars would take the socket from each other for ever.
+        elif foreign_socket := next(filter(_is_taken, (self._plain, self.socket)), None):
+            # Leave registration to the other process: two processes would replace each other's
+            # socket for ever.
             self.state = State.TAKEN
-            # Logged once, however long it lasts.
+            # Log the other process once, however long it serves the socket.
             if not self._is_logged:
-                _log.warning("%s is another process's; registration is left to it", taken)
+                _log.warning("%s is another process's; registration is left to it", foreign_socket)
             self._is_logged = True
         else:
             self._remove_stale()
             self._serve()
 
     def _remove_stale(self) -> None:
-        """Remove the sockets of earlier boots, at which kubelet has registered nothing since.
+        """Remove registration sockets that processes of earlier boots left.
 
-        One of this boot stays: kubelet would take its removal for Carver's, which has the same
-        driver's name.
+        Kubelet has registered nothing at such a socket since this boot began. A stale socket of
+        this boot stays: kubelet would take the removal of that socket for the removal of the
+        driver, and so unregister the driver that the new socket has registered.
         """
         since = time.time() - boot.seconds()
-        every = self._directory.glob(f"{self._name}-{'[0-9a-f]' * 3}.sock")
-        for one in filter(sockets.is_stale, (*every, self._plain)):
-            # The plain name says nothing about the boot.
-            is_old = one.lstat().st_ctime < since if one == self._plain else one != self.socket
+        paths = self._directory.glob(f"{self._name}-{'[0-9a-f]' * 3}.sock")
+        for path in filter(sockets.is_stale, (*paths, self._plain)):
+            # A socket with `-reg` in its name has no id of a boot: go by the time of its creation.
+            is_old = path.lstat().st_ctime < since if path == self._plain else path != self.socket
             if is_old:
-                one.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
 
     def _serve(self) -> None:
-        """Put a listening socket, for root only, in place of a stale one by a rename.
+        """Serve registration on a new socket, which only root can open.
 
-        Kubelet skips names that begin with a dot, and takes a renamed socket as a new one.
+        1. Create the socket under a hidden name, and listen. Kubelet skips names that begin with a
+           dot.
+        2. Rename the socket to its final name, in place of a stale socket. To kubelet a renamed
+           socket is a new one.
         """
         hidden = self.socket.with_name(f".{self.socket.name}")
         workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="registration")
         server = self._server = grpc.server(workers)
         pluginregistration_pb2_grpc.add_RegistrationServicer_to_server(self, server)
         server.add_insecure_port(f"unix://{hidden}")
-        # The umask is the whole process's, and other threads make files meanwhile.
+        # Restrict the mode by chmod(2): a umask would also apply to files that other threads
+        # create.
         hidden.chmod(0o600)
         server.start()
         self._inode = sockets.inode(hidden)
@@ -196,10 +212,10 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         self.state = State.OFF
 
     def _is_ours(self) -> bool:
-        """Whether the socket in the directory is the one that is served here."""
+        """Whether the socket in kubelet's directory is the socket that this object serves."""
         return self._inode is not None and sockets.inode(self.socket) == self._inode
 
 
 def _is_taken(path: Path) -> bool:
-    """Whether a path is there, and is no socket that a process left."""
+    """Whether a path exists and is not a stale socket, which no process serves."""
     return os.path.lexists(path) and not sockets.is_stale(path)

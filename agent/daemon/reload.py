@@ -1,4 +1,4 @@
-"""Reload of the configuration's file while the service runs, as SIGHUP asks for it."""
+"""Reload of the configuration file at SIGHUP, while the service runs."""
 
 import logging
 from collections.abc import Callable
@@ -14,16 +14,17 @@ _log = logging.getLogger(__name__)
 
 
 class Reloader:
-    """Has a running service take its file over; `load` reads and checks that as at the start."""
+    """Applies the configuration file to a running service; `load` reads and checks the file."""
 
     def __init__(self, service: Service, recovery: Recovery, load: Callable[[], Config]) -> None:
         self._service, self._recovery, self._load = service, recovery, load
 
     def reload(self) -> None:
-        """Take over what may change, and log each other setting that differs, with why it waits.
+        """Load the configuration file, and apply the settings that can change without a restart.
 
-        A file that is not right is logged and changes nothing. Returns at once: groups are
-        recovered by their loops. Raises nothing.
+        A setting that differs and cannot change is logged, with the reason. The error of an invalid
+        file is logged, and nothing is changed. The method returns at once, because the volume
+        groups are recovered in the background. Raises nothing.
         """
         configuration = self._service.configuration
         before = configuration.now
@@ -39,25 +40,26 @@ class Reloader:
             for key, why in waiting.items():
                 _log.warning("setting %s waits for a restart of Carver: %s", key, why)
             now = configuration.now
-            classes = ", ".join(one.name for one in now.classes)
+            classes = ", ".join(device_class.name for device_class in now.classes)
             groups = ", ".join(now.groups)
             _log.info("configuration reloaded: classes %s, volume groups %s", classes, groups)
 
     def _apply(self, before: Config) -> None:
-        """Have what does not ask at the moment of use follow the configuration."""
+        """Apply the new configuration to the parts that do not read it at each use."""
         service, now = self._service, self._service.configuration.now
         if (now.log_format, now.log_level) != (before.log_format, before.log_level):
             log.configure(now.log_format, now.log_level)
         group_definitions.begin(service.definitions, service.volume_groups)
-        # `devices` may have changed.
+        # Have all disks scanned again, because the setting `devices` may have changed.
         service.volume_groups.outdate()
         for name in before.groups:
             if name not in now.groups:
                 _log.warning("volume group %s: no class names it any more; it is let go of", name)
                 service.volume_groups.workers.let_go(name)
-        # What lvm2 left suspended in a new group its first call resumes, as in any other: here a
-        # call by an id may have suspended it on purpose.
+        # Recover all groups again, without resuming suspended devices of a new group: an RPC that
+        # named the group by a volume's id may have suspended them on purpose. The first RPC in the
+        # group resumes the devices that a killed lvm2 left suspended.
         self._recovery.repeat()
         if service.context.admission.is_open:
-            for one in service.looks:
-                one.start()
+            for scan in service.looks:
+                scan.start()

@@ -1,4 +1,4 @@
-"""Wire the operations and serve them on one gRPC server; stop them in order."""
+"""The service: create all operations, serve them on one gRPC server, and stop them in order."""
 
 import logging
 import os
@@ -69,12 +69,14 @@ from proto import carver_pb2_grpc, csi_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
-# Together shorter than systemd's TimeoutStopSec and kubelet's grace period.
+# Time limit, in seconds, for RPCs in flight to end as the service stops. Together with
+# the limits of the other steps, this limit is below systemd's TimeoutStopSec and kubelet's grace
+# period.
 _DRAIN_SECONDS = 25.0
 
 
 class Service:
-    """Carver's services on one gRPC server."""
+    """The node service: all operations and gRPC services of Carver, on one gRPC server."""
 
     def __init__(
         self,
@@ -85,9 +87,10 @@ class Service:
     ) -> None:
         configuration = self.configuration = Configuration(config)
         self.traces = Traces()
-        # The last problem of each step of `resume` that failed: the same is not logged again.
+        # The last error of each step of `resume` that failed, by the step and the group. The same
+        # error is not logged again.
         self.unrecovered: dict[tuple[str, ...], str] = {}
-        # Each operation is a step in the trace of its call.
+        # Trace each program and each system call as a step of its RPC.
         lvm = replace(lvm, run=trace.traced_run(lvm.run))
         host = replace(
             host,
@@ -171,12 +174,12 @@ class Service:
             self._progress,
         )
         self.inline_volumes = InlineVolumes(context, creator, deleter, stager)
-        # Extras come last: they use the parts above.
+        # Load the extras last, because they use all other operations.
         self.extras: dict[str, Extra] = {}
         for name, module in extras.modules("service"):
             self.extras[name] = module.add(self)
-        # The optional CSI services of the extras.
-        self.offered = [one for extra in self.extras.values() for one in extra.offered]
+        # Optional CSI services that extras add to the plugin.
+        self.offered = [kind for extra in self.extras.values() for kind in extra.offered]
         self.interceptor = Interceptor(observe, context.admission, self.traces)
         server = self._server = grpc.server(
             ThreadPoolExecutor(locks.THREADS, thread_name_prefix="rpc"),
@@ -198,18 +201,19 @@ class Service:
             extra.add_services(server)
 
     def _progress(self) -> dict[str, str]:
-        """How far background work on volumes is, by their ids."""
-        every = (self.eraser.jobs, self.copier.jobs, self.growth_zeroer.jobs)
-        return {key: text for one in every for key, text in one.progress().items()}
+        """The progress of background erasing, copying and zeroing, by volume id."""
+        kinds = (self.eraser.jobs, self.copier.jobs, self.growth_zeroer.jobs)
+        return {key: text for jobs in kinds for key, text in jobs.progress().items()}
 
     @property
     def looks(self) -> Sequence[Looks]:
-        """The repeated work of the groups."""
+        """The periodic scans of volume groups: for autoextension, repair and inline volumes."""
         return self.autoextender.looks, self.auto_repair.looks, self.inline_volumes.looks
 
     def start(self, path: Path) -> None:
-        """Serve on a unix socket that only root can reach."""
-        # With chmod instead of the umask anyone could connect between bind and chmod.
+        """Start to serve on a Unix socket that only root can open."""
+        # Restrict the mode by the umask: with chmod(2), any user could connect between bind and
+        # chmod.
         umask = os.umask(0o177)
         try:
             self._server.add_insecure_port(f"unix://{path}")
@@ -219,14 +223,14 @@ class Service:
         self.inline_volumes.looks.start()
 
     def stop(self) -> None:
-        """Let calls in flight end, then background work at its next safe point.
+        """Stop serving: let RPCs in flight end, then end background work at its next safe point.
 
-        What has not ended in time is left behind: a disk that hangs must not keep the process from
-        ending, nor another group's deferred tags from being written.
+        An RPC or a job that does not end in time is abandoned: a disk that hangs must keep neither
+        the process from ending, nor the deferred tags of another group from being written.
         """
         self.inline_volumes.looks.stop()
         self.context.limiter.task.stop()
-        # Before waiting for calls: a stream may last for hours.
+        # Stop the extras before waiting for RPCs: a stream of an extra may last for hours.
         for extra in self.extras.values():
             extra.stop()
         self._server.stop(_DRAIN_SECONDS).wait(_DRAIN_SECONDS + 1)
@@ -235,7 +239,11 @@ class Service:
 
 
 def _sessions(config: Config, host: Host, run: Run, converse: Converse) -> Callable[[str], Session]:
-    """Make each group's session with lvm2, in a directory that the host sees, too."""
+    """Return a function that makes the lvm2 session of a volume group, by the group's name.
+
+    A session is an lvm2 shell that stays open (lvm/session.py). The directory of each session is
+    beside the CSI socket, because the host sees that directory, too.
+    """
     directory = config.endpoint.parent / "lvm"
 
     def begin(group: str) -> Session:
@@ -245,17 +253,18 @@ def _sessions(config: Config, host: Host, run: Run, converse: Converse) -> Calla
 
 
 def resume(service: Service, group: str) -> bool:
-    """Resume the work that is left in a group, from its tags.
+    """Resume the unfinished work of a volume group, which the group's tags record.
 
-    Return whether all of it is resumed; else, as where the group is absent or refused, the caller
-    repeats it. Raises what reading the group raises. No error of a volume, pool or snapshot keeps
-    another, or the next step, from being tried: it is logged, once.
+    Return whether all of the work is resumed. If not, as for a group that is absent or refused, the
+    caller has to call again later. Raises the errors of reading the group. After an error about one
+    volume, pool or snapshot, the other ones and the next steps are still tried; the error is logged
+    once.
     """
     try:
-        seen = service.reports.fresh(group)
+        report = service.reports.fresh(group)
     except errors.GroupRefused:
-        return False  # logged by the volume group, and reported by each call
-    if group not in seen.groups:
+        return False  # the volume group logs the refusal, and each RPC returns it
+    if group not in report.groups:
         return False
     steps: dict[str, Callable[[str], int]] = {
         "volumes that are received or were moved": partial(
@@ -273,19 +282,19 @@ def resume(service: Service, group: str) -> bool:
     for extra in service.extras.values():
         steps |= extra.recoveries()
     is_done = True
-    for what, step in steps.items():
-        key, problem = (what, group), ""
+    for work, step in steps.items():
+        key, problem = (work, group), ""
         try:
             count = step(group)
         except Exception as error:
             problem = reasons(error)
         else:
             if count:
-                _log.info("going on with %d %s that were left", count, what)
+                _log.info("going on with %d %s that were left", count, work)
         if problem:
             is_done = False
             if service.unrecovered.get(key) != problem:
-                _log.error("%s that were left are not seen to yet: %s", what, problem)
+                _log.error("%s that were left are not seen to yet: %s", work, problem)
             service.unrecovered[key] = problem
         else:
             service.unrecovered.pop(key, None)

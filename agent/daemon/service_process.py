@@ -1,6 +1,7 @@
-"""The process of the service: claim the socket, serve until a signal, give the socket back.
+"""The process of the service: claim the socket, serve until a signal, release the socket.
 
-It ends in time even if a thread waits for a disk for ever, so systemd or kubelet can restart it.
+The process ends in time even if a thread waits for a disk for ever, so that systemd or kubelet can
+restart the process.
 """
 
 import contextlib
@@ -40,23 +41,26 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# How soon a deleted socket is noticed.
+# Interval, in seconds, at which the main thread checks whether the CSI socket was deleted.
 _LOOK_SECONDS = 5.0
-# The service stops within this; systemd's TimeoutStopSec and kubelet's grace period are longer.
+# Time limit, in seconds, of stopping the service; systemd's TimeoutStopSec and kubelet's grace
+# period are longer.
 _STOP_SECONDS = 54.0
-# The pages and the registration stop within this.
+# Time limit, in seconds, of stopping the HTTP pages and the registration with kubelet.
 _PAGES_SECONDS = 3.0
-# How long the process may take to exit after its service has stopped: Python joins its threads.
+# Time limit, in seconds, of the process's exit after the service has stopped. Python waits for all
+# threads that are not daemons.
 _EXIT_SECONDS = 2.0
+# Time limit, in seconds, of logging the threads that hang, before the process is ended.
 _LAST_LOG_SECONDS = 1.0
-# The signals that end the service.
+# Signals that end the service.
 _ENDS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run(config: Config, host: Host, load: Callable[[], Config]) -> None:
-    """Serve until SIGTERM or SIGINT, and end the process soon after, whatever hangs in it.
+    """Serve until SIGTERM or SIGINT, then end the process within a minute, even if a thread hangs.
 
-    At SIGHUP `load` reads the configuration again.
+    At SIGHUP the configuration is loaded again by `load`.
     """
     with ending_in_time(_STOP_SECONDS) as ender:
         serve(config, host, load, ender.is_stopping)
@@ -64,7 +68,12 @@ def run(config: Config, host: Host, load: Callable[[], Config]) -> None:
 
 @contextmanager
 def ending_in_time(seconds: float) -> Iterator["ProcessEnder"]:
-    """End the process so long after `is_stopping` is set, whatever hangs in it."""
+    """End the process soon after the event `is_stopping` is set, even if a thread hangs.
+
+    Yields the thread that ends the process. The body of the `with` sets the thread's event
+    `is_stopping` once the service begins to stop, and has `seconds` from that moment. The end of
+    the `with` sets both events, `is_stopping` and `is_stopped`.
+    """
     ender = ProcessEnder(seconds)
     ender.start()
     try:
@@ -76,9 +85,11 @@ def ending_in_time(seconds: float) -> Iterator["ProcessEnder"]:
 
 
 class ProcessEnder(threading.Thread):
-    """Ends the process: no signal ends a thread that waits for a disk, and Python joins it.
+    """A thread that ends the process by _exit(2) if the process does not stop in time.
 
-    Started early, as no thread may be available when it is needed.
+    Without this thread the process might never end: at exit Python waits for all its threads, and
+    no signal ends a thread that waits for a disk. This thread is started early, because later it
+    may be impossible to start a thread.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -88,30 +99,31 @@ class ProcessEnder(threading.Thread):
         self.exit_code = 1
 
     def run(self) -> None:
-        """Wait for the service to stop and the process to exit; then end it."""
+        """Wait until the service stops and the process exits; end the process if either hangs."""
         self.is_stopping.wait()
         if self.is_stopped.wait(self._seconds):
-            # The caller logs the error and exits, which ends this thread, too.
+            # Give the main thread time to log its error and to exit, which ends this thread, too.
             time.sleep(_EXIT_SECONDS)
-        last = threading.Thread(target=_log_hanging_threads, daemon=True)
+        logging_thread = threading.Thread(target=_log_hanging_threads, daemon=True)
         with contextlib.suppress(RuntimeError):
-            last.start()
-            # The log may block, as when its reader hangs.
-            last.join(_LAST_LOG_SECONDS)
+            logging_thread.start()
+            # Limit the time: writing to the log may block, as when the log's reader hangs.
+            logging_thread.join(_LAST_LOG_SECONDS)
         os._exit(self.exit_code)
 
 
 def _log_hanging_threads() -> None:
-    hanging = sorted(one.name for one in threading.enumerate() if not one.daemon)
+    hanging = sorted(thread.name for thread in threading.enumerate() if not thread.daemon)
     _log.warning("ending the process with threads that hang: %s", ", ".join(hanging))
     for stream in (sys.stderr, sys.stdout):
         stream.flush()
 
 
 def _spare_collector() -> None:
-    """Have Python's collector leave out what lives as long as the process, and come less often.
+    """Have Python's garbage collector ignore all objects that exist now, and run less often.
 
-    By default it took a tenth of the processor time of calls.
+    The objects that exist now live as long as the process. With Python's defaults the collector
+    took a tenth of the processor time of RPCs.
     """
     gc.freeze()
     gc.set_threshold(5000, 20, 20)
@@ -123,21 +135,22 @@ def serve(
     load: Callable[[], Config],
     is_stopping: threading.Event | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; set `is_stopping` then. Raises SocketTaken, NotReady.
+    """Serve until SIGTERM or SIGINT; at the signal, set `is_stopping` and stop all parts.
 
-    At SIGHUP the configuration is what `load` returns, as far as it may change (Reloader).
-
-    Threads that wait for a disk and do not end in time are left behind.
+    At SIGHUP the settings that can change without a restart get the values that `load` returns
+    (Reloader). Threads that wait for a disk and do not end in time are abandoned. Raises
+    SocketTaken and NotReady at the start, and SocketGone when the CSI socket was deleted or
+    replaced.
     """
     calls.forbid_dumps()
     if why := preflight.too_old(host.kernel):
         raise errors.NotReady(f"cannot serve: {why}; use a newer kernel")
-    # The exit stack stops what was started, the last first.
+    # The exit stack stops all started parts, in reverse order of their start.
     with claimed(config.endpoint), contextlib.ExitStack() as ending:
-        # The service, closed to calls that need LVM until the groups are recovered.
+        # Start the service; RPCs that need LVM are not admitted until a volume group is recovered.
         metrics = None
         if config.metrics_address is not None:
-            # Imported here: without metrics there is no need for prometheus-client.
+            # Import the module here, because only a service with metrics needs prometheus-client.
             from agent.daemon.node_metrics import Metrics
 
             metrics = Metrics()
@@ -153,9 +166,10 @@ def serve(
         served = sockets.inode(config.endpoint)
         ending.callback(service.stop)
 
-        # Pages and registration, stopped before the service: kubelet sends no more calls then.
-        beside: dict[str, Callable[[], None]] = {}
-        ending.callback(run_all, beside, _PAGES_SECONDS)
+        # Start the HTTP pages and the registration. The exit stack stops pages and registration
+        # before the service, so that kubelet sends no more calls while the service stops.
+        stops: dict[str, Callable[[], None]] = {}
+        ending.callback(run_all, stops, _PAGES_SECONDS)
         registration = Registration(
             config.registration_directory, config.endpoint, driver_name=config.driver_name
         )
@@ -171,17 +185,18 @@ def serve(
             text = {"/metrics": monitor.Page(metrics.text, metrics.CONTENT_TYPE)}
             metrics_pages = monitor.Monitor(config.metrics_address, text | pages)
             metrics_pages.start()
-            beside["the page of metrics"] = metrics_pages.stop
+            stops["the page of metrics"] = metrics_pages.stop
         if config.health_address is not None:
             health_pages = monitor.Monitor(config.health_address, pages)
             health_pages.start()
-            beside["the page of health"] = health_pages.stop
+            stops["the page of health"] = health_pages.stop
         if config.registration == "self":
-            # Kubelet calls the endpoint before it registers it.
+            # Register only now that the service runs: kubelet calls the CSI endpoint of a driver
+            # before it registers the driver.
             registration.start()
-            beside["registration"] = registration.stop
+            stops["registration"] = registration.stop
 
-        # Recovery of each group when it answers; calls are admitted after the first.
+        # Recover each volume group once the group answers; RPCs are admitted after the first.
         def recover(group: str) -> bool:
             group_definitions.create(service.definitions, service.volume_groups, group)
             return resume(service, group)
@@ -192,8 +207,10 @@ def serve(
         def begin() -> None:
             host.devices.load_targets()
             with (
-                quiesce.resume_left(host.devices, service.volume_groups.names, release) as held,
-                service.context.activator.keep_suspended(held),
+                quiesce.resume_left(
+                    host.devices, service.volume_groups.names, release
+                ) as suspended,
+                service.context.activator.keep_suspended(suspended),
             ):
                 recovery.begin()
 
@@ -214,7 +231,8 @@ def serve(
             ending.callback(is_stopping.set)
 
         reloader = Reloader(service, recovery, load)
-        # gRPC cannot bind a new socket while it serves: that takes a new process.
+        # End the process if its socket was deleted or replaced: gRPC cannot bind a new socket while
+        # it serves.
         while (signal_number := _next_signal(signals)) not in _ENDS:
             if signal_number == signal.SIGHUP:
                 reloader.reload()
@@ -234,26 +252,35 @@ def _counted(host: Host, metrics: "Metrics") -> Host:
 
 
 def _start_background(service: Service, watch: Watch) -> None:
-    """Start background work, then log what the preflight finds; Probe refuses where it must."""
-    for look in service.looks:
-        look.start()
+    """Start the periodic background work, and log what the checks of `carver doctor` find.
+
+    A failed check does not stop the service here; Probe returns an error where nothing can be
+    served.
+    """
+    for scan in service.looks:
+        scan.start()
     service.context.limiter.task.start()
     watch.start()
     for extra in service.extras.values():
         extra.start()
     notify("STATUS=ready")
-    for one in preflight.everything(service.node):
-        if one.verdict != preflight.PASS:
+    for finding in preflight.everything(service.node):
+        if finding.verdict != preflight.PASS:
             _log.warning(
-                "preflight %s, %s: %s; %s", one.verdict, one.check, one.message, one.remedy
+                "preflight %s, %s: %s; %s",
+                finding.verdict,
+                finding.check,
+                finding.message,
+                finding.remedy,
             )
 
 
 @contextmanager
 def claimed(path: Path) -> Iterator[None]:
-    """Claim a socket for this process: remove a stale one, refuse a live one (SocketTaken).
+    """Claim the path of a Unix socket for this process, and remove the socket at the end.
 
-    The lock file decides, so of two processes that start at once only one succeeds.
+    A stale socket is removed. Raises SocketTaken if another process serves the socket. A lock file
+    (flock(2)) beside the socket decides, so of two processes that start at once only one succeeds.
     """
     path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
     lock = os.open(
@@ -282,7 +309,7 @@ def _remove_stale(path: Path) -> None:
 
 
 def notify(state: str) -> None:
-    """Report the service's state to systemd (sd_notify(3)), if systemd asked for it."""
+    """Report the service's state to systemd (sd_notify(3)), if systemd set NOTIFY_SOCKET."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
@@ -293,15 +320,18 @@ def notify(state: str) -> None:
 
 
 def _signals() -> SimpleQueue[int]:
-    """The signals that come from now on; a handler may put into a SimpleQueue at any moment."""
+    """Handle SIGTERM, SIGINT and SIGHUP from now on; return a queue of the signals that arrive.
+
+    A signal handler may put into a SimpleQueue at any moment, even while the queue is in use.
+    """
     arrived = SimpleQueue[int]()
     for number in (*_ENDS, signal.SIGHUP):
-        signal.signal(number, lambda one, _frame: arrived.put(one))
+        signal.signal(number, lambda signal_number, _frame: arrived.put(signal_number))
     return arrived
 
 
 def _next_signal(signals: SimpleQueue[int]) -> int | None:
-    """The next signal; None after some seconds without one."""
+    """Wait for the next signal and return its number; None after five seconds without a signal."""
     with contextlib.suppress(Empty):
         return signals.get(timeout=_LOOK_SECONDS)
     return None

@@ -1,6 +1,7 @@
-"""Start-up, recovery, and the refresh of the cached state: by the clock and by udev's events.
+"""Start-up and recovery of volume groups, and the refresh of their cached reports.
 
-Only what callers use is refreshed, so an idle node runs no command.
+Reports are refreshed at intervals and after events of udev. Only reports that callers use are
+refreshed, so an idle node runs no command.
 """
 
 import logging
@@ -19,15 +20,18 @@ from mount import command
 _log = logging.getLogger(__name__)
 
 
+# Interval of the background tasks of `Watch`, in seconds.
 _TURN_SECONDS = 2.0
-# A refresh costs a process only where something was written to the group.
+# Age, in seconds, from which a cached report that callers use is refreshed. A refresh runs an lvm2
+# command only if the volume group was written to.
 _MAX_AGE_SECONDS = 60.0
 
 
 class Watch:
-    """Refreshes the cached reports, has disks scanned at events, and does `then` regularly.
+    """Background tasks: refresh cached reports, scan disks after udev events, and call `then`.
 
-    `then` has to return at once, as a refresh does: it begins what may hang in other threads.
+    `then` is called every two seconds. Like a refresh it has to return at once, and therefore
+    starts other threads for work that may hang.
     """
 
     def __init__(
@@ -40,7 +44,7 @@ class Watch:
         self._listen = listen
         self._events: DiskEvents | None = None
         failure = "%s is not watched: %%s"
-        # Waiting for events is its pause.
+        # The task of udev's events has an interval of 0, because it waits for the events itself.
         self._udev = PeriodicTask(
             "udev", self._hear, 0.0, failure % "udev", retry_seconds=_TURN_SECONDS
         )
@@ -51,48 +55,51 @@ class Watch:
         )
 
     def start(self) -> None:
-        """Begin."""
-        for one in self._tasks:
-            one.start()
+        """Start the background tasks."""
+        for task in self._tasks:
+            task.start()
 
     def stop(self) -> None:
-        """Begin no further run; a command of lvm2's under way is left to end by itself."""
-        for one in self._tasks:
-            one.stop()
+        """Stop the background tasks; an lvm2 command that runs is not interrupted."""
+        for task in self._tasks:
+            task.stop()
 
     def _refresh(self) -> None:
         self._reports.refresh(_MAX_AGE_SECONDS)
 
     def _hear(self) -> None:
-        """Wait for events; where there is no udev, leave it to the clock."""
+        """Wait for udev events and have the changed disks scanned; stop this task without udev."""
         if self._events is None and (events := self._listen()) is not None:
             self._events = events
         if self._events is None:
             self._udev.stop()
             return
         try:
-            heard = self._events.wait(_TURN_SECONDS)
+            changes = self._events.wait(_TURN_SECONDS)
         except Exception:
-            # Events before that are lost.
+            # Have all disks scanned: events before the error may be lost.
             self._reports.outdate()
             raise
-        for event in heard:
+        for event in changes:
             self._reports.outdate(event.written)
 
 
+# First and longest time, in seconds, before a failed start-up is retried; the time is doubled after
+# each failure.
 _FIRST_RETRY_SECONDS = 1.0
 _LONGEST_RETRY_SECONDS = 60.0
-# How long an attempt may come no further: one that waits for a disk must not hold what the next
-# one needs.
+# Time limit, in seconds, for which an attempt of start-up or recovery may make no progress. An
+# attempt that waits for a disk must not keep locks that the next attempt needs.
 _PATIENCE_SECONDS = 60.0
 
 
 def startup(
     begin: Callable[[], None], admission: Admission, after: Callable[[], None]
 ) -> PeriodicTask:
-    """Make a task that retries `begin` until it succeeds, then admits calls, then does `after`.
+    """Return a task that retries `begin` until it succeeds, then admits RPCs and calls `after`.
 
-    `begin` looks before it acts, so it may fail, or be killed, at any step.
+    While `begin` fails, RPCs that need LVM are refused with its error. `begin` checks the state
+    before each step, so it may fail, or be killed, at any step.
     """
 
     def attempt() -> None:
@@ -117,25 +124,30 @@ def startup(
     return task
 
 
-# How long a start waits for other groups once one is recovered.
+# Time, in seconds, for which start-up waits for all volume groups; afterwards it waits only until
+# some group is recovered.
 _OTHERS_SECONDS = 3.0
-# How often a group that does not answer is retried: soon where a disk came, went or changed.
+# Interval, in seconds, at which the recovery of a group that does not answer is retried.
 _RETRY_SECONDS = 60.0
+# Interval, in seconds, at which the recovery of a group is retried after a disk was attached,
+# removed or changed.
 _SOON_SECONDS = 5.0
 
 
 class Recovery:
-    """Recovers each group once it answers, and again each time that it comes back.
+    """Recovers each volume group once the group answers, and again each time that it reappears.
 
-    That is the first job of a group's loop, which finds the others. `recover` returns whether the
-    group was present.
+    Recovery is the first job of the group's background worker (agent/work/group_worker.py), and
+    finds the worker's other jobs. `recover` returns whether all work of the group is resumed; if
+    not, as for an absent group, the group is retried.
     """
 
     def __init__(self, volume_groups: VolumeGroups, recover: Callable[[str], bool]) -> None:
         self._volume_groups = volume_groups
         self._recover = recover
-        # The groups that need not be tried until they are silent, and when each was tried.
+        # Names of the recovered groups, which are retried only after they stopped answering.
         self._recovered: set[str] = set()
+        # Time of the last attempt for each group, in seconds of the monotonic clock.
         self._tried_at: dict[str, float] = {}
         self.jobs: Jobs[Job] = Jobs(
             volume_groups.workers,
@@ -147,49 +159,61 @@ class Recovery:
         )
 
     def begin(self) -> None:
-        """Try all groups; return soon after one is recovered. Raises their error where none is.
+        """Try to recover all volume groups, and wait until at least one group is recovered.
 
-        A group that is absent or refused does not delay the start. Raises RuntimeError where no
-        thread can be had.
+        1. Start an attempt for each group.
+        2. Wait up to three seconds for the end of all attempts.
+        3. Wait until an attempt succeeds, or all have failed.
+
+        The attempt for a group that is absent or refused counts as a success, so such a group does
+        not delay the start. Raises the first group's error if all attempts fail, and RuntimeError
+        where no thread can be started.
         """
-        tries = [self.jobs.start(self._job(one)).ended for one in self._volume_groups.names]
-        wait(tries, _OTHERS_SECONDS)
-        pending = set(tries)
-        while pending and not any(one.done() and not one.exception() for one in tries):
+        attempts = [self.jobs.start(self._job(name)).ended for name in self._volume_groups.names]
+        wait(attempts, _OTHERS_SECONDS)
+        pending = set(attempts)
+        while pending and not any(
+            attempt.done() and not attempt.exception() for attempt in attempts
+        ):
             _, pending = wait(pending, return_when=FIRST_COMPLETED)
-        problems = [one.exception() for one in tries if one.done()]
+        problems = [attempt.exception() for attempt in attempts if attempt.done()]
         if problems and all(problems) and problems[0] is not None:
             raise problems[0]
 
     def repeat(self) -> None:
-        """Have all groups recovered once more, also those that are new: after a reload."""
+        """Have all groups recovered again at the next `step`, as after a configuration reload."""
         self._recovered.clear()
         self._tried_at.clear()
 
     def step(self) -> None:
-        """Have the groups that are due tried again; no command where all answer."""
-        for one in self._volume_groups:
-            if not one.answers:
-                self._recovered.discard(one.name)
-            age_seconds = time.monotonic() - self._tried_at.get(one.name, -_RETRY_SECONDS)
-            due_seconds = _SOON_SECONDS if one.metadata.is_outdated else _RETRY_SECONDS
-            if one.name not in self._recovered and age_seconds >= due_seconds:
-                self.jobs.wake(self._job(one.name), 0.0)
+        """Start the recovery of each group that is not recovered and is due for a retry.
+
+        While all groups are recovered and answer, no command runs.
+        """
+        for group in self._volume_groups:
+            if not group.answers:
+                self._recovered.discard(group.name)
+            age_seconds = time.monotonic() - self._tried_at.get(group.name, -_RETRY_SECONDS)
+            due_seconds = _SOON_SECONDS if group.metadata.is_outdated else _RETRY_SECONDS
+            if group.name not in self._recovered and age_seconds >= due_seconds:
+                self.jobs.wake(self._job(group.name), 0.0)
 
     def _job(self, name: str) -> Job:
-        # `step` says when it is tried again.
+        # With `on_record=False` the group's worker does not retry a failed job; `step` retries it.
         return Job(name, on_record=False)
 
     def _try(self, job: Job) -> None:
         self._tried_at[job.key] = time.monotonic()
-        # Before: a group that goes away meanwhile is waited for again.
+        # Count the group as recovered before the attempt: if the group stops answering during the
+        # attempt, `step` then has it recovered again.
         self._recovered.add(job.key)
         try:
             with command.stall_limit(_PATIENCE_SECONDS):
-                was_there = self._recover(job.key)
+                is_done = self._recover(job.key)
         except BaseException:
             self._recovered.discard(job.key)
             raise
-        if not was_there:
-            # It may have come since, and answered a call: then no step would find it silent.
+        if not is_done:
+            # Have `step` retry the group. The group may have appeared since, and have answered an
+            # RPC, so that `step` would never see it as one that does not answer.
             self._recovered.discard(job.key)

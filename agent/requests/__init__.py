@@ -1,1 +1,1 @@
-"""What callers ask: requests and parameters, checked when they are read."""
+"""Requests and parameters of callers, checked when they are read."""

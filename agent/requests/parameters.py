@@ -1,7 +1,8 @@
 """Parameters of StorageClasses, inline volumes, VolumeAttributesClasses and snapshot classes.
 
-Each is a row of one of the tables below. A new one is a row; if it changes how a volume is made,
-also a function that applies it. What creates, compares, validates and stages volumes goes by rows.
+Each parameter is a row of one of the tables below. To add a parameter, add a row; a parameter that
+changes how a volume is created also needs a function that applies the parameter to the device
+class. The code that creates, compares, validates and stages volumes reads the rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from lvm.tuning import Tuning
 from mount import filesystem, options
 from mount import mount_errors as mount_errors
 
-# May stand before any key; in a volume_context it always does.
+# Prefix of Carver's keys: optional in parameters, and always present in a volume_context.
 PREFIX = "carver/"
 MUTABLE_FIELD = "mutable_parameters"
 EPHEMERAL = "csi.storage.k8s.io/ephemeral"
@@ -26,13 +27,16 @@ SIZE = "size"
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter.
+    """A parameter with the name `key`, as a row of a table.
 
-    `read` makes its value of a text; raises ValueError. `tag` keeps it with the volume, and what is
-    kept must be the same in a repeated CreateVolume. `text` is its value in that tag and in the
-    volume_context, where an empty one is left out; None: `tag` holds more than this value, and the
-    volume_context nothing. `part` is the field of the Layout or Tuning that it sets. `apply`
-    changes the class that a new volume is made by; raises ValueError.
+    - `read` parses the parameter's text; it raises ValueError.
+    - `tag` is the key of the LVM tag that keeps the value with the volume. A repeated CreateVolume
+      must have the same value for a parameter that is kept.
+    - `text` formats the value for the tag and for the volume_context; an empty text is left out of
+      both. If `text` is None, the tag holds more than this value, and the volume_context does not
+      have the parameter.
+    - `part` is the name of the field of Layout or Tuning that the parameter sets.
+    - `apply` changes the device class by which a new volume is created; it raises ValueError.
     """
 
     key: str
@@ -44,12 +48,15 @@ class Parameter:
 
 
 def _optional(*allowed: str) -> Callable[[str], str]:
-    """Read one of a few texts, or an empty one."""
+    """Return a parser that accepts one of the allowed texts, or an empty text."""
     return lambda text: values.choice(*allowed)(text) if text else ""
 
 
 def check_mount_options(field: str, flags: Sequence[str], fs_type: str | None = None) -> None:
-    """Raise BadField for options that the file system, or any, does not have."""
+    """Raise BadField for mount options that a file system does not have.
+
+    Without `fs_type` the options of every supported file system are allowed.
+    """
     try:
         options.parse(flags, fs_type)
     except mount_errors.BadOption as error:
@@ -57,16 +64,16 @@ def check_mount_options(field: str, flags: Sequence[str], fs_type: str | None = 
 
 
 def _mount_options(text: str) -> tuple[str, ...]:
-    found = tuple(filter(None, text.split(",")))
+    words = tuple(filter(None, text.split(",")))
     try:
-        options.parse(found, None)
+        options.parse(words, None)
     except mount_errors.BadOption as error:
         raise ValueError(str(error)) from None
-    return found
+    return words
 
 
 def _inline_size(text: str) -> int:
-    """Bytes; 0 for an empty text: the default size."""
+    """Parse the size of an inline volume, in bytes; an empty text gives 0, the default size."""
     if not text:
         return 0
     size_bytes = values.parse_size(text)
@@ -88,10 +95,11 @@ def _set_encryption(one: DeviceClass, encryption: str) -> DeviceClass:
 
 
 def _of_layout(key: str, read: Callable[[str], Any], part: str) -> Parameter:
-    """A parameter that overrides a field of the class's layout."""
+    """A parameter that overrides the field `part` of the device class's layout."""
 
     def apply(one: DeviceClass, value: Any) -> DeviceClass:
-        # Neither is created by Layout.words, which would be ignored.
+        # Refuse the parameter: a thin or cached volume is not created with the options that
+        # Layout.words returns, so the value would be ignored.
         if (one.layout.is_thin or one.cache) and value != getattr(one.layout, part):
             raise ValueError("cannot be set for a class that is thin or has a cache")
         changed: dict[str, Any] = {part: value}
@@ -100,7 +108,8 @@ def _of_layout(key: str, read: Callable[[str], Any], part: str) -> Parameter:
     return Parameter(key, read, tag.LAYOUT, None, part, apply)
 
 
-# Limits of a volume's I/O: a StorageClass's, a pod's or a VolumeAttributesClass's. Kept as tags.
+# Limits of a volume's I/O: parameters of StorageClasses, inline volumes and
+# VolumeAttributesClasses. lvm/tuning.py keeps the limits as tags.
 LIMITS: Sequence[Parameter] = (
     Parameter("readIOPS", values.parse_iops, part="read_iops"),
     Parameter("writeIOPS", values.parse_iops, part="write_iops"),
@@ -113,7 +122,7 @@ LIMITS: Sequence[Parameter] = (
         "writeBandwidthPerGiB", values.parse_bandwidth_per_gib, part="write_bandwidth_per_gib"
     ),
 )
-# A StorageClass's. Applied in this order.
+# Parameters of a StorageClass, which are applied in this order.
 STORAGE_CLASS: Sequence[Parameter] = (
     _of_layout("stripes", values.parse_count, "stripes"),
     _of_layout("stripeSize", values.parse_size, "stripe_size_bytes"),
@@ -129,126 +138,140 @@ STORAGE_CLASS: Sequence[Parameter] = (
     ),
     *LIMITS,
 )
-# A pod's, of its inline volume.
+# Parameters of an inline volume, which a pod gives as volumeAttributes.
 INLINE: Sequence[Parameter] = (*STORAGE_CLASS, Parameter(SIZE, _inline_size))
-# A VolumeAttributesClass's: what may change while a volume lives. lvm.tuning has LVM keep them, and
-# agent.volumes.limiter applies the limits.
+# Parameters of a VolumeAttributesClass, which may change while a volume exists. lvm.tuning records
+# the parameters in LVM's metadata, and agent.volumes.limiter applies the limits.
 MUTABLE: Sequence[Parameter] = (
     Parameter("readAhead", values.parse_read_ahead, part="read_ahead_bytes"),
     Parameter("minimumRecoveryRate", values.parse_rate, part="minimum_recovery_kib"),
     Parameter("maximumRecoveryRate", values.parse_rate, part="maximum_recovery_kib"),
     *LIMITS,
 )
-# A VolumeSnapshotClass's or VolumeGroupSnapshotClass's.
+# Parameters of a VolumeSnapshotClass or VolumeGroupSnapshotClass.
 SNAPSHOT: Sequence[Parameter] = (Parameter(SIZE, values.parse_part),)
-# In a volume_context, and each in a tag of its own. The last one is in those that versions up to
-# 0.2.0 made, and in their streams: it has no effect any more.
+# Parameters in a volume_context; each is also kept in a tag of its own. The last row is in the
+# contexts and streams of volumes that versions up to 0.2.0 created, and has no effect any more.
 IN_CONTEXT = (
     *(row for row in STORAGE_CLASS if row.text is not None),
     Parameter(tag.REENCRYPT, _optional("true"), tag.REENCRYPT, str),
 )
 
-# CSI spec, "Size Limits".
+# Maximum size of a map of parameters, in bytes (CSI spec, "Size Limits").
 _MAXIMUM_MAP_BYTES = 4096
-# Kubernetes' own keys. Sidecars strip them from some calls (CreateVolume) and leave them in others
-# (GetCapacity, pkg/capacity of external-provisioner); kubelet adds some. They are never refused.
+# Prefix of Kubernetes' own keys, which are never refused. Sidecars strip such keys from some calls
+# (CreateVolume) and leave them in others (GetCapacity, pkg/capacity of external-provisioner), and
+# kubelet adds some.
 _KUBERNETES_PREFIX = "csi.storage.k8s.io/"
-# Name the file system. The second has no prefix, is deprecated, and still understood by
-# external-provisioner.
+# Keys of Kubernetes that name the file system. The second key is deprecated, but
+# external-provisioner still understands it.
 _FS_TYPE = (f"{_KUBERNETES_PREFIX}fstype", "fstype")
-# The tags that keep what Kubernetes says of an object, for people. Added by external-provisioner
-# with --extra-create-metadata;
+# Keys by which external-provisioner, with --extra-create-metadata, names a volume's claim, and the
+# tags that keep the names for people.
 _OF_CLAIM = {
     "csi.storage.k8s.io/pvc/name": tag.PVC,
     "csi.storage.k8s.io/pvc/namespace": tag.NAMESPACE,
     "csi.storage.k8s.io/pv/name": tag.PV,
 }
-# by kubelet where the CSIDriver has podInfoOnMount;
+# Keys by which kubelet, if the CSIDriver has podInfoOnMount, names the pod of an inline volume, and
+# the tags that keep the names for people.
 _OF_POD = {
     "csi.storage.k8s.io/pod.name": tag.POD,
     "csi.storage.k8s.io/pod.namespace": tag.NAMESPACE,
     "csi.storage.k8s.io/pod.uid": tag.POD_UID,
     "csi.storage.k8s.io/serviceAccount.name": tag.SERVICE_ACCOUNT,
 }
-# by external-snapshotter with --extra-create-metadata.
+# Keys by which external-snapshotter, with --extra-create-metadata, names a snapshot's objects, and
+# the tags that keep the names for people.
 OF_SNAPSHOT = {
     "csi.storage.k8s.io/volumesnapshot/name": tag.SNAPSHOT,
     "csi.storage.k8s.io/volumesnapshot/namespace": tag.NAMESPACE,
     "csi.storage.k8s.io/volumesnapshotcontent/name": tag.CONTENT,
 }
+# Keys by which external-snapshotter, with --extra-create-metadata, names a group snapshot's
+# objects, and the tags that keep the names for people.
 OF_GROUP_SNAPSHOT = {
     "csi.storage.k8s.io/volumegroupsnapshot/name": tag.GROUP_SNAPSHOT_NAME,
     "csi.storage.k8s.io/volumegroupsnapshot/namespace": tag.NAMESPACE,
     "csi.storage.k8s.io/volumegroupsnapshotcontent/name": tag.CONTENT,
 }
-# Tags with the name or the UID of an object in Kubernetes. CONTENT may also be a number of bytes.
+# Keys of tags with the name or the UID of a Kubernetes object. The tag CONTENT may also hold a
+# number of bytes.
 OBJECT_NAMES = frozenset[str]().union(
-    *(one.values() for one in (_OF_CLAIM, _OF_POD, OF_SNAPSHOT, OF_GROUP_SNAPSHOT))
+    *(tags.values() for tags in (_OF_CLAIM, _OF_POD, OF_SNAPSHOT, OF_GROUP_SNAPSHOT))
 )
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of a volume by their keys, as read; `about` are tags that keep metadata."""
+    """The parameters of a volume: `given` has the parsed values by their keys.
+
+    `about` are tags that keep the names of Kubernetes objects, such as the volume's claim.
+    """
 
     given: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_proto(cls, wire: Mapping[str, str], field: str = "parameters") -> Self:
-        """Read a StorageClass's parameters: each must be known. Raises BadField."""
+        """Read the parameters of a StorageClass; raises BadField, also for an unknown parameter."""
         return cls(*_of_volume(field, wire, STORAGE_CLASS, _OF_CLAIM))
 
     @classmethod
     def from_pod(cls, wire: Mapping[str, str]) -> Self:
-        """Read an inline volume's attributes, beside what kubelet adds. Raises BadField."""
+        """Read the attributes of an inline volume, and the keys that kubelet adds.
+
+        Raises BadField, also for an unknown attribute.
+        """
         return cls(*_of_volume("volume_context", wire, INLINE, _OF_POD))
 
     @classmethod
     def from_context(cls, wire: Mapping[str, str], *, newer: bool = True) -> Self:
-        """Read a volume_context that `context` made; other programs may have added keys.
+        """Read a volume_context that the method `context` made.
 
-        Those of a `newer` version are passed over: what must be known is in the volume's tags
-        (agent.core.tag.NEEDS). Else each of Carver's must be known; raises BadField.
+        Keys without Carver's prefix are ignored, as other programs may add keys. With `newer`,
+        unknown keys with the prefix are ignored, too: a newer version of Carver may have written
+        them, and the volume's tags name the properties that a version must know
+        (agent.core.tag.NEEDS). Without `newer`, an unknown key with the prefix raises BadField.
         """
-        own = {key: value for key, value in wire.items() if key.startswith(PREFIX)}
+        own_texts = {key: value for key, value in wire.items() if key.startswith(PREFIX)}
         if newer:
-            known = {PREFIX + row.key for row in IN_CONTEXT}
-            own = {key: value for key, value in own.items() if key in known}
-        return cls(_read("volume_context", own, IN_CONTEXT))
+            known_keys = {PREFIX + row.key for row in IN_CONTEXT}
+            own_texts = {key: value for key, value in own_texts.items() if key in known_keys}
+        return cls(_read("volume_context", own_texts, IN_CONTEXT))
 
     @property
     def device_class(self) -> str:
-        """The device class's name; empty for the default."""
+        """The name of the device class; empty for the default class."""
         return str(self.given.get(tag.CLASS, ""))
 
     @property
     def fs_type(self) -> str:
-        """The file system; empty for the class's."""
+        """The name of the file system; empty for the file system of the device class."""
         return str(self.given.get(tag.FS_TYPE, ""))
 
     @property
     def mkfs_options(self) -> tuple[str, ...]:
-        """Arguments of mkfs."""
+        """The arguments of mkfs that the caller gave."""
         return tuple(self.given.get(tag.MKFS_OPTIONS, ()))
 
     @property
     def mount_options(self) -> tuple[str, ...]:
-        """Options of each mount."""
+        """The options for each mount of the volume."""
         return tuple(self.given.get(tag.MOUNT_OPTIONS, ()))
 
     @property
     def tuning(self) -> Tuning:
-        """The mutable parameters among them."""
+        """The I/O limits among the parameters."""
         return _tuning(self.given, LIMITS)
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether encryption is asked for."""
+        """Whether the parameters ask for encryption."""
         return bool(self.given.get(tag.ENCRYPTION))
 
     def check_for(self, fs_type: str, field: str) -> None:
-        """Check the options against the one file system that they are for."""
+        """Check the options of mkfs and mount for a file system; raises BadField."""
         try:
             filesystem.check_options(fs_type, self.mkfs_options)
         except mount_errors.BadOption as error:
@@ -256,7 +279,7 @@ class Parameters:
         check_mount_options(f"{field}[mountOptions]", self.mount_options, fs_type)
 
     def applied(self, one: DeviceClass, field: str) -> DeviceClass:
-        """A class with what the parameters override; raises BadField."""
+        """The device class `one`, changed by the parameters that override it; raises BadField."""
         for row in STORAGE_CLASS:
             if row.apply is None or row.key not in self.given:
                 continue
@@ -269,22 +292,25 @@ class Parameters:
         return one
 
     def completed(self, one: DeviceClass, fs_type: str) -> Self:
-        """The parameters with all that a class and a file system add, so that both may change."""
+        """The parameters, completed by the values of a device class and by a file system.
+
+        The volume keeps the completed parameters, so the class may change later.
+        """
         inherits = not self.mkfs_options and fs_type == one.fs_type
-        own = {
+        completed = {
             tag.CLASS: one.name,
             tag.FS_TYPE: fs_type,
             tag.MKFS_OPTIONS: one.mkfs_options if inherits else self.mkfs_options,
             tag.ENCRYPTION: one.encryption,
         }
-        return replace(self, given={**self.given, **own})
+        return replace(self, given={**self.given, **completed})
 
     def with_value(self, key: str, value: Any) -> Self:
-        """The parameters with another value of one."""
+        """The parameters with the value of one parameter replaced."""
         return replace(self, given={**self.given, key: value})
 
     def own_tags(self) -> dict[str, str]:
-        """The tags that keep them, but for those that keep more (`Parameter.text`)."""
+        """The tags that keep the parameters, except tags that hold more (see `Parameter.text`)."""
         texts = {
             row.tag: row.text(self.given[row.key])
             for row in IN_CONTEXT
@@ -293,21 +319,23 @@ class Parameters:
         return {key: text for key, text in texts.items() if text}
 
     def context(self) -> dict[str, str]:
-        """The volume_context that carries what staging needs."""
+        """The volume_context, which passes the parameters to staging and publishing."""
         return context_of(self.own_tags())
 
 
 def context_of(own_tags: Mapping[str, str]) -> dict[str, str]:
-    """The volume_context of a volume with these tags."""
+    """The volume_context of a volume, from the volume's tags."""
     return {PREFIX + row.key: own_tags[row.tag] for row in IN_CONTEXT if row.tag in own_tags}
 
 
 def snapshot_parameters(
     wire: Mapping[str, str], names: Mapping[str, str]
 ) -> tuple[Reserve | None, dict[str, str]]:
-    """Read a snapshot class's parameters: the size of the COW store, if given, and metadata tags.
+    """Read the parameters of a snapshot class.
 
-    `names` are the tags by the keys of external-snapshotter. Raises BadField.
+    Returns the size of the COW store, if given, and the tags that keep the names of the snapshot's
+    objects. `names` has the keys of these tags by the keys of external-snapshotter. Raises
+    BadField.
     """
     field = "parameters"
     _check_map(field, wire)
@@ -316,10 +344,10 @@ def snapshot_parameters(
 
 
 def tuning_of(wire: Mapping[str, str]) -> Tuning:
-    """Read a VolumeAttributesClass's parameters; raises BadField."""
+    """Read the parameters of a VolumeAttributesClass; raises BadField."""
     _check_map(MUTABLE_FIELD, wire)
-    given = _read(MUTABLE_FIELD, _without_kubernetes(wire), MUTABLE)
-    tuning = _tuning(given, MUTABLE)
+    parameters = _read(MUTABLE_FIELD, _without_kubernetes(wire), MUTABLE)
+    tuning = _tuning(parameters, MUTABLE)
     if why := tuning.refusal:
         raise errors.BadField(MUTABLE_FIELD, why)
     return tuning
@@ -332,40 +360,47 @@ def _tuning(given: Mapping[str, Any], rows: Sequence[Parameter]) -> Tuning:
 def _of_volume(
     field: str, wire: Mapping[str, str], rows: Sequence[Parameter], names: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """A volume's parameters, and the tags of what Kubernetes says of it."""
+    """Read a volume's parameters; return their values, and the tags for Kubernetes' names.
+
+    A file system may be named by Carver's key and by Kubernetes' keys, if all name the same file
+    system. Raises BadField.
+    """
     _check_map(field, wire)
-    own = _without_kubernetes(wire)
-    own = {key: value for key, value in own.items() if key not in _FS_TYPE}
-    given = _read(field, own, rows)
+    texts = _without_kubernetes(wire)
+    texts = {key: value for key, value in texts.items() if key not in _FS_TYPE}
+    parameters = _read(field, texts, rows)
     for key in _FS_TYPE:
-        if wanted := wire.get(key, ""):
-            if (other := given.get(tag.FS_TYPE) or wanted) != wanted:
+        if fs_type := wire.get(key, ""):
+            if (previous := parameters.get(tag.FS_TYPE) or fs_type) != fs_type:
                 raise errors.BadField(
-                    f"{field}[{key}]", f"{wanted!r}, but {other!r} is asked for too"
+                    f"{field}[{key}]", f"{fs_type!r}, but {previous!r} is asked for too"
                 )
-            given |= _read(field, {tag.FS_TYPE: wanted}, rows)
-    return given, _about(field, wire, names)
+            parameters |= _read(field, {tag.FS_TYPE: fs_type}, rows)
+    return parameters, _about(field, wire, names)
 
 
 def _read(field: str, wire: Mapping[str, str], rows: Sequence[Parameter]) -> dict[str, Any]:
-    """Read parameters with or without the prefix; each must be in `rows`, and given once."""
-    known = {row.key: row for row in rows}
-    given: dict[str, Any] = {}
+    """Parse parameters, whose keys may have Carver's prefix; return the values by their keys.
+
+    Raises BadField for a parameter that is not in `rows`, is given twice, or has a bad value.
+    """
+    rows_by_key = {row.key: row for row in rows}
+    parameters: dict[str, Any] = {}
     for key, text in wire.items():
         name = key.removeprefix(PREFIX)
-        if name not in known and name in classes.REMOVED:
+        if name not in rows_by_key and name in classes.REMOVED:
             raise errors.BadField(f"{field}[{key}]", classes.REMOVED[name])
-        if name not in known:
-            raise errors.NotAllowed(field, key, [PREFIX + one for one in known])
-        if name in given:
+        if name not in rows_by_key:
+            raise errors.NotAllowed(field, key, [PREFIX + allowed for allowed in rows_by_key])
+        if name in parameters:
             raise errors.BadField(f"{field}[{key}]", "is given with the prefix and without")
         tag.require_fits(f"{field}[{name}]", name, text)
         try:
-            given[name] = known[name].read(text)
+            parameters[name] = rows_by_key[name].read(text)
         except ValueError as error:
             why = f"{text!r} is not allowed: {error}"
             raise errors.BadField(f"{field}[{name}]", why) from None
-    return given
+    return parameters
 
 
 def _without_kubernetes(wire: Mapping[str, str]) -> dict[str, str]:
@@ -373,16 +408,17 @@ def _without_kubernetes(wire: Mapping[str, str]) -> dict[str, str]:
 
 
 def _about(field: str, wire: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    """The tags of what Kubernetes says of an object."""
+    """The tags that keep the names of Kubernetes objects in a map of parameters."""
     about = {names[key]: text for key, text in wire.items() if key in names}
     require_object_names(field, about)
     return about
 
 
 def require_object_names(field: str, own_tags: Mapping[str, str]) -> None:
-    """Raise BadField for a tag that keeps an object's name in Kubernetes, and has another text.
+    """Raise BadField for a tag that is to hold a Kubernetes object's name, but holds another text.
 
-    Such names are printed within lines for a shell.
+    A text that Kubernetes does not allow as a name could be harmful: Carver prints the names within
+    command lines for a shell.
     """
     for key in OBJECT_NAMES & own_tags.keys():
         try:

@@ -1,4 +1,4 @@
-"""CSI requests as frozen records, checked when read by `from_proto`; that raises BadField."""
+"""CSI requests as frozen records, read and checked by `from_proto`, which raises BadField."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,23 +31,27 @@ from proto import csi_pb2 as csi
 BLOCK = "block"
 MOUNT = "mount"
 _MODES = csi.VolumeCapability.AccessMode.Mode
+# Supported access modes of a volume capability.
 ACCESS_MODES = (
     "SINGLE_NODE_WRITER",
     "SINGLE_NODE_READER_ONLY",
     "SINGLE_NODE_SINGLE_WRITER",
     "SINGLE_NODE_MULTI_WRITER",
-    # ReadOnlyMany. The volume is on one node still: its topology keeps its pods there.
+    # ReadOnlyMany of Kubernetes. The volume is still on one node, to which its topology binds its
+    # pods.
     "MULTI_NODE_READER_ONLY",
 )
+# Access mode of a volume that is only read, on one node.
 READER_ONLY = "SINGLE_NODE_READER_ONLY"
+# Access modes that allow no writer.
 _READERS = (READER_ONLY, "MULTI_NODE_READER_ONLY")
-# The modes in which several targets share a volume (CSI spec, NodePublishVolume).
+# Access modes in which several targets may share a volume (CSI spec, NodePublishVolume).
 _SHARED = ("SINGLE_NODE_MULTI_WRITER", "MULTI_NODE_READER_ONLY")
 
 
 @dataclass(frozen=True)
 class Capability:
-    """A volume capability. `fs_type` is empty if the caller named none."""
+    """A volume capability; `fs_type` is empty if the caller named no file system."""
 
     access: str
     mode: str
@@ -56,7 +60,7 @@ class Capability:
 
     @classmethod
     def from_proto(cls, wire: csi.VolumeCapability, field: str = "volume_capability") -> Self:
-        """Read and check a capability; raises BadField."""
+        """Read and check a VolumeCapability; raises BadField."""
         mode = _mode(wire, field)
         access = wire.WhichOneof("access_type")
         if access is None:
@@ -75,13 +79,14 @@ class Capability:
 
     @classmethod
     def several(cls, wire: Sequence[csi.VolumeCapability]) -> tuple[Self, ...]:
-        """Read and check the field `volume_capabilities`."""
+        """Read and check the field `volume_capabilities` of a request; raises BadField."""
         return tuple(
-            cls.from_proto(one, f"volume_capabilities[{index}]") for index, one in enumerate(wire)
+            cls.from_proto(capability, f"volume_capabilities[{index}]")
+            for index, capability in enumerate(wire)
         )
 
     def check_for(self, fs_type: str, field: str) -> None:
-        """Check the mount flags against the one file system that they are for."""
+        """Check the mount flags for a file system; raises BadField."""
         check_mount_options(f"{field}.mount.mount_flags", self.mount_flags, fs_type)
 
     @property
@@ -113,13 +118,14 @@ def _mode(wire: csi.VolumeCapability, field: str) -> str:
     return name
 
 
-# CSI spec, "Size Limits" and CreateVolumeRequest.name.
+# Maximum size of a string in a request, in bytes (CSI spec, "Size Limits").
 _MAXIMUM_STRING_BYTES = 128
+# Characters that a name may not have (CSI spec, CreateVolumeRequest.name).
 _NOT_IN_A_NAME = re.compile("[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f]")
 
 
 def required(wire: Message, field: str) -> Any:
-    """The value of a request's field; raises Missing for an empty one."""
+    """The value of a field of a request; raises Missing for an empty value."""
     if not (value := getattr(wire, field)):
         raise errors.Missing(field)
     return value
@@ -135,7 +141,10 @@ def _check_name(field: str, text: str) -> None:
 
 
 def _path(wire: Message, field: str) -> str:
-    """The path in a field; raises BadField for one that is not absolute and normalized."""
+    """The path in a field of a request.
+
+    Raises Missing for an empty path, and BadField for a path that is not absolute and normalized.
+    """
     try:
         return target.check(required(wire, field))
     except mount_errors.BadPath as error:
@@ -144,15 +153,20 @@ def _path(wire: Message, field: str) -> str:
 
 T = TypeVar("T")
 
-# gRPC in Go accepts messages of 4 MiB by default. A caller without a limit may be answered with
-# fewer entries and a token (CSI spec).
+# Maximum number of entries in a page of a list. The limit holds even for a caller that set
+# none, which the CSI spec allows, because gRPC in Go accepts messages of 4 MiB by default.
 MOST_ENTRIES = 2000
+# Maximum size of the entries in a page of a list, in bytes: gRPC in Go accepts messages of 4
+# MiB by default.
 MOST_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page of a list; 0 entries for as many as fit into one message."""
+    """The page of a list that a request asks for.
+
+    A `maximum_entries` of 0 means as many entries as fit into one message.
+    """
 
     maximum_entries: int
     starting_token: str
@@ -164,10 +178,10 @@ class Page:
         | csi.ListSnapshotsRequest
         | csi.ControllerListVolumeHealthRequest,
     ) -> Self:
-        """Read and check the request."""
+        """Read and check the page that a list request asks for; raises BadField, BadToken."""
         if wire.max_entries < 0:
             raise errors.BadField("max_entries", "must not be negative")
-        # A token is the id that a page begins at (`part`).
+        # Check that the token is an id: `part` uses the first id of the next page as the token.
         if wire.starting_token and VolumeId.parse(wire.starting_token) is None:
             raise errors.BadToken(wire.starting_token)
         return cls(wire.max_entries, wire.starting_token)
@@ -175,36 +189,39 @@ class Page:
 
 @dataclass(frozen=True)
 class Part(Generic[T]):
-    """A page's entries, and the token of the next page; empty at the end."""
+    """The entries of a page, and the token of the next page, which is empty after the last page."""
 
     entries: tuple[T, ...]
     next_token: str
 
 
 def part(found: Mapping[str, T], page: Page) -> Part[T]:
-    """A page of entries in the order of their ids.
+    """The requested page of a list of volumes or snapshots, sorted by ids.
 
-    The token is the first id of the next page, so it stays valid if volumes come and go.
+    `found` has all entries of the list by their ids. The token is the first id of the next page, so
+    it stays valid when volumes are created or deleted between the requests for two pages.
     """
-    rest = [(key, found[key]) for key in sorted(found) if key >= page.starting_token]
-    return first(rest, page)
+    entries = [(key, found[key]) for key in sorted(found) if key >= page.starting_token]
+    return first(entries, page)
 
 
 def first(
     rest: Iterable[tuple[str, T]], page: Page, weigh_bytes: Callable[[T], int] = lambda _: 0
 ) -> Part[T]:
-    """A page of sorted entries that begin at the token; consumes one entry more than it returns.
+    """The requested page of a list that is already sorted by ids.
 
-    `weigh_bytes` estimates an entry's size in the message.
+    `rest` has the ids and entries of the list from the page's token on. `rest` is consumed up to
+    the first entry of the next page. `weigh_bytes` estimates the size of an entry in the message,
+    in bytes.
     """
-    most = min(page.maximum_entries or MOST_ENTRIES, MOST_ENTRIES)
+    maximum_entries = min(page.maximum_entries or MOST_ENTRIES, MOST_ENTRIES)
     entries: list[T] = []
     size_bytes = 0
-    for key, one in rest:
-        size_bytes += weigh_bytes(one)
-        if len(entries) == most or (entries and size_bytes > MOST_BYTES):
+    for key, entry in rest:
+        size_bytes += weigh_bytes(entry)
+        if len(entries) == maximum_entries or (entries and size_bytes > MOST_BYTES):
             return Part(tuple(entries), key)
-        entries.append(one)
+        entries.append(entry)
     return Part(tuple(entries), "")
 
 
@@ -214,18 +231,18 @@ VOLUME = "volume"
 
 @dataclass(frozen=True)
 class SizeRange:
-    """The size of a volume; 0 for no bound."""
+    """The range in which the size of a volume must be, in bytes; 0 means no bound."""
 
     required_bytes: int = 0
     limit_bytes: int = 0
 
     def allows(self, size_bytes: int) -> bool:
-        """Whether a size is within the range."""
+        """Whether a size in bytes is within the range."""
         return self.required_bytes <= size_bytes <= (self.limit_bytes or size_bytes)
 
     @classmethod
     def from_proto(cls, wire: csi.CapacityRange, field: str = "capacity_range") -> Self:
-        """Read and check a range."""
+        """Read and check a CapacityRange; raises BadField."""
         for name in ("required_bytes", "limit_bytes"):
             if getattr(wire, name) < 0:
                 raise errors.BadField(f"{field}.{name}", "must not be negative")
@@ -239,35 +256,35 @@ class SizeRange:
 
 @dataclass(frozen=True)
 class Topology:
-    """Where a volume may or should be: topologies as maps of segments."""
+    """The nodes on which a volume may or should be, as topologies: maps of segments."""
 
     requisite: tuple[Mapping[str, str], ...] = ()
     preferred: tuple[Mapping[str, str], ...] = ()
 
     @classmethod
     def from_proto(cls, wire: csi.TopologyRequirement) -> Self:
-        """Read the requirement."""
+        """Read a TopologyRequirement."""
         return cls(
-            tuple(dict(one.segments) for one in wire.requisite),
-            tuple(dict(one.segments) for one in wire.preferred),
+            tuple(dict(topology.segments) for topology in wire.requisite),
+            tuple(dict(topology.segments) for topology in wire.preferred),
         )
 
     def includes(self, here: Mapping[str, str]) -> bool:
-        """Whether a node with these segments is allowed; any is without a requirement."""
-        places = self.requisite or self.preferred
-        return not places or any(one.items() <= here.items() for one in places)
+        """Whether a node with the segments `here` is allowed; without a requirement any node is."""
+        topologies = self.requisite or self.preferred
+        return not topologies or any(segments.items() <= here.items() for segments in topologies)
 
 
 @dataclass(frozen=True)
 class Source:
-    """The source of a new volume: a snapshot or a volume, by its id."""
+    """The source of a new volume: the id of a snapshot or of a volume."""
 
     kind: str
     id: str
 
     @classmethod
     def from_proto(cls, wire: csi.CreateVolumeRequest) -> Self | None:
-        """Read and check a request's source, if it has one."""
+        """Read and check the source in a request; return None for a request without a source."""
         field = "volume_content_source"
         if not wire.HasField("volume_content_source"):
             return None
@@ -282,27 +299,30 @@ class Source:
 
 @dataclass(frozen=True)
 class CreateVolume:
-    """CreateVolume."""
+    """A checked CreateVolume request, or the request for an inline volume."""
 
     name: str
     size: SizeRange
     capabilities: tuple[Capability, ...]
     parameters: Parameters
     topology: Topology
-    # None for an empty volume.
+    # Source of the volume's contents; None for an empty volume.
     source: Source | None = None
     tuning: Tuning = AS_IT_IS
-    # An inline volume; its name is the CO's id.
+    # Whether the request is for an inline volume, whose name is the id that the CO chose.
     is_ephemeral: bool = False
 
     @classmethod
     def from_proto(cls, wire: csi.CreateVolumeRequest) -> Self:
-        """Read and check the request; a volume that is never written to needs a source."""
+        """Read and check a CreateVolume request; raises BadField.
+
+        A volume whose access modes allow no writer needs a source.
+        """
         _check_name("name", wire.name)
         parameters = Parameters.from_proto(wire.parameters)
         capabilities = Capability.several(required(wire, "volume_capabilities"))
         source = Source.from_proto(wire)
-        if source is None and all(one.read_only for one in capabilities):
+        if source is None and all(capability.read_only for capability in capabilities):
             raise errors.BadField(
                 "volume_capabilities",
                 f"{capabilities[0].mode} alone leaves a new volume empty for ever; give the claim a"
@@ -316,30 +336,36 @@ class CreateVolume:
             parameters=parameters,
             topology=Topology.from_proto(wire.accessibility_requirements),
             source=source,
-            # What a VolumeAttributesClass says goes before what the StorageClass does.
+            # Settings of a VolumeAttributesClass take precedence over those of the StorageClass.
             tuning=tuning_of(wire.mutable_parameters).over(parameters.tuning),
         )
 
 
 @dataclass(frozen=True)
 class ValidateVolume:
-    """ValidateVolumeCapabilities. `unsupported` says what is wrong with the request."""
+    """A checked ValidateVolumeCapabilities request.
+
+    `unsupported` is the reason why no volume can have what the request names, or empty.
+    """
 
     volume_id: str
     capabilities: tuple[Capability, ...]
     unsupported: str
     tuning: Tuning = AS_IT_IS
-    # Empty if not given.
+    # The volume_context to compare with the volume's; empty if the caller gave none.
     context: Mapping[str, str] = field(default_factory=dict)
     parameters: Parameters = field(default_factory=Parameters)
 
     @classmethod
     def from_proto(cls, wire: csi.ValidateVolumeCapabilitiesRequest) -> Self:
-        """Read the request."""
+        """Read a ValidateVolumeCapabilities request; an invalid field becomes `unsupported`.
+
+        Raises Missing for a request without a volume id or capabilities.
+        """
         volume_id = required(wire, "volume_id")
-        asked = required(wire, "volume_capabilities")
+        wire_capabilities = required(wire, "volume_capabilities")
         try:
-            capabilities = Capability.several(asked)
+            capabilities = Capability.several(wire_capabilities)
             parameters = Parameters.from_proto(wire.parameters)
             context = Parameters.from_context(wire.volume_context, newer=False).context()
             tuning = tuning_of(wire.mutable_parameters).over(parameters.tuning)
@@ -350,21 +376,24 @@ class ValidateVolume:
 
 @dataclass(frozen=True)
 class ModifyVolume:
-    """ControllerModifyVolume."""
+    """A checked ControllerModifyVolume request."""
 
     volume_id: str
     tuning: Tuning
 
     @classmethod
     def from_proto(cls, wire: csi.ControllerModifyVolumeRequest) -> Self:
-        """Read and check the request."""
+        """Read and check a ControllerModifyVolume request; raises BadField."""
         volume_id = required(wire, "volume_id")
         return cls(volume_id, tuning_of(required(wire, MUTABLE_FIELD)))
 
 
 @dataclass(frozen=True)
 class ExpandVolume:
-    """ControllerExpandVolume and NodeExpandVolume; `read_only` for a reader's access mode."""
+    """A checked ControllerExpandVolume or NodeExpandVolume request.
+
+    `read_only` is whether the access mode in the request allows no writer.
+    """
 
     volume_id: str
     size: SizeRange
@@ -374,7 +403,7 @@ class ExpandVolume:
     def from_proto(
         cls, wire: csi.ControllerExpandVolumeRequest | csi.NodeExpandVolumeRequest
     ) -> Self:
-        """Read and check the request."""
+        """Read and check a request to expand a volume; raises BadField."""
         volume_id = required(wire, "volume_id")
         read_only = (
             wire.HasField("volume_capability")
@@ -388,7 +417,7 @@ class ExpandVolume:
 
 @dataclass(frozen=True)
 class GetCapacity:
-    """GetCapacity."""
+    """A checked GetCapacity request; `unsupported` is whether its capabilities are invalid."""
 
     capabilities: tuple[Capability, ...]
     parameters: Parameters
@@ -397,7 +426,10 @@ class GetCapacity:
 
     @classmethod
     def from_proto(cls, wire: csi.GetCapacityRequest) -> Self:
-        """Read the request; for unsupported capabilities the capacity is 0."""
+        """Read a GetCapacity request; raises BadField for invalid parameters.
+
+        Invalid capabilities are no error: the capacity for them is 0.
+        """
         segments = dict(wire.accessible_topology.segments)
         where = segments if wire.HasField("accessible_topology") else None
         parameters = Parameters.from_proto(wire.parameters)
@@ -410,7 +442,10 @@ class GetCapacity:
 
 @dataclass(frozen=True)
 class CreateSnapshot:
-    """CreateSnapshot. `size` is the COW store's; None for the class's."""
+    """A checked CreateSnapshot request.
+
+    `size` is the size of the COW store; None for the size that the device class sets.
+    """
 
     name: str
     source_id: str
@@ -420,7 +455,7 @@ class CreateSnapshot:
 
     @classmethod
     def from_proto(cls, wire: csi.CreateSnapshotRequest) -> Self:
-        """Read and check the request."""
+        """Read and check a CreateSnapshot request; raises BadField."""
         _check_name("name", wire.name)
         source_id = required(wire, "source_volume_id")
         size, about = snapshot_parameters(wire.parameters, OF_SNAPSHOT)
@@ -430,7 +465,7 @@ class CreateSnapshot:
 
 @dataclass(frozen=True)
 class CreateGroupSnapshot:
-    """CreateVolumeGroupSnapshot; the source ids are sorted."""
+    """A checked CreateVolumeGroupSnapshot request; the ids of the source volumes are sorted."""
 
     name: str
     source_ids: tuple[str, ...]
@@ -439,22 +474,22 @@ class CreateGroupSnapshot:
 
     @classmethod
     def from_proto(cls, wire: csi.CreateVolumeGroupSnapshotRequest) -> Self:
-        """Read and check the request."""
+        """Read and check a CreateVolumeGroupSnapshot request; raises BadField."""
         _check_name("name", wire.name)
         field = "source_volume_ids"
         sources = required(wire, field)
-        for index, one in enumerate(sources):
-            if not one:
+        for index, source_id in enumerate(sources):
+            if not source_id:
                 raise errors.Missing(f"{field}[{index}]")
-            if one in sources[:index]:
-                raise errors.BadField(f"{field}[{index}]", f"{one!r} is named twice")
+            if source_id in sources[:index]:
+                raise errors.BadField(f"{field}[{index}]", f"{source_id!r} is named twice")
         size, about = snapshot_parameters(wire.parameters, OF_GROUP_SNAPSHOT)
         return cls(wire.name, tuple(sorted(sources)), size, about)
 
 
 @dataclass(frozen=True)
 class KnownGroupSnapshot:
-    """GetVolumeGroupSnapshot and DeleteVolumeGroupSnapshot."""
+    """A checked GetVolumeGroupSnapshot or DeleteVolumeGroupSnapshot request."""
 
     id: str
     snapshot_ids: tuple[str, ...]
@@ -463,13 +498,16 @@ class KnownGroupSnapshot:
     def from_proto(
         cls, wire: csi.GetVolumeGroupSnapshotRequest | csi.DeleteVolumeGroupSnapshotRequest
     ) -> Self:
-        """Read and check the request."""
+        """Read and check a request about an existing group snapshot; raises Missing."""
         return cls(required(wire, "group_snapshot_id"), tuple(wire.snapshot_ids))
 
 
 @dataclass(frozen=True)
 class GetMetadata:
-    """GetMetadataAllocated, for which `base_id` is empty, and GetMetadataDelta."""
+    """A checked GetMetadataAllocated or GetMetadataDelta request.
+
+    `base_id` is empty for GetMetadataAllocated.
+    """
 
     base_id: str
     snapshot_id: str
@@ -480,7 +518,7 @@ class GetMetadata:
     def from_proto(
         cls, wire: csi.GetMetadataAllocatedRequest | csi.GetMetadataDeltaRequest
     ) -> Self:
-        """Read and check the request."""
+        """Read and check a request for allocated or changed blocks; raises BadField, NotBeyond."""
         if isinstance(wire, csi.GetMetadataDeltaRequest):
             base_id = required(wire, "base_snapshot_id")
             snapshot_id = required(wire, "target_snapshot_id")
@@ -495,7 +533,7 @@ class GetMetadata:
 
 @dataclass(frozen=True)
 class ListSnapshots:
-    """ListSnapshots; empty ids select all."""
+    """A checked ListSnapshots request; an empty id selects all snapshots."""
 
     page: Page
     source_id: str
@@ -503,26 +541,30 @@ class ListSnapshots:
 
     @classmethod
     def from_proto(cls, wire: csi.ListSnapshotsRequest) -> Self:
-        """Read and check the request."""
+        """Read and check a ListSnapshots request; raises BadField, BadToken."""
         return cls(Page.from_proto(wire), wire.source_volume_id, wire.snapshot_id)
 
 
+# Form of a passphrase's name (secret.GENERATION): a text that a tag can hold.
 _GENERATION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
-# The key of a publish context: the volume was attached for reading only.
+# Key in a publish_context, whose value "true" means that the volume is attached read-only.
 ATTACHED_READ_ONLY = "carver/readOnly"
 
 
 def publish_context(*, read_only: bool) -> Mapping[str, str]:
-    """What ControllerPublishVolume has the CO pass on to stage and publish: always the same."""
+    """The publish_context that ControllerPublishVolume returns; the CO passes it to the Node RPCs.
+
+    The context depends on `read_only` alone, so a repeated call returns the same context.
+    """
     return {ATTACHED_READ_ONLY: "true"} if read_only else {}
 
 
 def _is_attached_read_only(
     wire: csi.NodeStageVolumeRequest | csi.NodePublishVolumeRequest,
 ) -> bool:
-    """Whether a publish context says that the volume was attached for reading only."""
+    """Whether the publish_context of a request says that the volume is attached read-only."""
     text = wire.publish_context.get(ATTACHED_READ_ONLY, "false")
     if text not in {"true", "false"}:
         raise errors.NotAllowed(f"publish_context[{ATTACHED_READ_ONLY}]", text, ("true", "false"))
@@ -531,7 +573,7 @@ def _is_attached_read_only(
 
 @dataclass(frozen=True)
 class AttachVolume:
-    """ControllerPublishVolume."""
+    """A checked ControllerPublishVolume request."""
 
     volume_id: str
     node_id: str
@@ -540,30 +582,31 @@ class AttachVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.ControllerPublishVolumeRequest) -> Self:
-        """Read and check the request."""
+        """Read and check a ControllerPublishVolume request; raises BadField."""
         volume_id, node_id = required(wire, "volume_id"), required(wire, "node_id")
         capability = _capability(wire)
-        # NodeStageVolume gets the same context, and would refuse it only then.
+        # Check the volume_context before the volume is attached: NodeStageVolume gets the same
+        # context, and would refuse an invalid one.
         Parameters.from_context(wire.volume_context)
         return cls(volume_id, node_id, capability, wire.readonly)
 
 
 @dataclass(frozen=True)
 class DetachVolume:
-    """ControllerUnpublishVolume; an empty `node_id` is any node."""
+    """A checked ControllerUnpublishVolume request; an empty `node_id` means any node."""
 
     volume_id: str
     node_id: str
 
     @classmethod
     def from_proto(cls, wire: csi.ControllerUnpublishVolumeRequest) -> Self:
-        """Read and check the request."""
+        """Read and check a ControllerUnpublishVolume request; raises Missing."""
         return cls(required(wire, "volume_id"), wire.node_id)
 
 
 @dataclass(frozen=True)
 class StageVolume:
-    """NodeStageVolume."""
+    """A checked NodeStageVolume request."""
 
     volume_id: str
     staging_path: str
@@ -573,7 +616,10 @@ class StageVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.NodeStageVolumeRequest) -> Self:
-        """Read and check the request; an attachment for reading becomes the mode READER_ONLY."""
+        """Read and check a NodeStageVolume request; raises BadField.
+
+        The capability of a volume that is attached read-only gets the access mode READER_ONLY.
+        """
         volume_id, staging_path = required(wire, "volume_id"), _path(wire, "staging_target_path")
         capability = _capability(wire)
         if _is_attached_read_only(wire):
@@ -589,7 +635,7 @@ class StageVolume:
 
 @dataclass(frozen=True)
 class PublishVolume:
-    """NodePublishVolume."""
+    """A checked NodePublishVolume request for a volume that CreateVolume created."""
 
     volume_id: str
     staging_path: str
@@ -601,7 +647,7 @@ class PublishVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.NodePublishVolumeRequest) -> Self:
-        """Read and check the request."""
+        """Read and check a NodePublishVolume request; raises BadField."""
         volume_id = required(wire, "volume_id")
         target_path = _path(wire, "target_path")
         capability = _capability(wire)
@@ -618,7 +664,10 @@ class PublishVolume:
 
 @dataclass(frozen=True)
 class PublishInline:
-    """NodePublishVolume of an inline volume: it lives as long as its pod, without CreateVolume."""
+    """A checked NodePublishVolume request for an inline volume (CSI ephemeral volume).
+
+    An inline volume exists as long as its pod, and no CreateVolume precedes the request.
+    """
 
     volume_id: str
     target_path: str
@@ -629,7 +678,7 @@ class PublishInline:
 
     @staticmethod
     def is_meant(wire: csi.NodePublishVolumeRequest) -> bool:
-        """Whether kubelet marks the volume as inline."""
+        """Whether the request is for an inline volume, as kubelet marks in the volume_context."""
         marked = wire.volume_context.get(EPHEMERAL, "false")
         if marked not in {"true", "false"}:
             raise errors.NotAllowed(f"volume_context[{EPHEMERAL}]", marked, ("true", "false"))
@@ -637,7 +686,10 @@ class PublishInline:
 
     @classmethod
     def from_proto(cls, wire: csi.NodePublishVolumeRequest) -> Self:
-        """Read and check the request; `readonly` becomes the access mode READER_ONLY."""
+        """Read and check a NodePublishVolume request for an inline volume; raises BadField.
+
+        With `readonly` the capability gets the access mode READER_ONLY.
+        """
         _check_name("volume_id", wire.volume_id)
         if VolumeId.parse(wire.volume_id) is not None:
             raise errors.BadField("volume_id", "is one that CreateVolume gave, not an inline one")
@@ -649,56 +701,65 @@ class PublishInline:
             capability = replace(capability, mode=READER_ONLY)
         parameters = Parameters.from_pod(wire.volume_context)
         size_bytes = parameters.given.get(SIZE, 0)
-        own = keys_of(wire.secrets)
-        return cls(wire.volume_id, target_path, capability, parameters, size_bytes, own)
+        keys = keys_of(wire.secrets)
+        return cls(wire.volume_id, target_path, capability, parameters, size_bytes, keys)
 
 
 @dataclass(frozen=True)
 class VolumeAt:
-    """A volume and the path where it is staged or published."""
+    """A checked request with a volume and the path where the volume is staged or published."""
 
     volume_id: str
     path: str
 
     @classmethod
     def from_proto(cls, wire: Message, field: str) -> Self:
-        """Read a request with a path in `field`; only a `volume_path` may be invalid."""
+        """Read a request with a volume id and a path in `field`; raises BadField.
+
+        A `volume_path` is not checked to be absolute and normalized.
+        """
         path = required(wire, field) if field == "volume_path" else _path(wire, field)
         return cls(required(wire, "volume_id"), path)
 
 
 @dataclass(frozen=True)
 class HealthAt:
-    """NodeGetVolumeHealth, with the paths of the volume's stage and publication, if given."""
+    """A checked NodeGetVolumeHealth request.
+
+    `paths` are the publish path and the staging path of the volume, as far as the caller gave them.
+    """
 
     volume_id: str
     paths: tuple[str, ...] = ()
 
     @classmethod
     def from_proto(cls, wire: csi.NodeGetVolumeHealthRequest) -> Self:
-        """Read and check the request; both paths are optional."""
-        named = ("volume_publish_path", "staging_target_path")
-        paths = tuple(_path(wire, field) for field in named if getattr(wire, field))
+        """Read and check a NodeGetVolumeHealth request; raises BadField. The paths are optional."""
+        fields = ("volume_publish_path", "staging_target_path")
+        paths = tuple(_path(wire, field) for field in fields if getattr(wire, field))
         return cls(required(wire, "volume_id"), paths)
 
 
 def keys_of(secrets: Mapping[str, str]) -> Keys:
-    """Read the keys of a call; raises BadField. Other secrets are ignored."""
+    """Read the keys of an encrypted volume from a call's secrets; ignore other secrets.
+
+    Raises BadField. Keys with an invalid name are overwritten before the error is raised.
+    """
     present, previous = (
         secret.of_text(f"secrets[{name}]", secrets[name]) if name in secrets else None
         for name in (secret.PASSPHRASE, secret.PREVIOUS_PASSPHRASE)
     )
-    made = Keys(present, previous, secrets.get(secret.GENERATION, ""))
+    keys = Keys(present, previous, secrets.get(secret.GENERATION, ""))
     try:
-        _check_generation(made)
+        _check_generation(keys)
     except errors.BadField:
-        with made.used():
+        with keys.used():
             raise
-    return made
+    return keys
 
 
 def _check_generation(sent: Keys) -> None:
-    """Raise BadField for a key's name that does not fit a tag, or is the key itself."""
+    """Raise BadField if the name of a key does not fit into a tag, or is the key itself."""
     field = f"secrets[{secret.GENERATION}]"
     if sent.generation and not _GENERATION.fullmatch(sent.generation):
         raise errors.BadField(
@@ -706,7 +767,7 @@ def _check_generation(sent: Keys) -> None:
             "must be 1 to 63 letters, digits, '.', '_' and '-', and begin with no sign",
         )
     name = sent.generation.encode()
-    if any(one is not None and one.data == name for one in (sent.present, sent.previous)):
+    if any(key is not None and key.data == name for key in (sent.present, sent.previous)):
         raise errors.BadField(field, "is the key itself, and is kept in the clear; give it a name")
 
 

@@ -1,7 +1,7 @@
-"""Keys of encrypted volumes: never shown, and each in one buffer that is overwritten after use.
+"""Keys of encrypted volumes: never printed, and each in one buffer that is overwritten after use.
 
-What gRPC, protobuf and Python make of a request that has a key is freed and not overwritten.
-docs/security.md says what that means.
+Copies of a key that gRPC, protobuf and Python make while they read a request are freed, but not
+overwritten. docs/security.md describes the consequences.
 """
 
 import contextlib
@@ -12,23 +12,25 @@ from dataclasses import dataclass
 
 from agent.core import errors
 
-# Keys of a secret: the passphrase, the one before it, and a name for the first, which is kept in
-# the clear.
+# Names of entries in a CSI call's secrets: the passphrase, and the previous passphrase.
 PASSPHRASE, PREVIOUS_PASSPHRASE = "passphrase", "previousPassphrase"
+# Name of the entry in a CSI call's secrets that gives the passphrase a name. That name is stored
+# unencrypted.
 GENERATION = "passphraseGeneration"
-# The most that CSI and cryptsetup accept, in bytes.
+# Maximum size of a passphrase, in bytes, that CSI and cryptsetup accept.
 MOST_BYTES = 2048
-# Never on a disk: without it a digest of a key says nothing.
+# Random salt for digests of keys. The salt is never written to a disk, and without the salt nothing
+# can be learned from a digest.
 _SALT = os.urandom(32)
 
 
 class Key:
-    """A key's bytes, until `wipe`. It is never printed, compared or copied."""
+    """The bytes of a key, which `wipe` overwrites; a key is never printed, compared or copied."""
 
     __slots__ = ("data",)
 
     def __init__(self, data: bytes | bytearray) -> None:
-        """A bytearray is not copied: it belongs to the key from now on."""
+        """Keep `data`; a bytearray is not copied, and belongs to the key from now on."""
         self.data = data if isinstance(data, bytearray) else bytearray(data)
 
     def __repr__(self) -> str:
@@ -38,28 +40,28 @@ class Key:
         return bool(self.data)
 
     def wipe(self) -> None:
-        """Overwrite the key in place; a program past its deadline may still be reading it."""
+        """Overwrite the key in place; a program past its deadline may still be reading the key."""
         self.data[:] = bytes(len(self.data))
 
 
 @dataclass(frozen=True)
 class Keys:
-    """A volume's key and the one before it; None for one that the caller did not send."""
+    """The present and the previous key of a volume; None for a key that the caller did not send."""
 
     present: Key | None = None
     previous: Key | None = None
-    # The present key's name, kept in the clear.
+    # Name of the present key, which is stored unencrypted.
     generation: str = ""
 
     def digests(self) -> tuple[object, ...]:
-        """Salted digests to compare keys by; of no use outside this process."""
-        both = (self.present, self.previous)
-        digests = (one and hmac.digest(_SALT, one.data, "sha256") for one in both)
+        """Salted digests of the keys and the present key's name, for comparison in this process."""
+        keys = (self.present, self.previous)
+        digests = (key and hmac.digest(_SALT, key.data, "sha256") for key in keys)
         return (*digests, self.generation)
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Overwrite the keys when the block ends, also by an exception."""
+        """Overwrite the keys at the end of the `with`, also after an exception."""
         try:
             yield
         finally:
@@ -68,11 +70,12 @@ class Keys:
                     key.wipe()
 
 
+# Record of the keys of a call that has no keys.
 NONE = Keys()
 
 
 def of_text(field: str, text: str) -> Key:
-    """Make a key of a text. Raises BadField."""
+    """Return the key for a text, encoded as UTF-8; raises BadField for a bad length."""
     data = text.encode()
     if not 0 < len(data) <= MOST_BYTES:
         raise errors.BadField(field, f"must have 1 to {MOST_BYTES} bytes")
@@ -81,7 +84,10 @@ def of_text(field: str, text: str) -> Key:
 
 @contextlib.contextmanager
 def in_file(content: bytes) -> Iterator[str]:
-    """Make a file in memory, by its path: ssl takes a certificate's key from files only."""
+    """Write `content` to a file in memory, and yield the file's path.
+
+    Python's ssl reads a certificate and its key only from files.
+    """
     descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, content)

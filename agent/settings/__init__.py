@@ -1,1 +1,1 @@
-"""What the operator decides: settings and classes, and the live record of both."""
+"""The configuration: settings and device classes, and the object that holds both."""

@@ -1,4 +1,4 @@
-"""Device classes: the group, layout, file system and cache of volumes."""
+"""Device classes: the volume group, layout, file system and cache of volumes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,20 +13,25 @@ from lvm.layout import LINEAR, NO_RESERVE, Layout, Reserve
 from mount import filesystem
 from mount import mount_errors as mount_errors
 
-# A fifth of the origin: about what changes in some days.
+# Default size of a COW store: a fifth of the origin, about what changes within some days.
 SNAPSHOT_SIZE = Reserve(percent=20)
 
-# How much of a new volume is zeroed before use: its first sectors, by lvm2, or all of it.
+# Value of `zero` with which lvm2 zeroes only the first sectors of a new volume.
 ZERO_FIRST = "first"
+# Values of `zero`: how much of a new volume is zeroed before use, its first sectors or all of it.
 ZEROS = (ZERO_FIRST, tag.FULLY)
+# Values of `repair`: whether RAID volumes are repaired on request only, or automatically.
 REPAIRS = MANUAL, AUTO = ("manual", "auto")
-# How a volume is encrypted, and how an encrypted one is erased beside its header: as `wipe` says,
-# not at all, or by a discard.
+# Values of `encryption`: the formats of encrypted volumes.
 ENCRYPTIONS = ("luks2",)
+# Values of `erase`: how the data of a deleted encrypted volume are erased, whose header is zeroed
+# in any case: as the setting `wipe` says, not at all, or by a discard.
 ERASURES = ERASE_ZERO, ERASE_CRYPTO, ERASE_DISCARD = ("zero", "crypto", "discard")
-# Without its header an encrypted volume cannot be read: these methods zero nothing else.
+# Values of `erase` with which only the header of an encrypted volume is zeroed. Without its header
+# the volume cannot be read.
 ERASE_HEADER_ONLY = (ERASE_CRYPTO, ERASE_DISCARD)
-# What bypasses dm-crypt's work queues (Documentation/admin-guide/device-mapper/dm-crypt.rst).
+# Values of `bypass_workqueue`, with the kinds of I/O that bypass dm-crypt's work queues
+# (Documentation/admin-guide/device-mapper/dm-crypt.rst).
 BYPASSES: Mapping[str, frozenset[str]] = {
     "none": frozenset(),
     "read": frozenset({"read"}),
@@ -37,7 +42,10 @@ BYPASSES: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """A class, which a StorageClass names. `pool` is set for layout thin."""
+    """A device class, which a StorageClass names: how its volumes are created and treated.
+
+    `pool` is set for a class with the layout thin, and None otherwise.
+    """
 
     name: str
     group: str
@@ -49,20 +57,26 @@ class DeviceClass:
     mkfs_options: tuple[str, ...] = ()
     pool: thin.Policy | None = None
     cache: Cache | None = None
-    # Whether all of a new volume, and of what it grows by, is zeroed before use.
+    # How much of a new volume is zeroed before use; with FULLY also all extents by which the
+    # volume grows.
     zero: str = ZERO_FIRST
-    # Whether a RAID volume is repaired automatically once a disk is missing for so long.
+    # Whether RAID volumes are repaired automatically.
     repair: str = MANUAL
+    # Time, in seconds, for which a disk must be missing before an automatic repair.
     repair_after_seconds: int = 600
-    # Empty for none. Of an encrypted volume: whether dm-crypt passes discards on; how it is erased;
-    # the file with the key for calls without one; which of dm-crypt's work queues are bypassed.
+    # Format of the encryption; empty for a class without encryption.
     encryption: str = ""
+    # Whether dm-crypt passes discards of encrypted volumes on to the disk.
     discard: bool = False
+    # How the data of a deleted encrypted volume are erased.
     erase: str = ERASE_ZERO
+    # File with the key of encrypted volumes, for calls without a key.
     key_file: Path | None = None
+    # Kinds of I/O on encrypted volumes that bypass dm-crypt's work queues.
     bypass_workqueue: str = "none"
 
 
+# Keys of a table [[classes]], with the parsers of their values.
 CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
     "name": values.parse_lvm_name,
     "group": values.parse_lvm_name,
@@ -93,24 +107,24 @@ CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
     "key_file": values.parse_absolute_path,
     "bypass_workqueue": values.choice(*BYPASSES),
 }
-# Keys of classes and StorageClasses that were removed, each with what is to be done about it.
+# Keys of device classes and StorageClasses that were removed, each with what to do instead.
 REMOVED: Mapping[str, str] = {
     tag.REENCRYPT: "was removed after version 0.2.0: leave it out. A clone or restore has the"
     " master key of its source; for another master key copy the data into a new volume",
 }
-# Keys for classes with encryption only.
+# Keys that only a class with encryption may have.
 _OF_ENCRYPTED = {"discard", "erase", "key_file", "bypass_workqueue"}
 
 
 def parse(source: str, listed: object) -> tuple[DeviceClass, ...]:
-    """Read the tables [[classes]]; raises BadConfig."""
+    """Parse the tables [[classes]] into device classes; raises BadConfig."""
     checked = values.read(source, "classes", listed, CLASS_KEYS, ("name", "group"), REMOVED)
     classes = [_class(source, where, table) for where, table in checked]
-    if len({one.name for one in classes}) != len(classes):
+    if len({device_class.name for device_class in classes}) != len(classes):
         raise errors.BadConfig(source, "classes", "two classes have the same name")
-    defaults = [one for one in classes if one.default]
+    defaults = [device_class for device_class in classes if device_class.default]
     if len(defaults) > 1:
-        names = ", ".join(one.name for one in defaults)
+        names = ", ".join(device_class.name for device_class in defaults)
         raise errors.BadConfig(source, "classes", f"more than one is the default: {names}")
     return tuple(classes)
 
@@ -124,28 +138,28 @@ def _class(source: str, where: str, table: dict[str, Any]) -> DeviceClass:
         table["cache"] = _cache(table, shape)
     except ValueError as error:
         raise errors.BadConfig(source, f"{where}.{key}", str(error)) from None
-    one = DeviceClass(**table)
+    device_class = DeviceClass(**table)
     if not shape.is_raid and table.keys() & {"repair", "repair_after_seconds"}:
         why = f"is for layouts with copies or parity: {', '.join(layout.RAIDS)}"
         raise errors.BadConfig(source, f"{where}.repair", why)
     if shape.is_thin and "zero" in table:
         why = "is for layouts with extents of their own: a thin pool zeroes what it gives out"
         raise errors.BadConfig(source, f"{where}.zero", why)
-    if not one.encryption and (beside := table.keys() & _OF_ENCRYPTED):
-        key = min(beside)
+    if not device_class.encryption and (encryption_keys := table.keys() & _OF_ENCRYPTED):
+        key = min(encryption_keys)
         raise errors.BadConfig(source, f"{where}.{key}", 'is for classes with encryption = "luks2"')
     try:
-        filesystem.check_options(one.fs_type, one.mkfs_options)
+        filesystem.check_options(device_class.fs_type, device_class.mkfs_options)
     except mount_errors.BadOption as error:
         raise errors.BadConfig(source, f"{where}.mkfs_options", str(error)) from None
-    if uuid := filesystem.fixed_uuid(one.fs_type, one.mkfs_options):
+    if uuid := filesystem.fixed_uuid(device_class.fs_type, device_class.mkfs_options):
         why = f"would give each volume of the class the same UUID, {uuid}; leave it out"
         raise errors.BadConfig(source, f"{where}.mkfs_options", why)
-    return one
+    return device_class
 
 
 def _layout(table: dict[str, Any]) -> Layout:
-    """Remove the keys of the layout from `table` and return it."""
+    """Remove the keys of the layout from a class's table, and return the layout."""
     kind = table.pop("layout", LINEAR.kind)
     return Layout(
         kind,
@@ -155,7 +169,7 @@ def _layout(table: dict[str, Any]) -> Layout:
     )
 
 
-# The keys of a thin class's pool, with the fields of its policy.
+# Keys of a class for its thin pool, with the fields of thin.Policy that they set.
 POOL_KEYS: Mapping[str, str] = {
     "over_provisioning": "over_provisioning",
     "pool_size": "size",
@@ -167,29 +181,35 @@ POOL_KEYS: Mapping[str, str] = {
 
 
 def _pool(table: dict[str, Any], shape: Layout) -> thin.Policy | None:
-    """Remove the keys of the pool from `table` and return it."""
-    given = {field: table.pop(key) for key, field in POOL_KEYS.items() if key in table}
+    """Remove the keys of the thin pool from a class's table, and return the pool's policy.
+
+    None for another layout than thin. Raises ValueError.
+    """
+    fields = {field: table.pop(key) for key, field in POOL_KEYS.items() if key in table}
     if not shape.is_thin:
-        if given:
-            keys = ", ".join(key for key, field in POOL_KEYS.items() if field in given)
+        if fields:
+            keys = ", ".join(key for key, field in POOL_KEYS.items() if field in fields)
             raise ValueError(f"{keys}: only for layout thin, this is {shape.kind}")
         return None
-    policy = thin.Policy(**given)
+    policy = thin.Policy(**fields)
     if policy.autoextend_threshold >= policy.refuse_above:
         raise ValueError("autoextend_threshold must be less than refuse_above")
     return policy
 
 
 def _cache(table: dict[str, Any], shape: Layout) -> Cache | None:
-    """Remove the keys of the cache from `table` and return it."""
-    given = {key: table.pop(key) for key in ("cache_mode", "cache_size") if key in table}
+    """Remove the keys of the cache from a class's table, and return the cache.
+
+    None for a class without a cache. Raises ValueError.
+    """
+    options = {key: table.pop(key) for key in ("cache_mode", "cache_size") if key in table}
     kind = table.pop("cache", None)
     if kind is None:
-        if given:
-            raise ValueError(f"{', '.join(given)}: only for a class with a cache")
+        if options:
+            raise ValueError(f"{', '.join(options)}: only for a class with a cache")
         return None
     if not (shape.is_linear or shape.is_thin):
         raise ValueError(f"cache: only for layouts linear and thin, this is {shape.kind}")
     mode = caches.WRITEBACK if kind == caches.WRITECACHE else caches.WRITETHROUGH
-    size = given.get("cache_size", Cache.size)
-    return Cache(kind, given.get("cache_mode", mode), size)
+    size = options.get("cache_size", Cache.size)
+    return Cache(kind, options.get("cache_mode", mode), size)

@@ -1,4 +1,4 @@
-"""The configuration that holds now: the one place that has classes, groups and settings."""
+"""The present configuration of a process: the one object with settings, classes and groups."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,33 +10,36 @@ from agent.settings.settings import SETTINGS, Config
 class Configuration:
     """The settings, classes and groups of a process, which a reload of the file replaces.
 
-    Ask `now` at the moment of use and keep no copy: a call that needs a class twice keeps the class
-    itself, which is a record that never changes.
+    Users read `now` at each use and keep no copy of it. Only a call that needs a device class twice
+    may keep the class, which is an immutable record.
     """
 
     def __init__(self, config: Config) -> None:
         self._now = config
-        # Whether the file was taken over when it was loaded last, and when it last was (epoch,
-        # seconds).
+        # Whether the last load of the file succeeded, and the time of the last successful load, in
+        # seconds since the epoch.
         self.is_taken, self.taken_seconds = True, time.time()
 
     @property
     def now(self) -> Config:
-        """What holds at this moment."""
+        """The configuration that is valid at this moment."""
         return self._now
 
     def reload(self, load: Callable[[], Config]) -> Mapping[str, str]:
-        """Take over what may change (`Setting.fixed`) of what `load` returns.
+        """Load the configuration, and take over all that may change while the service runs.
 
-        Returns why not, for each setting that differs and waits for a restart. Raises what `load`
-        raises, such as BadConfig; then nothing is changed.
+        A setting with `Setting.fixed` keeps its value. Returns the reasons, by the keys of the
+        fixed settings whose values differ and so wait for a restart. Raises the errors of `load`,
+        such as BadConfig, and changes nothing after such an error.
         """
         self.is_taken = False
-        new, before = load(), self._now
-        fixed = {key: getattr(before, key) for key, one in SETTINGS.items() if one.fixed}
+        loaded, before = load(), self._now
+        fixed = {key: getattr(before, key) for key, setting in SETTINGS.items() if setting.fixed}
         waiting = {
-            key: SETTINGS[key].fixed for key, value in fixed.items() if getattr(new, key) != value
+            key: SETTINGS[key].fixed
+            for key, value in fixed.items()
+            if getattr(loaded, key) != value
         }
-        self._now = replace(new, **fixed)
+        self._now = replace(loaded, **fixed)
         self.is_taken, self.taken_seconds = True, time.time()
         return waiting

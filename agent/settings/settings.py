@@ -1,4 +1,4 @@
-"""Read the settings from file, environment and flags into one record."""
+"""Settings: their table, and how they are read from the file, the environment and flags."""
 
 import argparse
 import socket
@@ -20,7 +20,10 @@ from mount.kernel import OLDEST
 
 @dataclass(frozen=True)
 class BackingFile:
-    """A sparse file as the only disk of a group; by default half of the free space."""
+    """A sparse file that is the only disk of a volume group.
+
+    A `size_bytes` of None means half of the free space of the file system that the file is in.
+    """
 
     path: Path
     size_bytes: int | None = None
@@ -28,7 +31,10 @@ class BackingFile:
 
 @dataclass(frozen=True)
 class GroupDefinition:
-    """A group to create if missing, on devices, the `fast` ones for caches, or in a file."""
+    """A volume group that Carver creates if it is missing, on devices or in a file.
+
+    `fast` are the devices among `devices` that are for caches.
+    """
 
     group: str
     devices: tuple[str, ...] = ()
@@ -36,10 +42,12 @@ class GroupDefinition:
     fast: tuple[str, ...] = ()
 
 
-# What limits the background I/O of a group; None: it gives way to others (agent/work/pace.py).
+# Type of the limit of a group's background I/O; None for I/O that gives way to other I/O instead
+# (agent/work/pace.py).
 Bandwidth = Reserve | None
 _BANDWIDTH = "background_bandwidth"
 
+# Keys of a table [[groups]], with the parsers of their values.
 GROUP_KEYS: Mapping[str, Callable[[Any], Any]] = {
     "name": values.parse_lvm_name,
     "devices": values.parse_device_names,
@@ -53,15 +61,16 @@ GROUP_KEYS: Mapping[str, Callable[[Any], Any]] = {
 def parse_groups(
     source: str, listed: object, classes: Sequence[DeviceClass]
 ) -> tuple[tuple[GroupDefinition, ...], Mapping[str, Bandwidth]]:
-    """Read the tables [[groups]], each of a group that a class uses; raises BadConfig.
+    """Parse the tables [[groups]]; raises BadConfig, also for a group that no class uses.
 
-    Returns the groups to create, and what limits the background I/O of groups.
+    Returns the definitions of the groups that Carver creates, and the limits of the background I/O
+    of groups, by the groups' names.
     """
-    used = {one.group for one in classes}
-    found: list[GroupDefinition] = []
+    used = {device_class.group for device_class in classes}
+    definitions: list[GroupDefinition] = []
     names: set[str] = set()
     bandwidths: dict[str, Bandwidth] = {}
-    places: set[str] = set()
+    paths: set[str] = set()
     for where, table in values.read(source, "groups", listed, GROUP_KEYS, ("name",)):
         if (name := table["name"]) not in used:
             raise errors.BadConfig(source, f"{where}.name", f"no class uses the group {name}")
@@ -71,14 +80,14 @@ def parse_groups(
         if _BANDWIDTH in table:
             bandwidths[name] = table.pop(_BANDWIDTH)
             if table.keys() == {"name"}:
-                continue  # a group that Carver does not create
-        one = _definition(source, where, table)
-        for place in (str(one.file.path),) if one.file else one.devices:
-            if place in places:
-                raise errors.BadConfig(source, where, f"{place} is listed twice")
-            places.add(place)
-        found.append(one)
-    return tuple(found), bandwidths
+                continue  # the table sets only a limit, for a group that Carver does not create
+        definition = _definition(source, where, table)
+        for path in (str(definition.file.path),) if definition.file else definition.devices:
+            if path in paths:
+                raise errors.BadConfig(source, where, f"{path} is listed twice")
+            paths.add(path)
+        definitions.append(definition)
+    return tuple(definitions), bandwidths
 
 
 def _definition(source: str, where: str, table: Mapping[str, Any]) -> GroupDefinition:
@@ -94,6 +103,7 @@ def _definition(source: str, where: str, table: Mapping[str, Any]) -> GroupDefin
     return GroupDefinition(table["name"], tuple(devices), backing, tuple(fast))
 
 
+# Default name of the CSI driver.
 DRIVER_NAME = "lvm.csi.carver"
 TOPOLOGY_KEY = f"topology.{DRIVER_NAME}/node"
 DEFAULT_FILE = Path("/etc/carver/config.toml")
@@ -101,20 +111,25 @@ KUBELET_DIRECTORY = Path("/var/lib/kubelet")
 DEFAULT_SOCKET = KUBELET_DIRECTORY / "plugins" / DRIVER_NAME / "csi.sock"
 REGISTRY = KUBELET_DIRECTORY / "plugins_registry"
 ENROLMENT_DIRECTORY = Path("/run/carver/enrolment")
+# Default path of the sparse file that holds the volume group if no class is configured.
 EMBEDDED_FILE = Path("/var/lib/carver/carver.img")
+# The only device class if no class is configured.
 EMBEDDED_CLASS = DeviceClass(name="default", group="carver", default=True)
 
 
 @dataclass(frozen=True)
 class Wipe:
-    """What a value of the setting `wipe` has ErasePolicy (agent/volumes/erase_policy.py) do."""
+    """How ErasePolicy (agent/volumes/erase_policy.py) erases with a value of the setting `wipe`."""
 
+    # Whether deleted volumes are overwritten with zeroes.
     zeroes: bool = True
-    # Discards plain volumes instead: only on disks that are certain to read as zeroes then, or all.
+    # Whether volumes that are not encrypted are discarded instead of overwritten.
     discards: bool = False
+    # Whether a volume is discarded only on disks that certainly read as zeroes after a discard.
     only_if_certain: bool = False
 
 
+# Values of the setting `wipe`, with what each value does.
 WIPES: Mapping[str, Wipe] = {
     "zero": Wipe(),
     "discard": Wipe(discards=True, only_if_certain=True),
@@ -125,9 +140,10 @@ WIPES: Mapping[str, Wipe] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting: a key in the file, a variable CARVER_KEY, a flag --key.
+    """A setting: a key in the file, a variable CARVER_KEY in the environment, and a flag --key.
 
-    `fixed` says why it cannot change while the service runs; empty where it can, at a reload.
+    `fixed` is the reason why the setting cannot change while the service runs; it is empty for a
+    setting that a reload can change.
     """
 
     parse: Callable[[Any], Any]
@@ -136,8 +152,9 @@ class Setting:
     fixed: str
 
 
-# Values of `fixed`.
+# Value of `fixed` for a setting that a reload can change.
 _CHANGES = ""
+# Values of `fixed`: reasons why a setting cannot change while the service runs.
 _REGISTERED = "kubelet was given it when Carver registered"
 _REGISTRATION = "the registration began with the process"
 _PAGES = "the pages are served there since the start"
@@ -147,6 +164,7 @@ _SERVES_CONTROLLER = "the server for the cluster's controller began with the pro
 _OF_CONTROLLER = "only `carver controller` uses it, which reads it when it starts"
 
 
+# Table of all settings.
 SETTINGS: Mapping[str, Setting] = {
     "node_id": Setting(
         values.parse_node_id,
@@ -387,7 +405,7 @@ SETTINGS: Mapping[str, Setting] = {
 
 @dataclass(frozen=True)
 class Config:
-    """The settings, the classes, and the definitions of groups that Carver creates."""
+    """The configuration: settings, device classes, and definitions of the groups to create."""
 
     node_id: str
     endpoint: Path
@@ -403,7 +421,7 @@ class Config:
     classes: tuple[DeviceClass, ...]
     definitions: tuple[GroupDefinition, ...] = ()
     background_bandwidth: Bandwidth = None
-    # Of groups that have their own.
+    # Limits of background I/O of the groups that have a limit of their own.
     bandwidths: Mapping[str, Bandwidth] = field(default_factory=dict)
     registration: str = "none"
     registration_directory: Path = REGISTRY
@@ -432,75 +450,84 @@ class Config:
     forget_deleted_nodes: bool = False
 
     def device_class(self, name: str) -> DeviceClass | None:
-        """The class of that name; for an empty one the default. None without such a class."""
-        for one in self.classes:
-            if one.name == name or (not name and one.default):
-                return one
+        """The device class with a name, or the default class for an empty name.
+
+        None if there is no such class.
+        """
+        for device_class in self.classes:
+            if device_class.name == name or (not name and device_class.default):
+                return device_class
         return None
 
     def bandwidth_of(self, group: str) -> Bandwidth:
-        """What limits the background I/O of a group."""
+        """The limit of the background I/O of a volume group."""
         return self.bandwidths.get(group, self.background_bandwidth)
 
     def recovery_bound_kib(self, group: str) -> int:
-        """How many KiB a second RAID recovery in a group may take on each disk; 0 for no bound.
+        """The bound of RAID recovery in a group, in KiB a second on each disk; 0 for no bound.
 
-        Only a size bounds it. What a part is of is not known before something was measured.
+        The bound is the limit of background I/O, if that is a number of bytes. A percentage gives
+        no bound, because the speed of the disks is not known before it is measured.
         """
         bandwidth = self.bandwidth_of(group) or NO_RESERVE
         return min(bandwidth.size_bytes >> 10, MOST_RECOVERY_KIB)
 
     @property
     def here(self) -> dict[str, str]:
-        """The segments of this node's topology."""
+        """The topology segments of this node."""
         return ids.topology(self.node_id, self.driver_name)
 
     @property
     def topology_key(self) -> str:
-        """The label of nodes that holds this driver's topology segment."""
+        """The key of the driver's topology segment, which is also a label of Kubernetes nodes."""
         return ids.topology_key(self.driver_name)
 
     @property
     def lvm_root(self) -> Path:
-        """The root directory that lvm2 runs in; the host's by its first process."""
+        """The root directory in which lvm2 runs: for the host's lvm2, the root of process 1."""
         return Path("/proc/1/root" if self.lvm == "host" else "/")
 
     @cached_property
     def groups(self) -> tuple[str, ...]:
-        """The groups of all classes, without duplicates, in the classes' order."""
-        return tuple(dict.fromkeys(one.group for one in self.classes))
+        """The names of the volume groups of all classes, without repeats, in the classes' order."""
+        return tuple(dict.fromkeys(device_class.group for device_class in self.classes))
 
 
 def add_arguments(parser: argparse.ArgumentParser, keys: Iterable[str] = tuple(SETTINGS)) -> None:
-    """Add the flags of all settings, or of some, to a parser."""
+    """Add the flags of settings to a parser: by default of all settings."""
     parser.add_argument("--config", type=Path, metavar="FILE", help=f"default: {DEFAULT_FILE}")
     for key in keys:
         flag = f"--{key.replace('_', '-')}"
-        # argparse formats it.
+        # Double the percent signs, because argparse formats the help text.
         described = SETTINGS[key].help.replace("%", "%%")
         parser.add_argument(flag, metavar=key.upper(), help=described)
 
 
 def load(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Config:
-    """Load the settings: flags override variables, these the file. Raises BadConfig."""
+    """Load the configuration from flags, environment and file; raises BadConfig.
+
+    A flag takes precedence over an environment variable, and a variable over the file.
+    """
     file = arguments.config or Path(environment.get("CARVER_CONFIG", DEFAULT_FILE))
     optional = file == DEFAULT_FILE
     table = _read(file, optional=optional)
-    given = classes.parse(str(file), table.pop("classes", []))
-    device_classes = given or (EMBEDDED_CLASS,)
+    configured_classes = classes.parse(str(file), table.pop("classes", []))
+    device_classes = configured_classes or (EMBEDDED_CLASS,)
     definitions, bandwidths = parse_groups(str(file), table.pop("groups", []), device_classes)
     for key in table:
         if key not in SETTINGS:
             allowed = ", ".join([*SETTINGS, "classes", "groups"])
             raise errors.BadConfig(str(file), key, f"is not a setting; allowed: {allowed}")
-    found = {
+    settings = {
         key: _value(key, setting, arguments, environment, file, table)
         for key, setting in SETTINGS.items()
     }
-    embedded = BackingFile(found.pop("file"), found.pop("file_size"))
-    if not given and not definitions:
+    embedded = BackingFile(settings.pop("file"), settings.pop("file_size"))
+    if not configured_classes and not definitions:
         definitions = (GroupDefinition(EMBEDDED_CLASS.group, file=embedded),)
-    return Config(**found, classes=device_classes, definitions=definitions, bandwidths=bandwidths)
+    return Config(
+        **settings, classes=device_classes, definitions=definitions, bandwidths=bandwidths
+    )
 
 
 def _read(file: Path, *, optional: bool) -> dict[str, Any]:

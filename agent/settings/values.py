@@ -1,4 +1,4 @@
-"""Parse values of the configuration and of parameters; each raises ValueError."""
+"""Parsers of values in the configuration and in parameters; each raises ValueError."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,19 +11,24 @@ from agent.core import errors
 from lvm import layout, names, thin, tuning
 from lvm.layout import NO_RESERVE, Reserve
 
+# Value of a file's size: half of the free space.
 HALF = "half"
+# Value of a limit of background I/O: no limit, but background I/O gives way to other I/O.
 AUTO = "auto"
-# RFC 1123, and so a node of Kubernetes; CSI spec, NodeGetInfoResponse: at most 256 bytes.
+# Maximum length of a node id, in characters: that of a name by RFC 1123, and so of a Kubernetes
+# node. The CSI spec allows 256 bytes (NodeGetInfoResponse).
 _MAXIMUM_NODE_ID = 253
-# A DNS subdomain (RFC 1123), as the names of Kubernetes' objects are.
+# Form of the names of Kubernetes objects: a DNS subdomain (RFC 1123).
 _OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-# CSI spec, GetPluginInfoResponse: a domain name of at most 63 characters.
+# Maximum length of a driver's name, in characters (CSI spec, GetPluginInfoResponse).
 _MAXIMUM_DRIVER_NAME = 63
+# Largest port number of TCP.
 _MAXIMUM_PORT = 65535
-# Less background I/O in a second would take weeks for a disk.
+# Smallest limit of background I/O, in bytes a second: with less, erasing a disk would take weeks.
 _LEAST_BANDWIDTH = 1 << 20
-# The shortest interval between scans, and the shortest grace period.
+# Shortest interval between background scans, and shortest grace period, in seconds.
 _SHORTEST_SECONDS = 60
+# Number of bytes of each unit of a size.
 _UNITS: Mapping[str, int] = {"": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("KMGTPE", start=1)
@@ -33,7 +38,7 @@ _UNITS: Mapping[str, int] = {"": 1} | {
 
 @dataclass(frozen=True)
 class Address:
-    """An address to listen at; an empty host for all of the node's."""
+    """An address to listen on; an empty host means all addresses of the node."""
 
     host: str
     port: int
@@ -43,7 +48,7 @@ class Address:
 
 
 def parse_size(value: object) -> int:
-    """Bytes, from a number or from a text such as `512MiB`, `10G` (1024) or `2TB` (1000)."""
+    """Parse a size into bytes: a number, or `512MiB`, `10G` (powers of 1024), `2TB` (of 1000)."""
     match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", str(value).strip())
     if match is None or match[2] not in _UNITS:
         raise ValueError("a size is a number of bytes, or such as 512MiB, 10GiB or 2TB")
@@ -52,7 +57,7 @@ def parse_size(value: object) -> int:
 
 
 def parse_file_size(value: object) -> int | None:
-    """Bytes; None for `half` of the free space beside the file."""
+    """Parse the size of a sparse file into bytes; None for `half`, that is of the free space."""
     if value == HALF:
         return None
     if (size := parse_size(value)) == 0:
@@ -61,21 +66,21 @@ def parse_file_size(value: object) -> int | None:
 
 
 def parse_count(value: object) -> int:
-    """A whole number, from a number or a text."""
+    """Parse a whole number that is not negative, from a number or a text."""
     if isinstance(value, bool) or not re.fullmatch(r"\d+", str(value)):
         raise ValueError("a whole number, 0 or more")
     return int(str(value))
 
 
 def parse_kernel(value: object) -> tuple[int, int]:
-    """A version of Linux, as major and minor number."""
+    """Parse a version of Linux, such as "5.10", into major and minor number."""
     if not (match := re.fullmatch(r"(\d{1,3})\.(\d{1,4})", str(value))):
         raise ValueError('a version of Linux as text, such as "5.10"')
     return int(match[1]), int(match[2])
 
 
 def parse_period(value: object) -> int:
-    """The interval of a background task in seconds; 0 for never."""
+    """Parse the interval of a background task, in seconds; 0 for never."""
     seconds = parse_count(value)
     if 0 < seconds < _SHORTEST_SECONDS:
         raise ValueError(f"0, or {_SHORTEST_SECONDS} seconds or more")
@@ -83,7 +88,7 @@ def parse_period(value: object) -> int:
 
 
 def parse_grace(value: object) -> int:
-    """A grace period in seconds."""
+    """Parse a grace period, in seconds."""
     seconds = parse_count(value)
     if seconds < _SHORTEST_SECONDS:
         raise ValueError(f"{_SHORTEST_SECONDS} seconds or more")
@@ -91,15 +96,15 @@ def parse_grace(value: object) -> int:
 
 
 def parse_flag(value: object) -> bool:
-    """True or false, from either or from a text."""
-    known = {"true": True, "false": False}
-    if str(value).lower() not in known:
+    """Parse true or false, from a bool or a text."""
+    flags = {"true": True, "false": False}
+    if str(value).lower() not in flags:
         raise ValueError("true or false")
-    return known[str(value).lower()]
+    return flags[str(value).lower()]
 
 
 def choice(*allowed: str) -> Callable[[object], str]:
-    """A parser of an enumeration."""
+    """Return a parser that accepts only the texts in `allowed`."""
 
     def parse(value: object) -> str:
         if value not in allowed:
@@ -110,7 +115,7 @@ def choice(*allowed: str) -> Callable[[object], str]:
 
 
 def parse_absolute_path(value: object) -> Path:
-    """A path that begins at the root, with or without `unix://` before it."""
+    """Parse an absolute path; a prefix `unix://` is removed."""
     path = Path(str(value).removeprefix("unix://"))
     if not path.is_absolute() or "\0" in str(value):
         raise ValueError("an absolute path")
@@ -118,28 +123,28 @@ def parse_absolute_path(value: object) -> Path:
 
 
 def parse_optional_path(value: object) -> Path | None:
-    """An absolute path; None for an empty text."""
+    """Parse an absolute path; None for an empty text."""
     return parse_absolute_path(value) if value else None
 
 
 def parse_paths(value: object) -> tuple[str, ...]:
-    """Absolute paths, at least one."""
-    found = tuple(str(parse_absolute_path(one)) for one in parse_words(value))
-    if not found:
+    """Parse one or more absolute paths."""
+    paths = tuple(str(parse_absolute_path(word)) for word in parse_words(value))
+    if not paths:
         raise ValueError("one absolute path or several")
-    return found
+    return paths
 
 
 def parse_device_names(value: object) -> tuple[str, ...]:
-    """Absolute paths without blanks and commas, at least one."""
-    found = parse_paths(value)
-    if any(re.search(r"[\s,]", one) for one in found):
+    """Parse one or more paths of devices: absolute paths without blanks and commas."""
+    paths = parse_paths(value)
+    if any(re.search(r"[\s,]", path) for path in paths):
         raise ValueError("absolute paths without blanks and commas")
-    return found
+    return paths
 
 
 def parse_address(value: object) -> Address | None:
-    """Where to listen; None for an empty text."""
+    """Parse an address to listen on, `host:port`; None for an empty text."""
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]*):(\d{1,5})", str(value))
     if not str(value):
         return None
@@ -150,13 +155,17 @@ def parse_address(value: object) -> Address | None:
 
 
 def parse_grpc_address(value: object) -> Address | None:
-    """Where gRPC is to listen, which refuses an empty host: `::` is all addresses, IPv4 too."""
-    found = parse_address(value)
-    return found if found is None or found.host else Address("::", found.port)
+    """Parse an address for gRPC to listen on, `host:port`; None for an empty text.
+
+    gRPC refuses an empty host. In its place the host is `::`, all addresses of the node, IPv4
+    included.
+    """
+    address = parse_address(value)
+    return address if address is None or address.host else Address("::", address.port)
 
 
 def parse_node_id(value: object) -> str:
-    """A node's name as Kubernetes allows it."""
+    """Parse the name of a node, in a form that Kubernetes allows."""
     text = str(value)
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", text):
         raise ValueError("letters, digits, dots, dashes and underscores, as in a host name")
@@ -166,7 +175,7 @@ def parse_node_id(value: object) -> str:
 
 
 def parse_driver_name(value: object) -> str:
-    """A CSI driver's name."""
+    """Parse the name of a CSI driver."""
     text = str(value)
     if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", text):
         raise ValueError("lower-case letters, digits, dots and dashes, as in a domain name")
@@ -176,16 +185,16 @@ def parse_driver_name(value: object) -> str:
 
 
 def parse_words(value: object) -> tuple[str, ...]:
-    """Texts, from a list or from one text, parted at blanks and commas."""
+    """Parse a list of texts, or split one text at blanks and commas."""
     if isinstance(value, str):
         return tuple(filter(None, re.split(r"[,\s]+", value)))
-    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+    if isinstance(value, list) and all(isinstance(word, str) for word in value):
         return tuple(value)
     raise ValueError("a list of texts")
 
 
 def parse_lvm_name(value: object) -> str:
-    """A volume group's name."""
+    """Parse the name of a volume group or a device class, in a form that lvm(8) allows."""
     text = str(value)
     if not re.fullmatch(r"[A-Za-z0-9_+.][A-Za-z0-9_+.-]*", text) or text in {".", ".."}:
         raise ValueError("a name as lvm(8) allows it: letters, digits and _ + . -")
@@ -197,26 +206,29 @@ def parse_lvm_name(value: object) -> str:
 
 
 def parse_reserve(value: object) -> Reserve:
-    """A size, or a percentage of the group."""
+    """Parse a size in bytes, or a percentage of a volume group."""
     percent = layout.parse_percent(str(value))
     return Reserve(size_bytes=parse_size(value)) if percent is None else Reserve(percent=percent)
 
 
 def parse_background_bandwidth(value: object) -> Reserve | None:
-    """Bytes a second, or a part of what the disks do; 0 for no limit, None for `auto`."""
+    """Parse a limit of background I/O: bytes a second, or a percentage of the disks' speed.
+
+    A limit of 0 means no limit. None is returned for `auto`.
+    """
     if value == AUTO:
         return None
     try:
-        found = parse_reserve(value)
+        limit = parse_reserve(value)
     except ValueError:
-        found = Reserve(size_bytes=1)
-    if found != NO_RESERVE and found.size_bytes < _LEAST_BANDWIDTH and found.percent < 1:
+        limit = Reserve(size_bytes=1)
+    if limit != NO_RESERVE and limit.size_bytes < _LEAST_BANDWIDTH and limit.percent < 1:
         raise ValueError(f"{AUTO}, a size a second of 1MiB or more, 1% to 100%, or 0 for no limit")
-    return found
+    return limit
 
 
 def parse_part(value: object) -> Reserve:
-    """A size, or a percentage of a volume: of a COW store or a cache."""
+    """Parse the size of a COW store or a cache: bytes, or a percentage of the volume."""
     size = parse_reserve(value)
     if size == NO_RESERVE:
         raise ValueError("must be larger than 0")
@@ -224,7 +236,7 @@ def parse_part(value: object) -> Reserve:
 
 
 def parse_read_ahead(value: object) -> int | Literal["auto"]:
-    """Bytes to read ahead, 0 for none, or `auto` for the kernel's choice."""
+    """Parse a read-ahead in bytes: 0 for none, or `auto` for the kernel's choice."""
     if value == tuning.AUTO:
         return tuning.AUTO
     try:
@@ -238,7 +250,7 @@ def parse_read_ahead(value: object) -> int | Literal["auto"]:
 
 
 def parse_rate(value: object) -> int:
-    """KiB a second, from a size; 0 for no limit."""
+    """Parse a rate of RAID recovery, given as a size a second, into KiB a second; 0: no limit."""
     size = parse_size(value)
     if size > tuning.MOST_RECOVERY_KIB << 10 or size % 1024:
         raise ValueError(f"whole KiB a second, up to {tuning.MOST_RECOVERY_KIB}KiB; 0 for no limit")
@@ -246,30 +258,30 @@ def parse_rate(value: object) -> int:
 
 
 def parse_object_name(text: str) -> str:
-    """The name, or the UID, of an object in Kubernetes."""
+    """Parse the name or the UID of a Kubernetes object."""
     if not _OBJECT_NAME.fullmatch(text):
         raise ValueError("a name of an object in Kubernetes: lower-case letters, digits, - and .")
     return text
 
 
 def parse_iops(value: object) -> int:
-    """Operations a second; 0 for no limit."""
+    """Parse a limit of I/O operations a second; 0 for no limit."""
     return _limit(parse_count(value), tuning.LEAST_IOPS, tuning.MOST_IOPS)
 
 
 def parse_bandwidth(value: object) -> int:
-    """Bytes a second, from a size with or without `/s`; 0 for no limit."""
+    """Parse a bandwidth limit, a size with or without `/s`, into bytes a second; 0: no limit."""
     size = parse_size(str(value).removesuffix("/s"))
     return _limit(size, tuning.LEAST_BANDWIDTH_BYTES, tuning.MOST_BANDWIDTH_BYTES)
 
 
 def parse_iops_per_gib(value: object) -> int:
-    """Operations a second for each GiB of a volume; 0 for no limit."""
+    """Parse a limit of I/O operations a second for each GiB of a volume; 0 for no limit."""
     return _limit(parse_count(value), 0, tuning.MOST_IOPS)
 
 
 def parse_bandwidth_per_gib(value: object) -> int:
-    """Bytes a second for each GiB of a volume; 0 for no limit."""
+    """Parse a bandwidth limit for each GiB of a volume into bytes a second; 0 for no limit."""
     return _limit(parse_size(str(value).removesuffix("/s")), 0, tuning.MOST_BANDWIDTH_BYTES)
 
 
@@ -280,7 +292,7 @@ def _limit(limit: int, least: int, most: int) -> int:
 
 
 def parse_percent(value: object) -> float:
-    """A percentage above 0."""
+    """Parse a percentage above 0 and up to 100."""
     percent = layout.parse_percent(str(value).removesuffix("%") + "%")
     if not percent:
         raise ValueError("a percentage above 0 and up to 100, such as 70")
@@ -288,7 +300,7 @@ def parse_percent(value: object) -> float:
 
 
 def parse_ratio(value: object) -> float:
-    """The ratio of over-provisioning, 1 for none."""
+    """Parse the over-provisioning ratio of a thin pool; 1 means no over-provisioning."""
     if isinstance(value, bool) or not re.fullmatch(r"\d+(\.\d+)?", str(value)):
         raise ValueError("a number of 1 or more, such as 1.5")
     if float(str(value)) < 1:
@@ -297,7 +309,7 @@ def parse_ratio(value: object) -> float:
 
 
 def parse_chunk_size(value: object) -> int:
-    """The bytes of a thin pool's chunks."""
+    """Parse the chunk size of a thin pool into bytes."""
     size = parse_size(value)
     least, most = thin.LEAST_CHUNK_BYTES, thin.MOST_CHUNK_BYTES
     if not least <= size <= most or size & (size - 1):
@@ -306,7 +318,7 @@ def parse_chunk_size(value: object) -> int:
 
 
 def checked(source: str, key: str, parse: Callable[[Any], Any], raw: object) -> Any:
-    """Parse a value; raises BadConfig for a ValueError."""
+    """Parse the value of a key in the configuration; raises BadConfig for an invalid value."""
     try:
         return parse(raw if not isinstance(raw, tuple) else list(raw))
     except ValueError as error:
@@ -321,11 +333,12 @@ def read(
     required: Sequence[str],
     removed: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Parse a list of tables such as [[classes]]; yields each with its position as text.
+    """Parse a list of tables, such as [[classes]]; yield each table with its position as text.
 
-    `removed` has keys of earlier versions, with the problem that each is now.
+    A position is, for example, `classes[0]`. `required` are keys that each table must have.
+    `removed` has the keys of earlier versions, each with the text of the error. Raises BadConfig.
     """
-    if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise errors.BadConfig(source, name, f"is a list of tables: [[{name}]]")
     for index, table in enumerate(tables):
         where = f"{name}[{index}]"
