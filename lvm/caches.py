@@ -119,7 +119,7 @@ def has_room(group: Group, pool: str, cache: Cache) -> bool:
     A new cache is the pool's detached cachevol, or a new cachevol on free extents of fast disks.
     """
     pool_volume = group.volumes.get(pool)
-    if (pool_volume is not None and is_cached(pool_volume)) or parted(group, pool):
+    if (pool_volume is not None and is_cached(pool_volume)) or detached_cachevol(group, pool):
         return True
     return cache.of_pool(group) <= Room(group).fast_extents
 
@@ -131,7 +131,7 @@ def attach(lvm: Lvm, group: Group, name: str, cache: Cache, extents: int) -> Non
     lvm2 commits a new cachevol, and then its attachment: a killed lvm2 leaves a detached cachevol.
     Raises NoSpace.
     """
-    cachevol = parted(group, name)
+    cachevol = detached_cachevol(group, name)
     own = ("--cachevol", cachevol) if cachevol else _on_fast(group, extents)
     path = f"{group.name}/{name}"
     _with_mode(lvm, cache)("lvconvert", "--yes", "--type", cache.kind, *own, "--", path)
@@ -200,7 +200,7 @@ def attached(volume: LogicalVolume) -> str:
     return volume.cachevol.removesuffix(_HIDDEN) if is_cachevol else ""
 
 
-def parted(group: Group, name: str) -> str:
+def detached_cachevol(group: Group, name: str) -> str:
     """The name of the detached cachevol of a volume or pool; empty for none.
 
     lvm2 does not record to which volume a detached cachevol belonged. So the name decides, and the

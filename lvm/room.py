@@ -43,7 +43,7 @@ class Room:
         return replace(self, kept_extents=extents)
 
     @property
-    def overwriting(self) -> "Room":
+    def for_overwriting(self) -> "Room":
         """Return this room, for something that overwrites all extents before they are read.
 
         A pool and a COW store show no user old data: dm-thin zeroes what it allocates, and
@@ -76,7 +76,7 @@ class Room:
     @property
     def is_unclean(self) -> bool:
         """Whether the group has open slow disks, and all of them hold deleted data."""
-        return not Room(self.group).slow and bool(self.overwriting.slow)
+        return not Room(self.group).slow and bool(self.for_overwriting.slow)
 
     def free_on(self, disk: PhysicalVolume) -> int:
         """The number of extents of a disk that one volume or image may have; 0 for a fast disk.
@@ -131,7 +131,7 @@ class Room:
 
         No part of the RAID is on these disks, and each has enough free extents.
         """
-        room = self.overwriting
+        room = self.for_overwriting
         vacant = (disk for disk in room.slow if disk.uuid not in volume.disks)
         return [disk for disk in vacant if room.free_on(disk) >= extents]
 

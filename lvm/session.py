@@ -93,7 +93,7 @@ _PATH = re.compile(r"/[A-Za-z0-9_/.+:@=,-]+")
 _SPECIAL, _IN_BRACKETS = re.compile(r"[.+]"), r"[\g<0>]"
 
 
-def only_looks(words: Sequence[str]) -> bool:
+def is_report(words: Sequence[str]) -> bool:
     """Whether the words of an lvm2 command are those of a report, which changes nothing."""
     return words[1:2] != () and words[1] in _REPORTS
 
@@ -346,7 +346,7 @@ class Session:
         """
         line = Line.of(words)
         if line is None:
-            if not only_looks(words):
+            if not is_report(words):
                 with self._locked(words):
                     self._look_at_stuck(changes=True)
             return self._run(*words)

@@ -71,19 +71,19 @@ class Headers:
         a backup with another UUID than this volume's. Raises BadField, VolumeInUse, NotConfirmed,
         Reencrypting.
         """
-        warning = self._doubt_of(file, is_open)
+        warning = self._check_backup(file, is_open)
         question = f"Overwrite the header of {self._name} with that of {file}?{warning}"
         if not confirmed:
             if not terminal.confirmed(question):
                 raise errors.NotConfirmed(self._name, "changed")
             # Check again: while the user decided, the volume may have been staged or re-encrypted.
-            if self._doubt_of(file, is_open) != warning:
+            if self._check_backup(file, is_open) != warning:
                 raise errors.NotConfirmed(self._name, "changed")
         self._forget_key()
         self._program.restore(self._device.path, file)
         print(f"{self._name} has the header of {file}")
 
-    def _doubt_of(self, file: str, is_open: Callable[[], bool]) -> str:
+    def _check_backup(self, file: str, is_open: Callable[[], bool]) -> str:
         """Check that a backup of the header may be restored; return a warning to show, if any.
 
         Raises VolumeInUse, BadField, Reencrypting.

@@ -35,12 +35,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
     0 means success, 1 a failure that was reported, 2 wrong usage, 130 an interruption by Ctrl-C.
     """
-    with written_if_possible():
+    with ignoring_failed_writes():
         return _run(words)
 
 
 @contextmanager
-def written_if_possible() -> Iterator[None]:
+def ignoring_failed_writes() -> Iterator[None]:
     """Keep failed writes to standard output and standard error from changing the exit code.
 
     A write fails when the reader of a pipe has gone, and a write to the log when the disk is full.

@@ -89,7 +89,7 @@ class VolumeVerbs:
             source = client.of_snapshot(self.find_snapshot(snapshot).snapshot_id)
         elif volume:
             source = client.of_volume(self.find(volume).volume_id)
-        created = _at_last(
+        created = _retry_while_aborted(
             lambda: self.caller.create(
                 name, size_bytes, capability, parameters=parameters, source=source
             )
@@ -169,7 +169,7 @@ class VolumeVerbs:
         secrets = _secrets(key_file)
         staging.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Repeat staging while the service is not ready, for example while mkfs runs.
-        _at_last(lambda: self.caller.stage(volume, staging, capability, secrets))
+        _retry_while_aborted(lambda: self.caller.stage(volume, staging, capability, secrets))
         self.caller.publish(volume, staging, place, capability, read_only=read_only)
         print(f"{name} is at {place}")
 
@@ -208,9 +208,11 @@ class VolumeVerbs:
         # Read the key before the volume grows, so that an unusable key changes nothing.
         secrets = _secrets(key_file)
         if can_expand:
-            _at_last(lambda: self.caller.expand(identity, size_bytes))
+            _retry_while_aborted(lambda: self.caller.expand(identity, size_bytes))
         if places:
-            _at_last(lambda: self.caller.node_expand(identity, places[0], size_bytes, secrets))
+            _retry_while_aborted(
+                lambda: self.caller.node_expand(identity, places[0], size_bytes, secrets)
+            )
         grown = self.caller.volume(volume.volume_id).volume
         print(f"{name}: {terminal.human(grown.capacity_bytes)}")
 
@@ -452,7 +454,7 @@ def connected(settings: Config, host: Host) -> Iterator[VolumeVerbs]:
             raise errors.CallRefused(error.code().name, error.details() or "") from None
 
 
-def _at_last(call: Callable[[], T]) -> T:
+def _retry_while_aborted(call: Callable[[], T]) -> T:
     """Repeat a call while it fails with the code ABORTED, and return its result.
 
     ABORTED means that the service still works on the volume. The message of the error, which tells

@@ -96,7 +96,7 @@ class Interceptor(grpc.ServerInterceptor):
             stream = self._stream(method, handler.unary_stream, self._admission.streams)
             return grpc.unary_stream_rpc_method_handler(stream, *wire)
         if handler.stream_stream:
-            exchange = self._exchange(method, handler.stream_stream)
+            exchange = self._bidirectional(method, handler.stream_stream)
             return grpc.stream_stream_rpc_method_handler(exchange, *wire)
         if handler.unary_unary is None:
             return handler
@@ -153,7 +153,7 @@ class Interceptor(grpc.ServerInterceptor):
 
         return stream
 
-    def _exchange(
+    def _bidirectional(
         self, method: str, behaviour: Callable[[Iterator[Message], grpc.ServicerContext], Any]
     ) -> Callable[[Iterator[Message], grpc.ServicerContext], Iterator[Any]]:
         """Wrap the handler of an RPC in which both sides stream.

@@ -57,7 +57,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         self, request: csi.NodeUnstageVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeUnstageVolumeResponse:
         """Unmount a volume from its staging path."""
-        call = requests.VolumeAt.from_proto(request, "staging_target_path")
+        call = requests.VolumePath.from_proto(request, "staging_target_path")
         with self._locks.hold(ids.logical_name(call.volume_id)):
             self._stager.unstage(call)
         return csi.NodeUnstageVolumeResponse()
@@ -66,7 +66,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         self, request: csi.NodePublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodePublishVolumeResponse:
         """Publish a staged volume, or create and publish an inline volume, at a pod's path."""
-        if requests.PublishInline.is_meant(request):
+        if requests.PublishInline.is_inline(request):
             inline = requests.PublishInline.from_proto(request)
             locks = self._locks.hold(ids.logical_name(inline.volume_id), inline.target_path)
             with inline.keys.used(), locks:
@@ -85,7 +85,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         self, request: csi.NodeUnpublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeUnpublishVolumeResponse:
         """Unpublish a volume from a pod's path; delete the volume if it is inline."""
-        call = requests.VolumeAt.from_proto(request, "target_path")
+        call = requests.VolumePath.from_proto(request, "target_path")
         with self._locks.hold(ids.logical_name(call.volume_id)):
             self._publisher.unpublish(call)
             if ids.is_inline(call.volume_id):
@@ -96,14 +96,14 @@ class Node(csi_pb2_grpc.NodeServicer):
         self, request: csi.NodeGetVolumeStatsRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetVolumeStatsResponse:
         """Return the size of a volume, and how much of its file system is used."""
-        call = requests.VolumeAt.from_proto(request, "volume_path")
+        call = requests.VolumePath.from_proto(request, "volume_path")
         return csi.NodeGetVolumeStatsResponse(usage=_usage(self._volumes.statistics(call)))
 
     def NodeGetVolumeHealth(
         self, request: csi.NodeGetVolumeHealthRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetVolumeHealthResponse:
         """Return the health of a volume of this node, whether or not the volume is in use."""
-        health = self._health.on_node(requests.HealthAt.from_proto(request))
+        health = self._health.on_node(requests.GetVolumeHealth.from_proto(request))
         return csi.NodeGetVolumeHealthResponse(volume_health=messages.volume_health(health))
 
     def NodeGetStorageHealth(
@@ -120,7 +120,7 @@ class Node(csi_pb2_grpc.NodeServicer):
     ) -> csi.NodeExpandVolumeResponse:
         """Grow a logical volume if it is too small, and in any case the file system on it."""
         call = requests.ExpandVolume.from_proto(request)
-        place = requests.VolumeAt.from_proto(request, "volume_path")
+        place = requests.VolumePath.from_proto(request, "volume_path")
         keys = requests.keys_of(request.secrets)
         with keys.used(), self._locks.hold(ids.logical_name(call.volume_id)):
             size_bytes = self._expander.expand_in_use(call, place, keys)

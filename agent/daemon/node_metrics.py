@@ -199,10 +199,10 @@ class Scrape:
         return list(self.known.snapshots())
 
     @cached_property
-    def pools(self) -> list["PoolSeen"]:
+    def pools(self) -> list["PoolState"]:
         """The thin pools of the device classes, without pools that are not created yet."""
         return [
-            PoolSeen((allocator.device_class, group.name), group, pool, self._status(group, pool))
+            PoolState((allocator.device_class, group.name), group, pool, self._status(group, pool))
             for group in self.known.groups.values()
             for allocator in self.allocators.thin(group)
             if (pool := allocator.pool(group)).data_extents
@@ -215,7 +215,7 @@ class Scrape:
 
 
 @dataclass(frozen=True)
-class PoolSeen:
+class PoolState:
     """A thin pool and the values of its labels: device class and group.
 
     `status` is the kernel's status of the pool; None while the pool is inactive or does not answer.
@@ -260,7 +260,7 @@ def _by_group(name: str, text: str, measure: Callable[[report.Group], float]) ->
     return Row(name, text, ("group",), lambda scrape: _each(scrape, measure))
 
 
-def _by_pool(name: str, text: str, measure: Callable[[PoolSeen], float | None]) -> Row:
+def _by_pool(name: str, text: str, measure: Callable[[PoolState], float | None]) -> Row:
     def samples(scrape: Scrape) -> Samples:
         for pool in scrape.pools:
             if (value := measure(pool)) is not None:

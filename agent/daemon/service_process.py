@@ -62,12 +62,12 @@ def run(config: Config, host: Host, load: Callable[[], Config]) -> None:
 
     At SIGHUP the configuration is loaded again by `load`.
     """
-    with ending_in_time(_STOP_SECONDS) as ender:
+    with process_ender(_STOP_SECONDS) as ender:
         serve(config, host, load, ender.is_stopping)
 
 
 @contextmanager
-def ending_in_time(seconds: float) -> Iterator["ProcessEnder"]:
+def process_ender(seconds: float) -> Iterator["ProcessEnder"]:
     """End the process soon after the event `is_stopping` is set, even if a thread hangs.
 
     Yields the thread that ends the process. The body of the `with` sets the thread's event
@@ -119,7 +119,7 @@ def _log_hanging_threads() -> None:
         stream.flush()
 
 
-def _spare_collector() -> None:
+def _tune_garbage_collector() -> None:
     """Have Python's garbage collector ignore all objects that exist now, and run less often.
 
     The objects that exist now live as long as the process. With Python's defaults the collector
@@ -159,7 +159,7 @@ def serve(
         lvm = group_definitions.on_node(host.run, config)
         observe = metrics.count_call if metrics else None
         service = Service(config, host, lvm, observe)
-        _spare_collector()
+        _tune_garbage_collector()
         group_definitions.begin(service.definitions, service.volume_groups)
         service.context.admission.close()
         service.start(config.endpoint)

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 # Interval of the background tasks of `Watch`, in seconds.
-_TURN_SECONDS = 2.0
+_INTERVAL_SECONDS = 2.0
 # Age, in seconds, from which a cached report that callers use is refreshed. A refresh runs an lvm2
 # command only if the volume group was written to.
 _MAX_AGE_SECONDS = 60.0
@@ -46,12 +46,14 @@ class Watch:
         failure = "%s is not watched: %%s"
         # The task of udev's events has an interval of 0, because it waits for the events itself.
         self._udev = PeriodicTask(
-            "udev", self._hear, 0.0, failure % "udev", retry_seconds=_TURN_SECONDS
+            "udev", self._handle_udev, 0.0, failure % "udev", retry_seconds=_INTERVAL_SECONDS
         )
         self._tasks = (
             self._udev,
-            PeriodicTask("refresh", self._refresh, _TURN_SECONDS, failure % "LVM"),
-            PeriodicTask("volume groups", then, _TURN_SECONDS, "volume groups are not tried: %s"),
+            PeriodicTask("refresh", self._refresh, _INTERVAL_SECONDS, failure % "LVM"),
+            PeriodicTask(
+                "volume groups", then, _INTERVAL_SECONDS, "volume groups are not tried: %s"
+            ),
         )
 
     def start(self) -> None:
@@ -67,7 +69,7 @@ class Watch:
     def _refresh(self) -> None:
         self._reports.refresh(_MAX_AGE_SECONDS)
 
-    def _hear(self) -> None:
+    def _handle_udev(self) -> None:
         """Wait for udev events and have the changed disks scanned; stop this task without udev."""
         if self._events is None and (events := self._listen()) is not None:
             self._events = events
@@ -75,7 +77,7 @@ class Watch:
             self._udev.stop()
             return
         try:
-            changes = self._events.wait(_TURN_SECONDS)
+            changes = self._events.wait(_INTERVAL_SECONDS)
         except Exception:
             # Have all disks scanned: events before the error may be lost.
             self._reports.outdate()

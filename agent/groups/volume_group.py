@@ -22,7 +22,7 @@ from agent.work.locks import MOST_READING, GroupLock
 from lvm import lvm_errors as lvm_errors
 from lvm import report, tags, volumes
 from lvm.lvm2 import Lvm
-from lvm.session import only_looks
+from lvm.session import is_report
 from mount import command
 from mount import mount_errors as mount_errors
 from mount.command import Result
@@ -337,7 +337,7 @@ class VolumeGroup:
     def _watched(self, *words: str) -> Result:
         """Run a command; after one of unknown outcome, forget the cache."""
         self._require_none_stuck(words)
-        is_change = not only_looks(words)
+        is_change = not is_report(words)
         try:
             result = self._run(*words)
         except mount_errors.CommandStuck as error:
@@ -370,10 +370,10 @@ class VolumeGroup:
         with self._guard:
             self._stuck = tuple(one for one in self._stuck if not one.ended())
             stuck = self._stuck
-        if stuck and not only_looks(words):
+        if stuck and not is_report(words):
             raise lvm_errors.StillRunning(stuck[0].words[1], stuck[0].seconds)
         for one in stuck:
-            if only_looks(one.words):
+            if is_report(one.words):
                 raise mount_errors.CommandStuck(one.words, one.seconds, one.ended)
 
 

@@ -190,7 +190,7 @@ class Autoextender:
             with command.time_limit(_PATIENCE_SECONDS):
                 more_bytes, is_swept = self._grow(part, percent)
                 if more_bytes == 0 and is_swept:
-                    with self._sweeper.giving_way(part.group):
+                    with self._sweeper.without_sweep(part.group):
                         more_bytes, _ = self._grow(part, percent)
         except (errors.AgentError, mount_errors.CommandError) as error:
             self._give_up(part, percent, FAILED, str(error))
@@ -224,11 +224,11 @@ class Autoextender:
             group = self._reports.fresh(part.group).group(part.group)
             lvm, room = self._volume_groups.lvm(part.group), Room(group)
             more_bytes = part.extend(lvm, room, percent)
-            is_unclean_left = room.overwriting.free_extents > room.free_extents
+            is_unclean_left = room.for_overwriting.free_extents > room.free_extents
             if more_bytes == 0 and self._may_be_unclean(part) and is_unclean_left:
                 if part.kind != AREA and tag.UNCLEAN not in group.volume(part.name).own_tags:
                     volumes.mark(lvm, group.name, part.name, old={}, new={tag.UNCLEAN: "yes"})
-                more_bytes = part.extend(lvm, room.overwriting, percent)
+                more_bytes = part.extend(lvm, room.for_overwriting, percent)
             return more_bytes, self._may_be_unclean(part) and erase_deleted.is_sweep(
                 group, ids.SWEEP
             )

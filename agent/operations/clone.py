@@ -84,7 +84,7 @@ def find(within: Reports, known: Known, source: Source) -> Snapshot | Volume:
     return known.usable(source.id, Call.COPY_FROM)
 
 
-def as_taken(origin: Snapshot | Volume, source: Snapshot) -> Snapshot | Volume:
+def origin_at_snapshot(origin: Snapshot | Volume, source: Snapshot) -> Snapshot | Volume:
     """Return the origin of a copy as it was when its bridge snapshot, `source`, was taken.
 
     Another call may have taken the bridge. Since then the origin may have grown, been formatted, or
@@ -348,10 +348,10 @@ class Copier:
             return
         if volume.ended_by is Ender.COPIER:
             self.dismiss(bridge_id)
-        elif self._is_seen(bridge_id):
+        elif self._is_in_cache(bridge_id):
             self.bridges.start(Job(bridge_id))
 
-    def _is_seen(self, bridge_id: str) -> bool:
+    def _is_in_cache(self, bridge_id: str) -> bool:
         """Whether the cached state of a volume group has a bridge snapshot.
 
         A bridge snapshot that the state lacks is removed by the retry of the job that failed to

@@ -48,7 +48,7 @@ class Capacity:
 
 
 @dataclass(frozen=True)
-class Made:
+class CreatedVolume:
     """A volume that was found or created, and the job that fills it.
 
     The job is None for a volume that has its contents.
@@ -59,7 +59,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class _Untaken:
+class _SourceToReserve:
     """A source in another volume group that must be taken before the volume is created in `group`.
 
     To take a source is to reserve it for the new volume (`VolumeCreator._take`).
@@ -70,7 +70,7 @@ class _Untaken:
 
 
 @dataclass(frozen=True)
-class _Taken:
+class _ReservedSource:
     """A source in another volume group that is reserved for the new volume.
 
     `origin` is the source as it was when it was taken. `snapshot` is what is copied: the origin
@@ -119,7 +119,7 @@ class VolumeCreator:
         self._limiter, self._conflicts = context.limiter, context.conflicts
         self._allocators = context.allocators
 
-    def create(self, call: CreateVolume, admit: Admit | None = None) -> Made:
+    def create(self, call: CreateVolume, admit: Admit | None = None) -> CreatedVolume:
         """Create a volume, or find the one that an earlier call created.
 
         The volume may be still without its contents; `complete` waits for these.
@@ -145,10 +145,14 @@ class VolumeCreator:
                 origin = backing.of_id(call.source.id)
                 with self._limiter.lifted(origin):
                     users.flush(self._kernel, self._activator, origin)
-        make = partial(self._make_or_find, call, device_class, admit)
-        return self._pool_remover.when_kept(device_class.group, pool_name(device_class.name), make)
+        make = partial(self._find_or_create, call, device_class, admit)
+        return self._pool_remover.retry_holding(
+            device_class.group, pool_name(device_class.name), make
+        )
 
-    def _make_or_find(self, call: CreateVolume, one: DeviceClass, admit: Admit | None) -> Made:
+    def _find_or_create(
+        self, call: CreateVolume, one: DeviceClass, admit: Admit | None
+    ) -> CreatedVolume:
         """Create or find a volume; the lock of only one volume group is held at a time."""
         prefix = _prefix(call.is_ephemeral)
         # Begin with the group where an earlier call may have created the volume, before the
@@ -159,10 +163,10 @@ class VolumeCreator:
             while True:
                 self._reports.await_others(group_name)
                 match self._create(call, one, group_name, taken, admit):
-                    case Made() as made:
+                    case CreatedVolume() as made:
                         undo.pop_all()
                         return made
-                    case _Untaken() as untaken:
+                    case _SourceToReserve() as untaken:
                         taken = self._take(call, one, untaken, undo, promises)
                     case str(elsewhere):
                         group_name = elsewhere
@@ -192,9 +196,9 @@ class VolumeCreator:
         call: CreateVolume,
         one: DeviceClass,
         group_name: str,
-        taken: _Taken | None,
+        taken: _ReservedSource | None,
         admit: Admit | None,
-    ) -> Made | _Untaken | str:
+    ) -> CreatedVolume | _SourceToReserve | str:
         """Create or find a volume with its group locked.
 
         Returns the volume, a source in another volume group that must be taken first, or the name
@@ -237,7 +241,7 @@ class VolumeCreator:
                         group = self._reports.group(state, one.group)
                     is_taken = taken is not None and _disks(group) <= taken.disks
                     if is_across and call.source is not None and not is_taken:
-                        return _Untaken(call.source, group)
+                        return _SourceToReserve(call.source, group)
                     volume, source = self._make(
                         call, one, (state, all_groups), prefix, undo, admit, taken
                     )
@@ -251,10 +255,10 @@ class VolumeCreator:
                 # Crash point: the volume has the tag `copying`; the next call or the next start of
                 # Carver fills the volume anew.
                 if volume.ended_by is not Ender.COPIER:
-                    return Made(volume)
+                    return CreatedVolume(volume)
                 if is_across:
-                    return Made(volume, self._copier.start_across(volume, source_id))
-                return Made(volume, self._copier.start(volume, source))
+                    return CreatedVolume(volume, self._copier.start_across(volume, source_id))
+                return CreatedVolume(volume, self._copier.start(volume, source))
             except _FOR_EVER as error:
                 if existing is None:
                     raise
@@ -267,10 +271,10 @@ class VolumeCreator:
         self,
         call: CreateVolume,
         one: DeviceClass,
-        untaken: _Untaken,
+        untaken: _SourceToReserve,
         undo: ExitStack,
         promises: ExitStack,
-    ) -> _Taken:
+    ) -> _ReservedSource:
         """Reserve a source in another volume group for the new volume.
 
         A request that cannot be met is refused before a bridge snapshot is created. Only the
@@ -294,7 +298,7 @@ class VolumeCreator:
             if snapshot.is_bridge:
                 undo.callback(self._copier.dismiss, str(snapshot.id))
             promises.enter_context(self._copier.promised(snapshot, call.name))
-        return _Taken(clone.as_taken(reread, snapshot), snapshot, _disks(group))
+        return _ReservedSource(clone.origin_at_snapshot(reread, snapshot), snapshot, _disks(group))
 
     def _origin(self, source: Source) -> tuple[Fresh, Snapshot | Volume]:
         """Return the source of a new volume and the fresh state of its group, which is locked."""
@@ -312,7 +316,9 @@ class VolumeCreator:
         self._conflicts.check(Call.COPY_FROM, str(origin.id))
         return origin
 
-    def complete(self, made: Made, hold: Callable[[], AbstractContextManager[object]]) -> Volume:
+    def complete(
+        self, made: CreatedVolume, hold: Callable[[], AbstractContextManager[object]]
+    ) -> Volume:
         """Wait until a volume has its contents; raise Copying before the caller's deadline.
 
         To be called without the locks of `create`. `hold` locks the new volume's id, under which
@@ -358,7 +364,7 @@ class VolumeCreator:
         prefix: str,
         undo: ExitStack,
         admit: Admit | None,
-        taken: _Taken | None,
+        taken: _ReservedSource | None,
     ) -> tuple[Volume, Snapshot | None]:
         """Create a volume; return it with the snapshot to copy from, if any.
 
@@ -402,7 +408,7 @@ class VolumeCreator:
             source = self._copier.prepare(state, call.name, origin, group)
             if source.is_bridge:
                 undo.callback(self._copier.dismiss, str(source.id))
-            origin = clone.as_taken(origin, source)
+            origin = clone.origin_at_snapshot(origin, source)
             size_bytes, own_tags, tuning = self._planned(call, one, group, origin)
         if source is not None and source.is_bridge:
             own_tags |= {tag.BRIDGE: str(source.time_nanoseconds)}
@@ -410,7 +416,7 @@ class VolumeCreator:
             # Crash point: the thin pool exists without a volume; the next call uses the pool, or
             # the next start of Carver removes it.
             self._pool_remover.empty(group, pool)
-            undo.callback(self._pool_remover.give_back, group.name, pool)
+            undo.callback(self._pool_remover.remove_if_empty, group.name, pool)
         allocator.create(lvm, group, New(name, size_bytes, own_tags, tuning.for_new()))
         undo.pop_all()
         # Allow the use of the id only now: a stream for that name might have been received in
@@ -435,7 +441,7 @@ class VolumeCreator:
     def _require_room(
         self, one: DeviceClass, group: report.Group, size_bytes: int, beside: int = 0
     ) -> None:
-        """Raise NoRoom or Removing, before anything is created, if a volume has no room.
+        """Raise NoRoom or PoolBeingZeroed, before anything is created, if a volume has no room.
 
         Removing is for a thin pool that is being zeroed. `beside` is the number of further logical
         volumes that the group gets together with the volume.

@@ -222,7 +222,7 @@ _OF_FILE_SYSTEMS = {
 }
 
 
-class _Kernels(NamedTuple):
+class KernelConditions(NamedTuple):
     """Conditions that the kernel reports about a volume.
 
     `has_status` is True if device-mapper reports on the volume.
@@ -239,7 +239,7 @@ class Diagnosis:
         self._kernel = kernel
         self._devices = kernel_devices
         self._activator = activator
-        self._looks: Probes[_Kernels] = Probes()
+        self._looks: Probes[KernelConditions] = Probes()
         # Time after which a suspended device counts as left suspended, in seconds; tests change it.
         self.settling_seconds = SETTLING_SECONDS
 
@@ -278,11 +278,13 @@ class Diagnosis:
         place = f"{group.name}/{name}"
         description = f"thin pool {place}"
 
-        def look() -> _Kernels:
+        def look() -> KernelConditions:
             status = thin.status_of(self._activator.status(group.name, name))
             if status is None:
-                return _Kernels()
-            return _Kernels(tuple(_of_pool(status, description, has_all=has_all(group, name))))
+                return KernelConditions()
+            return KernelConditions(
+                tuple(_of_pool(status, description, has_all=has_all(group, name)))
+            )
 
         return self._waited(f"pool {place}", place, description, look, until_seconds).conditions
 
@@ -292,10 +294,10 @@ class Diagnosis:
         volume: Volume | None,
         mounts: table.Table | None,
         until_seconds: float | None,
-    ) -> _Kernels:
+    ) -> KernelConditions:
         logical = backing.of_id(volume_id) if volume is None else volume.backing
 
-        def look() -> _Kernels:
+        def look() -> KernelConditions:
             return self._look(logical, volume, mounts or self.mounts())
 
         if until_seconds is None:
@@ -308,10 +310,15 @@ class Diagnosis:
         return self._waited(volume_id, place, description, look, until_seconds)
 
     def _waited(
-        self, what: str, place: str, named: str, look: Callable[[], _Kernels], until_seconds: float
-    ) -> _Kernels:
+        self,
+        what: str,
+        place: str,
+        named: str,
+        look: Callable[[], KernelConditions],
+        until_seconds: float,
+    ) -> KernelConditions:
         result = self._looks.probe(what, look, until_seconds, place)
-        reported = result.value or _Kernels()
+        reported = result.value or KernelConditions()
         if result.hanging_seconds < _DEAD_SECONDS:
             return reported
         silent = Condition(
@@ -319,9 +326,11 @@ class Diagnosis:
             f"the kernel has not answered about {named} for {result.hanging_seconds:.0f} s: a disk"
             " under it may hang; look at `dmesg`",
         )
-        return _Kernels((*reported.conditions, silent), reported.has_status)
+        return KernelConditions((*reported.conditions, silent), reported.has_status)
 
-    def _look(self, logical: Backing, volume: Volume | None, mounts: table.Table) -> _Kernels:
+    def _look(
+        self, logical: Backing, volume: Volume | None, mounts: table.Table
+    ) -> KernelConditions:
         status = self._activator.status_of(logical)
         # Only a report says how much a pool promised: without a report, assume that the pool has
         # room.
@@ -341,7 +350,7 @@ class Diagnosis:
         for snapshot in records.snapshots_of(volume) if volume is not None else ():
             if not snapshot.problem and self._activator.has_overflowed(snapshot):
                 conditions.append(overflowed(snapshot))
-        return _Kernels(tuple(conditions), bool(status))
+        return KernelConditions(tuple(conditions), bool(status))
 
     def _of_device(
         self, logical: Backing, device: Device, mounts: table.Table

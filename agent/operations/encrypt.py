@@ -125,7 +125,7 @@ class EncryptedDevices:
             tags = self._sealed(volume, device, key, header)
             self._unlock(volume, device, keys, key)
         if tag.SHARED_KEY in volume.own_tags:
-            self._settle(volume, device)
+            self._adopt_header(volume, device)
         self._mappings.copies.keep(device)
         mapping = self._activator.mapping(volume)
         if mapping is None:
@@ -201,7 +201,7 @@ class EncryptedDevices:
             self._cryptsetup.grow(logical.path, key.data, mapping.name)
         return True
 
-    def _settle(self, volume: Volume, device: Device) -> None:
+    def _adopt_header(self, volume: Volume, device: Device) -> None:
         """Record the present header of a copy as the copy's own, and remove the tag `sharedKey`.
 
         Carver up to 0.2.0 re-encrypted a copy that has the tag `sharedKey` before its first use.

@@ -160,7 +160,7 @@ def _marked_disks(marks: Mapping[str, str]) -> list[str]:
 
 
 @dataclass(kw_only=True)
-class _Wipe(Job):
+class EraseJob(Job):
     """A job that erases and removes a deleted volume; its key is the volume's id."""
 
     volume: Volume
@@ -205,7 +205,7 @@ class Eraser:
         # the interval at which it checks.
         self.write_back_seconds = 2.0
         self.look_seconds = 0.5
-        self.jobs: Jobs[_Wipe] = Jobs(
+        self.jobs: Jobs[EraseJob] = Jobs(
             context.workers,
             "wipe",
             self._steps,
@@ -252,7 +252,7 @@ class Eraser:
         """Erase and remove a volume that is tagged as deleted; wait up to two seconds for that."""
         self.jobs.wait(self._start(volume), self.grace_seconds)
 
-    def _put_on_record(self, job: _Wipe) -> bool:
+    def _put_on_record(self, job: EraseJob) -> bool:
         """Tag a volume as deleted; return False if it is already removed."""
         group, name = job.volume.group.name, job.volume.name
         with self._volume_groups.hold(group):
@@ -275,7 +275,7 @@ class Eraser:
             return errors.OperationPending(f"{volume.id} (being erased)")
         return _being_erased(job)
 
-    def _start(self, volume: Volume) -> _Wipe:
+    def _start(self, volume: Volume) -> EraseJob:
         """Start a job, or find the one under way; raise Stopping while a cancelled job ends."""
         job, earlier = self._wipe_of(volume), self.jobs.of(str(volume.id))
         job.overwritten = earlier is not None and earlier.overwritten
@@ -284,7 +284,7 @@ class Eraser:
             raise Stopping(job.key)
         return job
 
-    def _due(self, group: str) -> Iterator[_Wipe]:
+    def _due(self, group: str) -> Iterator[EraseJob]:
         """Yield a job for each deleted volume of a volume group.
 
         Raises an ExceptionGroup of the reasons why volumes that lvm2 left suspended cannot be
@@ -300,24 +300,24 @@ class Eraser:
                     state.require_repaired(volume)
                     yield self._wipe_of(volume)
 
-    def _wipe_of(self, volume: Volume) -> _Wipe:
+    def _wipe_of(self, volume: Volume) -> EraseJob:
         # Keep only the logical volumes that the job needs: many jobs may wait, and each would keep
         # a report of all volumes in memory.
         snapshot_names = [logical.name for logical in volume.group.made_of(volume.name)]
         logical = volume.group.volumes.get(volume.name)
         pool = "" if logical is None else logical.pool
-        detached_cache = caches.parted(volume.group, volume.name)
+        detached_cache = caches.detached_cachevol(volume.group, volume.name)
         group = volume.group.only(volume.name, detached_cache, pool, *snapshot_names)
         volume = replace(volume, group=group)
         is_overwritten = self.policy.erases(volume) and not pool
-        return _Wipe(
+        return EraseJob(
             key=str(volume.id),
             volume=volume,
             size_bytes=self.policy.zeroed_bytes(volume, volume.size_bytes) * is_overwritten,
             on_record=volume.is_doomed,
         )
 
-    def _steps(self, job: _Wipe) -> Steps:
+    def _steps(self, job: EraseJob) -> Steps:
         """Erase and remove a volume; prove the volume's absence if it is not found.
 
         DeleteVolume answers NoSuchVolume with success, so a volume that exists must not cause that
@@ -332,7 +332,7 @@ class Eraser:
                 why = "it is there, and not on record as deleted; call again"
                 raise errors.NotOverwritten(str(volume.id), why) from None
 
-    def _erase_and_remove(self, job: _Wipe) -> Steps:
+    def _erase_and_remove(self, job: EraseJob) -> Steps:
         """Detach a deleted volume from its pool or origin, erase it, and remove it.
 
         Crash points: after a crash at any step, the volume's tag has the next start of Carver begin
@@ -366,7 +366,9 @@ class Eraser:
             )
             self._given_up(group_name)
 
-    def _erase(self, job: _Wipe, volume: Volume) -> Generator[float, None, tuple[list[str], bool]]:
+    def _erase(
+        self, job: EraseJob, volume: Volume
+    ) -> Generator[float, None, tuple[list[str], bool]]:
         """Overwrite a volume and the cache that it had.
 
         Returns the logical volumes to remove, and whether all extents that could not be overwritten
@@ -516,7 +518,7 @@ class Eraser:
                 )
             yield self.look_seconds
 
-    def _overwrite(self, job: _Wipe, volume: Volume) -> Generator[float, None, bool]:
+    def _overwrite(self, job: EraseJob, volume: Volume) -> Generator[float, None, bool]:
         """Overwrite a volume; return whether all that failed is certainly on missing disks."""
         device = self._activator.activate(volume).path
         purpose = self.policy.purpose(job.volume)
@@ -590,7 +592,7 @@ def _being_erased(job: Job) -> errors.OperationPending:
 
 
 @contextmanager
-def _overwriting(job: _Wipe, volume: Volume) -> Iterator[None]:
+def _overwriting(job: EraseJob, volume: Volume) -> Iterator[None]:
     """Mark a job's volume as overwritten within the `with`, in which it is written to.
 
     Raises VolumeInUse if the volume's device is mounted or held, so that nothing was written.
@@ -607,7 +609,7 @@ def _overwriting(job: _Wipe, volume: Volume) -> Iterator[None]:
 
 def _detached_caches(volume: Volume) -> list[str]:
     """Return the cache of a volume that a killed job detached; an empty list if there is none."""
-    cache = caches.parted(volume.group, volume.name)
+    cache = caches.detached_cachevol(volume.group, volume.name)
     return [cache] if cache else []
 
 

@@ -219,7 +219,7 @@ class FreedSpaceEraser:
         return self.jobs.start(Job(f"{group}/{ids.SWEEP}")).ended
 
     @contextmanager
-    def giving_way(self, group: str) -> Iterator[None]:
+    def without_sweep(self, group: str) -> Iterator[None]:
         """Remove the sweep of a volume group within the `with`, so that its extents are free.
 
         The sweep is the logical volume in which free extents are zeroed; the job creates the sweep

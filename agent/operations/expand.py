@@ -36,7 +36,7 @@ from agent.operations.encrypt import EncryptedDevices
 from agent.operations.erase_free import AnotherSize, GrowthZeroer
 from agent.operations.node_volumes import NodeVolumes
 from agent.requests import secret
-from agent.requests.requests import BLOCK, ExpandVolume, SizeRange, VolumeAt
+from agent.requests.requests import BLOCK, ExpandVolume, SizeRange, VolumePath
 from agent.requests.secret import Keys
 from agent.volumes import records, tag_writer, users
 from agent.volumes.context import Context
@@ -85,7 +85,7 @@ class Expander:
         self._limiter, self._conflicts = context.limiter, context.conflicts
         self._configuration = context.configuration
 
-    def expand_in_use(self, call: ExpandVolume, at: VolumeAt, keys: Keys) -> int:
+    def expand_in_use(self, call: ExpandVolume, at: VolumePath, keys: Keys) -> int:
         """Grow a volume to the requested size, and all layers on it; return its capacity in bytes.
 
         Raises CannotGrow for each final error of lvm2, the mount or LUKS: a pod must start with the
@@ -218,7 +218,7 @@ class Expander:
 
     def fill_device(
         self,
-        call: VolumeAt,
+        call: VolumePath,
         keys: Keys = secret.NONE,
         *,
         if_possible: bool = False,

@@ -132,7 +132,7 @@ class GroupSnapshotter:
 
         Runs a report of the group snapshot's volume groups.
         """
-        if not _is_one(call.id):
+        if not _is_group_snapshot_id(call.id):
             raise errors.NoSuchGroupSnapshot(call.id)
         all_groups = self._reports.everywhere(self._reports.fresh(*self._groups_of(call.id)))
         members = self._find(all_groups, call.id)
@@ -150,7 +150,7 @@ class GroupSnapshotter:
         deleted, unless a volume group that may have a lost snapshot can come back: in that case
         raises NotWhole.
         """
-        if not _is_one(call.id):
+        if not _is_group_snapshot_id(call.id):
             return
         groups = self._groups_of(call.id)
         with self._volume_groups.hold(*groups):
@@ -361,11 +361,11 @@ class GroupSnapshotter:
         for volume in volumes:
             device = self._activator.device(volume.backing)
             if device is not None:
-                self._require_holdable(volume, device, mounts)
+                self._require_suspendable(volume, device, mounts)
                 active[str(volume.id)] = volume
         return active
 
-    def _require_holdable(self, volume: Volume, device: Device, mounts: table.Table) -> None:
+    def _require_suspendable(self, volume: Volume, device: Device, mounts: table.Table) -> None:
         """Raise NotTogether for a volume that lvm2 or Carver may use while it is suspended."""
         # Refuse a volume with a loop device: lvm2 reads all devices that may be physical volumes,
         # and would wait for the loop device of a suspended volume.
@@ -510,7 +510,7 @@ class GroupSnapshotter:
                 self._eraser.finish(volume)
 
 
-def _is_one(group_snapshot_id: str) -> bool:
+def _is_group_snapshot_id(group_snapshot_id: str) -> bool:
     """Whether an id has the form of a group snapshot's id."""
     return names.is_of(ids.GROUP_SNAPSHOT_PREFIX, ids.logical_name(group_snapshot_id))
 

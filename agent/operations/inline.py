@@ -53,7 +53,7 @@ _TURN_SECONDS = 600.0
 _PATIENCE_SECONDS = 60.0
 
 
-class _Admitted:
+class PendingSizes:
     """Sizes of the inline volumes that calls are creating, which reports of other calls may lack.
 
     The sizes are kept until no call is under way that may have read such a report.
@@ -131,7 +131,7 @@ class InlineVolumes:
         self._creator, self._deleter = creator, deleter
         self._stager = stager
         self._locks = context.locks
-        self._admitted = _Admitted()
+        self._admitted = PendingSizes()
         # Results of each volume group's last sweep, by the group's name.
         self._sweeps: defaultdict[str, _Sweep] = defaultdict(_Sweep)
         self.looks = Looks(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from agent.core import errors, ids, trace
-from agent.requests.requests import VolumeAt
+from agent.requests.requests import VolumePath
 from agent.volumes import backing, users
 from agent.volumes.context import Context
 from agent.volumes.volume_states import Call
@@ -61,7 +61,7 @@ class NodeVolumes:
         self._conflicts.check(Call.USE, volume_id)
         return self._activator.device(backing.of_id(volume_id))
 
-    def statistics(self, call: VolumeAt) -> Statistics:
+    def statistics(self, call: VolumePath) -> Statistics:
         """Return the size and usage of a volume that is staged or published at a path."""
         device, mounted = self._at(call, table.read(self._kernel))
         if mounted.device == device.number:
@@ -71,7 +71,7 @@ class NodeVolumes:
                 return Statistics(usage.total_bytes, usage)
         return Statistics(filesystem_health.device_size_bytes(self._kernel, device.path), None)
 
-    def size_bytes(self, call: VolumeAt) -> int:
+    def size_bytes(self, call: VolumePath) -> int:
         """Return the size, in bytes, of the device of a volume that is staged or published.
 
         The volume may be mounted at the path of the call or at another path.
@@ -79,7 +79,7 @@ class NodeVolumes:
         device, _ = self.anywhere(call, table.read(self._kernel))
         return filesystem_health.device_size_bytes(self._kernel, device.path)
 
-    def anywhere(self, call: VolumeAt, known: table.Table) -> tuple[Device, table.Mount]:
+    def anywhere(self, call: VolumePath, known: table.Table) -> tuple[Device, table.Mount]:
         """Return a volume's device, and its mount at the path or else any mount.
 
         The method is for the growth of volumes. For a raw block volume in several pods, kubelet
@@ -100,7 +100,7 @@ class NodeVolumes:
             why = "it is mounted and published nowhere on this node"
             raise errors.NotStaged(call.volume_id, why, _GROWS_WHEN_STAGED) from None
 
-    def _at(self, call: VolumeAt, known: table.Table) -> tuple[Device, table.Mount]:
+    def _at(self, call: VolumePath, known: table.Table) -> tuple[Device, table.Mount]:
         """Return a volume's device and its mount at the path; raise NoSuchPath if there is none.
 
         Raises NotStaged if the mount is of a device that went away.
@@ -126,7 +126,7 @@ class NodeVolumes:
             )
         raise errors.NoSuchPath(call.volume_id, call.path)
 
-    def ensure_unmounted(self, call: VolumeAt) -> None:
+    def ensure_unmounted(self, call: VolumePath) -> None:
         """Unmount a volume from a path; a path without a mount is no error.
 
         Raises ForeignMount if the mount is another volume's.

@@ -17,7 +17,7 @@ from agent.core import errors, ids
 from agent.operations.encrypt import EncryptedDevices
 from agent.operations.node_volumes import NodeVolumes
 from agent.operations.stage import Stager
-from agent.requests.requests import PublishVolume, StageVolume, VolumeAt
+from agent.requests.requests import PublishVolume, StageVolume, VolumePath
 from agent.volumes import backing, users
 from agent.volumes.context import Context
 from agent.volumes.volume_states import Call
@@ -163,7 +163,7 @@ class Publisher:
                 " allows one target",
             )
 
-    def unpublish(self, call: VolumeAt) -> None:
+    def unpublish(self, call: VolumePath) -> None:
         """Unmount and remove the target path of a volume; a missing path is no error."""
         call = replace(call, path=self._volumes.place(call.path))
         with self._limiter.leaving(

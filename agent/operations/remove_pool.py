@@ -43,7 +43,7 @@ from mount.block_io import By
 _T = TypeVar("_T")
 
 
-class Removing(Exception):
+class PoolBeingZeroed(Exception):
     """The pool in which a volume is to be created is being zeroed."""
 
 
@@ -97,12 +97,12 @@ class PoolRemover:
         other_volumes = [
             volume for volume in removed.group.in_pool(pool) if volume.name != removed.name
         ]
-        if all(_fills_pool(volume) for volume in other_volumes):
-            self.give_back(removed.group.name, pool)
+        if all(_is_zeroing_volume(volume) for volume in other_volumes):
+            self.remove_if_empty(removed.group.name, pool)
             if (job := self.jobs.of(f"{removed.group.name}/{pool}")) is not None:
                 self.jobs.wait(job, wait_seconds)
 
-    def give_back(self, group: str, pool: str) -> Future[None]:
+    def remove_if_empty(self, group: str, pool: str) -> Future[None]:
         """Zero and remove a thin pool in the background, if the pool is empty when the job runs.
 
         If calls keep the pool, the job starts when the last of these calls ends, and the returned
@@ -124,7 +124,7 @@ class PoolRemover:
         if job.cancelled.is_set():
             # The present job was cancelled, and has not ended because its disk does not answer:
             # start another one when it ends.
-            job.ended.add_done_callback(lambda _: self.give_back(group, pool))
+            job.ended.add_done_callback(lambda _: self.remove_if_empty(group, pool))
         return job.ended
 
     @contextmanager
@@ -143,16 +143,16 @@ class PoolRemover:
         finally:
             if had_job or key in self._kept_keys:
                 self._kept_keys.discard(key)
-                self.give_back(group, pool)
+                self.remove_if_empty(group, pool)
 
-    def when_kept(self, group: str, pool: str, make: Callable[[], _T]) -> _T:
+    def retry_holding(self, group: str, pool: str, make: Callable[[], _T]) -> _T:
         """Return the result of `make`; if it raises Removing, call it again with the pool kept.
 
         The first call is made without `kept`, so that a call that is refused anyway cancels no job.
         """
         try:
             return make()
-        except Removing:
+        except PoolBeingZeroed:
             pass
         with self.kept(group, pool):
             return make()
@@ -160,7 +160,7 @@ class PoolRemover:
     def require_kept(self, group: str, pool: str) -> None:
         """Raise Removing if a thin pool is being zeroed; called before anything is created."""
         if self.jobs.has(f"{group}/{pool}"):
-            raise Removing(pool)
+            raise PoolBeingZeroed(pool)
 
     def empty(self, group: report.Group, pool: str) -> None:
         """Remove the volume that zeroes a thin pool, if it exists, so that a new volume has room.
@@ -169,7 +169,7 @@ class PoolRemover:
         lock.
         """
         for volume in group.in_pool(pool):
-            if _fills_pool(volume):
+            if _is_zeroing_volume(volume):
                 volumes.remove(self._lvm(group.name), group.name, volume.name)
 
     def _due(self, group: str) -> Iterator[Job]:
@@ -215,7 +215,7 @@ class PoolRemover:
         erasing.
         """
         if not caches.is_cached(pool):
-            return caches.parted(group, pool.name)
+            return caches.detached_cachevol(group, pool.name)
         if not self._policy.zeroes:
             # lvm2 removes the cache with its pool.
             return ""
@@ -237,7 +237,7 @@ class PoolRemover:
             volumes.remove(self._lvm(group_name), group_name, pool)
         if existing is None or not is_own_pool(existing):
             return None
-        zeroing_volumes = [volume for volume in group.in_pool(pool) if _fills_pool(volume)]
+        zeroing_volumes = [volume for volume in group.in_pool(pool) if _is_zeroing_volume(volume)]
         if len(zeroing_volumes) == len(group.in_pool(pool)):
             return group
         for volume in zeroing_volumes:
@@ -312,7 +312,7 @@ class PoolRemover:
         )
 
 
-def _fills_pool(logical: report.LogicalVolume) -> bool:
+def _is_zeroing_volume(logical: report.LogicalVolume) -> bool:
     """Whether a logical volume is the one that zeroes its thin pool, and not a user's."""
     own_tags = logical.own_tags
     is_named_so = names.is_of(ids.WIPE_PREFIX, logical.name)
@@ -332,5 +332,5 @@ def _abandoned(group: report.Group) -> list[str]:
         (pool.name, group.in_pool(pool.name)) for pool in logical_volumes if is_own_pool(pool)
     )
     return half_made + [
-        name for name, members in own_pools if not members or any(map(_fills_pool, members))
+        name for name, members in own_pools if not members or any(map(_is_zeroing_volume, members))
     ]

@@ -150,7 +150,7 @@ class Repairer:
             sum(group.lost_images(logical)),
             layout.image_extents(logical, extent),
         )
-        room = Room(group, self._allocators.promised_extents(group)).overwriting
+        room = Room(group, self._allocators.promised_extents(group)).for_overwriting
         images = min(len(candidates(group, logical)), room.available_extents // image_extents)
         if images < lost_images:
             where = (

@@ -16,7 +16,7 @@ from agent.operations.encrypt import EncryptedDevices
 from agent.operations.expand import Expander
 from agent.operations.node_volumes import NodeVolumes
 from agent.requests.parameters import Parameters
-from agent.requests.requests import StageVolume, VolumeAt
+from agent.requests.requests import StageVolume, VolumePath
 from agent.requests.secret import Keys
 from agent.volumes import backing
 from agent.volumes.context import Context
@@ -206,7 +206,7 @@ class Stager:
         return volume
 
     def _grow(self, call: StageVolume, seen: Volume | None) -> None:
-        at = VolumeAt(call.volume_id, call.staging_path)
+        at = VolumePath(call.volume_id, call.staging_path)
         try:
             if self._expander.fill_device(at, call.keys, if_possible=True):
                 self._expander.settle(call.volume_id)
@@ -416,7 +416,7 @@ class Stager:
         is_encrypted = parameters.is_encrypted
         self._encrypted.check_keys(volume_id, parameters.device_class, keys, encrypted=is_encrypted)
 
-    def unstage(self, call: VolumeAt) -> None:
+    def unstage(self, call: VolumePath) -> None:
         """Unmount the staging path of a volume; a path without a mount is no error.
 
         An encrypted volume is closed by one command, unless it is still published.

@@ -16,7 +16,7 @@ from agent.groups.volume_group import VolumeGroup, begin_states
 from agent.operations import diagnosis
 from agent.operations.diagnosis import Condition, Diagnosis, Reason
 from agent.requests import requests
-from agent.requests.requests import HealthAt, Page, Part
+from agent.requests.requests import GetVolumeHealth, Page, Part
 from agent.volumes import backing, records
 from agent.volumes.context import Context
 from agent.volumes.records import Volume
@@ -76,7 +76,7 @@ class VolumesHealth:
             raise errors.NoSuchVolume(volume_id)
         return self._of(volume_id, parsed, by_node=False)
 
-    def on_node(self, call: HealthAt) -> VolumeHealth:
+    def on_node(self, call: GetVolumeHealth) -> VolumeHealth:
         """Return the health of a volume on this node, whether staged or not, inline or not.
 
         A missing volume group is a condition, and so is a dead device at the paths of the call.
@@ -168,7 +168,7 @@ class VolumesHealth:
             raise errors.OtherGroup(volume_id, f"group {name} is not on this node")
         self._require_seen(volume_group)
         if volume_group.cached is None or not parsed.is_of(volume_group.cached.uuid):
-            return self._of_away(volume_id, parsed, volume_group, by_node=by_node)
+            return self._of_missing_group(volume_id, parsed, volume_group, by_node=by_node)
         try:
             volume = self._reported(volume_group.cached, volume_id)
         except errors.Copying:
@@ -186,7 +186,7 @@ class VolumesHealth:
             volume = self._proved(volume_group, volume_id, volume)
         return VolumeHealth(volume_id, self._conditions(volume_group, volume))
 
-    def _of_away(
+    def _of_missing_group(
         self, volume_id: str, parsed: VolumeId, volume_group: VolumeGroup, *, by_node: bool
     ) -> VolumeHealth:
         """Return the health of a volume whose group is not on this node.
@@ -237,7 +237,7 @@ class VolumesHealth:
         problems: list[Exception] = []
         for volume_group in self._volume_groups:
             try:
-                volume = self._looked(volume_group, volume_id)
+                volume = self._read_volume(volume_group, volume_id)
             except _NO_ANSWER as error:
                 problems.append(error)
                 continue
@@ -279,7 +279,7 @@ class VolumesHealth:
         raised.
         """
         try:
-            volume = self._looked(volume_group, volume_id)
+            volume = self._read_volume(volume_group, volume_id)
         except _NO_ANSWER:
             if before is None:
                 raise
@@ -288,7 +288,7 @@ class VolumesHealth:
             raise errors.NoSuchVolume(volume_id)
         return volume
 
-    def _looked(self, volume_group: VolumeGroup, volume_id: str) -> Volume | None:
+    def _read_volume(self, volume_group: VolumeGroup, volume_id: str) -> Volume | None:
         locks.enter(volume_group.name)
         with command.time_limit(command.patience_seconds(_PROOF_SECONDS)):
             group = volume_group.state()

@@ -677,7 +677,7 @@ class PublishInline:
     keys: Keys = secret.NONE
 
     @staticmethod
-    def is_meant(wire: csi.NodePublishVolumeRequest) -> bool:
+    def is_inline(wire: csi.NodePublishVolumeRequest) -> bool:
         """Whether the request is for an inline volume, as kubelet marks in the volume_context."""
         marked = wire.volume_context.get(EPHEMERAL, "false")
         if marked not in {"true", "false"}:
@@ -706,7 +706,7 @@ class PublishInline:
 
 
 @dataclass(frozen=True)
-class VolumeAt:
+class VolumePath:
     """A checked request with a volume and the path where the volume is staged or published."""
 
     volume_id: str
@@ -723,7 +723,7 @@ class VolumeAt:
 
 
 @dataclass(frozen=True)
-class HealthAt:
+class GetVolumeHealth:
     """A checked NodeGetVolumeHealth request.
 
     `paths` are the publish path and the staging path of the volume, as far as the caller gave them.

@@ -98,7 +98,7 @@ class Volume:
         logical = self.group.volumes.get(self.name)
         if logical is None:
             return tag.CACHE in self.own_tags
-        return caches.is_cached(logical) or bool(caches.parted(self.group, self.name))
+        return caches.is_cached(logical) or bool(caches.detached_cachevol(self.group, self.name))
 
     @property
     def made_bytes(self) -> int:

@@ -606,6 +606,6 @@ def test_an_empty_pool_that_is_not_active_is_given_back_with_its_cache(
     host.deactivate(group, f"pool-{name}")
     service.reports.fresh()
     assert in_background.look(service, service.pool_remover.jobs) == 1
-    service.pool_remover.give_back(group, f"pool-{name}").result(600)
+    service.pool_remover.remove_if_empty(group, f"pool-{name}").result(600)
     assert free(host, group) == (sum(SLOW), sum(FAST))
     client.delete(volume.volume_id)

@@ -121,7 +121,7 @@ def test_thin_volumes_on_it_share_a_pool_with_their_snapshots(
     snapshot = client.snapshot("nightly", volume.volume_id)
     client.delete_snapshot(snapshot.snapshot_id)
     client.delete(volume.volume_id)
-    service.pool_remover.give_back(group, "pool-thin").result(600)
+    service.pool_remover.remove_if_empty(group, "pool-thin").result(600)
     assert not report.read(host.lvm).group(group).volumes
 
 

@@ -138,7 +138,7 @@ class TestLayouts:
         client.unstage(volume.volume_id, host.directory / "staging")
         client.delete(volume.volume_id)
         if name == "thin":
-            service.pool_remover.give_back(group, "pool-thin").result(600)
+            service.pool_remover.remove_if_empty(group, "pool-thin").result(600)
         is_plain = name in ("linear", "striped")
         assert asked.ways == [By.DISCARD if is_plain else By.ZEROES]
 

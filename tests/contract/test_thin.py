@@ -281,7 +281,7 @@ def test_a_pool_that_leaked_a_chunk_is_overwritten_whole_and_given_back(
     host.intercept = look
     with host.impatient():
         client.delete(last.volume_id)
-        service.pool_remover.give_back(group, "pool-twice").result(600)
+        service.pool_remover.remove_if_empty(group, "pool-twice").result(600)
     assert left == [bytes(len(left[0]))]
 
 
@@ -293,7 +293,7 @@ def test_a_pool_that_an_earlier_process_left_empty_is_given_back(
     host.lvm("lvremove", "--yes", "--", f"{group}/vol-pvc-1")
     service.reports.fresh()
     assert in_background.look(service, service.pool_remover.jobs) == 1
-    service.pool_remover.give_back(group, "pool-thin").result(600)
+    service.pool_remover.remove_if_empty(group, "pool-thin").result(600)
     assert Room(report.read(host.lvm).group(group)).free_extents == 30
     client.delete(volume.volume_id)
 

@@ -63,5 +63,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with cli.written_if_possible():
+    with cli.ignoring_failed_writes():
         main()

@@ -17,7 +17,7 @@ import grpc
 from agent.core import errors
 from agent.daemon import monitor
 from agent.daemon.extra import Extra
-from agent.daemon.service_process import ProcessEnder, claimed, ending_in_time
+from agent.daemon.service_process import ProcessEnder, claimed, process_ender
 from agent.extras.controller import certificates, nodes
 from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.claims import ClaimQuestions
@@ -202,7 +202,7 @@ def run(config: Config) -> None:
     calls.forbid_dumps()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with (
-        ending_in_time(_STOP_SECONDS) as ender,
+        process_ender(_STOP_SECONDS) as ender,
         claimed(config.endpoint),
         ExitStack() as ending,
     ):

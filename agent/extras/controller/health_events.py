@@ -129,7 +129,7 @@ class HealthEvents(Extra):
         self._loop: asyncio.AbstractEventLoop
         self._conditions: dict[_Key, _Condition] = {}
         # The names of the nodes whose volumes were listed before.
-        self._looked: frozenset[str] = frozenset()
+        self._read_volume: frozenset[str] = frozenset()
         # How often a condition was over, and when it last was.
         self._ends: dict[_Key, tuple[int, float]] = {}
         # The text of the last Event about nodes that share a volume group, by the node's name.
@@ -232,7 +232,7 @@ class HealthEvents(Extra):
                 segment,
                 _status(entry.status),
                 entry.message[:_MESSAGE_CHARACTERS],
-                is_new=node.name in self._looked,
+                is_new=node.name in self._read_volume,
             )
             for entry in health.health_statuses
         ]
@@ -251,8 +251,8 @@ class HealthEvents(Extra):
                     now,
                 )
         self._forget(found)
-        looked = self._looked.union(found)
-        self._looked = frozenset(name for name in looked if self._nodes.get(name) is not None)
+        looked = self._read_volume.union(found)
+        self._read_volume = frozenset(name for name in looked if self._nodes.get(name) is not None)
         lately = now - _COUNTED_SECONDS
         self._ends = {key: end for key, end in self._ends.items() if end[1] > lately}
 

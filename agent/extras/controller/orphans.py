@@ -100,10 +100,10 @@ def _of_volumes(
     """
     # Names are compared as names of logical volumes, since an id has only the digest of a long
     # name.
-    spoken_for = {names.logical_volume(ids.VOLUME_PREFIX, name) for name in wanted.spoken_for}
+    names_in_use = {names.logical_volume(ids.VOLUME_PREFIX, name) for name in wanted.names_in_use}
     for volume in volumes:
         parsed = VolumeId.parse(volume.volume_id)
-        if parsed is None or parsed.name in spoken_for or wanted.names(parsed.name):
+        if parsed is None or parsed.name in names_in_use or wanted.names(parsed.name):
             continue
         description = f"{volume.capacity_bytes} bytes on {volume.where}"
         if count := taken[volume.volume_id]:

@@ -41,7 +41,7 @@ class PersistentVolume:
 
 
 @dataclass(frozen=True)
-class OfNode:
+class NodeObject:
     """An object of the cluster that belongs to one node.
 
     The object is a CSIStorageCapacity of the driver's, or a claim that waits until the node that
@@ -57,7 +57,7 @@ class OfNode:
 class References:
     """All objects of the cluster that may refer to a volume.
 
-    - `spoken_for` has the names that volumes in use may have: the names of PersistentVolumes, of
+    - `names_in_use` has the names that volumes in use may have: the names of PersistentVolumes, of
       the logical volumes in their handles, and of the volumes of claims, bound or not yet.
     - `handle_digests` has the names of kubelet's staging directories for the PersistentVolumes.
     - `pods` has the UIDs of the pods on one node.
@@ -66,9 +66,9 @@ class References:
     """
 
     volumes: tuple[PersistentVolume, ...]
-    capacities: tuple[OfNode, ...]
-    waiting_claims: tuple[OfNode, ...]
-    spoken_for: frozenset[str]
+    capacities: tuple[NodeObject, ...]
+    waiting_claims: tuple[NodeObject, ...]
+    names_in_use: frozenset[str]
     handle_digests: frozenset[str]
     pods: frozenset[str]
     nodes: frozenset[str]
@@ -77,7 +77,7 @@ class References:
 
     def names(self, *names: str) -> bool:
         """Return whether an object refers to a volume that has one of these names."""
-        return not self.spoken_for.isdisjoint(names)
+        return not self.names_in_use.isdisjoint(names)
 
 
 def read(
@@ -131,7 +131,7 @@ def _read(
         ),
         capacities=tuple(_capacities(capacities.items, topology_key)),
         waiting_claims=tuple(_waiting_claims(claims.items, driver_name)),
-        spoken_for=frozenset(
+        names_in_use=frozenset(
             # The names come from PersistentVolumes of any driver, as the object of a driver that
             # was renamed refers to its volume, too.
             {volume["metadata"]["name"] for volume in volumes.items}
@@ -188,13 +188,13 @@ def selected_node(claim: Mapping[str, Any]) -> str:
     return str(_table(_table(claim, "metadata"), "annotations").get(_SELECTED_NODE) or "")
 
 
-def _waiting_claims(items: Any, driver_name: str) -> Iterator[OfNode]:
+def _waiting_claims(items: Any, driver_name: str) -> Iterator[NodeObject]:
     for claim in items:
         metadata = claim["metadata"]
         annotations = _table(metadata, "annotations")
         node, is_own = selected_node(claim), driver_name in map(annotations.get, _PROVISIONERS)
         if node and is_own and _table(claim, "status").get("phase") == "Pending":
-            yield OfNode(_full_name(claim), metadata["uid"], node)
+            yield NodeObject(_full_name(claim), metadata["uid"], node)
 
 
 def _uids_of_pods(items: Any) -> Iterator[str]:
@@ -205,10 +205,10 @@ def _uids_of_pods(items: Any) -> Iterator[str]:
             yield str(uid)
 
 
-def _capacities(items: Any, topology_key: str) -> Iterator[OfNode]:
+def _capacities(items: Any, topology_key: str) -> Iterator[NodeObject]:
     for capacity in items:
         if node := _table(_table(capacity, "nodeTopology"), "matchLabels").get(topology_key):
-            yield OfNode(_full_name(capacity), capacity["metadata"]["uid"], str(node))
+            yield NodeObject(_full_name(capacity), capacity["metadata"]["uid"], str(node))
 
 
 def _full_name(one: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ WORKERS = min(4, os.cpu_count() or 1) + 1
 _AHEAD = 2 * WORKERS
 
 
-def lent(pieces: Iterable[A], most_bytes: int) -> Iterator[tuple[A, memoryview]]:
+def with_memory(pieces: Iterable[A], most_bytes: int) -> Iterator[tuple[A, memoryview]]:
     """Pair each piece with a memory area of `most_bytes` that its worker may use.
 
     An area belongs to its piece until `ordered` has yielded the piece's result, and is then used

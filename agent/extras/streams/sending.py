@@ -99,7 +99,7 @@ def send(
 
     writer = Writer(write, header)
     zeroes = Extent(0, 0)
-    pieces = form.lent(_pieces(extents, header, note), READ_BYTES)
+    pieces = form.with_memory(_pieces(extents, header, note), READ_BYTES)
     for parts in form.ordered(read, pieces):
         for extent, packed in parts:
             if packed is None and extent.offset_bytes == zeroes.end_bytes:
@@ -173,7 +173,7 @@ def of(
     return whole.hexdigest()
 
 
-def of_parts(device: Opened, header: Header, parts: Iterable[Extent]) -> str:
+def checksum_of_parts(device: Opened, header: Header, parts: Iterable[Extent]) -> str:
     """Compute a checksum of the ranges that a stream names, and of all behind its base's end.
 
     Suppose two volumes held the same data before the stream was applied, and nothing else changed
@@ -205,4 +205,4 @@ def _digests(device: Opened, reads: Iterable[Extent]) -> Iterator[tuple[Extent, 
                 digests += piece.offset_bytes.to_bytes(8, "big") + hashlib.sha256(data).digest()
         return extent, digests
 
-    return form.ordered(digests, form.lent(reads, READ_BYTES))
+    return form.ordered(digests, form.with_memory(reads, READ_BYTES))

@@ -88,7 +88,7 @@ class Receiver:
         def begin() -> carver.ReceiveState:
             return self._begin(chosen, name, header)
 
-        return self._pool_remover.when_kept(chosen.group, pool_name(chosen.name), begin)
+        return self._pool_remover.retry_holding(chosen.group, pool_name(chosen.name), begin)
 
     def _begin(self, one: DeviceClass, name: str, header: Header) -> carver.ReceiveState:
         self._reports.await_others(one.group)
@@ -107,7 +107,7 @@ class Receiver:
     def record(self, volume_id: str, into: str, offset_bytes: int) -> None:
         """Record that everything before an offset is on the disk. One lvm2 command."""
         with self._volume_groups.hold(ids.group_of(volume_id)):
-            volume = self._coming(volume_id)
+            volume = self._receiving(volume_id)
             self._require_into(volume, into)
             if offset_bytes > volume.offset_bytes:
                 self._mark(volume, {tag.OFFSET: str(offset_bytes)})
@@ -115,7 +115,7 @@ class Receiver:
     def end(self, volume_id: str, header: Header) -> None:
         """Record that a whole stream is on the disk: the volume then holds the stream's chain."""
         with self._volume_groups.hold(ids.group_of(volume_id)):
-            volume = self._coming(volume_id)
+            volume = self._receiving(volume_id)
             if volume.own_tags.get(tag.CHAIN) == header.chain:
                 return
             self._require_into(volume, header.chain)
@@ -125,7 +125,7 @@ class Receiver:
     def open(self, volume_id: str) -> None:
         """Activate a volume that is being received, so that it can be read."""
         with self._volume_groups.hold(ids.group_of(volume_id)):
-            self._activator.activate(self._coming(volume_id))
+            self._activator.activate(self._receiving(volume_id))
 
     def finish(self, volume_id: str, release: str) -> None:
         """Check the file system of a received volume, and make it a volume of this node.
@@ -140,7 +140,7 @@ class Receiver:
                 # An earlier call may have set the tags, but got an error of lvm2 as its answer.
                 self._holds.allow(volume_id)
                 return
-            volume = self._coming(volume_id)
+            volume = self._receiving(volume_id)
             self._require_whole(volume, release)
             users.require_unused(self._kernel, self._activator, volume)
             device = self._activator.activate(volume)
@@ -149,7 +149,7 @@ class Receiver:
                 volume = self._mark(volume, new, without=(tag.CHAIN,))
         self._check(volume, device)
         with self._volume_groups.hold(ids.group_of(volume_id)):
-            volume = self._coming(volume_id)
+            volume = self._receiving(volume_id)
             self._mark(volume, volume_states.tags_for(Ender.CALLER), without=_COMING)
         self._holds.allow(volume_id)
 
@@ -228,7 +228,7 @@ class Receiver:
         with ExitStack() as undo:
             if one.layout.is_thin:
                 self._pool_remover.empty(group, pool_name(one.name))
-                undo.callback(self._pool_remover.give_back, group.name, pool_name(one.name))
+                undo.callback(self._pool_remover.remove_if_empty, group.name, pool_name(one.name))
             new = New(logical, size_bytes, own_tags, tuning)
             allocator.create(self._volume_groups.lvm(group.name), group, new)
             undo.pop_all()
@@ -339,7 +339,7 @@ class Receiver:
         if why := block_sizes.problem(held_bytes, group, wanted):
             raise errors.NotReceived(name, why)
 
-    def _coming(self, volume_id: str) -> Volume:
+    def _receiving(self, volume_id: str) -> Volume:
         """Return the volume of that id; raises NotReceived if it is not being received.
 
         The caller holds the group's lock.

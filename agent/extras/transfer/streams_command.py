@@ -163,7 +163,7 @@ class Outgoing:
         """
         with _explained(f"reading {ids.logical_name(self.header.snapshot_id)}"):
             with self._checked() as device:
-                digest = sending.of_parts(device, self.header, parts)
+                digest = sending.checksum_of_parts(device, self.header, parts)
             self._prove()
             return digest
 
@@ -416,7 +416,7 @@ def _receive_one(
             return ""
         # The device is still open for writing, so it has no other writer meanwhile.
         with paced(at.caller, volume_id, CHECKSUM, device) as checked:
-            return sending.of_parts(checked, header, parts)
+            return sending.checksum_of_parts(checked, header, parts)
 
 
 def status(at: VolumeVerbs, name: str) -> dict[str, Any]:

@@ -528,7 +528,9 @@ def is_left(*names: str) -> Callable[[Arranged], None]:
     def check(trial: Arranged) -> None:
         if not names:
             # Wait for what was taken up at the start by asking for it again.
-            trial.machine.service.pool_remover.give_back(trial.group.name, "pool-plain").result(20)
+            trial.machine.service.pool_remover.remove_if_empty(
+                trial.group.name, "pool-plain"
+            ).result(20)
         assert trial.names() == set(names), trial.where
         pool = trial.group.volumes.get("pool-plain")
         [thin] = trial.machine.settings["classes"]

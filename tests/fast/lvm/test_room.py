@@ -86,7 +86,7 @@ def test_each_disk_serves_for_what_its_row_of_the_table_says() -> None:
     for kinds in PAIRS:
         _, _, group = group_of(*kinds)
         room, every = Room(group), list(zip(group.disks, kinds, strict=True))
-        for what, found in (("volumes", room), ("overwriters", room.overwriting)):
+        for what, found in (("volumes", room), ("overwriters", room.for_overwriting)):
             assert [found.free_on(one) for one in group.disks] == [
                 kind.free_for(what) for kind in kinds
             ], (what, kinds)
@@ -108,7 +108,7 @@ def test_lvm2_takes_no_disk_but_those_that_serve_and_all_that_is_free_there(
     rooms = 0
     for kinds in PRESENT:
         lvm, fake, group = group_of(*kinds)
-        room = Room(group).overwriting if is_overwriting else Room(group)
+        room = Room(group).for_overwriting if is_overwriting else Room(group)
         most = layout.maximum_bytes(room)
         assert most == room.free_extents * EXTENT
         with pytest.raises(lvm_errors.NoSpace):
@@ -197,7 +197,7 @@ def test_what_is_kept_is_subtracted_once_from_what_is_free(kept: int) -> None:
         _, _, group = group_of(*kinds)
         room = Room(group, kept)
         assert room.available_extents == max(0, room.free_extents - kept)
-        assert room.overwriting.kept_extents == kept
+        assert room.for_overwriting.kept_extents == kept
         assert layout.maximum_bytes(room) == room.available_extents * EXTENT
 
 

@@ -308,7 +308,7 @@ def test_a_pool_is_zeroed_through_a_volume_never_discarded(node: Node, wipe: str
     with node.served(wipe) as (service, client):
         parameters = {"class": "thin"}
         client.delete(client.create("a", 4 * MIB, block(), parameters=parameters).volume_id)
-        service.pool_remover.give_back("data", "pool-thin").result(20)
+        service.pool_remover.remove_if_empty("data", "pool-thin").result(20)
         expect.soon(lambda: not node.host.lvm2.groups["data"].volumes)
     assert {way for *_, way in node.asked} == {By.ZEROES}
 

@@ -95,7 +95,7 @@ def test_every_chunk_is_zeroed(
     assert made.tags == {"carver.state=wiping", "carver.class=thin"}
     assert client.volumes() == []
     disk.free.set()
-    service.pool_remover.give_back("data", "pool-thin").result(20)
+    service.pool_remover.remove_if_empty("data", "pool-thin").result(20)
     expected = [(offset * MIB, 64 * MIB) for offset in (0, 64, 128)]
     assert [(offset, length) for _, offset, length in disk.written] == expected
     assert names(fake) == set()
@@ -131,7 +131,7 @@ def test_partial_chunk_is_not_zeroed(
     volume = client.create("pvc-1", EXTENT, block())
     fake.lvm("lvextend", "--size", f"{204 * MIB}b", "--", "data/pool-thin")
     client.delete(volume.volume_id)
-    service.pool_remover.give_back("data", "pool-thin").result(20)
+    service.pool_remover.remove_if_empty("data", "pool-thin").result(20)
     assert disk.written[-1][1:] == (128 * MIB, 64 * MIB)
     assert names(fake) == set()
 
@@ -162,7 +162,7 @@ def test_a_chunk_that_takes_long_keeps_no_other_call_from_the_group(
         disk.free.set()
         making.result(20)
     assert names(fake) == {"pool-thin", "vol-pvc-2"}
-    service.pool_remover.give_back("data", "pool-thin").result(20)
+    service.pool_remover.remove_if_empty("data", "pool-thin").result(20)
     assert names(fake) == {"pool-thin", "vol-pvc-2"}
 
 
@@ -234,7 +234,7 @@ def test_restart_resumes_zeroing(
     assert names(fake) == {"pool-thin", "wipe-thin"}
     fake.deactivate("data", "wipe-thin")
     again = start(config, fake)
-    again.pool_remover.give_back("data", "pool-thin").result(20)
+    again.pool_remover.remove_if_empty("data", "pool-thin").result(20)
     assert names(fake) == set()
     again.stop()
 
@@ -256,7 +256,7 @@ def test_used_pool_is_kept(
 ) -> None:
     disk.free.set()
     client.create("pvc-1", EXTENT, block())
-    service.pool_remover.give_back("data", "pool-thin").result(20)
+    service.pool_remover.remove_if_empty("data", "pool-thin").result(20)
     assert names(fake) == {"pool-thin", "vol-pvc-1"}
     fake.lvm(
         "lvcreate",
@@ -266,7 +266,7 @@ def test_used_pool_is_kept(
     )
     service.reports.fresh()
     assert in_background.look(service, service.pool_remover.jobs) == 1
-    service.pool_remover.give_back("data", "pool-thin").result(20)
+    service.pool_remover.remove_if_empty("data", "pool-thin").result(20)
     assert names(fake) == {"pool-thin", "vol-pvc-1"}
     assert disk.written == []
 
@@ -321,4 +321,4 @@ def test_no_job_begins_after_stop(client: Client, service: Service, fake: FakeHo
     client.create("pvc-1", EXTENT, block())
     service.stop()
     with pytest.raises(Stopping):
-        service.pool_remover.give_back("data", "pool-thin").result(0)
+        service.pool_remover.remove_if_empty("data", "pool-thin").result(0)

@@ -14,7 +14,7 @@ from agent.csi.client import block
 from agent.daemon.server import Service
 from agent.volumes.reports import Reports
 from lvm.report import Report
-from lvm.session import only_looks
+from lvm.session import is_report
 
 MIB = 1 << 20
 pytestmark = pytest.mark.settings(
@@ -63,7 +63,7 @@ def left(client: Client, fake: FakeHost) -> tuple[str, str]:
 
 def changing(fake: FakeHost) -> list[str]:
     """The commands that ran and are no reports."""
-    return [words[1] for words in fake.commands if not only_looks(words)]
+    return [words[1] for words in fake.commands if not is_report(words)]
 
 
 def is_left(fake: FakeHost) -> tuple[bool, bool]:

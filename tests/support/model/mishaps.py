@@ -168,7 +168,7 @@ class Shells:
 
 
 def _is_look(line: str) -> bool:
-    return session.only_looks(("lvm", line.partition(" ")[0]))
+    return session.is_report(("lvm", line.partition(" ")[0]))
 
 
 def _about(line: str) -> str:

@@ -320,12 +320,12 @@ def test_the_checksum_of_parts_covers_exactly_the_parts(
     device = Memory(before + bytes(size - MIB))
     reader = Reader(io.BytesIO(out.getvalue()))
     reading.apply(reader, Target(device, size, False), record=ignored, note=parts.append)
-    here = sending.of_parts(Memory(bytes(now)), header, notes)
-    assert sending.of_parts(device, header, parts) == here
+    here = sending.checksum_of_parts(Memory(bytes(now)), header, notes)
+    assert sending.checksum_of_parts(device, header, parts) == here
     at = min(altered * 512, size - 512)
     device.content[at] ^= 1
     is_part = at >= MIB or at // 16384 in blocks
-    assert (sending.of_parts(device, header, parts) != here) == is_part
+    assert (sending.checksum_of_parts(device, header, parts) != here) == is_part
 
 
 # What is read at once is not what is looked at for zeroes
