@@ -286,9 +286,9 @@ class _Labels:
             uuid, paths = next(iter(unclear.items()))
             raise errors.GroupRefused(
                 self._name,
-                f"{' and '.join(paths)} are both its physical volume {uuid}, and one is a copy of the"
-                " other. Detach the copy, give it an identity of its own (`vgimportclone`), or keep"
-                f" lvm2 from it {_FILTER}",
+                f"{' and '.join(paths)} are both its physical volume {uuid}, and one is a copy of"
+                " the other. Detach the copy, give it an identity of its own (`vgimportclone`), or"
+                f" keep lvm2 from it {_FILTER}",
             )
         return dict(sorted(found.items()))
 
