@@ -380,7 +380,8 @@ def _planned_bytes(file: BackingFile) -> int:
     if not _MINIMUM_BYTES <= planned_bytes <= free_bytes:
         raise errors.NotReady(
             f"{file.path.parent} has {free_bytes} bytes free; the group's file, of {planned_bytes}"
-            f" bytes, must fit there and be {_MINIMUM_BYTES} at least: set another file or file_size"
+            f" bytes, must fit there and be {_MINIMUM_BYTES} at least: set another file or"
+            " file_size"
         )
     return planned_bytes
 

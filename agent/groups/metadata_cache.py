@@ -36,8 +36,8 @@ _LASTS_SECONDS = 600.0
 # Interval of scans of the disks' labels without an event of udev's, in seconds.
 _BLIND_SECONDS = 60.0
 # Default size of lvm2's memory for reads and writes (global/io_memory_size in lvm.conf(5)), and the
-# part of it that lvm2 needs beside the metadata text; both in bytes. lvm2 can neither read nor write
-# metadata that do not fit in this memory.
+# part of that memory which lvm2 needs beside the metadata text; both in bytes. lvm2 can neither
+# read nor write metadata that do not fit.
 _IO_BYTES, _BESIDE_TEXT_BYTES = 8 << 20, 2 << 20
 # Path of a device that is no disk. lvm2 confined to this device sees no group.
 _NO_DISK = "/dev/null"
