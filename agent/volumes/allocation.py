@@ -206,7 +206,10 @@ class Cached(Thick):
     cache: Cache
 
     def maximum_bytes(self, group: report.Group) -> int:
-        """Return the size of the largest volume that slow disks, and its cache that fast disks, hold."""
+        """Return the size of the largest volume for which slow and fast disks have extents.
+
+        The volume lies on the slow disks, its cache on the fast disks.
+        """
         if closed_to_new(group) or self.full(group):
             return 0
         return caches.maximum_bytes(self.room(group), self.cache)
