@@ -73,7 +73,7 @@ class Reports:
         )
 
     def everywhere(self, known: Fresh) -> Every:
-        """Return a report of all groups: the fresh ones of `known`, the others with Carver's changes.
+        """Return a report of all groups: the fresh ones of `known`, and others as Carver left them.
 
         Runs no command and does not wait for a group that Carver did not change since its last
         read. So an idle group that hangs delays no call on another group. A group that was changed,

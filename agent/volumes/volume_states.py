@@ -1,4 +1,4 @@
-"""The states of a volume: one table of the states, and of background work that conflicts with calls.
+"""The states of a volume: one table of states, and of background work that conflicts with calls.
 
 A row of the table says what ends a state, who sees a volume in that state, and what happens to each
 call on such a volume. Background work that is no state of a volume has a row with the calls alone.
@@ -288,8 +288,8 @@ WORK: Mapping[Work, Mapping[Call, Outcome]] = MappingProxyType(
 _ENDED_BY = {row.ended_by: state for state, row in STATES.items()}
 # The states that the tag `state` records, by its value.
 _TAGGED = {str(state): state for state, row in STATES.items() if row.has_tag}
-# Tags, beside FROM, that are only on volumes made from another volume or a snapshot, while their
-# state is COPYING.
+# Tags that, in the state COPYING, only a volume made from another volume or from a snapshot has.
+# FROM is such a tag as well, but is not listed here.
 _OF_COPIES = frozenset({tag.BRIDGE, tag.FORMATTED, tag.SEALED, tag.SHARED_KEY})
 # Tags of volumes that are created or removed in several steps.
 _IN_STEPS = frozenset(
@@ -421,7 +421,10 @@ def require(call: Call, volume: Recorded) -> None:
 
 
 def word_of(ender: Ender) -> str:
-    """Return the value of the tag `state` for the state that an ender ends; also used on the wire."""
+    """Return the value of the tag `state` for the state that an ender ends.
+
+    The same word is used on the wire.
+    """
     return str(_ENDED_BY[ender])
 
 
