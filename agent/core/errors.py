@@ -50,8 +50,8 @@ class NotAllowed(BadField):
     """Raised when the value of a request's field is not among the values of its enumeration."""
 
     def __init__(self, field: str, value: object, allowed: Iterable[object]) -> None:
-        known = ", ".join(str(value) for value in allowed)
-        super().__init__(field, f"{value!r} is not allowed; allowed: {known}")
+        allowed_values = ", ".join(str(value) for value in allowed)
+        super().__init__(field, f"{value!r} is not allowed; allowed: {allowed_values}")
 
 
 class BadSize(AgentError):

@@ -212,8 +212,10 @@ class _Labels:
             if label.group and label.group.name == name and label.uuid in label.group.disk_uuids
         }
         uuids = {label.uuid for label in self._texts.values()}
-        own = backed_up() if len(uuids) > 1 else ""
-        self._ranks = {path: self._rank(path, label, uuids, own) for path, label in labels.items()}
+        backup_uuid = backed_up() if len(uuids) > 1 else ""
+        self._ranks = {
+            path: self._rank(path, label, uuids, backup_uuid) for path, label in labels.items()
+        }
         bearers: defaultdict[str, list[str]] = defaultdict(list)
         for path, label in labels.items():
             bearers[label.uuid].append(path)
@@ -237,15 +239,17 @@ class _Labels:
             places: defaultdict[str, list[str]] = defaultdict(list)
             for path in sorted(path for family in meant for path in family):
                 places[self._texts[path].uuid].append(path)
-            said = "; ".join(f"{uuid} on {', '.join(at)}" for uuid, at in sorted(places.items()))
+            groups = "; ".join(
+                f"{uuid} on {', '.join(paths)}" for uuid, paths in sorted(places.items())
+            )
             raise errors.GroupRefused(
                 self._name,
-                f"there are {len(places)} of that name: {said}. Rename the one that is not meant"
-                f" (`vgrename UUID NAME`), detach its disks, or keep lvm2 from them {_FILTER}",
+                f"there are {len(places)} of that name: {groups}. Rename the one that is not"
+                f" meant (`vgrename UUID NAME`), detach its disks, or keep lvm2 from them {_FILTER}",
             )
         # The newest metadata count, since a disk that was missing may bear older metadata. Among
         # disks with equally new metadata the best proved counts.
-        newest = min(trusted, key=lambda at: (-self._texts[at].seqno, self._ranks[at], at))
+        newest = min(trusted, key=lambda path: (-self._texts[path].seqno, self._ranks[path], path))
         if self._known is None and best[_TRUST - 1] > Kind.LOCAL:
             self._require_agreed(newest, trusted)
         return self._texts[newest]
@@ -274,15 +278,15 @@ class _Labels:
         Raises GroupRefused if two disks are copies of each other and equally well proved, unless
         the group is in use already and has other disks.
         """
-        found, unclear = dict[str, str](), dict[str, tuple[str, ...]]()
+        present, unclear = dict[str, str](), dict[str, tuple[str, ...]]()
         for uuid in group.disk_uuids:
             paths = self._claims(uuid, group)
             if len(paths) == 1:
-                found[paths[0]] = uuid
+                present[paths[0]] = uuid
             elif paths:
                 unclear[uuid] = paths
         # A group that is in use already is not refused because of a doubtful disk.
-        if unclear and (self._known is None or not found):
+        if unclear and (self._known is None or not present):
             uuid, paths = next(iter(unclear.items()))
             raise errors.GroupRefused(
                 self._name,
@@ -290,7 +294,7 @@ class _Labels:
                 " the other. Detach the copy, give it an identity of its own (`vgimportclone`), or"
                 f" keep lvm2 from it {_FILTER}",
             )
-        return dict(sorted(found.items()))
+        return dict(sorted(present.items()))
 
     def ignored(self, group: Group, disks: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """Return the disks that claim to be in the group but are not in `disks`, and why."""
@@ -427,8 +431,8 @@ class _Labels:
     def _rank_of(self, family: Collection[str]) -> _Rank:
         """Return the rank of a set of disks: for each proof, the best of any disk."""
         ranks = [self._ranks[path] for path in family]
-        known, listed, kind, active, backed, own = zip(*ranks, strict=True)
-        return (min(known), min(listed), min(kind), min(active), min(backed), min(own))
+        known, listed, kind, active, backed_up, has_tags = zip(*ranks, strict=True)
+        return (min(known), min(listed), min(kind), min(active), min(backed_up), min(has_tags))
 
     def _trusted(self, family: Collection[str]) -> list[str]:
         """Return the disks of a set whose metadata count.

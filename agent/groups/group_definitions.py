@@ -176,10 +176,10 @@ def create(definitions: GroupDefinitions, volume_groups: VolumeGroups, name: str
         _note(definitions, volume_groups, definition, _devices(kernel, definition))
         is_here = locate(volume_groups.scan(), name, listed=volume_groups.listed(name)) is not None
     if not is_here:
-        own = _seeing(volume_groups.node, kernel, definitions.listed(name))
-        known = report.read(own)
+        lvm = _seeing(volume_groups.node, kernel, definitions.listed(name))
+        node_report = report.read(lvm)
         with _noted(definitions.failures, name):
-            _make(own, definitions, known, definition)
+            _make(lvm, definitions, node_report, definition)
     volume_group.metadata.is_outdated = True
     volume_group.is_awaited = False
     if name not in definitions.failures and (group := volume_group.state()) is not None:
@@ -403,9 +403,9 @@ def _confined(
     }
     if not config.devices and not on_files.issuperset(config.groups):
         return ()
-    own = [kernel.real_path(device) for listed in devices.values() for device in listed]
+    own_paths = [kernel.real_path(device) for listed in devices.values() for device in listed]
     # A path that is no disk stands for an empty list, with which lvm2 would scan all devices.
-    return (*config.devices, *own) or (_NO_DISK,)
+    return (*config.devices, *own_paths) or (_NO_DISK,)
 
 
 def _numbers(kernel: Kernel, paths: Iterable[str]) -> set[DeviceNumber]:

@@ -114,8 +114,8 @@ class MetadataCache:
 
     def lvm_with(self, disk: str) -> Lvm:
         """Return lvm2 that sees this group's disks and the disk that is to join the group."""
-        own = self._location.disks if self._location is not None else ()
-        return replace(self.lvm, devices=(*own, disk))
+        disks = self._location.disks if self._location is not None else ()
+        return replace(self.lvm, devices=(*disks, disk))
 
     def has(self, disk: str) -> bool:
         """Whether the path was that of a disk of the group when the group was located last."""
@@ -273,8 +273,8 @@ class MetadataCache:
         # The events are read before the report. A snapshot that overflows during the report is
         # either reported as overflowed, or has one more event at the next check.
         self._events = self._devices.events(self.name)
-        known = report.read(self._lvm_at(location), self._devices.overflowed)
-        group = known.groups.get(self.name)
+        node_report = report.read(self._lvm_at(location), self._devices.overflowed)
+        group = node_report.groups.get(self.name)
         return group if group is not None and group.uuid == location.uuid else None
 
     def _remembered(
@@ -305,10 +305,10 @@ class MetadataCache:
         """Read the fingerprint of the metadata on the group's disks, and note the text's length."""
         remaining = command.remaining_seconds()
         patience = PATIENCE_SECONDS if remaining is None else remaining
-        found = self._disks.fingerprint(location.disks, patience)
-        texts = [text.size_bytes for one in found or () for text in one.texts]
-        self._text_bytes = max(texts, default=self._text_bytes)
-        return found
+        fingerprint = self._disks.fingerprint(location.disks, patience)
+        sizes_bytes = [text.size_bytes for mark in fingerprint or () for text in mark.texts]
+        self._text_bytes = max(sizes_bytes, default=self._text_bytes)
+        return fingerprint
 
     def _lvm_at(self, location: Location | None) -> Lvm:
         """Return lvm2 confined to the disks of this location, with memory for the metadata text."""

@@ -243,8 +243,8 @@ class VolumeGroups:
             path: sequence for group in groups for path, sequence in group.metadata.attached.items()
         }
         now = self._disks.sequences(before)
-        own = {path for path, sequence in before.items() if now.get(path) == sequence}
-        return list(unknown(disks, set(self.uuids().values()), own))
+        unmoved = {path for path, sequence in before.items() if now.get(path) == sequence}
+        return list(unknown(disks, set(self.uuids().values()), unmoved))
 
     def scan(self, *, with_unlisted: bool = False) -> Mapping[str, Found]:
         """Read the labels of the disks that lvm2 may see on this node.
@@ -254,7 +254,7 @@ class VolumeGroups:
         # The time limit is half of the time to the caller's deadline, so that an unresponsive disk
         # leaves time for the rest of the call.
         patience = command.patience_seconds(PATIENCE_SECONDS, 0.5)
-        paths = {os.path.realpath(one) for one in self.node.devices}
+        paths = {os.path.realpath(device) for device in self.node.devices}
         disks = self._disks.scan(patience, paths)
         if paths:
             return {path: _trusted(disk, Kind.LOCAL) for path, disk in disks.items()}
@@ -264,10 +264,12 @@ class VolumeGroups:
         if (listed := lvm2.listed_disks(root)) is not None:
             # With a devices file lvm2 ignores filters. A listed disk is trusted less than a disk of
             # the setting `devices`, since a copy of the disk has the listed UUID as well.
-            own = {path for path, disk in disks.items() if _is_listed(disk, listed)}
-            chosen = {path: disk for path, disk in disks.items() if with_unlisted or path in own}
+            listed_paths = {path for path, disk in disks.items() if _is_listed(disk, listed)}
+            chosen = {
+                path: disk for path, disk in disks.items() if with_unlisted or path in listed_paths
+            }
             return {
-                path: _trusted(disk, Kind.ATTACHED) if path in own else disk
+                path: _trusted(disk, Kind.ATTACHED) if path in listed_paths else disk
                 for path, disk in chosen.items()
             }
         if (accepts := candidate_devices.read(root)) is None:

@@ -324,18 +324,18 @@ class VolumeGroup:
             raise lvm_errors.GroupMissing(self.name)
         present = {volume.uuid: volume for volume in group.volumes.values()}
         names: defaultdict[frozenset[str], list[str]] = defaultdict(list)
-        for uuid, new in unwritten.items():
+        for uuid, new_tags in unwritten.items():
             if uuid in present:
-                names[new].append(present[uuid].name)
+                names[new_tags].append(present[uuid].name)
         refused = set(names)
         with Attempts() as attempts:
-            for new, volume_names in names.items():
+            for new_tags, volume_names in names.items():
                 with attempts.one():
-                    volumes.add_tags(self.lvm, self.name, volume_names, new)
-                    refused.remove(new)
+                    volumes.add_tags(self.lvm, self.name, volume_names, new_tags)
+                    refused.remove(new_tags)
             with self._guard:
-                for uuid, new in unwritten.items():
-                    if self._unwritten_tags.get(uuid) == new and new not in refused:
+                for uuid, new_tags in unwritten.items():
+                    if self._unwritten_tags.get(uuid) == new_tags and new_tags not in refused:
                         del self._unwritten_tags[uuid]
 
     def _report(self) -> report.Group | None:

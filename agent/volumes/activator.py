@@ -145,13 +145,16 @@ class Activator:
         group_state = self._reports.fresh(group).group(group)
         logical = group_state.volume(name)
         holder = group_state.volumes.get(logical.pool, logical)
-        own = [*(volume.name for volume in group_state.in_pool(logical.pool)), holder.name]
+        own_names = [*(volume.name for volume in group_state.in_pool(logical.pool)), holder.name]
         is_away = not holder.disks.isdisjoint(group_state.missing_uuids)
-        dependents = [*own, *(snapshot.name for snapshot in group_state.copy_on_write_of(name))]
+        dependents = [
+            *own_names,
+            *(snapshot.name for snapshot in group_state.copy_on_write_of(name)),
+        ]
         if is_away or any(self._devices.is_open(group, dependent) for dependent in dependents):
             return False
         _log.warning("%s/%s is activated anew: its disk went away, and is back", group, name)
-        for own_name in own:
+        for own_name in own_names:
             if self.is_active(group, own_name):
                 volumes.deactivate(self._volume_groups.lvm(group), group, own_name)
         return True
@@ -163,12 +166,12 @@ class Activator:
         parts is active by itself. Runs one ioctl if the group has a RAID or pool, and a command
         only if a part is active.
         """
-        own = {
+        whole_names = {
             logical.name
             for logical in records.every(group)
             if not logical.layout & {"linear", "striped"} and records.is_usable(group, logical)
         }
-        if not own:
+        if not whole_names:
             return False
         active = set(self._devices.active(group.name))
         parts = {name: report.whole(name) for name in active if names.is_part(name)}
@@ -176,7 +179,7 @@ class Activator:
         leftovers = [
             part
             for part, whole in sorted(parts.items())
-            if whole in own - active and not self._devices.status(group.name, whole)
+            if whole in whole_names - active and not self._devices.status(group.name, whole)
         ]
         if not leftovers:
             return False
@@ -281,14 +284,14 @@ class Activator:
         Each volume is a pair: the names of its volume group and of its logical volume. No two calls
         may have the same volume at the same time.
         """
-        own = frozenset(volumes)
+        kept = frozenset(volumes)
         with self._guard:
-            self._held |= own
+            self._held |= kept
         try:
             yield
         finally:
             with self._guard:
-                self._held -= own
+                self._held -= kept
 
     def is_kept_suspended(self, group: str, name: str) -> bool:
         """Whether a logical volume is suspended on purpose (`keep_suspended`)."""

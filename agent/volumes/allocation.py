@@ -178,8 +178,8 @@ class Thick:
         disks = sum(1 for disk in room.slow if room.free_on(disk))
         unclean = ", ".join(disk.name for disk in group.disks if disk.unclean)
         beside = f" ({unclean} is overwritten first where it is free)" if unclean else ""
-        what = f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room{beside}"
-        return f"{what}{_of_policy(group)}"
+        need = f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room{beside}"
+        return f"{need}{_of_policy(group)}"
 
     def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
         """Create a volume by one command."""
@@ -473,9 +473,9 @@ class CachedThin(Thin):
     def _tag_cache(self, lvm: Lvm, group: report.Group, made: report.LogicalVolume) -> None:
         """Tag a pool with the cache that is about to be attached."""
         own_tags, wanted = made.own_tags, self._cache_tags(group)
-        old = {key: own_tags[key] for key in wanted if key in own_tags}
-        if old != wanted:
-            volumes.mark(lvm, group.name, made.name, old=old, new=wanted)
+        old_tags = {key: own_tags[key] for key in wanted if key in own_tags}
+        if old_tags != wanted:
+            volumes.mark(lvm, group.name, made.name, old=old_tags, new=wanted)
 
     def _cache_tags(self, group: report.Group) -> Mapping[str, str]:
         """Return the tag of the pool's cache, with the size that the cache will have."""

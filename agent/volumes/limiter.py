@@ -131,16 +131,18 @@ class Limiter:
         device = self._activator.device(volume.backing)
         if device is None or not self._is_used(device):
             return
-        new = Limited(str(volume.id), volume.backing, device.number, wanted, volume.capacity_bytes)
+        new_limits = Limited(
+            str(volume.id), volume.backing, device.number, wanted, volume.capacity_bytes
+        )
         with self._guard:
-            before = self._limited.pop(new.number, None)
-            if before is not None and before.volume_id == new.volume_id:
-                new.count, new.counted_seconds = before.count, before.counted_seconds
-                new.limited_seconds = before.limited_seconds
-            if new.io_max:
-                self._limited[new.number] = new
-            if new.io_max != (UNLIMITED if before is None else before.io_max):
-                self._set_own(new)
+            before = self._limited.pop(new_limits.number, None)
+            if before is not None and before.volume_id == new_limits.volume_id:
+                new_limits.count, new_limits.counted_seconds = before.count, before.counted_seconds
+                new_limits.limited_seconds = before.limited_seconds
+            if new_limits.io_max:
+                self._limited[new_limits.number] = new_limits
+            if new_limits.io_max != (UNLIMITED if before is None else before.io_max):
+                self._set_own(new_limits)
 
     def grown(self, volume: Backing, size_bytes: int) -> None:
         """Adapt the limits of a volume to its new size, in bytes as its users see the size."""
@@ -199,14 +201,14 @@ class Limiter:
         Returns the number of limited volumes. Called after a start, and when a group is back.
         Limits that a killed process set, and that no tag has, are removed.
         """
-        own = list(self._reports.fresh(*groups).volumes())
+        present = list(self._reports.fresh(*groups).volumes())
         with Attempts() as attempts:
-            for volume in own:
+            for volume in present:
                 with attempts.one():
                     self.apply(volume)
             with attempts.one():
-                self._lift_others(own)
-        return sum(1 for volume in own if any(self._of(volume.backing)))
+                self._lift_others(present)
+        return sum(1 for volume in present if any(self._of(volume.backing)))
 
     def _lift_others(self, own: Sequence[Volume]) -> None:
         """Remove limits of these volumes that no tag has: a killed process left them."""

@@ -564,15 +564,15 @@ def volumes_of(group: report.Group) -> Sequence[Volume | Newer[Volume]]:
 
     The state of a group is the same object until something changes in the group.
     """
-    state, own = _last_volumes.get(group.name, (None, ()))
+    state, records = _last_volumes.get(group.name, (None, ()))
     if state is not group:
-        own = tuple(
+        records = tuple(
             record
             for record in (volume(group, logical) for logical in every(group))
             if record is not None
         )
-        _last_volumes[group.name] = (group, own)
-    return own
+        _last_volumes[group.name] = (group, records)
+    return records
 
 
 def named(group: report.Group, name: str, prefix: str = ids.VOLUME_PREFIX) -> Volume | None:

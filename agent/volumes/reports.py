@@ -147,10 +147,10 @@ class Reports:
         read. Raises NoSuchSnapshot, OtherGroup or NeedsOther.
         """
         snapshot = known.taken_snapshot(snapshot_id)
-        own = snapshot.group_snapshot_id
-        if own and tag.COMMITTED not in snapshot.own_tags:
+        group_snapshot_id = snapshot.group_snapshot_id
+        if group_snapshot_id and tag.COMMITTED not in snapshot.own_tags:
             everywhere = known if isinstance(known, Every) else self.everywhere(known)
-            if self.is_half_made(everywhere, everywhere.members(own)):
+            if self.is_half_made(everywhere, everywhere.members(group_snapshot_id)):
                 raise errors.NoSuchSnapshot(snapshot_id)
         return snapshot
 
@@ -182,8 +182,9 @@ class Reports:
         return {
             identity
             for identity, members in known.group_snapshots().items()
-            if (own := [member for member in members if isinstance(member, Snapshot)]) == members
-            and self.is_half_made(known, own)
+            if (usable_members := [member for member in members if isinstance(member, Snapshot)])
+            == members
+            and self.is_half_made(known, usable_members)
         }
 
     def is_half_made(self, known: Every, members: Sequence[Snapshot]) -> bool:

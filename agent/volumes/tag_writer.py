@@ -38,9 +38,9 @@ class TagWriter:
             present = self._mender.mend(group).group(group).volume(name).tags
             # All values of a key are replaced; only other programs write several values of one key.
             existing = {(key, value) for key in keys for value in tags.values(present, key)}
-            old, added = sorted(existing - new.items()), dict(new.items() - existing)
-            if old or added:
-                volumes.mark(self._volume_groups.lvm(group), group, name, old=old, new=added)
+            removed, added = sorted(existing - new.items()), dict(new.items() - existing)
+            if removed or added:
+                volumes.mark(self._volume_groups.lvm(group), group, name, old=removed, new=added)
 
 
 @contextmanager

@@ -42,8 +42,8 @@ def places(kernel: Kernel, mounts: Table, device: Device) -> list[Mount]:
     whole = [mounted for mounted in mounts.of_device(device.number) if mounted.root == "/"]
     if not (bound := nodes.bound_nodes(kernel, mounts)):
         return whole
-    own = numbers(kernel, device)
-    return [*whole, *(mounted for mounted, number in bound if number in own)]
+    own_numbers = numbers(kernel, device)
+    return [*whole, *(mounted for mounted, number in bound if number in own_numbers)]
 
 
 def targets(kernel: Kernel, mounts: Table, device: Device, inside: Sequence[str]) -> Iterator[str]:

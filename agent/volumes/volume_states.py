@@ -438,5 +438,5 @@ def hand_over(lvm: Lvm, group: str, name: str, own_tags: Mapping[str, str], to: 
 
     `own_tags` are the present tags of the logical volume.
     """
-    old = {tag.STATE: str(by_tag(own_tags))}
-    volumes.mark(lvm, group, name, old=old, new=tags_for(to))
+    old_tags = {tag.STATE: str(by_tag(own_tags))}
+    volumes.mark(lvm, group, name, old=old_tags, new=tags_for(to))

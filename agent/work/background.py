@@ -269,9 +269,9 @@ class Probes(Generic[T]):
         with self._guard:
             if (running := self._running.get(what)) is not None:
                 return [running], False
-            others = [probe for probe in self._running.values() if probe.place == place]
-            if len(others) >= _MOST_AT_ONCE:
-                return others, False
+            same_place = [probe for probe in self._running.values() if probe.place == place]
+            if len(same_place) >= _MOST_AT_ONCE:
+                return same_place, False
             began_seconds = time.monotonic()
             result = command.begin("probe", lambda: self._do(what, work))
             probe = self._running[what] = _Probe(what, place, began_seconds, result)

@@ -233,8 +233,10 @@ class _GivingWay:
     def _pause(self, pause: Callable[[float], None]) -> bool:
         """Wait for the rest of the pause after the previous piece; return whether any was left."""
         if is_for_others := self.is_beside_others:
-            others = self._others_take_seconds or _UNKNOWN_PAUSE_SECONDS
-            seconds = min(max(_PAUSE_PER_PIECE * self._took_seconds, others), _PAUSE_SECONDS)
+            others_seconds = self._others_take_seconds or _UNKNOWN_PAUSE_SECONDS
+            seconds = min(
+                max(_PAUSE_PER_PIECE * self._took_seconds, others_seconds), _PAUSE_SECONDS
+            )
         else:
             seconds = min(self._took_seconds * _ALONE_PART, _ALONE_SECONDS)
         if (left_seconds := self._ended_at + seconds - self._clock()) <= 0:
