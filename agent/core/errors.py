@@ -188,7 +188,7 @@ class GroupSilent(AgentError):
 class PoolSilent(AgentError):
     """Raised when the kernel does not report how full a thin pool is.
 
-    Carver then takes no free space in the pool for granted.
+    Carver then promises no space in the pool to new volumes.
     """
 
     def __init__(self, group: str, pool: str, seconds: float) -> None:
@@ -417,7 +417,7 @@ class ContentsLost(AgentError):
 class KeyMissing(AgentError):
     """Raised when a call has no key for an encrypted volume; nothing was changed.
 
-    `gone` is the volume's class if the configuration has no such class any more, else empty.
+    `gone` is the volume's device class if the configuration has no such class any more, else empty.
     """
 
     def __init__(self, volume_id: str, gone: str = "") -> None:

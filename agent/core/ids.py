@@ -70,7 +70,7 @@ class VolumeId:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Parse the text of a volume id; return None if the text has not the form of an id."""
+        """Parse the text of a volume id; return None if the text is no valid id."""
         match = _FORM.fullmatch(text)
         return None if match is None else cls(match["group"], match["uuid"], match["name"])
 
@@ -147,5 +147,5 @@ def topology(node_id: str, driver_name: str) -> dict[str, str]:
 
 
 def start_of(uuid: str) -> str:
-    """Return the first characters of a volume group's LVM UUID, as volume ids have them."""
+    """Return the first characters of a volume group's LVM UUID, as volume ids contain them."""
     return uuid.replace("-", "")[:_UUID_CHARACTERS]

@@ -98,7 +98,8 @@ TIME = "time"
 SEQUENCE = "sequence"
 # Key of the tag of a snapshot that belongs to a group snapshot, with the group snapshot's id.
 GROUP_SNAPSHOT = "groupSnapshot"
-# Key of the tag with the number of snapshots in a snapshot's group snapshot.
+# Key of the tag of a snapshot that belongs to a group snapshot, with the number of snapshots in
+# that group snapshot.
 MEMBERS = "members"
 # Key of the tag with the parameters of the request that created a snapshot's group snapshot. A
 # repeated request is compared with the tag.
@@ -153,7 +154,7 @@ SWEEP, SWEEP_DISKS, BETWEEN = report.SWEEP, report.SWEEP_DISKS, report.BETWEEN
 # allocated on the new disk once all of the old disk's extents lie there.
 FILLED = "filled"
 
-# Values of the tag STATE (agent/volumes/volume_states.py).
+# Values of the tag STATE, the state of a volume or thin pool (agent/volumes/volume_states.py).
 READY = "ready"
 COPYING = "copying"
 WIPING = "wiping"

@@ -112,9 +112,10 @@ def unknown(
 
 
 def _unknown_group(label: PhysicalLabel, uuids: Collection[str], members: Collection[str]) -> str:
-    """Return why a disk may be in a group of Carver's with none of these UUIDs; empty if it is not.
+    """Return why a disk may be in an unknown group of Carver's; empty if it is not.
 
-    `members` are the UUIDs of the disks that some group names as its own.
+    A group is known if its UUID is in `uuids`. `members` are the UUIDs of the disks that some group
+    names as its own.
     """
     if (group := label.group) is not None:
         is_known = group.uuid in uuids or not group.has_own_tags
@@ -245,7 +246,8 @@ class _Labels:
             raise errors.GroupRefused(
                 self._name,
                 f"there are {len(places)} of that name: {groups}. Rename the one that is not"
-                f" meant (`vgrename UUID NAME`), detach its disks, or keep lvm2 from them {_FILTER}",
+                f" meant (`vgrename UUID NAME`), detach its disks, or keep lvm2 from them"
+                f" {_FILTER}",
             )
         # The newest metadata count, since a disk that was missing may bear older metadata. Among
         # disks with equally new metadata the best proved counts.
@@ -489,8 +491,9 @@ def _was_given_up(
 ) -> bool:
     """Whether the group's disks are all still present but no longer the group's.
 
-    That is so after the group was renamed or removed by hand, or its disks were removed from it. A
-    blank disk proves that as well; an unreadable or missing disk does not.
+    Disks are no longer the group's after the group was renamed or removed by hand, or after the
+    disks were removed from the group. A blank disk proves this as well; an unreadable or missing
+    disk does not.
     """
     labels, away = _labels(found), False
     for path, uuid in zip(known.disks, known.disk_uuids, strict=False):

@@ -29,9 +29,10 @@ from mount.table import DeviceNumber
 
 _log = logging.getLogger(__name__)
 
-# Minimum size of the file of a volume group, in bytes; the default size is a multiple of it.
+# Minimum size of the file of a volume group, in bytes. The default size is a multiple of the
+# minimum.
 _MINIMUM_BYTES = 64 << 20
-# Size of one write to a new file, in bytes.
+# Size of one write when the start of a volume group's new file is filled, in bytes.
 _PIECE_BYTES = 1 << 20
 # Path of a device that is no disk. lvm2 confined to this device sees no disk at all.
 _NO_DISK = "/dev/null"
@@ -275,7 +276,7 @@ def _make(
             mounts.require_blank(kernel, device)
             if definition.file is not None:
                 _fill(kernel, device, groups.LABEL_BYTES + metadata_bytes)
-    # lvm2 is given the paths of device nodes, since it does not know each symbolic link.
+    # lvm2 gets the paths of device nodes, since lvm2 does not know each symbolic link.
     paths = [kernel.real_path(device) for device in devices]
     groups.create(lvm, name, paths, _MADE, metadata_bytes)
     _log.info("made volume group %s on %s", name, ", ".join(devices))

@@ -59,7 +59,7 @@ class _Known:
 
 
 class MetadataCache:
-    """The cached state of one volume group; the caller reads it in one thread at a time.
+    """The cached state of one volume group; callers must read it in one thread at a time.
 
     `node` is lvm2 as called for the group. `scan` reads the labels of the node's disks. `renew`
     restarts the session with lvm2, if there is one. `listed` returns the disks that the operator
@@ -87,8 +87,8 @@ class MetadataCache:
         self._renew = renew
         self._listed = listed
         self._location: Location | None = None
-        # The group's location when the group was last present, by which another group of the same
-        # name is told apart.
+        # The group's location when the group was last present. Another group of the same name is
+        # recognized by it.
         self._before: Location | None = None
         # The paths of disks that claim to be the group's but are not, each with the reason.
         self.ignored: Sequence[tuple[str, str]] = ()
@@ -99,7 +99,8 @@ class MetadataCache:
         # The device-mapper events of the group's devices, read before the last report.
         self._events: Mapping[str, Events] = {}
         self._known: _Known | None = None
-        # A token that `forget` replaces. A report of an earlier generation is not used again.
+        # Generation of the cache: a token that `forget` replaces. A report that was read in an
+        # earlier generation is not used again.
         self._generation = object()
 
     @property
@@ -210,8 +211,8 @@ class MetadataCache:
     def _lost(self, known: _Known) -> list[str] | None:
         """Return the names of the copy-on-write snapshots that overflowed since the report.
 
-        None if the kernel has no status of one of the snapshots. One ioctl reads the events of all;
-        one more ioctl reads the status of each snapshot that had an event.
+        None if the kernel has no status of a snapshot. One ioctl reads the events of all devices,
+        and one more ioctl the status of each snapshot that had an event.
         """
         if not known.group.readable_copy_on_write:
             return []

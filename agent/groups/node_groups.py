@@ -32,7 +32,7 @@ _CLOSING_SECONDS = 5.0
 
 
 class HeldGroups:
-    """The locks of the volume groups that a caller of `VolumeGroups.hold` holds.
+    """The locks of several volume groups that a caller of `VolumeGroups.hold` holds together.
 
     Each lock is released at the end of `hold`, or later if `keep` was called for its group.
     """
@@ -106,8 +106,8 @@ class VolumeGroups:
     def of(self, name: str) -> VolumeGroup | None:
         """Return a volume group by its name; None if no disk on this node has such a group.
 
-        The disks are scanned for a group that no class names: a volume id may still name such a
-        group.
+        The disks are scanned for a group that no device class of the configuration names: a volume
+        id may still name such a group.
         """
         volume_group = self.known(name)
         return self._ensure(name) if volume_group is None and self.has(name) else volume_group
@@ -115,7 +115,8 @@ class VolumeGroups:
     def known(self, name: str) -> VolumeGroup | None:
         """Return a volume group by its name, without a scan of disks.
 
-        None for a group that no class names and that `of` has not found yet.
+        None for a group that no device class of the configuration names and that `of` has not found
+        yet.
         """
         volume_group = self._volume_groups.get(name)
         return self._ensure(name) if volume_group is None and name in self.names else volume_group
@@ -155,7 +156,7 @@ class VolumeGroups:
         return ""
 
     def left_with(self, name: str) -> str | None:
-        """Return the name of the volume group, no longer named by any class, that had a volume.
+        """Return the name of a volume group that had a logical volume and is no longer configured.
 
         `name` is the name of the logical volume. None if no such group had the volume. Raises
         GroupBusy if the group may be on disks that cannot be read. Runs no command.
@@ -305,8 +306,8 @@ class VolumeGroups:
     def catch_up(self) -> None:
         """Start background threads that could not be started before, and replace hanging ones.
 
-        Each loop of a group gets a thread if it has jobs and none, or if its thread is in a step
-        that takes long.
+        The loop of a group gets a new thread if it has jobs and no thread, or if its thread is in a
+        step that takes long.
         """
         self.workers.oversee()
 

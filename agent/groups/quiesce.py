@@ -139,7 +139,7 @@ class Quiesce:
             raise errors.QuiesceOver(self._seconds)
 
     def _suspend(self, one: Held) -> None:
-        """Suspend one volume; resume it at once if the volumes were resumed meanwhile."""
+        """Suspend one volume, and resume it at once if the other volumes were resumed meanwhile."""
         try:
             self._devices.suspend(*one)
         except BaseException:

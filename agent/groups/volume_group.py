@@ -33,8 +33,8 @@ Status = Literal["unknown", "ready", "partial", "absent", "refused"]
 
 # Time limit of the wait of `begin_states` for groups, in seconds.
 _SHORT_WAIT_SECONDS = 3.0
-# Factor by which the time limit is longer if the caller needs a fresh state, because the cached
-# state does not suffice.
+# Factor by which the time limit of the wait of `begin_states` is multiplied if the caller needs a
+# fresh state.
 _NEEDED_WAIT_TIMES = 5
 # Time, in seconds, for which `begin_states` does not wait again for a group that was waited for in
 # vain.

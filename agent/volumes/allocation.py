@@ -1,7 +1,8 @@
 """Allocate volumes from a volume group: thick, or thin from a pool, each with or without a cache.
 
-Free space is computed by the same rules as volumes are created and extended. The extents that a
-thin pool has promised to its volumes and does not have yet are kept free.
+Free space is computed by the same rules as volumes are created and extended. A thin pool promises
+extents to its volumes: as many as they can fill, within the limit of over-provisioning. The extents
+that a pool has promised and does not have yet are kept free in the group.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -153,7 +154,7 @@ class Thick:
         return layout.maximum_bytes(self.room(group), self.layout)
 
     def room(self, group: report.Group) -> Room:
-        """Return the free space of a volume group that the class may use."""
+        """Return the free space of a volume group that the device class may use."""
         return Room(group, self.kept(group))
 
     def full(self, group: report.Group, beside: int = 0) -> str:
@@ -270,11 +271,15 @@ class Thin:
         return pools.find(group, name, size_bytes, wipe_name(self.device_class))
 
     def outstanding_extents(self, group: report.Group) -> int:
-        """Return the number of extents that the pool has promised and does not have yet."""
+        """Return the extents that the pool has promised to its volumes and does not have yet."""
         return pools.outstanding_extents(group, self.pool(group), self.policy)
 
     def maximum_bytes(self, group: report.Group) -> int:
-        """Return the number of bytes that may still be promised; 0 while the pool is too full."""
+        """Return the size of the largest thin volume that can be created, in bytes.
+
+        It is the number of bytes that the pool may still promise to volumes; 0 while the pool is
+        too full.
+        """
         return 0 if self.full(group) else self._maximum_bytes(group)
 
     def full(self, group: report.Group, beside: int = 0) -> str:
@@ -285,17 +290,17 @@ class Thin:
         return full(group, beside + (1 if pool_name(self.device_class) in group.volumes else 2))
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
-        """Return the number of bytes that may still be promised to a volume that is to grow."""
+        """Return the bytes by which a thin volume can grow: what its pool may still promise."""
         return self._maximum_bytes(volume.group)
 
     def _maximum_bytes(self, group: report.Group) -> int:
-        """Return the number of bytes that may still be promised; 0 if the pool takes no volume."""
+        """Return the bytes that the pool may still promise to volumes; 0 if it takes no volume."""
         if self._refusal(group):
             return 0
         return pools.maximum_bytes(self.room(group), self.pool(group), self.policy)
 
     def room(self, group: report.Group) -> Room:
-        """Return the free space of a volume group that the class may use."""
+        """Return the free space of a volume group that the device class may use."""
         return Room(group, self.kept(group))
 
     def purpose(self, group: report.Group) -> str:
@@ -441,7 +446,7 @@ class CachedThin(Thin):
     cache: Cache
 
     def maximum_bytes(self, group: report.Group) -> int:
-        """Return the number of bytes that may still be promised.
+        """Return the size of the largest thin volume that can be created, in bytes.
 
         0 if the pool has no cache and the fast disks have no room for one.
         """
@@ -603,13 +608,17 @@ class Allocators:
         return layout.maximum_bytes(room.keeping(kept))
 
     def _kept(self, one: DeviceClass, group: report.Group) -> int:
-        """Return the extents that a class leaves free: its reserve, and other pools' promises."""
+        """Return the extents that a device class leaves free in a volume group.
+
+        These are the class's reserve, and the extents that the pools of other classes have promised
+        to volumes and do not have yet.
+        """
         return one.reserve.extents(group) + self.promised_extents(group, but=one.name)
 
     def promised_extents(self, group: report.Group, but: str = "") -> int:
-        """Return the extents that a group's pools have promised and do not have yet.
+        """Return the extents that a group's pools have promised to volumes and do not have yet.
 
-        The pool of the class `but` is left out.
+        The pool of the device class `but` is left out.
         """
         allocators = (pool for pool in self.thin(group) if pool.device_class != but)
         return sum(pool.outstanding_extents(group) for pool in allocators)

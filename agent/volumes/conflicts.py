@@ -1,9 +1,9 @@
 """Conflicts between a call and background work of this process, by agent/volumes/volume_states.py.
 
 Work that is recorded by tags may be in progress without a job of this process, for instance after a
-restart. Then the operation finds the work in the report, and answers by the same table. Work that
-failed and is not recorded is over. No call conflicts with it, unless it left the volume partly
-erased.
+restart. In that case the operation finds the work in the report, and answers by the same table.
+Work that failed and is not recorded is over. No call conflicts with such work, unless it left the
+volume partly erased.
 """
 
 from collections.abc import Callable, Iterator
@@ -105,10 +105,11 @@ class Conflicts:
 
     @contextmanager
     def enter(self, call: Call, subject: str) -> Iterator[None]:
-        """Context in which the work that the table says to halt is halted, and does not begin.
+        """Halt the work that conflicts with a call and that the table says to halt.
 
-        Raises as `check_jobs`, and Stopping if a job does not end within ten seconds. The caller
-        must hold no lock of a volume group when it enters.
+        In the context, such work does not begin again. Raises as `check_jobs`, and Stopping if a
+        job does not end within ten seconds. The caller must hold no lock of a volume group when the
+        context is entered.
         """
         self.check_jobs(call, subject)
         with ExitStack() as halted:

@@ -89,7 +89,7 @@ class Holds:
             return lease.word
 
     def release(self, volume_id: str, word: str) -> None:
-        """End the hold of a volume that has the secret `word`; do nothing if it has ended."""
+        """End the hold of a volume that has the secret `word`, if it has not ended already."""
         with self._guard:
             if self._lease(volume_id, word) is not None:
                 del self._held[volume_id]
@@ -125,7 +125,7 @@ class Holds:
         return len(noted)
 
     def _lease(self, volume_id: str, word: str | None = None) -> _Lease | None:
-        """Return the hold of a volume, or None if there is none or it has ended.
+        """Return the present hold of a volume, or None if the volume is not held.
 
         If `word` is given, only the hold with that secret is returned.
         """

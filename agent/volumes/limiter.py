@@ -175,10 +175,11 @@ class Limiter:
 
     @contextmanager
     def lifted(self, *volumes: Backing) -> Iterator[None]:
-        """Context in which volumes have no limits; contexts may overlap, and the last one counts.
+        """Context in which volumes have no limits.
 
-        Used for snapshots: a snapshot makes the file system write all data that is in memory, while
-        the volume group waits.
+        Contexts may overlap: the limits of a volume are set again when its last context ends. Used
+        for snapshots: a snapshot makes the file system write all data that is in memory, while the
+        volume group waits.
         """
         with self._guard:
             limited = [entry for volume in volumes for entry in self._of(volume)]
@@ -256,7 +257,8 @@ class Limiter:
         """Measure for each limited volume whether its I/O since the last check reached a limit."""
         now, counts = time.monotonic(), self._cgroups.counts()
         for limited in self.limited:
-            if limited.counted_seconds and counts is self._counts:  # the pods are idle
+            # An unchanged object means that the pods had no I/O since the last check.
+            if limited.counted_seconds and counts is self._counts:
                 limited.counted_seconds = now
             else:
                 limited.measure(counts.get(limited.number, limited.count))

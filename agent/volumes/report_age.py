@@ -34,7 +34,7 @@ class Contents(report.Report):
             )
 
     def shown(self) -> Iterator[Volume]:
-        """Yield all volumes, including those that this version must not use (`Newer`).
+        """Yield all volumes, including those that this version of Carver must not use (`Newer`).
 
         What such a volume depends on must not be removed.
         """
@@ -43,14 +43,17 @@ class Contents(report.Report):
                 yield volume.shown if isinstance(volume, Newer) else volume
 
     def listed(self) -> list[Volume]:
-        """Return the volumes that the CO knows as volumes, including those that are `Newer`.
+        """Return the volumes that the CO knows as volumes, to be shown.
 
-        They are to be shown.
+        Volumes that this version of Carver must not use (`Newer`) are included.
         """
         return [volume for volume in self.shown() if volume.is_listed]
 
     def copies(self) -> Iterator[Volume]:
-        """Yield the volumes that are being filled by a copy, including those that are `Newer`."""
+        """Yield the volumes that are being filled by a copy, or with zeroes.
+
+        Volumes that this version of Carver must not use (`Newer`) are included.
+        """
         return (volume for volume in self.shown() if volume.ended_by is Ender.COPIER)
 
     def snapshots(self) -> Iterator[Snapshot]:

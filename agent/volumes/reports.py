@@ -136,7 +136,7 @@ class Reports:
         return self._definitions.group(known, name)
 
     def require_groups(self, known: report.Report) -> None:
-        """Raise GroupMissing or GroupRefused if one of Carver's groups cannot be used."""
+        """Raise GroupMissing or GroupRefused if one of the configured groups cannot be used."""
         for name in self._groups:
             self.group(known, name)
 
@@ -155,10 +155,10 @@ class Reports:
         return snapshot
 
     def listed_snapshots(self, known: Known) -> Iterator[Snapshot]:
-        """Yield the snapshots that callers asked for, including those that are `Newer`.
+        """Yield the snapshots that callers asked for, to be listed.
 
-        If a snapshot belongs to a group snapshot that is not recorded as complete, all groups are
-        read.
+        Snapshots that this version of Carver must not use (`Newer`) are included. If a snapshot
+        belongs to a group snapshot that is not recorded as complete, all groups are read.
         """
         half_made: set[str] | None = None
         for entry in known.every_snapshot():

@@ -39,7 +39,7 @@ class State(StrEnum):
 
 
 class Ender(StrEnum):
-    """What ends a state of a volume."""
+    """Ender of a state: the call, or the part of Carver, that ends a volume's state."""
 
     CALLER = "DeleteVolume"
     POD = "NodeUnpublishVolume, or a sweep once the pod is gone"
@@ -284,7 +284,7 @@ WORK: Mapping[Work, Mapping[Call, Outcome]] = MappingProxyType(
     }
 )
 
-# The state that each ender ends.
+# The state that is ended by each `Ender`.
 _ENDED_BY = {row.ended_by: state for state, row in STATES.items()}
 # The states that the tag `state` records, by its value.
 _TAGGED = {str(state): state for state, row in STATES.items() if row.has_tag}
@@ -326,14 +326,14 @@ class Recorded(Protocol):
 
 
 def row_of(ender: Ender) -> Row:
-    """Return the row of the state that an ender ends."""
+    """Return the table row of the state that is ended by `ender` (see `Ender`)."""
     return STATES[_ENDED_BY[ender]]
 
 
 def outcome(call: Call, work: Ender | Work) -> Outcome:
     """Return what happens when a call meets background work.
 
-    `work` is an ender, for its work to end a state, or other background work.
+    `work` is an `Ender`, for its work to end a state, or other background work.
     """
     return (WORK[work] if isinstance(work, Work) else row_of(work).calls)[call]
 
@@ -359,7 +359,7 @@ def rows(own_tags: Mapping[str, str]) -> list[Row]:
 
 
 def is_recorded(own_tags: Mapping[str, str], ender: Ender) -> bool:
-    """Whether tags record the state that an ender ends; False if the tag `state` is lost.
+    """Whether tags record the state that is ended by `ender`; False if the tag `state` is lost.
 
     Thin pools, and the extents that Carver reserves for growth, have the tag as well.
     """
@@ -369,9 +369,11 @@ def is_recorded(own_tags: Mapping[str, str], ender: Ender) -> bool:
 def is_deleted_snapshot(logical: report.LogicalVolume) -> bool:
     """Whether a snapshot, or a reservation for growth, is only to be overwritten and removed.
 
-    That is so if it has neither origin nor pool, because it was split from its origin, or because
-    lvm2 was killed before it got one. It is also so if it was deleted while a disk was missing, and
-    could not be split.
+    That follows from one of these facts:
+
+    - The logical volume has neither origin nor pool: it was split from its origin, or lvm2 was
+      killed before it got one.
+    - The tag `state` records it as deleted: a disk was missing, so it could not be split.
     """
     is_lost = not (logical.origin or logical.pool)
     return is_lost or is_recorded(logical.own_tags, Ender.ERASER)
@@ -421,7 +423,7 @@ def require(call: Call, volume: Recorded) -> None:
 
 
 def word_of(ender: Ender) -> str:
-    """Return the value of the tag `state` for the state that an ender ends.
+    """Return the value of the tag `state` for the state that is ended by `ender` (see `Ender`).
 
     The same word is used on the wire.
     """
@@ -429,14 +431,14 @@ def word_of(ender: Ender) -> str:
 
 
 def tags_for(ender: Ender) -> Mapping[str, str]:
-    """Return the tag that records the state that an ender ends."""
+    """Return the tag that records the state that is ended by `ender` (see `Ender`)."""
     return {tag.STATE: word_of(ender)}
 
 
 def hand_over(lvm: Lvm, group: str, name: str, own_tags: Mapping[str, str], to: Ender) -> None:
-    """Record, by one command, that a logical volume is now in the state that the ender `to` ends.
+    """Record, by one command, that a logical volume is now in the state that is ended by `to`.
 
-    `own_tags` are the present tags of the logical volume.
+    `to` is an `Ender`. `own_tags` are the present tags of the logical volume.
     """
     old_tags = {tag.STATE: str(by_tag(own_tags))}
     volumes.mark(lvm, group, name, old=old_tags, new=tags_for(to))

@@ -168,7 +168,7 @@ class Jobs(Generic[J]):
     def start(self, job: J, after_seconds: float = 0.0) -> J:
         """Start a job, after a delay if one is given; return the job that is to be waited for.
 
-        That is the unfinished job with the same key, if there is one. Raises Stopping while a call
+        If an unfinished job has the same key, that job is returned. Raises Stopping while a call
         has the key halted, and RuntimeError if no thread can be started. When the service ends, no
         job begins: the returned job has ended with Stopping.
         """
@@ -263,7 +263,7 @@ class Jobs(Generic[J]):
         finally:
             with worker.guard:
                 worker.barred[place] -= 1
-                # Keys that no call halts any more are removed.
+                # Remove the counts of jobs that no call halts any more.
                 worker.barred = +worker.barred
 
     def forget(self, key: str) -> None:
@@ -329,7 +329,7 @@ class Jobs(Generic[J]):
                 job.due_seconds = min(job.due_seconds, time.monotonic() + seconds)
 
     def _look_again(self, worker: "GroupWorker", failed: J) -> None:
-        """Begin the failed jobs of a group anew if they are still due by its fresh state.
+        """Begin the failed jobs of a volume group anew if they are still due by its fresh state.
 
         Jobs that are no longer due are dropped. The state is read once for all failed jobs of this
         kind whose retry is due soon.
@@ -489,7 +489,7 @@ class GroupWorker:
         """Have a job done at a time (monotonic, seconds) or earlier; it is added if need be.
 
         If no thread can be started, raises RuntimeError after the job was added. While the service
-        ends, jobs that are done last can still be woken.
+        ends, jobs of a kind that is `last` (see `Jobs`) can still be woken.
         """
         if due_seconds >= job.due_seconds:
             return
@@ -528,9 +528,9 @@ class GroupWorker:
             self._relieve()
 
     def halt(self) -> None:
-        """Cancel all jobs except those that are done last, and let no job begin.
+        """Cancel all jobs except those of a kind that is `last` (see `Jobs`); let no job begin.
 
-        The jobs that are done last are due at once if they were to be done at all.
+        The jobs that remain are due at once, unless they wait for a wake.
         """
         with self.guard:
             self._is_ending = True
@@ -563,7 +563,8 @@ class GroupWorker:
     def _is_any_left(self) -> bool:
         """Whether the loop needs a thread.
 
-        While the service ends, only jobs that are due need one: these are jobs that are done last.
+        While the service ends, a thread is needed only if a job is due: the remaining jobs are
+        those of a kind that is `last` (see `Jobs`).
         """
         return bool(self._ready(time.monotonic()) if self._is_ending else self.jobs)
 
@@ -711,8 +712,8 @@ class GroupWorkers:
     def let_go(self, group: str) -> None:
         """Cancel the jobs of a volume group at their next safe points, and drop the group's loop.
 
-        Jobs that are done last are not cancelled. A call that names the group later begins a new
-        loop.
+        Jobs of a kind that is `last` (see `Jobs`) are not cancelled. A call that names the group
+        later begins a new loop.
         """
         with self._guard:
             worker = self._workers.pop(group, None)
@@ -728,13 +729,16 @@ class GroupWorkers:
     def oversee(self) -> None:
         """Have other threads continue the loops whose step takes long, or that have no thread.
 
-        The service calls this every few seconds.
+        The service has to call this every few seconds.
         """
         for worker in self.every():
             worker.oversee()
 
     def halt(self) -> None:
-        """Cancel all jobs at their next safe points, except those that are done last."""
+        """Cancel all jobs at their next safe points, except those of a kind that is `last`.
+
+        `Jobs` says what such a kind is.
+        """
         self._is_ending = True
         for worker in self.every():
             worker.halt()

@@ -126,8 +126,8 @@ class Admission:
     def __init__(self, places: int = PLACES) -> None:
         self.problem: Exception | None = None
         self.is_open = True
-        # Admission slots: of calls that use volume groups. A call counts for each group that it
-        # uses. Beside them, the slots of calls that name a volume and use no group.
+        # The admission slots, of calls that use volume groups, and the slots of calls that name a
+        # volume and use no group. A call counts for each group that it uses.
         self.places, self._others = Shares(places), Shares(_OTHERS)
         # The slots of calls that wait for a copy, and the slots of all unary calls in total.
         self.aside, self._threads = Shares(_ASIDE), Shares(_CALLS)
@@ -358,8 +358,8 @@ class VolumeLocks:
         return self._held.union(*(self._waiting[ticket] for ticket in before)).intersection(names)
 
 
-# Maximum number of calls that wait for the lock of one volume group, to change the group, and to
-# read its state. It is a part of the admission slots.
+# Maximum numbers of calls that wait for the lock of one volume group: to change the group, and to
+# read its state. Each is a part of the admission slots.
 MOST_WAITING = PLACES // 2
 MOST_READING = PLACES * 3 // 8
 

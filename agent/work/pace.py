@@ -126,7 +126,7 @@ class Work:
 
     @contextmanager
     def _chunk(self, offset: int, most_bytes: int) -> Iterator[tuple[int, int]]:
-        """Context of one piece that begins at `offset`."""
+        """Context that waits for an I/O slot for the piece that begins at `offset`."""
         with self.piece(most_bytes) as piece:
             yield offset, piece.length_bytes
 
@@ -192,7 +192,7 @@ class _GivingWay:
 
     def begin(self, work: Work, pause: Callable[[float], None]) -> int:
         """Wait for other I/O by rule 8; return the next piece's maximum size in bytes."""
-        if not work.disks:  # there are no statistics
+        if not work.disks:  # no disk is known, so there are no I/O statistics
             return MOST_BYTES
         if self._clock() - self._ended_at > _OTHERS_SECONDS or work.disks - self._seen.keys():
             # Forget the previous piece and the last reading: they are too old, or of other disks.
@@ -450,7 +450,7 @@ class Pace:
     def _turn_for(self, own: _Shared) -> _Shared | None:
         """Return the slot that a waiting worker may enter now, or None if the worker has to wait.
 
-        That is its own slot, or a shared slot that the worker joins and leaves the queue for.
+        The slot is the worker's own. Or it is a shared slot; then the worker leaves the queue.
         """
         first = self._queue[0]
         if first is not own and self.clock() >= first.hangs_at:
@@ -479,7 +479,7 @@ class Pace:
                 self._moved.notify_all()
 
     def _leave(self, work: Work, shared: _Shared, done_bytes: int) -> None:
-        """Leave an I/O slot. The slot ends when its last worker leaves."""
+        """Leave an I/O slot; the slot ends when its last worker leaves."""
         with self._moved:
             if done_bytes:
                 self._bytes[work.kind] += done_bytes
