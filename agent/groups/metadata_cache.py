@@ -288,11 +288,11 @@ class MetadataCache:
         """Cache the group if lvm2 committed nothing while it was read; return the group."""
         if group.missing_disks != len(location.missing):
             # Scan again at the next read: either the labels were read during a write, or lvm2
-            # misses more disks than the labels.
+            # misses more disks than the scan of the labels did.
             self.is_outdated = True
         # A group with a suspended device is not cached: a resume writes no metadata, so the cache
         # would not notice it.
-        is_suspended = any(name.suspended for name in group.volumes.values())
+        is_suspended = any(volume.suspended for volume in group.volumes.values())
         if mark is not None and mark == self._fingerprint(location) and not is_suspended:
             whole = {
                 name: self._events[name]

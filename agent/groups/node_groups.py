@@ -220,7 +220,7 @@ class VolumeGroups:
         """
         locks.require_none_held(f"volume group {', '.join(names)} is waited for")
         locks.enter(*names)
-        volume_groups = [self.of(volume_group) for volume_group in sorted(set(names))]
+        volume_groups = [self.of(name) for name in sorted(set(names))]
         held = HeldGroups()
         try:
             for volume_group in volume_groups:

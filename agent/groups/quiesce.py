@@ -168,10 +168,10 @@ def resume_left(
 ) -> Iterator[list[Held]]:
     """Resume volumes that a killed process left suspended: after the body, or after ten seconds.
 
-    In the body, the caller removes half-made snapshots: while the volumes are suspended, nothing
-    was written to them since. Runs no command; needs two ioctls for each suspended volume, and one
-    for each other volume. A disk that hangs is not waited for. A caller that retries passes the
-    same `resumer` each time.
+    In the body, the caller removes half-made snapshots: nothing has been written to a volume since
+    the kill while the volume is still suspended. Runs no command; needs two ioctls for each
+    suspended volume, and one for each other volume. A disk that hangs is not waited for. A caller
+    that retries passes the same `resumer` each time.
     """
     held = list(_held(devices, groups))
     if not held:

@@ -104,11 +104,11 @@ class Activator:
 
     @contextmanager
     def activated(self, group: str, name: str) -> Iterator[active_devices.Device]:
-        """Context of a logical volume's device, which is inactive afterwards if it was before.
+        """Keep a logical volume active in the context; deactivate it then if it was inactive.
 
-        The caller holds the volume's lock; the volume must have no snapshot that may be used
-        meanwhile. The group's lock is held to activate and to deactivate the volume. It is not held
-        in the body, where the volume's disk may hang.
+        Yields the volume's device. The caller holds the volume's lock; the volume must have no
+        snapshot that may be used meanwhile. The group's lock is held to activate and to deactivate
+        the volume, but not in the context, where the volume's disk may hang.
         """
         was_active = True
         try:

@@ -34,7 +34,7 @@ class Holds:
     """Notes of volumes that calls may not use: volumes being received or moved, and leased ones.
 
     The notes of received and moved volumes are made from tags. A lease (`hold`) lasts as long as
-    this process lives and the holder renews it. Then the volume may be used again.
+    this process lives and the holder renews it. After the lease, the volume may be used again.
     """
 
     def __init__(self) -> None:

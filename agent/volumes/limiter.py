@@ -154,10 +154,10 @@ class Limiter:
 
     @contextmanager
     def leaving(self, volume: Backing, *, is_last: bool) -> Iterator[None]:
-        """Context in which the caller unmounts a volume; at the end, an unused volume is forgotten.
+        """Let the caller unmount a volume in the context, then remove the limits of an unused one.
 
-        Its limits are removed then. With `is_last` the volume has no limits in the body: the last
-        unmount writes the data that is still in memory.
+        With `is_last` the volume has no limits in the context: the last unmount writes the data
+        that is still in memory.
         """
         with self.lifted(*[volume] * is_last):
             try:
@@ -175,7 +175,7 @@ class Limiter:
 
     @contextmanager
     def lifted(self, *volumes: Backing) -> Iterator[None]:
-        """Context in which volumes have no limits.
+        """Lift the limits of volumes while the context lasts.
 
         Contexts may overlap: the limits of a volume are set again when its last context ends. Used
         for snapshots: a snapshot makes the file system write all data that is in memory, while the

@@ -160,7 +160,8 @@ class Volume:
     def attachment_to(self, node_id: str) -> Attachment | None:
         """Return how the volume is attached to a node; None if it is not attached to that node.
 
-        The volume is attached to another node, for instance, if its disks were moved.
+        An attachment to another node may be recorded, for instance after the volume's disks were
+        moved.
         """
         attachment = Attachment.parse(self.own_tags.get(tag.ATTACHED, ""))
         return attachment if attachment is not None and attachment.node_id == node_id else None

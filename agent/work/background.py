@@ -58,7 +58,7 @@ class Attempts:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Context of one attempt: keep its error for the end of all attempts."""
+        """Make one attempt in the context; keep its error to be raised after all attempts."""
         try:
             yield
         except Exception as error:

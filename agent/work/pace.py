@@ -126,7 +126,7 @@ class Work:
 
     @contextmanager
     def _chunk(self, offset: int, most_bytes: int) -> Iterator[tuple[int, int]]:
-        """Context that waits for an I/O slot for the piece that begins at `offset`."""
+        """Wait for an I/O slot for the piece that begins at `offset`, done in the context."""
         with self.piece(most_bytes) as piece:
             yield offset, piece.length_bytes
 
