@@ -104,11 +104,12 @@ class Activator:
 
     @contextmanager
     def activated(self, group: str, name: str) -> Iterator[active_devices.Device]:
-        """Keep a logical volume active in the context; deactivate it then if it was inactive.
+        """Keep a logical volume active in the context; at the end, restore its earlier state.
 
-        Yields the volume's device. The caller holds the volume's lock; the volume must have no
-        snapshot that may be used meanwhile. The group's lock is held to activate and to deactivate
-        the volume, but not in the context, where the volume's disk may hang.
+        Yields the volume's device. A volume that was inactive is deactivated at the end. The caller
+        holds the volume's lock; the volume must have no snapshot that may be used meanwhile. The
+        group's lock is held to activate and to deactivate the volume, but not in the context, where
+        the volume's disk may hang.
         """
         was_active = True
         try:

@@ -154,7 +154,7 @@ class ErasePolicy:
         return [By.DISCARD, *ways] if is_discarded else ways
 
     def _is_discarded(self, device: str, stack: Stack) -> bool:
-        """Whether deleted data on a device is discarded; a disk that must not be is logged."""
+        """Whether deleted data on a device is discarded; log disks on which it must not be."""
         if not self._wipe.discards:
             return False
         if not stack.is_plain or self._kernel.is_distrusted(stack, By.DISCARD):

@@ -200,8 +200,8 @@ class Jobs(Generic[J]):
     def wait(self, job: J, seconds: float) -> bool:
         """Wait at most `seconds` for the end of a job; return whether the job has ended.
 
-        A step of the same group's loop would wait in vain, since it occupies the loop. Such a
-        caller does the steps of the awaited job itself.
+        A caller that is itself a step of the same group's loop would wait in vain, because it
+        occupies the loop. Such a caller does the steps of the awaited job itself.
         """
         worker = self._worker(job.key)
         if not worker.is_own_thread:
