@@ -1,1 +1,1 @@
-"""What everything above stands on: errors, ids, tags, traces."""
+"""What all other packages of the agent stand on: errors, ids, tags, traces."""

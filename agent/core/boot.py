@@ -1,4 +1,4 @@
-"""The machine's present boot."""
+"""The present boot of the machine: its id, and the time since it."""
 
 import time
 from pathlib import Path
@@ -7,10 +7,10 @@ _ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def identity() -> str:
-    """The id of the boot, a UUID (random(4)); each boot has another."""
+    """Return the id of the present boot: a UUID that changes with each boot (random(4))."""
     return _ID.read_text().strip()
 
 
 def seconds() -> float:
-    """For how long the machine is up, suspended time included (clock_gettime(2))."""
+    """Return the seconds since the machine's boot, suspended time included (clock_gettime(2))."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,4 +1,4 @@
-"""The gRPC code of each error."""
+"""The gRPC status code of each error."""
 
 import grpc
 
@@ -8,8 +8,9 @@ import mount.mount_errors
 
 Code = grpc.StatusCode
 
-# The first class that matches gives the code, so a class stands before those it derives from. It
-# is left out where it has the code of its base, unless that is INTERNAL.
+# Table of the gRPC code of each error class. The first class that an error is an instance of gives
+# the code, so a class stands before its base classes. A class with the same code as its base class
+# is left out, unless that code is INTERNAL.
 TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.BadField, Code.INVALID_ARGUMENT),
     (agent.core.errors.BadConfig, Code.FAILED_PRECONDITION),
@@ -22,8 +23,9 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.Incompatible, Code.ALREADY_EXISTS),
     (agent.core.errors.NoSuchNode, Code.NOT_FOUND),
     (agent.core.errors.AttachedElsewhere, Code.FAILED_PRECONDITION),
-    # No other error of ControllerPublishVolume has this code: after it kubelet fails the pod, if
-    # the CSIDriver has nodeAllocatableUpdatePeriodSeconds (csi_plugin.go, VerifyExhaustedResource).
+    # RESOURCE_EXHAUSTED is the code of no other error of ControllerPublishVolume: after this code
+    # kubelet fails the pod, if the CSIDriver has nodeAllocatableUpdatePeriodSeconds (csi_plugin.go,
+    # VerifyExhaustedResource).
     (agent.core.errors.TooManyAttached, Code.RESOURCE_EXHAUSTED),
     (agent.core.errors.OtherGroup, Code.FAILED_PRECONDITION),
     (agent.core.errors.Elsewhere, Code.RESOURCE_EXHAUSTED),
@@ -34,16 +36,19 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.WouldBeLost, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotRepairable, Code.FAILED_PRECONDITION),
     (agent.core.errors.InlineTotal, Code.RESOURCE_EXHAUSTED),
-    # To the external-resizer RESOURCE_EXHAUSTED is an operation that may still be in progress: it
-    # would ask for the same size for ever, also after the claim was made smaller.
+    # OUT_OF_RANGE, not RESOURCE_EXHAUSTED: the external-resizer takes RESOURCE_EXHAUSTED for an
+    # operation that may still be in progress. The resizer would ask for the same size for ever,
+    # even after the claim was made smaller.
     (agent.core.errors.TooLarge, Code.OUT_OF_RANGE),
-    # Only after this code kubelet lets a pod start with the volume as it is.
+    # FAILED_PRECONDITION is the only code after which kubelet lets a pod start with a volume that
+    # has not grown.
     (agent.core.errors.CannotGrow, Code.FAILED_PRECONDITION),
     (agent.core.errors.VolumeInUse, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotOverwritten, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotSwept, Code.FAILED_PRECONDITION),
     (agent.core.errors.HasSnapshots, Code.FAILED_PRECONDITION),
-    # "In use, later", to kubelet: the pod goes on, and its next start asks again.
+    # Kubelet takes FAILED_PRECONDITION for "in use, expand later": the pod continues, and kubelet
+    # asks for the expansion again when the pod starts next.
     (agent.core.errors.GrowsLater, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotSnapshotted, Code.FAILED_PRECONDITION),
     (agent.core.errors.PartOfGroup, Code.INVALID_ARGUMENT),
@@ -75,7 +80,8 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.MetadataReserved, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotWanted, Code.CANCELLED),
     (agent.core.errors.BadToken, Code.ABORTED),
-    # What every caller repeats, without taking the volume for failed.
+    # UNAVAILABLE for temporary conditions: each caller repeats the call, without taking the volume
+    # for failed.
     (agent.core.errors.Starting, Code.UNAVAILABLE),
     (agent.core.errors.TooManyCalls, Code.UNAVAILABLE),
     (agent.core.errors.GroupBusy, Code.UNAVAILABLE),
@@ -85,7 +91,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.NotReady, Code.FAILED_PRECONDITION),
     (agent.core.errors.SocketTaken, Code.FAILED_PRECONDITION),
     (agent.core.errors.SocketGone, Code.FAILED_PRECONDITION),
-    # Raised by the command line, not by the service.
+    # The next errors are raised by the command line, not by the service.
     (agent.core.errors.TransferFailed, Code.INTERNAL),
     (agent.core.errors.NodeRefused, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotServed, Code.FAILED_PRECONDITION),
@@ -101,12 +107,14 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.AgentError, Code.INTERNAL),
     (mount.mount_errors.ProgramMissing, Code.FAILED_PRECONDITION),
     (mount.mount_errors.CommandTimedOut, Code.DEADLINE_EXCEEDED),
-    # Sidecars repeat a call with this code on the same node, and it begins with a check.
+    # UNAVAILABLE, since sidecars then repeat the call on the same node. A repeated call first
+    # checks what exists.
     (mount.mount_errors.OutcomeUnknown, Code.UNAVAILABLE),
     (lvm.lvm_errors.StillRunning, Code.UNAVAILABLE),
     (lvm.lvm_errors.NoSpace, Code.RESOURCE_EXHAUSTED),
     (lvm.lvm_errors.MetadataFull, Code.RESOURCE_EXHAUSTED),
-    # Another process took the name after Carver had checked it.
+    # ABORTED, since another process took the logical volume's name after Carver had checked that
+    # the name was free.
     (lvm.lvm_errors.NameTaken, Code.ABORTED),
     (lvm.lvm_errors.InUse, Code.FAILED_PRECONDITION),
     (lvm.lvm_errors.DisksMissing, Code.FAILED_PRECONDITION),
@@ -117,7 +125,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (lvm.lvm_errors.BeingMoved, Code.FAILED_PRECONDITION),
     (lvm.lvm_errors.PoolDamaged, Code.FAILED_PRECONDITION),
     (lvm.lvm_errors.NotArchived, Code.FAILED_PRECONDITION),
-    # Of the node, for a moment.
+    # UNAVAILABLE for a lack on the node that ends soon.
     (lvm.lvm_errors.LockTaken, Code.UNAVAILABLE),
     (lvm.lvm_errors.SemaphoresUsedUp, Code.UNAVAILABLE),
     (lvm.lvm_errors.NoDeviceMapper, Code.FAILED_PRECONDITION),
@@ -153,27 +161,31 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (mount.mount_errors.TargetInUse, Code.FAILED_PRECONDITION),
     (mount.mount_errors.TargetError, Code.INTERNAL),
     (mount.mount_errors.RenewFailed, Code.INTERNAL),
-    # As for CannotGrow: the pod starts with the file system as it is.
+    # FAILED_PRECONDITION, as for CannotGrow above: kubelet lets the pod start with the file system
+    # that has not grown.
     (mount.mount_errors.GrowFailed, Code.FAILED_PRECONDITION),
     (mount.mount_errors.LoopFailed, Code.INTERNAL),
-    # CSI spec, "Error Scheme": the secrets of the call are not valid.
+    # UNAUTHENTICATED, by the CSI spec, "Error Scheme": the secrets in the request are not valid.
     (mount.mount_errors.WrongKey, Code.UNAUTHENTICATED),
     (mount.mount_errors.CryptPending, Code.ABORTED),
     (mount.mount_errors.CryptBusy, Code.FAILED_PRECONDITION),
     (mount.mount_errors.CryptFailed, Code.INTERNAL),
     (mount.mount_errors.MountError, Code.INTERNAL),
-    # The generated servicers raise it for every RPC that is not implemented.
+    # The servicers that gRPC generates raise NotImplementedError for each RPC that is not
+    # implemented.
     (NotImplementedError, Code.UNIMPLEMENTED),
     (Exception, Code.INTERNAL),
 )
 
 
-# The most bytes of an error's message.
+# Maximum length of an error's message, in bytes.
 _MOST_MESSAGE_BYTES = 2000
-# Codes after which a call may still be in progress: callers repeat it, or undo it.
-# agent/operations/leftovers.py has the table of what is left then, and whose it is.
+# Codes after which an operation may still be in progress: callers repeat the call, or undo the
+# operation. agent/operations/leftovers.py has the table of the objects that a failed call leaves,
+# and of who completes or removes them.
 _IN_PROGRESS = (Code.CANCELLED, Code.DEADLINE_EXCEEDED, Code.UNAVAILABLE, Code.ABORTED)
-# Codes that are about the request: what is there was made by another request.
+# Codes that say that the request itself is wrong. A failed request with such a code made nothing,
+# so an existing object was made by another request.
 _OF_REQUEST = (
     *(Code.INVALID_ARGUMENT, Code.ALREADY_EXISTS, Code.OUT_OF_RANGE),
     *(Code.UNIMPLEMENTED, Code.UNAUTHENTICATED),
@@ -181,28 +193,32 @@ _OF_REQUEST = (
 
 
 def is_final(error: Exception) -> bool:
-    """Whether callers treat the call as finished, and may never undo it.
+    """Whether callers take a failed call for finished, by the code of its error.
 
-    After such a code kubelet forgets the call (isFinalError of pkg/volume/csi/csi_client.go).
+    After such a code kubelet forgets the call, and may never undo the operation (isFinalError of
+    pkg/volume/csi/csi_client.go).
     """
     return code_of(error) not in (*_IN_PROGRESS, Code.RESOURCE_EXHAUSTED)
 
 
 def ends_create_volume(error: Exception) -> bool:
-    """Whether the external-provisioner gives the volume up, or has it made on another node."""
+    """Whether the external-provisioner ends a CreateVolume on this node after an error.
+
+    The provisioner then gives the volume up, or has the volume made on another node.
+    """
     return code_of(error) not in _IN_PROGRESS
 
 
 def is_of_request(error: Exception) -> bool:
-    """Whether an error is about the request itself, whatever an earlier one made."""
+    """Whether an error says that the request itself is wrong, whatever an earlier request made."""
     return code_of(error) in _OF_REQUEST
 
 
 def cut(message: str) -> str:
-    """The beginning of an error's message, as long as a gRPC client takes it.
+    """Return an error's message, cut to the length that a gRPC client accepts.
 
     With headers above 8 KiB a client of gRPC's C core drops the error, and puts RESOURCE_EXHAUSTED
-    in its place. gRPC writes a byte that is not printable ASCII as three.
+    in its place. gRPC encodes a byte that is not printable ASCII as three bytes.
     """
     text = message.encode(errors="replace")
     if len(text) <= _MOST_MESSAGE_BYTES:
@@ -211,5 +227,5 @@ def cut(message: str) -> str:
 
 
 def code_of(error: Exception) -> grpc.StatusCode:
-    """The code of the first class in the table that the error is an instance of."""
+    """Return the gRPC code of an error: that of the first class in TABLE that the error is of."""
     return next(code for kind, code in TABLE if isinstance(error, kind))

@@ -4,11 +4,14 @@ from collections.abc import Iterable
 
 from lvm.groups import VGEXTEND
 
-# In a rollout the new pod comes before the old one is gone, and nothing is unstaged.
+# Advice in error messages on how to have a volume unstaged. A rollout is not enough: the new pod
+# starts before the old pod is gone, so kubelet does not unstage the volume.
 UNSTAGE = (
     "scale what uses it to 0 and wait until it is unstaged (by hand: `carver volume unpublish`)"
 )
-# Only the call that stages an encrypted volume has its key, unless its class names another.
+# Advice in error messages on how to have an encrypted volume opened again. The key comes with
+# NodeStageVolume, and with other calls only if the volume's StorageClass names a secret for these
+# calls.
 STAGE_WITH_KEY = (
     f"{UNSTAGE}; it is staged with its key next. Volumes of a StorageClass that names a secret for"
     " publishing, too (csi.storage.k8s.io/node-publish-secret-name and -namespace), are opened by"
@@ -17,11 +20,11 @@ STAGE_WITH_KEY = (
 
 
 class AgentError(Exception):
-    """The base of all errors here."""
+    """Base class of all errors that Carver itself decides on."""
 
 
 class BadConfig(AgentError):
-    """The configuration is invalid; nothing was started."""
+    """Raised when the configuration is invalid; nothing was started."""
 
     def __init__(self, source: str, key: str, problem: str) -> None:
         super().__init__(f"{source}: {key}: {problem}")
@@ -29,7 +32,7 @@ class BadConfig(AgentError):
 
 
 class BadField(AgentError):
-    """A field of a request is missing or invalid."""
+    """Raised when a field of a request is missing or invalid."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -37,40 +40,43 @@ class BadField(AgentError):
 
 
 class Missing(BadField):
-    """A required field is empty."""
+    """Raised when a required field of a request is empty."""
 
     def __init__(self, field: str) -> None:
         super().__init__(field, "is required")
 
 
 class NotAllowed(BadField):
-    """A value is outside its enumeration."""
+    """Raised when the value of a request's field is not among the values of its enumeration."""
 
     def __init__(self, field: str, value: object, allowed: Iterable[object]) -> None:
-        known = ", ".join(str(one) for one in allowed)
-        super().__init__(field, f"{value!r} is not allowed; allowed: {known}")
+        allowed_values = ", ".join(str(value) for value in allowed)
+        super().__init__(field, f"{value!r} is not allowed; allowed: {allowed_values}")
 
 
 class BadSize(AgentError):
-    """No amount of free space can meet the capacity range."""
+    """Raised when no amount of free space can satisfy the capacity range in a request."""
 
 
 class NoSuchVolume(AgentError):
-    """The volume does not exist, as a report of its group proves."""
+    """Raised when a volume does not exist, as a report of its volume group proves."""
 
     def __init__(self, volume_id: str) -> None:
         super().__init__(f"there is no volume {volume_id!r} on this node")
 
 
 class NoSuchSnapshot(AgentError):
-    """The snapshot does not exist, as a report of its group proves."""
+    """Raised when a snapshot does not exist, as a report of its volume group proves."""
 
     def __init__(self, snapshot_id: str) -> None:
         super().__init__(f"there is no snapshot {snapshot_id!r} on this node")
 
 
 class PerhapsAway(AgentError):
-    """No group that is here has the object, but one that is missing may."""
+    """Raised when no present volume group has an object, but a missing group may have it.
+
+    The object is a volume or a snapshot; its absence is not proved.
+    """
 
     def __init__(self, what: str, name: str, away: Iterable[str]) -> None:
         super().__init__(
@@ -80,32 +86,36 @@ class PerhapsAway(AgentError):
 
 
 class NoSuchGroupSnapshot(AgentError):
-    """The group snapshot does not exist, as a report of each group proves."""
+    """Raised when a group snapshot does not exist, as a report of each volume group proves."""
 
     def __init__(self, group_snapshot_id: str) -> None:
         super().__init__(f"there is no group snapshot {group_snapshot_id!r} on this node")
 
 
 class NotWhole(AgentError):
-    """Some snapshots of a group snapshot are not here, but may exist."""
+    """Raised when snapshots of a group snapshot are not on this node, but may exist elsewhere."""
 
     def __init__(self, group_snapshot_id: str, problem: str) -> None:
         super().__init__(f"group snapshot {group_snapshot_id!r} is not whole here: {problem}")
 
 
 class NoSuchPath(AgentError):
-    """The volume is not mounted or published at the path."""
+    """Raised when a volume is neither mounted nor published at the path in a request."""
 
     def __init__(self, volume_id: str, path: str) -> None:
         super().__init__(f"volume {volume_id!r} is not mounted or published at {path!r}")
 
 
 class Incompatible(AgentError):
-    """A volume of that name, or a mount at that path, differs from the request."""
+    """Raised when an existing object or mount has the requested name or path, but differs."""
 
 
 class AttachedOtherwise(Incompatible):
-    """The volume is attached with another access mode, or read-only where it is to be written."""
+    """Raised when a volume is attached already, with other access than a request needs.
+
+    The volume has another access mode, or is attached read-only and the request wants to write to
+    it.
+    """
 
     def __init__(self, volume_id: str, attachment: object, asked: object) -> None:
         super().__init__(
@@ -115,14 +125,14 @@ class AttachedOtherwise(Incompatible):
 
 
 class NoSuchNode(AgentError):
-    """A volume is to be attached to a node that is not known here."""
+    """Raised when a volume is to be attached to a node that this service does not know."""
 
     def __init__(self, node_id: str, known: str) -> None:
         super().__init__(f"node_id: there is no node {node_id!r}: {known}")
 
 
 class AttachedElsewhere(AgentError):
-    """A volume is to be attached to another node than the one that has it."""
+    """Raised when a volume is to be attached to another node than the node whose disks hold it."""
 
     def __init__(self, volume_id: str, node_id: str, owner: str) -> None:
         super().__init__(
@@ -132,7 +142,7 @@ class AttachedElsewhere(AgentError):
 
 
 class TooManyAttached(AgentError):
-    """As many volumes are attached to the node as `max_volumes_per_node` allows."""
+    """Raised when the node has as many attached volumes as `max_volumes_per_node` allows."""
 
     def __init__(self, volume_id: str, node_id: str, limit: int) -> None:
         super().__init__(
@@ -143,14 +153,14 @@ class TooManyAttached(AgentError):
 
 
 class OtherGroup(AgentError):
-    """The volume id names a group that is not here, or one whose UUID differs."""
+    """Raised when a volume id names a volume group that is absent, or present with another UUID."""
 
     def __init__(self, volume_id: str, problem: str) -> None:
         super().__init__(f"volume {volume_id!r} is not this node's: {problem}")
 
 
 class Elsewhere(AgentError):
-    """The topology excludes this node."""
+    """Raised when the topology in a request excludes this node."""
 
     def __init__(self, node_id: str) -> None:
         super().__init__(
@@ -159,14 +169,14 @@ class Elsewhere(AgentError):
 
 
 class GroupBusy(AgentError):
-    """The lock of a volume group cannot be had in time, or its commands do not return."""
+    """Raised when a volume group's lock cannot be taken in time, or the group's commands hang."""
 
     def __init__(self, what: str, problem: str) -> None:
         super().__init__(f"{what}: {problem}; call again")
 
 
 class GroupSilent(AgentError):
-    """A disk that may belong to a volume group does not answer."""
+    """Raised when a disk that may belong to a volume group does not respond to reads."""
 
     def __init__(self, group: str, disks: Iterable[str]) -> None:
         super().__init__(
@@ -176,7 +186,10 @@ class GroupSilent(AgentError):
 
 
 class PoolSilent(AgentError):
-    """The kernel does not report how full a thin pool is, so no room is promised."""
+    """Raised when the kernel does not report how full a thin pool is.
+
+    Carver then promises no space in the pool to new volumes.
+    """
 
     def __init__(self, group: str, pool: str, seconds: float) -> None:
         super().__init__(
@@ -186,7 +199,7 @@ class PoolSilent(AgentError):
 
 
 class GroupAwaited(AgentError):
-    """After the start, a group is still to be created, or its file to be attached."""
+    """Raised after the start, while a volume group is being created or its file attached."""
 
     def __init__(self, group: str) -> None:
         super().__init__(
@@ -196,14 +209,14 @@ class GroupAwaited(AgentError):
 
 
 class NotHere(AgentError):
-    """A new volume's group or source is not on this node, but may be on another."""
+    """Raised when the group or source of a new volume is not here, but may be on another node."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"cannot create the volume on this node: {problem}")
 
 
 class NoRoom(AgentError):
-    """The group has too few free extents."""
+    """Raised when a volume group has too few free extents."""
 
     def __init__(self, group: str, asked_bytes: int, available_bytes: int, purpose: str) -> None:
         super().__init__(
@@ -213,7 +226,7 @@ class NoRoom(AgentError):
 
 
 class NoSuchDisk(AgentError):
-    """The disk is in none of the configured groups."""
+    """Raised when a disk is a physical volume of no configured volume group."""
 
     def __init__(self, disk: str, present: Iterable[str], missing: Iterable[str]) -> None:
         gone = f"; missing are {', '.join(missing)}" if missing else ""
@@ -224,7 +237,7 @@ class NoSuchDisk(AgentError):
 
 
 class DiskTooSmall(AgentError):
-    """A new disk is too small for the extents of the one to be replaced."""
+    """Raised when a new disk has too few extents to replace another disk."""
 
     def __init__(self, disk: str, size_bytes: int, needed_bytes: int) -> None:
         super().__init__(
@@ -235,7 +248,7 @@ class DiskTooSmall(AgentError):
 
 
 class WouldBeLost(AgentError):
-    """Removing a disk from its group would lose volumes."""
+    """Raised when the removal of a disk from its volume group would lose volumes."""
 
     def __init__(self, disk: str, volumes: Iterable[str], waiting: Iterable[str]) -> None:
         reasons = []
@@ -253,14 +266,14 @@ class WouldBeLost(AgentError):
 
 
 class NotRepairable(AgentError):
-    """A RAID volume cannot be repaired; nothing was changed."""
+    """Raised when a RAID volume cannot be repaired; nothing was changed."""
 
     def __init__(self, volume: str, why: str) -> None:
         super().__init__(f"cannot repair {volume}: {why}")
 
 
 class InlineTotal(AgentError):
-    """All inline volumes together would exceed `inline_total_limit`."""
+    """Raised when all inline volumes of the node would together exceed `inline_total_limit`."""
 
     def __init__(self, asked_bytes: int, there_bytes: int, limit_bytes: int) -> None:
         super().__init__(
@@ -272,7 +285,7 @@ class InlineTotal(AgentError):
 
 
 class TooLarge(AgentError):
-    """There is no room for a volume to grow."""
+    """Raised when there are too few free extents for a volume to grow."""
 
     def __init__(self, volume_id: str, problem: str) -> None:
         self.problem = problem
@@ -283,7 +296,7 @@ class TooLarge(AgentError):
 
 
 class CannotGrow(AgentError):
-    """A volume in use, its file system or its LUKS mapping cannot grow."""
+    """Raised when a volume in use, its file system or its LUKS mapping cannot grow."""
 
     def __init__(self, volume_id: str, problem: str) -> None:
         super().__init__(
@@ -294,28 +307,28 @@ class CannotGrow(AgentError):
 
 
 class VolumeInUse(AgentError):
-    """The volume is open, mounted or published on this node."""
+    """Raised when a volume is open, mounted or published on this node."""
 
     def __init__(self, volume_id: str, users: str) -> None:
         super().__init__(f"volume {volume_id!r} is in use: {users}")
 
 
 class NotOverwritten(AgentError):
-    """Part of a deleted volume cannot be overwritten yet; the volume is kept."""
+    """Raised when part of a deleted volume cannot be overwritten yet; the volume is kept."""
 
     def __init__(self, volume_id: str, why: str) -> None:
         super().__init__(f"cannot overwrite all of volume {volume_id!r}: {why}")
 
 
 class NotSwept(AgentError):
-    """A group's free extents must be overwritten before they are allocated, and cannot yet."""
+    """Raised when a volume group's free extents cannot be overwritten yet, and so not allocated."""
 
     def __init__(self, group: str, why: str) -> None:
         super().__init__(f"cannot overwrite the free extents of volume group {group} yet: {why}")
 
 
 class HasSnapshots(AgentError):
-    """The volume has copy-on-write snapshots, with which lvm2 refuses the operation."""
+    """Raised when lvm2 refuses an operation on a volume because of its copy-on-write snapshots."""
 
     def __init__(self, volume_id: str, snapshots: Iterable[str], problem: str) -> None:
         super().__init__(
@@ -324,7 +337,10 @@ class HasSnapshots(AgentError):
 
 
 class GrowsLater(AgentError):
-    """A volume in use with copy-on-write snapshots will grow when it is staged next."""
+    """Raised when a volume cannot grow before it is staged next.
+
+    The reason is that the volume is in use and has copy-on-write snapshots.
+    """
 
     def __init__(
         self, volume_id: str, wanted_bytes: int, snapshots: Iterable[str], users: str
@@ -337,14 +353,14 @@ class GrowsLater(AgentError):
 
 
 class NotSnapshotted(AgentError):
-    """The volume's layout or state allows no snapshot."""
+    """Raised when the layout or state of a volume does not allow a snapshot."""
 
     def __init__(self, volume_id: str, why: str) -> None:
         super().__init__(f"cannot take a snapshot of volume {volume_id!r}: {why}")
 
 
 class PartOfGroup(AgentError):
-    """A snapshot of a group snapshot is not deleted alone."""
+    """Raised when a snapshot is to be deleted alone, although it is part of a group snapshot."""
 
     def __init__(self, snapshot_id: str, group_snapshot_id: str) -> None:
         super().__init__(
@@ -354,7 +370,7 @@ class PartOfGroup(AgentError):
 
 
 class NotTogether(AgentError):
-    """Volumes cannot be quiesced together."""
+    """Raised when several volumes cannot be quiesced together."""
 
     def __init__(self, volume_id: str, why: str) -> None:
         super().__init__(
@@ -364,7 +380,10 @@ class NotTogether(AgentError):
 
 
 class QuiesceOver(AgentError):
-    """The volumes were resumed before the last snapshot was taken, so none is kept."""
+    """Raised when quiesced volumes were resumed before the last snapshot of them was taken.
+
+    No snapshot is kept then.
+    """
 
     def __init__(self, seconds: float) -> None:
         super().__init__(
@@ -375,14 +394,17 @@ class QuiesceOver(AgentError):
 
 
 class NotStaged(AgentError):
-    """The volume must be staged first."""
+    """Raised when a volume must be staged before the requested operation."""
 
     def __init__(self, volume_id: str, problem: str, remedy: str) -> None:
         super().__init__(f"volume {volume_id!r} is not staged: {problem}; {remedy}")
 
 
 class ContentsLost(AgentError):
-    """A formatted volume's file system is not found. It is not formatted again."""
+    """Raised when a formatted volume's file system is not found.
+
+    The volume is not formatted again.
+    """
 
     def __init__(self, volume_id: str, fs_type: str, device: str) -> None:
         super().__init__(
@@ -393,9 +415,9 @@ class ContentsLost(AgentError):
 
 
 class KeyMissing(AgentError):
-    """The call has no key for an encrypted volume; nothing was changed.
+    """Raised when a call has no key for an encrypted volume; nothing was changed.
 
-    `gone` is the volume's class where the configuration lacks it.
+    `gone` is the volume's device class if the configuration has no such class any more, else empty.
     """
 
     def __init__(self, volume_id: str, gone: str = "") -> None:
@@ -409,7 +431,10 @@ class KeyMissing(AgentError):
 
 
 class HeaderDamaged(AgentError):
-    """The LUKS2 header is missing or another volume's. It is not made anew."""
+    """Raised when a volume's LUKS2 header is missing or is another volume's.
+
+    No new header is written.
+    """
 
     def __init__(self, volume_id: str, problem: str) -> None:
         super().__init__(
@@ -420,7 +445,10 @@ class HeaderDamaged(AgentError):
 
 
 class GrowsWithKey(AgentError):
-    """The logical volume has grown; its open dm-crypt device grows with the key only."""
+    """Raised when a dm-crypt device in use cannot grow because the call has no key.
+
+    The logical volume below the dm-crypt device has grown already.
+    """
 
     def __init__(self, volume_id: str) -> None:
         super().__init__(
@@ -432,17 +460,17 @@ class GrowsWithKey(AgentError):
 
 
 class OperationPending(AgentError):
-    """Another call on the same volume or path is in progress."""
+    """Raised when another call on the same volume or path is in progress."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"another call on {name!r} is in progress")
 
 
 class StillAtWork(OperationPending):
-    """mkfs or fsck of an earlier call is in progress."""
+    """Raised when the mkfs or fsck that an earlier call started is still running."""
 
     def __init__(self, volume_id: str, what: str, seconds: float) -> None:
-        # No other call is in progress, so not the sentence of the class above.
+        # The message of the base class is not used: it says that another call is in progress.
         AgentError.__init__(
             self,
             f"{what} of volume {volume_id!r} has run for {seconds:.0f} s and goes on; call again",
@@ -450,14 +478,14 @@ class StillAtWork(OperationPending):
 
 
 class Copying(AgentError):
-    """The new volume's contents are being copied."""
+    """Raised when a new volume cannot be used yet because its contents are being copied."""
 
     def __init__(self, volume_id: str, progress: str) -> None:
         super().__init__(f"volume {volume_id!r} is being copied: {progress}; call again")
 
 
 class Reencrypting(AgentError):
-    """The volume's LUKS2 header says that a re-encryption was begun, and has not ended.
+    """Raised when a volume's LUKS2 header says that a re-encryption was begun and has not ended.
 
     Versions up to 0.2.0 had cryptsetup re-encrypt a copy before its first use.
     """
@@ -472,7 +500,10 @@ class Reencrypting(AgentError):
 
 
 class Unfinished(AgentError):
-    """A call failed, and what it made so far is there: only a further call completes it."""
+    """Raised when a call failed after it made part of an object.
+
+    The part is kept; only a further call completes the object.
+    """
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(
@@ -482,7 +513,7 @@ class Unfinished(AgentError):
 
 
 class Overwriting(AgentError):
-    """The extents that a volume will grow by are being overwritten."""
+    """Raised when a volume cannot grow yet: the extents for its growth are being overwritten."""
 
     def __init__(self, volume_id: str, progress: str) -> None:
         super().__init__(
@@ -492,14 +523,14 @@ class Overwriting(AgentError):
 
 
 class SourceLost(AgentError):
-    """The source of a new volume can never be read again."""
+    """Raised when the source of a new volume can never be read again."""
 
     def __init__(self, source_id: str, problem: str) -> None:
         super().__init__(f"cannot create a volume from {source_id!r}: {problem}")
 
 
 class Receiving(AgentError):
-    """The volume is being received as a stream, and cannot be used before it is finished."""
+    """Raised when a volume cannot be used before its reception as a stream is finished."""
 
     def __init__(self, volume_id: str) -> None:
         super().__init__(
@@ -510,14 +541,17 @@ class Receiving(AgentError):
 
 
 class NotReceived(AgentError):
-    """A stream cannot be received, or the volume not be finished; nothing changed."""
+    """Raised when a stream cannot be received, or a received volume cannot be finished.
+
+    Nothing was changed.
+    """
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"cannot receive {name!r}: {why}")
 
 
 class NeedsOther(AgentError):
-    """What a newer version of Carver made, with properties that this version does not know."""
+    """Raised when an object has properties that only a newer version of Carver knows."""
 
     def __init__(self, identity: str, unknown: Iterable[str]) -> None:
         super().__init__(
@@ -528,7 +562,10 @@ class NeedsOther(AgentError):
 
 
 class TagsDamaged(AgentError):
-    """The tags of a volume or snapshot are in a combination that no version of Carver writes."""
+    """Raised when an object's tags are in a combination that no version of Carver writes.
+
+    The object is a volume or a snapshot.
+    """
 
     def __init__(self, identity: str, faults: Iterable[str]) -> None:
         super().__init__(
@@ -538,12 +575,13 @@ class TagsDamaged(AgentError):
         )
 
 
-# What says that Carver leaves something alone until a person, or another version, sees to it.
+# Errors after which Carver leaves a volume or snapshot alone, until a person mends its tags or
+# another version of Carver runs.
 LEFT_ALONE = (NeedsOther, TagsDamaged)
 
 
 class LayoutUnknown(AgentError):
-    """How a volume lies on its disks lvm2's report does not tell, or Carver makes none like it."""
+    """Raised when a volume's layout is not in lvm2's report, or is none that Carver makes."""
 
     def __init__(self, volume_id: str, text: str, words: Iterable[str]) -> None:
         tagged = f"its tag `layout` is {text!r}" if text else "its tag `layout` is lost"
@@ -557,7 +595,7 @@ class LayoutUnknown(AgentError):
 
 
 class Moved(AgentError):
-    """The volume was moved to another node, or is being moved."""
+    """Raised when a volume cannot be used: it was, or is being, moved to another node."""
 
     def __init__(self, volume_id: str, node: str, why: str = "was moved") -> None:
         super().__init__(
@@ -568,14 +606,17 @@ class Moved(AgentError):
 
 
 class NotMoved(AgentError):
-    """A volume cannot be moved, or its move not be ended; nothing was changed."""
+    """Raised when a volume's move to another node cannot be begun or ended; nothing was changed."""
 
     def __init__(self, volume: str, why: str) -> None:
         super().__init__(f"cannot move {volume!r}: {why}")
 
 
 class NotAdopted(AgentError):
-    """A logical volume cannot be adopted, or its adoption not be undone; nothing was changed."""
+    """Raised when a logical volume cannot be adopted, or its adoption cannot be undone.
+
+    Nothing was changed.
+    """
 
     def __init__(self, volume: str, why: str, *, undo: bool = False) -> None:
         what = "undo the adoption of" if undo else "adopt"
@@ -583,28 +624,31 @@ class NotAdopted(AgentError):
 
 
 class BadStream(AgentError):
-    """The stream is malformed, altered or of another version; its valid part is kept."""
+    """Raised when a stream is malformed, altered or of another version.
+
+    The valid part of the stream, which came before the fault, is kept.
+    """
 
     def __init__(self, why: str) -> None:
         super().__init__(f"cannot use the stream: {why}")
 
 
 class TransferFailed(AgentError):
-    """A device failed, or the other end of a stream has gone."""
+    """Raised by the command line when a device failed, or the other end of a stream is gone."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"{what}: {why}")
 
 
 class NodeRefused(AgentError):
-    """The other node is unreachable, or refused."""
+    """Raised by the command line when the other node of a move is unreachable or refuses."""
 
     def __init__(self, node: str, words: str, why: str) -> None:
         super().__init__(f"{node}: `{words}`: {why}")
 
 
 class StreamEnded(BadStream):
-    """The stream ended before its end mark."""
+    """Raised when a stream ends before its end mark."""
 
     def __init__(self, read_bytes: int) -> None:
         super().__init__(
@@ -614,14 +658,14 @@ class StreamEnded(BadStream):
 
 
 class NotComparable(AgentError):
-    """Two snapshots are not of one volume, or in the wrong order."""
+    """Raised when two snapshots are not of one volume, or are given in the wrong order."""
 
     def __init__(self, base_id: str, target_id: str, why: str) -> None:
         super().__init__(f"cannot compare {base_id!r} with {target_id!r}: {why}")
 
 
 class BlocksUnknown(AgentError):
-    """The allocated or changed blocks of an encrypted volume cannot be determined."""
+    """Raised when the allocated or changed blocks of an encrypted volume cannot be determined."""
 
     def __init__(self, identity: str, why: str, remedy: str) -> None:
         super().__init__(
@@ -631,7 +675,7 @@ class BlocksUnknown(AgentError):
 
 
 class NotBeyond(AgentError):
-    """The starting offset is outside the snapshot."""
+    """Raised when the starting offset in a request is outside the snapshot."""
 
     def __init__(self, offset_bytes: int, size_bytes: int | None = None) -> None:
         allowed = (
@@ -641,7 +685,7 @@ class NotBeyond(AgentError):
 
 
 class MetadataReserved(AgentError):
-    """Another program holds the pool's only metadata snapshot."""
+    """Raised when another program holds the only metadata snapshot that a thin pool can have."""
 
     def __init__(self, group: str, pool: str) -> None:
         super().__init__(
@@ -652,14 +696,14 @@ class MetadataReserved(AgentError):
 
 
 class NotWanted(AgentError):
-    """The caller has gone."""
+    """Raised when the caller of an RPC has gone."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"the caller no longer waits for {what}")
 
 
 class BadToken(AgentError):
-    """The starting_token is not of this plugin."""
+    """Raised when the starting_token of a list request was not made by this plugin."""
 
     def __init__(self, token: str) -> None:
         super().__init__(
@@ -668,7 +712,7 @@ class BadToken(AgentError):
 
 
 class Starting(AgentError):
-    """lvm2 has not yet reported what is on this node."""
+    """Raised after the start, before lvm2 has first reported what is on this node."""
 
     def __init__(self, seconds: float, problem: Exception | None) -> None:
         why = "it has not answered yet" if problem is None else str(problem)
@@ -678,7 +722,10 @@ class Starting(AgentError):
 
 
 class TooManyCalls(AgentError):
-    """The calls at work take all threads that one group, or all groups, may have."""
+    """Raised when the calls in progress occupy all threads that a volume group may have.
+
+    With `group` empty, it is all threads that all volume groups together may have.
+    """
 
     def __init__(self, places: int, group: str = "") -> None:
         where = f"volume group {group}" if group else "volume groups"
@@ -689,11 +736,11 @@ class TooManyCalls(AgentError):
 
 
 class NotReady(AgentError):
-    """The node lacks a requirement of Carver's."""
+    """Raised when the node lacks a requirement of Carver's."""
 
 
 class GroupRefused(NotReady):
-    """A group could not be created, or the one that is there is not this node's."""
+    """Raised when a volume group could not be created, or is another node's."""
 
     def __init__(self, group: str, why: str) -> None:
         super().__init__(f"volume group {group} is not used: {why}")
@@ -701,11 +748,11 @@ class GroupRefused(NotReady):
 
 
 class SocketTaken(AgentError):
-    """Another process serves the socket."""
+    """Raised when another process serves Carver's Unix socket."""
 
 
 class SocketGone(AgentError):
-    """The socket was deleted or replaced, so that no call arrives."""
+    """Raised when Carver's Unix socket was deleted or replaced, so that no call arrives."""
 
     def __init__(self, path: object) -> None:
         super().__init__(
@@ -714,7 +761,7 @@ class SocketGone(AgentError):
 
 
 class NotServed(AgentError):
-    """No service answers at the socket."""
+    """Raised by the command line when no service answers at the Unix socket."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(
@@ -724,24 +771,24 @@ class NotServed(AgentError):
 
 
 class NotPermitted(AgentError):
-    """The command needs root."""
+    """Raised when a command needs root, and its user is not root."""
 
     def __init__(self, what: str, otherwise: str = "") -> None:
         super().__init__(f"only root may {what}: run it as root (sudo){otherwise}")
 
 
 class CallRefused(AgentError):
-    """The service refused a call of the command line."""
+    """Raised by the command line when the service refused a call."""
 
     def __init__(self, code: str, message: str) -> None:
-        # gRPC's own words, of an older service.
+        # gRPC itself sends this message when an older service does not know the method.
         is_unknown = code == "UNIMPLEMENTED" and message == "Method not found!"
         remedy = "; use the command and the service of the same version" if is_unknown else ""
         super().__init__(f"{message} ({code}){remedy}")
 
 
 class NotPublished(AgentError):
-    """The volume is not published, and this node's volumes grow in use only."""
+    """Raised by the command line when a volume that can grow only in use is not published."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -751,9 +798,9 @@ class NotPublished(AgentError):
 
 
 class ClusterSilent(AgentError):
-    """The API server did not list all objects, so absence is not proved.
+    """Raised when the API server did not list all objects, so that no object's absence is proved.
 
-    `is_refusal` tells whether it answered, and would answer so again.
+    `is_refusal` tells whether the API server answered with a refusal, which it would repeat.
     """
 
     def __init__(self, what: str, problem: str, *, is_refusal: bool = False) -> None:
@@ -766,10 +813,10 @@ class ClusterSilent(AgentError):
 
 
 class ClusterRefused(AgentError):
-    """The API server did not answer, or refused a request about one object.
+    """Raised when the API server did not answer, or refused a request about one object.
 
-    `reason` is the API's word for a refusal, such as AlreadyExists; empty where it gave none.
-    `is_refusal` tells whether it answered, and would answer so again.
+    `reason` is the API's word for a refusal, such as AlreadyExists, or empty if the API server gave
+    none. `is_refusal` tells whether the API server answered with a refusal, which it would repeat.
     """
 
     def __init__(
@@ -780,21 +827,21 @@ class ClusterRefused(AgentError):
 
 
 class NotRebound(AgentError):
-    """A claim cannot be bound to the moved volume; what was done so far is kept."""
+    """Raised when a claim cannot be bound to the moved volume; the steps done so far are kept."""
 
     def __init__(self, claim: str, why: str) -> None:
         super().__init__(f"cannot rebind claim {claim}: {why}")
 
 
 class NoOrphan(AgentError):
-    """The object is no orphan, or not yet for the grace period."""
+    """Raised when an object to be deleted is no orphan, or not yet for the grace period."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"cannot delete {name!r}: {why}")
 
 
 class NotConfirmed(AgentError):
-    """A deletion or the use of a disk was not confirmed."""
+    """Raised when the user did not confirm a deletion, or the use of a disk."""
 
     def __init__(self, name: str, what: str = "deleted") -> None:
         super().__init__(f"{name!r} is not {what}: not confirmed; answer yes, or give --yes")

@@ -1,8 +1,9 @@
-"""The extras: optional parts of Carver, each a folder of agent/extras.
+"""The list of extras: optional parts of Carver, each a folder of agent/extras.
 
-This is their one list. Nothing in the core imports an extra; the service and the command load those
-that are installed, and work without them. The module `X_service` of an extra X has `add(service)`,
-which returns an agent.daemon.extra.Extra; its module `X_command_line` has `add(command_line)`.
+No other list of extras exists. Nothing in the core imports an extra; the service and the command
+load the extras that are installed, and work without them. The module `X_service` of an extra X has
+`add(service)`, which returns an agent.daemon.extra.Extra; the module `X_command_line` of an extra X
+has `add(command_line)`.
 """
 
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-# In this order: an extra may use those before it.
+# Names of the extras, in the order in which they are loaded: an extra may use the extras before it.
 NAMES = ("changed_blocks", "transfer", "kubernetes", "orphans", "controller")
 
 
@@ -26,5 +27,5 @@ def _exists(path: str) -> bool:
     try:
         return find_spec(path) is not None
     except ModuleNotFoundError:
-        # The extra's folder, or that of all of them, is not installed.
+        # Either the folder of this extra is not installed, or the folder of all extras.
         return False

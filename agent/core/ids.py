@@ -9,27 +9,38 @@ from agent.core import errors
 from lvm import names
 from lvm.report import Group
 
-# Prefixes of logical volumes' names.
+# Prefix of the names of logical volumes that are volumes made by CreateVolume.
 VOLUME_PREFIX = "vol"
-# Inline volumes, which have ids of kubelet's and live as long as their pods.
+# Prefix of the names of logical volumes that are inline volumes. Kubelet chooses the id of an
+# inline volume, and the volume lives as long as its pod.
 INLINE_PREFIX = "eph"
+# Prefix of the names of logical volumes that are snapshots.
 SNAPSHOT_PREFIX = "snap"
-# Of the names in group snapshots' ids, which no logical volume has.
+# Prefix of the names in the ids of group snapshots. No logical volume has such a name.
 GROUP_SNAPSHOT_PREFIX = "gsnap"
+# Prefix of the names of thin pools.
 POOL_PREFIX = "pool"
+# Prefix of the names of the thin volumes that fill a thin pool in order to overwrite its extents
+# before the pool is removed.
 WIPE_PREFIX = "wipe"
-# The name of the logical volume that holds free extents of a group while they are zeroed.
+# Name of the temporary logical volume that holds free extents of a volume group while they are
+# zeroed.
 SWEEP = "sweep"
-# Extents that a volume is to grow by, while they are zeroed.
+# Prefix of the names of logical volumes that reserve the extents by which a volume will grow, while
+# these extents are zeroed.
 GROWTH_PREFIX = "grow"
-# A temporary snapshot while the volume of that name is copied from it.
+# Prefix of the names of temporary snapshots. A volume is copied from the temporary snapshot that
+# has the rest of its name in common with the volume.
 BRIDGE_PREFIX = "copy"
 
+# Number of characters of a volume group's LVM UUID that an id has.
 _UUID_CHARACTERS = 8
-# CSI spec, Topology; Kubernetes keeps the values as labels of nodes.
+# Maximum length of a topology segment, in characters (CSI spec, Topology). Kubernetes keeps
+# topology segments as the values of node labels.
 _MOST_SEGMENT_CHARACTERS = 63
+# Number of hexadecimal digits of a digest at the end of a shortened name.
 _DIGEST_CHARACTERS = 16
-# At most 127 characters, as lvm2 takes: what is longer can be the name of nothing.
+# Pattern of the name of a volume group or logical volume. lvm2 takes at most 127 characters.
 _NAME = r"[A-Za-z0-9_+.][A-Za-z0-9_+.-]{0,126}"
 _FORM = re.compile(
     rf"(?P<group>{_NAME})@(?P<uuid>[A-Za-z0-9]{{{_UUID_CHARACTERS}}})/(?P<name>{_NAME})"
@@ -42,10 +53,10 @@ _IS_SHORTENED = re.compile(
 
 @dataclass(frozen=True)
 class VolumeId:
-    """A group by its name and the start of its LVM UUID, then the logical volume.
+    """Id of a volume: its volume group's name, the start of that group's LVM UUID, its LV's name.
 
-    A group of the same name on another node has another UUID, so a call at the wrong node is never
-    answered "already gone".
+    The UUID tells groups of the same name on different nodes apart. So a call that arrives at the
+    wrong node is never answered "already gone".
     """
 
     group: str
@@ -54,17 +65,17 @@ class VolumeId:
 
     @classmethod
     def of(cls, group: Group, name: str) -> Self:
-        """The id of a volume in a group."""
+        """Return the id of the volume with this name in a volume group."""
         return cls(group.name, start_of(group.uuid), name)
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Parse an id; None for a text that cannot be one."""
+        """Parse the text of a volume id; return None if the text is no valid id."""
         match = _FORM.fullmatch(text)
         return None if match is None else cls(match["group"], match["uuid"], match["name"])
 
     def is_of(self, group_uuid: str) -> bool:
-        """Whether the id names the group with that LVM UUID, with or without its dashes."""
+        """Whether the id's volume group has this LVM UUID, written with or without dashes."""
         return start_of(group_uuid) == self.group_uuid
 
     def __str__(self) -> str:
@@ -72,12 +83,12 @@ class VolumeId:
 
 
 def is_name(text: str) -> bool:
-    """Whether a logical volume can have the name."""
+    """Whether the text is a valid name of a logical volume."""
     return _IS_NAME(text) is not None
 
 
 def group_of(volume_id: str) -> str:
-    """The name of the group in a volume id; raises NoSuchVolume for an invalid id."""
+    """Return the name of the volume group in a volume id; raise NoSuchVolume for an invalid id."""
     parsed = VolumeId.parse(volume_id)
     if parsed is None:
         raise errors.NoSuchVolume(volume_id)
@@ -85,36 +96,39 @@ def group_of(volume_id: str) -> str:
 
 
 def logical_name(volume_id: str) -> str:
-    """The logical volume's name; calls on one volume lock it."""
+    """Return the name of the logical volume of a volume id. Calls on one volume lock this name."""
     parsed = VolumeId.parse(volume_id)
     return names.logical_volume(INLINE_PREFIX, volume_id) if parsed is None else parsed.name
 
 
 def readable_name(volume_id: str) -> str:
-    """The name to show: without the prefix, or the logical volume's if that has a digest."""
+    """Return the name of a volume that people are shown, for a volume id.
+
+    It is the logical volume's name without its prefix, or with the prefix if the name has a digest.
+    """
     return names.readable(VOLUME_PREFIX, logical_name(volume_id))
 
 
 def is_inline(volume_id: str) -> bool:
-    """Whether the id is an inline volume's, which the CO chose."""
+    """Whether the id is that of an inline volume; the CO chooses such ids."""
     return names.is_of(INLINE_PREFIX, logical_name(volume_id))
 
 
 def group_member(name: str, source_id: str) -> str:
-    """The logical volume of a source's snapshot in the group snapshot that the CO calls `name`."""
+    """Return the name of the LV that is a source's snapshot in the group snapshot called `name`."""
     return names.logical_volume(SNAPSHOT_PREFIX, f"{name}\0{source_id}")
 
 
 def looks_shortened(node_id: str) -> bool:
-    """Whether a node's name may be what another's is shortened to."""
+    """Whether a node's name has the form of a node name that `node_segment` shortened."""
     return _IS_SHORTENED(node_id) is not None
 
 
 def node_segment(node_id: str) -> str:
-    """The value of the topology key for a node: its name, or that shortened by a digest.
+    """Return the value of the topology key for a node: its name, shortened by a digest if need be.
 
-    So is a name of over 63 characters, and one that looks like a shortened one: no node is taken
-    for another, whatever it is called.
+    A name of more than 63 characters is shortened, and so is a name that looks like a shortened
+    one. Therefore two nodes never have the same segment, whatever their names are.
     """
     if len(node_id) <= _MOST_SEGMENT_CHARACTERS and not looks_shortened(node_id):
         return node_id
@@ -123,15 +137,15 @@ def node_segment(node_id: str) -> str:
 
 
 def topology_key(driver_name: str) -> str:
-    """The label of nodes that holds a driver's topology segment."""
+    """Return the key of the node label that holds a driver's topology segment."""
     return f"topology.{driver_name}/node"
 
 
 def topology(node_id: str, driver_name: str) -> dict[str, str]:
-    """The topology segments of a node, and of each volume and snapshot on it."""
+    """Return the topology segments of a node, and so of each volume and snapshot on the node."""
     return {topology_key(driver_name): node_segment(node_id)}
 
 
 def start_of(uuid: str) -> str:
-    """The part of a group's LVM UUID that ids have."""
+    """Return the first characters of a volume group's LVM UUID, as volume ids contain them."""
     return uuid.replace("-", "")[:_UUID_CHARACTERS]

@@ -1,13 +1,13 @@
-"""Unix sockets: whether one is stale, served, or still the same file."""
+"""Checks of Unix sockets: whether a socket is stale or served, and which file it is."""
 
 import socket
 from pathlib import Path
 
 
 def is_stale(path: Path) -> bool:
-    """Whether the path is a socket that no process serves.
+    """Whether the path is a Unix socket that no process serves.
 
-    Raises PermissionError where that is not known.
+    Raises PermissionError if this process may not connect, so that the answer is unknown.
     """
     if not path.is_socket():
         return False
@@ -22,12 +22,12 @@ def is_stale(path: Path) -> bool:
 
 
 def is_served(path: Path) -> bool:
-    """Whether a process answers at the socket."""
+    """Whether a process serves the Unix socket at the path."""
     return path.is_socket() and not is_stale(path)
 
 
 def inode(path: Path) -> tuple[int, int] | None:
-    """The device and inode of the file at a path; None where there is none."""
+    """Return the device number and inode number of the file at a path; None if it is absent."""
     try:
         status = path.lstat()
     except FileNotFoundError:

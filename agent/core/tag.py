@@ -3,25 +3,38 @@
 from agent.core import errors
 from lvm import report, tags
 
-# NAME is on every volume of Carver's, and on no other.
+# Key of the tag with the name that the CO gave a volume or snapshot. Each volume and snapshot of
+# Carver's has this tag; logical volumes of other programs have none.
 NAME = "name"
+# Key of the tag with the state of a volume or pool; its values are at the end of this list.
 STATE = "state"
+# Key of the tag with the size, in bytes, that a volume or a snapshot was created with.
 SIZE = "size"
-# Where that, or what an expansion gave, is more than the caller asked for: the bytes asked for, a
-# slash, and the size that they were rounded up to. Void for a volume of another size.
+# Key of the tag of a volume whose size was rounded up, when it was created or expanded. The value
+# is the size that the caller asked for, a slash, and the resulting size of the logical volume, both
+# in bytes. The tag is void once the logical volume has another size.
 REQUESTED = "requested"
+# Key of the tag with a volume's access type: block or mount.
 ACCESS = "access"
+# Key of the tag with the capabilities of the request that created a volume. A repeated request is
+# compared with the tag.
 CAPABILITIES = "capabilities"
+# Key of the tag with the file system that a volume was formatted with.
 FORMATTED = "formatted"
+# Key of the tag of an inline (ephemeral) volume.
 EPHEMERAL = "ephemeral"
+# Key of the tag with the target path of an inline volume.
 TARGET = "target"
+# Key of the tag with a volume's layout, such as raid1.
 LAYOUT = "layout"
-# Parameters that it was created with (agent/requests/parameters.py); also ENCRYPTION.
+# Keys of the tags with the parameters that a volume was created with, as is ENCRYPTION
+# (agent/requests/parameters.py).
 CLASS = "class"
 FS_TYPE = "fsType"
 MKFS_OPTIONS = "mkfsOptions"
 MOUNT_OPTIONS = "mountOptions"
-# Its claim, pod or snapshot (its content: CONTENT), as Kubernetes named them.
+# Keys of the tags with the names of a volume's claim and pod, or of a snapshot, as Kubernetes gave
+# these names. The name of a snapshot's VolumeSnapshotContent is in CONTENT.
 SNAPSHOT = "snapshot"
 GROUP_SNAPSHOT_NAME = "groupSnapshotName"
 PV = "pv"
@@ -30,105 +43,139 @@ NAMESPACE = "namespace"
 POD = "pod"
 POD_UID = "podUid"
 SERVICE_ACCOUNT = "serviceAccount"
+# Key of the tag with the kind, mode and size in bytes of a volume's dm-cache or dm-writecache.
 CACHE = "cache"
-# FULLY for a volume that is zeroed before use.
+# Key of the tag of a volume that is zeroed as a whole before its first use; its value is FULLY.
 ZERO = "zero"
+# Value of the tag ZERO.
 FULLY = "fully"
-# Of an encrypted volume: "luks2"; the bytes of its header; and once formatted, the header's UUID;
+# Key of the tag of an encrypted volume; its value is "luks2".
 ENCRYPTION = "encryption"
+# Key of the tag with the size of an encrypted volume's LUKS2 header, in bytes.
 HEADER = "header"
+# Key of the tag with the UUID in an encrypted volume's LUKS2 header, once the header is written.
 SEALED = "sealed"
-# the name of the only valid key but those for recovery; and ROTATING from before a change of the
-# key until the new one is proved.
+# Key of the tag with the name of an encrypted volume's only valid key, recovery keys not counted.
 KEY_GENERATION = "keyGeneration"
+# Key of the tag of an encrypted volume whose key is being changed. The tag is written before the
+# change, and removed when the new key is proved to open the volume.
 ROTATING = "rotating"
+# Keys of the tags that describe an encrypted volume's keys.
 OF_KEYS = (KEY_GENERATION, ROTATING)
-# Of volumes that versions up to 0.2.0 made. REENCRYPT is "true" where the StorageClass asked for
-# copies with a master key of their own; it has no effect any more. A copy that was to be
-# re-encrypted before its first use has SHARED_KEY until it is opened.
+# Key of a tag that versions up to 0.2.0 wrote, "true" where the StorageClass asked that a copy get
+# a master key of its own. The tag has no effect any more.
 REENCRYPT = "reencrypt"
+# Key of a tag that versions up to 0.2.0 wrote: the copy still has its source's master key, and was
+# to be re-encrypted before its first use. The tag is removed when the copy is opened.
 SHARED_KEY = "sharedKey"
-# Of a copied btrfs: it has a UUID of its own.
+# Key of the tag of a copied btrfs volume whose file system has got a UUID of its own.
 RENEWED = "renewed"
-# Of a volume whose file system failed: it is to be unmounted, checked and mounted again where it is
-# staged, before use.
+# Key of the tag of a volume whose file system failed. Where the volume is staged, its file system
+# is to be unmounted, checked and mounted again before the next use.
 REMOUNT = "remount"
-# Of a volume that a CO has attached to its node: how (records.Attachment).
+# Key of the tag of a volume that the CO has attached to its node by ControllerPublishVolume; the
+# value is a `records.Attachment`.
 ATTACHED = "attached"
-# Of a copy: its source's id.
+# Key of the tag of a copy, with the id of the snapshot or volume that it is copied from.
 FROM = "from"
-# Of a copy by a temporary snapshot: when that was taken (as TIME).
+# Key of the tag of a volume that is copied from a temporary snapshot, with the time at which that
+# snapshot was taken, in the format of TIME.
 BRIDGE = "bridge"
-# Of that temporary snapshot: the id of the volume that is copied from it.
+# Key of the tag of a temporary snapshot, with the id of the volume that is copied from it.
 COPY = "copy"
-# Of a volume that could not grow by ControllerExpandVolume: the size in bytes to grow to.
+# Key of the tag of a volume that could not grow by ControllerExpandVolume, with the size to grow
+# to, in bytes.
 WANTED = "wanted"
-# The size of an expansion that failed and is not retried at a stage. If the volume has that size,
-# its file system or its open LUKS mapping does not.
+# Key of the tag with the size, in bytes, of an expansion that failed and is not retried when the
+# volume is staged. If the logical volume has that size, its file system or its open LUKS mapping is
+# still smaller.
 REFUSED = "refused"
-# Of a snapshot: its source's logical volume; its time (nanoseconds of the epoch), for people; its
-# number in the order of the group's snapshots.
+# Key of the tag of a snapshot with the name of its source's logical volume.
 SOURCE = "source"
+# Key of the tag of a snapshot with its time, in nanoseconds since the epoch, to be shown to people.
 TIME = "time"
+# Key of the tag of a snapshot with its number in the order of its volume group's snapshots.
 SEQUENCE = "sequence"
-# Of a snapshot of a group snapshot: its id, its number of snapshots, the request;
+# Key of the tag of a snapshot that belongs to a group snapshot, with the group snapshot's id.
 GROUP_SNAPSHOT = "groupSnapshot"
+# Key of the tag of a snapshot that belongs to a group snapshot, with the number of snapshots in
+# that group snapshot.
 MEMBERS = "members"
+# Key of the tag with the parameters of the request that created a snapshot's group snapshot. A
+# repeated request is compared with the tag.
 ASKED = "asked"
-# the volume groups of its snapshots; and once all are taken, COMMITTED.
+# Key of the tag with the volume groups that a group snapshot's snapshots lie in.
 MEMBER_GROUPS = "memberGroups"
+# Key of the tag of a snapshot whose group snapshot is complete: all its snapshots are taken.
 COMMITTED = "committed"
-# Of a received volume: the id of the sent one. While receiving: the chain that it holds, and its
-# bytes; the chain that it is being brought to, and the bytes received; the digest of the word that
-# is needed to finish it; that it is being finished.
+# Key of the tag of a received volume, with the id of the volume that was sent.
 RECEIVED = "received"
+# Key of the tag of a volume that is being received, with the chain digest of the contents that the
+# volume holds (agent/extras/streams/form.py).
 CHAIN = "chain"
+# Key of the tag of a volume that is being received, with the size of the last complete contents, in
+# bytes. In a snapshot, the name of its VolumeSnapshotContent.
 CONTENT = "content"
+# Key of the tag of a volume that is being received, with the chain digest of the contents that the
+# volume will hold at the end of the current stream.
 INTO = "into"
+# Key of the tag of a volume that is being received, with the number of bytes received so far.
 OFFSET = "offset"
+# Key of the tag of a volume that is being received, with the SHA-256 of the secret that is needed
+# to finish the volume.
 RELEASE = "release"
+# Key of the tag of a received volume that is being finished.
 FINISHING = "finishing"
-# Afterwards: the word itself.
+# Key of the tag of a received volume with the secret that it was finished with.
 RELEASED = "released"
-# Of a volume that is being or was moved: the node that it goes to, and the word that releases it.
+# Key of the tag of a volume that is being or was moved, with the node that the volume goes to.
 MOVE_TO = "moveTo"
+# Key of the tag of a volume that is being or was moved, with the secret that the other node needs
+# to finish the received volume.
 MOVE_WORD = "moveWord"
-# Of what a move left here: it is being deleted, and may be incomplete.
+# Key of the tag of a moved volume whose remains on this node are being deleted, and may therefore
+# be incomplete.
 MOVE_ENDED = "moveEnded"
-# Set by an operator: erase a deleted volume without waiting for its missing disks.
+# Key of a tag that an operator sets: erase a deleted volume without waiting for its missing disks.
 GIVEN_UP = "givenUp"
-# Of a volume that Carver did not make: its name before it was adopted.
+# Key of the tag of an adopted volume (one that Carver did not make), with its earlier name.
 ADOPTED = "adopted"
-# Of what has a property without which a version of Carver that does not know it would do harm: the
-# names of these properties, with commas. Other keys that a version does not know it passes over.
+# Key of the tag with the properties, separated by commas, that a version of Carver must know to use
+# a volume or pool without doing harm. Unknown tags with other keys are ignored.
 NEEDS = "needs"
-# Those that this version knows.
+# Values of the tag NEEDS that this version of Carver knows.
 KNOWN_NEEDS: frozenset[str] = frozenset()
-# Of a group: lvm.report derives from them which disks are unclean.
+# Keys of the tags of a volume group that list its unclean disks, and the separator in their values.
+# A disk is unclean if its free extents must be overwritten before they are allocated; lvm.report
+# derives that from these tags.
 SWEEP, SWEEP_DISKS, BETWEEN = report.SWEEP, report.SWEEP_DISKS, report.BETWEEN
-# Of a group, while a disk is replaced: both disks' UUIDs, and the extents allocated on the new one
-# once all of the old one lies there, if no earlier move left data on it.
+# Key of the tag of a volume group while one of its disks is replaced, if no earlier move left data
+# on the new disk. The value is the UUIDs of both disks, and the number of extents that are
+# allocated on the new disk once all of the old disk's extents lie there.
 FILLED = "filled"
 
-# Values of STATE (agent/volumes/volume_states.py).
+# Values of the tag STATE, the state of a volume or thin pool (agent/volumes/volume_states.py).
 READY = "ready"
 COPYING = "copying"
 WIPING = "wiping"
 RECEIVING = "receiving"
 MOVED = "moved"
 
-# Of a thin snapshot: Carver activated it for reading, and deactivates it afterwards.
+# Key of the tag of a thin snapshot that Carver activated to read it. The snapshot is deactivated
+# after the read.
 ACTIVATED = "activated"
 
-# Of a pool, beside STATE and CLASS; it has no NAME.
+# Key of the tag of a thin pool with its chunk size, in bytes. A pool also has the tags STATE and
+# CLASS, and has no tag NAME.
 CHUNK = "chunk"
-# Of a pool: it grew into extents that were not overwritten yet; what is free after it must be.
+# Key of the tag of a thin pool that grew into extents that were not overwritten. When the pool is
+# removed, the extents that are then free must be overwritten before they are allocated again.
 UNCLEAN = "unclean"
-# Of a pool: its metadata snapshot, if any, is Carver's.
+# Key of the tag of a thin pool whose metadata snapshot, if the pool has one, belongs to Carver.
 METADATA_SNAPSHOT = "metadataSnapshot"
 
 
 def require_fits(field: str, key: str, text: str) -> None:
-    """Raise BadField, of this field, for a value that no LVM tag can hold."""
+    """Raise BadField, naming `field`, if a tag with this key and text is too long for LVM."""
     if not tags.fits(key, text):
         raise errors.BadField(field, "is too long to be kept in an LVM tag")

@@ -1,4 +1,4 @@
-"""The trace of a call: what it waited for, and each step that it took, with their times.
+"""The trace of a call: each of its steps and waits, with their times.
 
 A step is a program, an operation of the kernel (mount(2), ioctl(2), sysfs), or a wait:
 
@@ -12,9 +12,10 @@ A step is a program, an operation of the kernel (mount(2), ioctl(2), sysfs), or 
 | udev         | agent/volumes/users.py: require_unused                                           |
 |              | agent/operations/node_volumes.py: NodeVolumes.detach_unused                   |
 
-lvm2 and cryptsetup wait for udev inside their own step, also while a volume is staged. One more
-step is `with trace.step(trace.WAIT, "udev"):` around what waits, and a row here. The debug log has
-each call's trace, metrics sum the steps by kind, `carver trace` shows the slowest.
+The waits of lvm2 and cryptsetup for udev, also while a volume is staged, are part of the step of
+the program that waits. To add a wait, put `with trace.step(trace.WAIT, "udev"):` around the code
+that waits, and add a row here. The debug log has the trace of each call, metrics sum the steps by
+kind, and `carver trace` shows the slowest calls.
 """
 
 import contextvars
@@ -31,19 +32,26 @@ from mount.command import Finished, Result, Run
 T = TypeVar("T")
 R = TypeVar("R", bound=Run)
 
+# Kinds of steps.
 WAIT, PROGRAM, KERNEL = "wait", "program", "kernel"
 KINDS = (WAIT, PROGRAM, KERNEL)
-# Shorter steps, such as reading a file in sysfs, would only hide the others.
+# Minimum duration of a step that a trace lists, in seconds. A list with shorter steps, such as
+# reading a file in sysfs, would be hard to read.
 _SHORTEST_SECONDS = 0.0005
-# A call that retries for minutes keeps its first steps; the sums by kind include all.
+# Maximum number of steps that a trace lists. For a call that retries for minutes only the first
+# steps are listed; the sums by kind include all steps.
 _MOST_STEPS = 64
-# How many of the last calls are kept.
+# Number of the most recent calls whose traces are kept.
 _MOST_CALLS = 256
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a call: its kind, its name, when it began after the call, and its duration."""
+    """One step of a call.
+
+    `kind` is one of KINDS, `what` the step's name. `after_seconds` is the time between the start of
+    the call and the start of the step; `seconds` is the duration of the step.
+    """
 
     kind: str
     what: str
@@ -56,7 +64,7 @@ class Step:
 
 @dataclass
 class Trace:
-    """A call in progress or ended, and its steps."""
+    """The steps of one call, which is in progress or has ended."""
 
     method: str
     volume: str
@@ -68,7 +76,7 @@ class Trace:
     by_kind: dict[str, float] = field(default_factory=dict)
 
     def add(self, kind: str, what: str, seconds: float) -> None:
-        """Add a step that ended just now."""
+        """Add to the trace a step that ended just now, with its duration in seconds."""
         self.by_kind[kind] = self.by_kind.get(kind, 0.0) + seconds
         if seconds >= _SHORTEST_SECONDS and len(self.steps) < _MOST_STEPS:
             after_seconds = time.monotonic() - self.began_seconds - seconds
@@ -76,24 +84,24 @@ class Trace:
 
 
 class Traces:
-    """The last calls that ended."""
+    """The traces of the most recent calls that ended."""
 
     def __init__(self) -> None:
         self._ended: deque[Trace] = deque(maxlen=_MOST_CALLS)
         self._guard = threading.Lock()
 
     def end(self, ended: Trace, code: str) -> None:
-        """Keep a call that ended, if it has any steps."""
+        """Keep the trace of a call that ended with this code, if the trace has any steps."""
         ended.seconds, ended.code = time.monotonic() - ended.began_seconds, code
         if ended.steps:
             with self._guard:
                 self._ended.append(ended)
 
     def slowest(self, most: int) -> Sequence[Trace]:
-        """Return the slowest calls that are kept, the slowest first."""
+        """Return the traces of the slowest calls, at most `most`, the slowest call first."""
         with self._guard:
             kept = list(self._ended)
-        return sorted(kept, key=lambda one: -one.seconds)[:most]
+        return sorted(kept, key=lambda trace: -trace.seconds)[:most]
 
 
 _current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("trace", default=None)
@@ -101,7 +109,7 @@ _current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("trace",
 
 @contextmanager
 def within(made: Trace) -> Iterator[None]:
-    """Add the steps of this thread to a call's trace."""
+    """Add the steps of the current thread to the trace `made` while the context is entered."""
     token = _current.set(made)
     try:
         yield
@@ -110,9 +118,9 @@ def within(made: Trace) -> Iterator[None]:
 
 
 class step:  # noqa: N801 - it is called like a function
-    """Time the body as a step of this thread's call, if there is one.
+    """Context manager that times its body as a step of the call of the current thread, if any.
 
-    Not by a generator: a call has some thirty steps, and most are short.
+    It is a class and not a generator for speed: a call has some thirty steps, and most are short.
     """
 
     __slots__ = ("_began_seconds", "_kind", "_made", "_what")
@@ -129,7 +137,7 @@ class step:  # noqa: N801 - it is called like a function
 
 
 def traced_run(run: R) -> R:
-    """Wrap `run`: each program is a step."""
+    """Wrap `run`, which runs a program, so that each program is a step of the current call."""
 
     def tracing(*words: str, **more: Any) -> Result:
         with step(PROGRAM, _name(words)):
@@ -139,7 +147,7 @@ def traced_run(run: R) -> R:
 
 
 def traced_observer(observe: Callable[[Finished], None]) -> Callable[[Finished], None]:
-    """Wrap `observe`: each command that a shell of lvm2's carried out is a step."""
+    """Wrap `observe` so that each command of lvm2's shell is a step of the current call."""
 
     def tracing(finished: Finished) -> None:
         if (trace := _current.get()) is not None:
@@ -150,7 +158,7 @@ def traced_observer(observe: Callable[[Finished], None]) -> Callable[[Finished],
 
 
 def traced(interface: T) -> T:
-    """Wrap an interface to the kernel: each call of a method is a step."""
+    """Wrap an interface to the kernel: each call of a method is a step of the current call."""
     return cast(T, _Traced(interface))
 
 
@@ -159,21 +167,24 @@ class _Traced:
         self._interface = interface
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._interface, name)
-        if _current.get() is None or not callable(found):
-            return found
+        attribute = getattr(self._interface, name)
+        if _current.get() is None or not callable(attribute):
+            return attribute
 
         def tracing(*words: object, **named: object) -> object:
             with step(KERNEL, name):
-                return found(*words, **named)
+                return attribute(*words, **named)
 
         return tracing
 
 
 def program_of(words: Sequence[str]) -> tuple[str, str]:
-    """A program, and the subcommand of lvm2 or cryptsetup, else empty; never an argument."""
+    """Return the name of a program and its subcommand, but no arguments, from a command line.
+
+    The subcommand is that of lvm2 or cryptsetup, and empty for other programs.
+    """
     if words[0] == "env":
-        words = words[2:]  # it only sets a variable for the program behind it
+        words = words[2:]  # env(1) sets a variable for the program whose name follows
     return words[0], words[1] if words[0] in ("lvm", "cryptsetup") else ""
 
 

@@ -1,1 +1,1 @@
-"""Volume groups of this node: found on disks, cached, held, created."""
+"""Volume groups of this node: found on disks, cached, locked and created."""

@@ -45,48 +45,56 @@ from lvm.candidate_devices import Excluded, Why
 from lvm.disk_reader import Found, Unanswered, Unreadable
 from lvm.labels import Damaged, Group, Kind, PhysicalLabel
 
-# Of a disk: who may have written it, the sequence number of its attachment, and its path.
+# How a disk is connected: who may have written the disk, the kernel's sequence number of the disk
+# (`lvm.disk_reader.Disks.sequences`), and the path of the disk.
 _Attached = tuple[Kind, str, str]
 
 
 @dataclass(frozen=True)
 class Location:
-    """A group's UUID, and the paths of its disks that are there."""
+    """Location of a volume group: its UUID, and the paths of its disks that are present."""
 
     uuid: str
     disks: tuple[str, ...]
-    # The UUIDs of its missing disks.
+    # The UUIDs of the group's missing disks.
     missing: frozenset[str] = frozenset()
-    # Its node's system id (lvmsystemid(7)); empty for any.
+    # The system id of the node that owns the group (lvmsystemid(7)); empty if any node may use the
+    # group.
     system_id: str = ""
     # The UUIDs of `disks`, in the same order.
     disk_uuids: tuple[str, ...] = ()
     # The paths of disks that claim to be the group's but are ignored, each with the reason.
     ignored: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-    # How its disks are or were last attached, by their UUIDs.
+    # How each disk of the group is connected, or was when it was last present, by the disk's UUID.
     attached: Mapping[str, _Attached] = field(default_factory=dict, compare=False)
 
     def has(self, path: str, label: PhysicalLabel) -> bool:
-        """Whether this physical volume of the group is at the same device as before."""
+        """Whether this physical volume is at the same device as when the group was located."""
         now = (label.kind, label.sequence, path)
         is_at = (path, label.uuid) in zip(self.disks, self.disk_uuids, strict=False)
         return is_at and self.attached.get(label.uuid, now) == now
 
     def kind_of(self, uuid: str) -> Kind:
-        """Who may have written a disk; of an unknown one, who may have written the others."""
-        kinds = {one: kind for one, (kind, _, _) in self.attached.items()}
+        """Return who may have written a disk of the group, by the disk's UUID.
+
+        For an unknown disk it is the least trusted kind among the group's other disks.
+        """
+        kinds = {disk_uuid: kind for disk_uuid, (kind, _, _) in self.attached.items()}
         return kinds.get(uuid, max(kinds.values(), default=Kind.FOREIGN))
 
 
 def names_of(found: Mapping[str, Found]) -> set[str]:
-    """The names of all groups in the labels of disks."""
-    return {one.group.name for one in _labels(found).values() if one.group is not None}
+    """Return the names of all volume groups in the labels of scanned disks."""
+    return {label.group.name for label in _labels(found).values() if label.group is not None}
 
 
 def claims(found: Mapping[str, Found], name: str) -> Iterator[tuple[str, str]]:
-    """The disks that claim to be of a group that `locate` did not find."""
-    for path, one in _labels(found).items():
-        if one.group is not None and one.group.name == name:
+    """Return the disks that claim to be in a volume group that `locate` did not find, and why.
+
+    Each disk is a pair: its path, and what its label says.
+    """
+    for path, label in _labels(found).items():
+        if label.group is not None and label.group.name == name:
             yield (
                 path,
                 "bears its name, and nothing else proves that it is the group's: if so, name it in"
@@ -97,32 +105,37 @@ def claims(found: Mapping[str, Found], name: str) -> Iterator[tuple[str, str]]:
 def unknown(
     found: Mapping[str, Found], uuids: Collection[str], own: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """The disks that may have volumes of Carver's in a group with none of these UUIDs, and why.
+    """Return the disks that may hold volumes of Carver's in a group that is not in use, and why.
 
-    `own` are disks that are known to be of such a group, whatever they say now. Left out are groups
-    without Carver's tags, as the operator's, and disks of guests and other drivers (Kind.FOREIGN),
-    where no group is ever found.
+    `uuids` are the UUIDs of the groups in use. `own` are the paths of disks that are known to be in
+    one of these groups, whatever their labels say now.
+
+    Left out are disks of groups without Carver's tags, which are the operator's, and disks of
+    guests and other drivers (Kind.FOREIGN), on which no group is ever looked for.
     """
-    labels = {path: one for path, one in _labels(found).items() if one.kind is not Kind.FOREIGN}
-    members = {uuid for one in labels.values() if one.group for uuid in one.group.disk_uuids}
-    for path, one in sorted(found.items()):
-        if isinstance(one, PhysicalLabel):
-            why = _unknown_group(one, uuids, members) if path in labels else ""
+    labels = {
+        path: label for path, label in _labels(found).items() if label.kind is not Kind.FOREIGN
+    }
+    members = {uuid for label in labels.values() if label.group for uuid in label.group.disk_uuids}
+    for path, disk in sorted(found.items()):
+        if isinstance(disk, PhysicalLabel):
+            why = _unknown_group(disk, uuids, members) if path in labels else ""
         elif candidate_devices.is_foreign(path) or (
-            isinstance(one, Excluded) and one.why is not Why.UNKNOWN
+            isinstance(disk, Excluded) and disk.why is not Why.UNKNOWN
         ):
             why = ""
         else:
-            why = str(one)
-        is_of_another = isinstance(one, PhysicalLabel) and one.group is not None
+            why = str(disk)
+        is_of_another = isinstance(disk, PhysicalLabel) and disk.group is not None
         if why and (is_of_another or path not in own):
             yield path, why
 
 
 def _unknown_group(label: PhysicalLabel, uuids: Collection[str], members: Collection[str]) -> str:
-    """Why a disk may be of a group of Carver's with none of these UUIDs; empty if it is not.
+    """Return why a disk may be in an unknown group of Carver's; empty if it is not.
 
-    `members` are the disks that some group names as its own.
+    A group is known if its UUID is in `uuids`. `members` are the UUIDs of the disks that some group
+    names as its own.
     """
     if (group := label.group) is not None:
         is_known = group.uuid in uuids or not group.has_own_tags
@@ -141,14 +154,16 @@ def locate(
     sequences: Callable[[Collection[str]], Mapping[str, str]] = lambda _paths: {},
     backed_up: Callable[[], str] = lambda: "",
 ) -> Location | None:
-    """Locate the group of that name; None if it is not on this node.
+    """Locate the volume group called `name`; return None if the group is not on this node.
 
-    `known` is its last location, `listed` the disks that the operator named for it; `sequences`
-    is `lvm.disk_reader.Disks.sequences`, `backed_up` returns the UUID of the group of that name in
-    lvm2's backups. Raises GroupRefused if it may not be used, GroupSilent if a disk that may be its
-    does not answer.
+    `found` is the result of a scan, `known` the group's last location. `listed` are the disks that
+    the operator named for the group. `sequences` is `lvm.disk_reader.Disks.sequences`. `backed_up`
+    returns the UUID of the group of that name in lvm2's backups.
+
+    Raises GroupRefused if the group may not be used, and GroupSilent if a disk that may be one of
+    the group's does not answer.
     """
-    silent = sorted(path for path, one in found.items() if isinstance(one, Unanswered))
+    silent = sorted(path for path, disk in found.items() if isinstance(disk, Unanswered))
     unreadable = frozenset[str]()
     if known is not None:
         now = sequences({*known.disks, *(path for _, _, path in known.attached.values())})
@@ -165,7 +180,8 @@ def locate(
     disks = labels.disks(group)
     missing = frozenset(group.disk_uuids) - set(disks.values())
     was_missing = known is not None and missing <= known.missing
-    # Where it missed the same before, the silent disks are others', unless they were its own.
+    # If the same disks were missing before, the silent disks belong to other groups, unless a
+    # silent disk was one of this group's.
     is_known_silent = known is not None and not set(silent).isdisjoint(known.disks)
     if missing and silent and (is_known_silent or not was_missing):
         raise errors.GroupSilent(name, silent)
@@ -181,17 +197,20 @@ def locate(
 
 
 def _labels(found: Mapping[str, Found]) -> dict[str, PhysicalLabel]:
-    return {path: one for path, one in sorted(found.items()) if isinstance(one, PhysicalLabel)}
+    return {
+        path: label for path, label in sorted(found.items()) if isinstance(label, PhysicalLabel)
+    }
 
 
-# The lower, the better proved.
+# How well a disk is proved to be a group's: one element for each proof in this module's docstring.
+# A lower rank is a better proof.
 _Rank = tuple[bool, bool, Kind, bool, bool, bool]
-# The first so many say who may have written the metadata.
+# Number of the first elements of a rank that say who may have written the metadata.
 _TRUST = 3
 
 
 class _Labels:
-    """The labels that mention one group, each ranked by how well it is proved."""
+    """The labels that mention one volume group, each ranked by how well it is proved."""
 
     def __init__(
         self,
@@ -208,51 +227,61 @@ class _Labels:
         self._known = known
         self._listed = listed
         self._texts = {
-            path: one.group
-            for path, one in labels.items()
-            # Its own UUID must be among the group's disks.
-            if one.group and one.group.name == name and one.uuid in one.group.disk_uuids
+            path: label.group
+            for path, label in labels.items()
+            # The disk counts only if its own UUID is among the disks in its copy of the metadata.
+            if label.group and label.group.name == name and label.uuid in label.group.disk_uuids
         }
-        uuids = {one.uuid for one in self._texts.values()}
-        own = backed_up() if len(uuids) > 1 else ""
-        self._ranks = {path: self._rank(path, one, uuids, own) for path, one in labels.items()}
+        uuids = {label.uuid for label in self._texts.values()}
+        backup_uuid = backed_up() if len(uuids) > 1 else ""
+        self._ranks = {
+            path: self._rank(path, label, uuids, backup_uuid) for path, label in labels.items()
+        }
         bearers: defaultdict[str, list[str]] = defaultdict(list)
-        for path, one in labels.items():
-            bearers[one.uuid].append(path)
-        # Of disks that claim to be the same physical volume, the best proved.
+        for path, label in labels.items():
+            bearers[label.uuid].append(path)
+        # The paths of the best proved disks with each UUID. Several disks with one UUID are copies
+        # of the same physical volume.
         self._bearers = {uuid: self._best(paths) for uuid, paths in bearers.items()}
 
     def group(self) -> Group | None:
-        """The group by its best proved disks; None if none is trustworthy.
+        """Return the volume group by the metadata of its best proved disks, or None.
 
-        Raises GroupRefused if several groups are equally proved.
+        None means that no disk is trusted. Raises GroupRefused if several groups are equally well
+        proved.
         """
-        families = [one for one in self._families() if self._is_believed(one)]
+        families = [family for family in self._families() if self._is_believed(family)]
         if not families:
             return None
         best = min(map(self._rank_of, families))
-        meant = [one for one in families if self._rank_of(one) == best]
+        meant = [family for family in families if self._rank_of(family) == best]
         trusted = [path for family in meant for path in self._trusted(family)]
         if len({self._texts[path].uuid for path in trusted}) > 1:
             places: defaultdict[str, list[str]] = defaultdict(list)
             for path in sorted(path for family in meant for path in family):
                 places[self._texts[path].uuid].append(path)
-            said = "; ".join(f"{uuid} on {', '.join(at)}" for uuid, at in sorted(places.items()))
+            groups = "; ".join(
+                f"{uuid} on {', '.join(paths)}" for uuid, paths in sorted(places.items())
+            )
             raise errors.GroupRefused(
                 self._name,
-                f"there are {len(places)} of that name: {said}. Rename the one that is not meant"
-                f" (`vgrename UUID NAME`), detach its disks, or keep lvm2 from them {_FILTER}",
+                f"there are {len(places)} of that name: {groups}. Rename the one that is not"
+                f" meant (`vgrename UUID NAME`), detach its disks, or keep lvm2 from them"
+                f" {_FILTER}",
             )
-        # A disk that was missing may bear older metadata; of equally new ones the better proved.
-        newest = min(trusted, key=lambda at: (-self._texts[at].seqno, self._ranks[at], at))
+        # The newest metadata count, since a disk that was missing may bear older metadata. Among
+        # disks with equally new metadata the best proved counts.
+        newest = min(trusted, key=lambda path: (-self._texts[path].seqno, self._ranks[path], path))
         if self._known is None and best[_TRUST - 1] > Kind.LOCAL:
             self._require_agreed(newest, trusted)
         return self._texts[newest]
 
     def _require_agreed(self, newest: str, trusted: Iterable[str]) -> None:
-        """Raise GroupRefused if one of these disks does not name the one with the newest metadata.
+        """Raise GroupRefused if the metadata of one of these disks contradict the newest metadata.
 
-        Local disks are written by this node only: there the newest counts, as for lvm2.
+        Metadata contradict the newest if they differ and do not list the disk that bears the
+        newest. The check is left out for local disks, which only this node writes: there the newest
+        metadata count, as for lvm2.
         """
         last = self._texts[newest]
         for path in trusted:
@@ -266,66 +295,73 @@ class _Labels:
                 )
 
     def disks(self, group: Group) -> Mapping[str, str]:
-        """The UUIDs of the disks that are there, by their paths; raises GroupRefused."""
-        found, unclear = dict[str, str](), dict[str, tuple[str, ...]]()
+        """Return the UUIDs of the group's present disks by their paths.
+
+        Raises GroupRefused if two disks are copies of each other and equally well proved, unless
+        the group is in use already and has other disks.
+        """
+        present, unclear = dict[str, str](), dict[str, tuple[str, ...]]()
         for uuid in group.disk_uuids:
-            at = self._claims(uuid, group)
-            if len(at) == 1:
-                found[at[0]] = uuid
-            elif at:
-                unclear[uuid] = at
-        # A working group is not refused for a doubtful disk.
-        if unclear and (self._known is None or not found):
-            uuid, at = next(iter(unclear.items()))
+            paths = self._claims(uuid, group)
+            if len(paths) == 1:
+                present[paths[0]] = uuid
+            elif paths:
+                unclear[uuid] = paths
+        # A group that is in use already is not refused because of a doubtful disk.
+        if unclear and (self._known is None or not present):
+            uuid, paths = next(iter(unclear.items()))
             raise errors.GroupRefused(
                 self._name,
-                f"{' and '.join(at)} are both its physical volume {uuid}, and one is a copy of the"
-                " other. Detach the copy, give it an identity of its own (`vgimportclone`), or keep"
-                f" lvm2 from it {_FILTER}",
+                f"{' and '.join(paths)} are both its physical volume {uuid}, and one is a copy of"
+                " the other. Detach the copy, give it an identity of its own (`vgimportclone`), or"
+                f" keep lvm2 from it {_FILTER}",
             )
-        return dict(sorted(found.items()))
+        return dict(sorted(present.items()))
 
     def ignored(self, group: Group, disks: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-        """The disks that claim to be the group's but are not in `disks`, with the reason."""
+        """Return the disks that claim to be in the group but are not in `disks`, and why."""
         paths = {uuid: path for path, uuid in disks.items()}
-        for path, one in self._labels.items():
+        for path, label in self._labels.items():
             if path in disks:
                 continue
-            if one.uuid in paths:
-                yield path, f"is a copy of {paths[one.uuid]}"
-            elif one.uuid in group.disk_uuids:
+            if label.uuid in paths:
+                yield path, f"is a copy of {paths[label.uuid]}"
+            elif label.uuid in group.disk_uuids:
                 why = "and is attached otherwise, or its metadata are newer than the group's"
-                yield path, f"claims to be the missing disk {one.uuid}, {why}"
-            elif one.group is not None and one.group.uuid == group.uuid:
+                yield path, f"claims to be the missing disk {label.uuid}, {why}"
+            elif label.group is not None and label.group.uuid == group.uuid:
                 yield path, "has the group's UUID, and the group does not have it"
-            elif one.group is not None and one.group.name == group.name:
-                yield path, f"is of another group of that name ({one.group.uuid})"
+            elif label.group is not None and label.group.name == group.name:
+                yield path, f"is of another group of that name ({label.group.uuid})"
 
     def attached(self, group: Group, disks: Mapping[str, str]) -> Mapping[str, _Attached]:
-        """How the group's disks are or were last attached, by their UUIDs."""
+        """Return how each disk of the group is connected, or was last, by the disk's UUID."""
         before = {} if self._known is None else self._known.attached
-        kept = {uuid: one for uuid, one in before.items() if uuid in group.disk_uuids}
+        kept = {uuid: attached for uuid, attached in before.items() if uuid in group.disk_uuids}
         now = {path: self._labels[path] for path in disks}
-        return kept | {one.uuid: (one.kind, one.sequence, path) for path, one in now.items()}
+        return kept | {
+            label.uuid: (label.kind, label.sequence, path) for path, label in now.items()
+        }
 
     def _claims(self, uuid: str, group: Group) -> tuple[str, ...]:
-        """The best proved disks that may be a physical volume of the group."""
-        every = [path for path, one in self._labels.items() if one.uuid == uuid]
-        may_be = [path for path in every if self._may_be_of(group, path)]
-        if not may_be:
+        """Return the paths of the best proved disks that may be the physical volume `uuid`."""
+        bearers = [path for path, label in self._labels.items() if label.uuid == uuid]
+        candidates = [path for path in bearers if self._may_be_of(group, path)]
+        if not candidates:
             return ()
-        at = self._best(may_be)
-        single = [one[0] for one in self._bearers.values() if len(one) == 1]
-        if len(at) == 1 or not any(self._texts.get(path) == group for path in single):
-            return at
-        # The original was written to together with the group's other disks, the copy was not.
-        return tuple(path for path in at if self._texts.get(path) == group) or at
+        best = self._best(candidates)
+        single = [paths[0] for paths in self._bearers.values() if len(paths) == 1]
+        if len(best) == 1 or not any(self._texts.get(path) == group for path in single):
+            return best
+        # Disks with the group's present metadata are the originals: they were written together with
+        # the group's other disks, and a copy was not.
+        return tuple(path for path in best if self._texts.get(path) == group) or best
 
     def _may_be_of(self, group: Group, path: str) -> bool:
-        """Whether a disk may be one of the group's, by its label and its attachment.
+        """Whether a disk may be in the group, by the disk's label and how the disk is connected.
 
-        lvm2 would believe the newest metadata that it sees. This node writes to all disks that are
-        there, so newer metadata were written elsewhere.
+        lvm2 would believe the newest metadata that it sees. This node writes to all present disks
+        of the group, so metadata that are newer than the group's were written elsewhere.
         """
         label, text = self._labels[path], self._labels[path].group
         if self._known is not None and self._known.has(path, label):
@@ -339,14 +375,15 @@ class _Labels:
 
     @property
     def _before(self) -> Collection[str]:
-        """The UUIDs of the group's disks when it was located last."""
+        """UUIDs of the group's disks, missing ones included, when the group was last located."""
         return () if self._known is None else {*self._known.disk_uuids, *self._known.missing}
 
     def _may_return(self, path: str) -> bool:
-        """Whether a disk may be a returning one of the group: attached no less safely.
+        """Whether a disk may be one of the group's disks that was missing and came back.
 
-        And anew, if the known one is still attached and cannot be read: one that was there before
-        is not that disk again, but a copy of it, or what a device that failed has below.
+        Its kind must not be less trusted than before. If the known disk is still connected and
+        cannot be read, the returning disk must have been connected later. A disk that was present
+        earlier is a copy, or lies below a device that failed.
         """
         label = self._labels[path]
         if self._known is None or label.kind > self._known.kind_of(label.uuid):
@@ -357,6 +394,7 @@ class _Labels:
         return _number(label.sequence) > _number(sequence)
 
     def _rank(self, path: str, label: PhysicalLabel, uuids: Collection[str], own: str) -> _Rank:
+        """Return the rank of a disk: how well it is proved to be the group's."""
         group = label.group
         return (
             self._known is None or not self._known.has(path, label),
@@ -368,29 +406,38 @@ class _Labels:
         )
 
     def _best(self, paths: Sequence[str]) -> tuple[str, ...]:
+        """Return the paths with the best rank."""
         best = min(self._ranks[path] for path in paths)
         return tuple(path for path in paths if self._ranks[path] == best)
 
     def _families(self) -> list[set[str]]:
-        """The disks that name the group, in sets that have a physical volume in common."""
+        """Group the disks that name the volume group into sets.
+
+        Two disks are in the same set if their metadata list a physical volume in common.
+        """
         families: list[tuple[set[str], set[tuple[str, str]]]] = []
         for paths in self._bearers.values():
             for path in paths:
                 if (text := self._texts.get(path)) is None:
                     continue
                 members = {(text.uuid, uuid) for uuid in text.disk_uuids}
-                joined = [one for one in families if one[1] & members]
-                families = [one for one in families if not one[1] & members]
-                whole = set[str]({path}).union(*(one[0] for one in joined))
-                families.append((whole, members.union(*(one[1] for one in joined))))
-        return [one[0] for one in families]
+                joined = [family for family in families if family[1] & members]
+                families = [family for family in families if not family[1] & members]
+                whole = set[str]({path}).union(*(family[0] for family in joined))
+                families.append((whole, members.union(*(family[1] for family in joined))))
+        return [family[0] for family in families]
 
     def _is_believed(self, family: Collection[str]) -> bool:
-        """Whether these disks may be the group's at all."""
+        """Whether a set of disks may be the group's at all.
+
+        That depends on where the group was found before, on what the operator listed, and on who
+        may have written the disks.
+        """
         if any(path in self._listed for path in family):
             return True
         if self._known is not None:
-            # Another group may have got its name, or a tenant may have written it.
+            # Only disks known from before count: the group's name on other disks may be another
+            # group's, or written by a tenant.
             return any(
                 self._known.has(path, self._labels[path])
                 or (
@@ -404,15 +451,21 @@ class _Labels:
         return any(self._labels[path].kind <= worst for path in family)
 
     def _rank_of(self, family: Collection[str]) -> _Rank:
+        """Return the rank of a set of disks: for each proof, the best of any disk."""
         ranks = [self._ranks[path] for path in family]
-        known, listed, kind, active, backed, own = zip(*ranks, strict=True)
-        return (min(known), min(listed), min(kind), min(active), min(backed), min(own))
+        known, listed, kind, active, backed_up, has_tags = zip(*ranks, strict=True)
+        return (min(known), min(listed), min(kind), min(active), min(backed_up), min(has_tags))
 
     def _trusted(self, family: Collection[str]) -> list[str]:
-        """The disks whose metadata count, since a forged one may name itself among the others.
+        """Return the disks of a set whose metadata count.
 
-        If others may write to them, or there are copies, which then do not count: those with active
-        volumes, and the disks that these name.
+        Others may have forged metadata that make a disk one of the set, so:
+
+        1. Take the disks that are best proved by who may have written their metadata.
+        2. If these are local disks without copies, they are the result.
+        3. Otherwise leave out disks that have copies, unless all disks have copies. Take the disks
+           with active volumes if there are any, else all.
+        4. Add each disk that the metadata of the result name, until no more is added.
         """
         best = min(self._ranks[path][:_TRUST] for path in family)
         trusted = [path for path in family if self._ranks[path][:_TRUST] == best]
@@ -422,17 +475,17 @@ class _Labels:
         trusted = [path for path in trusted if path not in copied] or trusted
         first = min(self._ranks[path][: _TRUST + 1] for path in trusted)
         named = [path for path in trusted if self._ranks[path][: _TRUST + 1] == first]
-        left = [path for path in trusted if path not in named]
-        while joining := [path for path in left if self._is_named(path, named)]:
+        remaining = [path for path in trusted if path not in named]
+        while joining := [path for path in remaining if self._is_named(path, named)]:
             named += joining
-            left = [path for path in left if path not in joining]
+            remaining = [path for path in remaining if path not in joining]
         return named
 
     def _is_named(self, path: str, by: Iterable[str]) -> bool:
-        return any(self._labels[path].uuid in self._texts[one].disk_uuids for one in by)
+        return any(self._labels[path].uuid in self._texts[namer].disk_uuids for namer in by)
 
 
-# The remedy for an ignored disk, which is left as it is.
+# Advice in messages about a disk that is ignored, and left unchanged.
 REMEDY = "detach it, or keep lvm2 from it (`global_filter` in lvm.conf(5), or lvmdevices(8))"
 _FILTER = "(`global_filter` in lvm.conf(5), or lvmdevices(8))"
 
@@ -440,7 +493,7 @@ _FILTER = "(`global_filter` in lvm.conf(5), or lvmdevices(8))"
 def _unreadable(
     found: Mapping[str, Found], known: Location, sequences: Mapping[str, str]
 ) -> frozenset[str]:
-    """The UUIDs of the group's disks that are attached as before and cannot be read now."""
+    """Return the UUIDs of the group's disks that are still connected but cannot be read now."""
     return frozenset(
         uuid
         for uuid, (_, sequence, path) in known.attached.items()
@@ -449,17 +502,18 @@ def _unreadable(
 
 
 def _number(sequence: str) -> int:
-    """A sequence number; 0 where the kernel has none."""
+    """Return a disk's sequence number as an integer; 0 if the kernel has none."""
     return int(sequence) if sequence.isdigit() else 0
 
 
 def _was_given_up(
     found: Mapping[str, Found], name: str, known: Location, sequences: Mapping[str, str]
 ) -> bool:
-    """Whether the group's disks are still there but no longer its.
+    """Whether the group's disks are all still present but no longer the group's.
 
-    It was renamed or removed by hand, or they were removed from it. A blank disk proves that, too;
-    an unreadable or missing one does not.
+    Disks are no longer the group's after the group was renamed or removed by hand, or after the
+    disks were removed from the group. A blank disk proves this as well; an unreadable or missing
+    disk does not.
     """
     labels, away = _labels(found), False
     for path, uuid in zip(known.disks, known.disk_uuids, strict=False):
@@ -471,15 +525,15 @@ def _was_given_up(
         label = labels.get(path)
         if label is None or label.group is None or label.group.uuid != known.uuid:
             continue
-        # Its own metadata have its present name.
+        # The metadata on a disk of the group have the group's present name.
         return label.group.name != name
     return not away
 
 
 def _require_usable(group: Group) -> None:
-    """Raise GroupRefused for an exported or a shared group (vgexport(8), lvmlockd(8)).
+    """Raise GroupRefused for an exported or a shared volume group (vgexport(8), lvmlockd(8)).
 
-    Another node may change a shared group at any time, without a trace on the disks.
+    Another node may change a shared group at any time, and no trace of that is on the disks.
     """
     name = group.name
     if group.is_exported:

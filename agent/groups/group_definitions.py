@@ -1,8 +1,9 @@
-"""Create the defined groups, on block devices or in a file, if they are missing.
+"""Create the defined volume groups, on block devices or in a file, if they are missing.
 
-Each step checks first whether it is done, so that the first start and one after a crash or a reboot
-are the same code. One command creates a group on all of its disks, only if each is vacant;
-otherwise the service starts without the group and logs why. Groups do not wait for each other.
+Each step first checks whether it is done already, so the same code serves the first start and a
+start after a crash or a reboot. One command creates a group on all of its disks, and only if each
+disk is vacant. Otherwise the service starts without the group, and logs why. Groups do not wait for
+each other.
 """
 
 import logging
@@ -28,40 +29,53 @@ from mount.table import DeviceNumber
 
 _log = logging.getLogger(__name__)
 
+# Minimum size of the file of a volume group, in bytes. The default size is a multiple of the
+# minimum.
 _MINIMUM_BYTES = 64 << 20
+# Size of one write when the start of a volume group's new file is filled, in bytes.
 _PIECE_BYTES = 1 << 20
+# Path of a device that is no disk. lvm2 confined to this device sees no disk at all.
 _NO_DISK = "/dev/null"
 
-# The tag of a group that Carver made.
+# Tag of a volume group that Carver created.
 _MADE = {"made": "yes"}
 
 
 @dataclass
 class GroupDefinitions:
-    """The devices of the groups that Carver creates, and why some could not be created.
+    """The devices of the volume groups that Carver creates, and why some could not be created.
 
-    All other groups are the operator's. `begin` and `create` fill it in, `create` in a thread for
-    each group.
+    All other groups are the operator's. `begin` and `create` fill in the fields; `create` runs in a
+    thread for each group. `devices` has the devices of each defined group by the group's name,
+    `failures` the errors by the group's name.
     """
 
     configuration: Configuration
     kernel: Kernel
     devices: Mapping[str, Sequence[str]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-    # By which definition `create` has ended for a group, be it with a failure.
+    # The definition of each group for which `create` has ended, with success or with a failure, by
+    # the group's name.
     ended: dict[str, GroupDefinition] = field(default_factory=dict)
     guard: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def pending(self) -> Mapping[str, GroupDefinition]:
         """The definitions of the groups for which `create` has yet to end."""
-        every = {one.group: one for one in self.configuration.now.definitions}
-        return {name: one for name, one in every.items() if self.ended.get(name) != one}
+        definitions = {
+            definition.group: definition for definition in self.configuration.now.definitions
+        }
+        return {
+            name: definition
+            for name, definition in definitions.items()
+            if self.ended.get(name) != definition
+        }
 
     def group(self, known: report.Report, name: str) -> report.Group:
-        """The group of that name, if it is the defined one; raises GroupRefused, GroupMissing.
+        """Return the volume group called `name` from a report; raise GroupRefused or GroupMissing.
 
-        Checked each time: a group that appears or is repaired needs no restart.
+        Raises GroupRefused if the group could not be created, or is not the defined one. The check
+        is made on each call, so that a group that appears or is repaired needs no restart.
         """
         if name not in known.groups and name in self.failures:
             raise errors.GroupRefused(
@@ -71,14 +85,14 @@ class GroupDefinitions:
             )
         if name not in known.groups:
             allowed = self.configuration.now.devices
-            absent = [one for one in allowed if not _numbers(self.kernel, [one])]
+            absent = [device for device in allowed if not _numbers(self.kernel, [device])]
             raise lvm_errors.GroupMissing(name, absent)
         group = known.group(name)
         self.require_meant(group)
         return group
 
     def require_meant(self, group: report.Group) -> None:
-        """Raise GroupRefused for another group of the name of a defined one."""
+        """Raise GroupRefused for a volume group that has a defined group's name, but is another."""
         if group.name in self.devices and not self._is_meant(group):
             disks = ", ".join(disk.name for disk in group.disks)
             raise errors.GroupRefused(
@@ -88,95 +102,110 @@ class GroupDefinitions:
             )
 
     def listed(self, group: str) -> Sequence[str]:
-        """The devices of a defined group; none for others."""
+        """Return the devices of a defined volume group; none for other groups."""
         return self.devices.get(group, ())
 
     def absent(self, group: report.Group) -> list[str]:
-        """The listed devices of a group that are not among its disks."""
-        there = _numbers(self.kernel, (disk.name for disk in group.disks))
-        return [one for one in self.listed(group.name) if not _numbers(self.kernel, [one]) & there]
+        """Return the listed devices of a volume group that are not among its disks."""
+        present = _numbers(self.kernel, (disk.name for disk in group.disks))
+        return [
+            device
+            for device in self.listed(group.name)
+            if not _numbers(self.kernel, [device]) & present
+        ]
 
     def _is_meant(self, group: report.Group) -> bool:
-        """Whether Carver made the group, by its tag, or it has a listed disk."""
+        """Whether a volume group has a listed disk, or the tag of groups that Carver creates."""
         if group.own_tags.items() & _MADE.items():
             return True
         return len(self.absent(group)) < len(self.devices[group.name])
 
 
 def on_node(run: Run, config: Config) -> Lvm:
-    """lvm2 on this node, not yet confined to devices."""
+    """Return lvm2 as called on this node, not yet confined to devices."""
     root = config.lvm_root
     settings = (*lvm2.without_udev(), *lvm2.without_dbus(root), *lvm2.without_archives(root))
     if config.lvm != "host":
-        # The host's lvm2 reads its own /etc/lvm, which says whether a devices file counts.
+        # With `lvm = "host"` this setting is left out: the host's lvm2 reads its own /etc/lvm,
+        # which says whether lvm2 uses a devices file.
         settings += lvm2.with_devices_file(root)
     return Lvm(run, (), settings, root)
 
 
 def begin(definitions: GroupDefinitions, volume_groups: VolumeGroups) -> None:
-    """Confine lvm2 to the devices, and note which groups are to be created. No command.
+    """Confine lvm2 to the configured devices, and note which groups are to be created.
 
-    At the start, and after each reload of the configuration: a definition that is new or changed,
-    and one that failed, is pending from then on.
+    Runs no command. Called at the start and after each reload of the configuration. From then on a
+    definition is pending if it is new, changed, or failed before.
     """
     config = definitions.configuration.now
     for name in list(definitions.failures):
         definitions.ended.pop(name, None)
-    for one in definitions.pending.values():
-        _note(definitions, volume_groups, one, one.devices or definitions.listed(one.group))
-        if (volume_group := volume_groups.known(one.group)) is not None:
+    for definition in definitions.pending.values():
+        _note(
+            definitions,
+            volume_groups,
+            definition,
+            definition.devices or definitions.listed(definition.group),
+        )
+        if (volume_group := volume_groups.known(definition.group)) is not None:
             volume_group.is_awaited = True
     with definitions.guard:
-        defined = {one.group for one in config.definitions}
+        defined = {definition.group for definition in config.definitions}
         for name in definitions.devices.keys() - defined:
             definitions.failures.pop(name, None)
             definitions.ended.pop(name, None)
             if (volume_group := volume_groups.known(name)) is not None:
                 volume_group.is_awaited = False
-        kept = {name: one for name, one in definitions.devices.items() if name in defined}
+        kept = {name: listed for name, listed in definitions.devices.items() if name in defined}
         definitions.devices = kept
         _confine(definitions, volume_groups)
 
 
 def create(definitions: GroupDefinitions, volume_groups: VolumeGroups, name: str) -> None:
-    """Create a defined group if it is missing, once for each definition of it.
+    """Create a defined volume group if it is missing, once for each definition of the group.
 
-    One command if it exists, none for other groups. A failure is logged and kept in `failures`.
-    If lvm2 or a disk does not answer, raises CommandError or GroupSilent; then call again.
+    Runs one lvm2 command if the group exists, and none for a group that is not defined. A failure
+    is logged and kept in `failures`. Raises CommandError or GroupSilent if lvm2 or a disk does not
+    answer; the caller has to call `create` again then.
     """
-    volume_group, one = volume_groups.known(name), definitions.pending.get(name)
-    if one is None or volume_group is None:
+    volume_group, definition = volume_groups.known(name), definitions.pending.get(name)
+    if definition is None or volume_group is None:
         return
     kernel, is_here = definitions.kernel, True
     with _noted(definitions.failures, name):
-        _note(definitions, volume_groups, one, _devices(kernel, one))
+        _note(definitions, volume_groups, definition, _devices(kernel, definition))
         is_here = locate(volume_groups.scan(), name, listed=volume_groups.listed(name)) is not None
     if not is_here:
-        own = _seeing(volume_groups.node, kernel, definitions.listed(name))
-        known = report.read(own)
+        lvm = _seeing(volume_groups.node, kernel, definitions.listed(name))
+        node_report = report.read(lvm)
         with _noted(definitions.failures, name):
-            _make(own, definitions, known, one)
+            _make(lvm, definitions, node_report, definition)
     volume_group.metadata.is_outdated = True
     volume_group.is_awaited = False
     if name not in definitions.failures and (group := volume_group.state()) is not None:
         with _noted(definitions.failures, name):
             definitions.require_meant(group)
             _log_absent(definitions, group)
-            fast, slow = _numbers(kernel, one.fast), [d.name for d in group.disks if not d.fast]
+            fast, slow = (
+                _numbers(kernel, definition.fast),
+                [disk.name for disk in group.disks if not disk.fast],
+            )
             if unmarked := [disk for disk in slow if _numbers(kernel, [disk]) & fast]:
                 groups.mark_fast(volume_group.lvm, unmarked)
-    definitions.ended[name] = one
+    definitions.ended[name] = definition
 
 
 def _seeing(lvm: Lvm, kernel: Kernel, devices: Iterable[str]) -> Lvm:
-    """lvm2 confined to these devices, since others may not answer.
+    """Return lvm2 confined to these devices, since other devices may not answer.
 
-    With a devices file it is not confined: lvm2 adds the disks of a new group to that file.
+    On a node with a devices file (lvmdevices(8)) lvm2 is not confined: it adds the disks of a new
+    group to that file.
     """
     if lvm.root is not None and lvm2.listed_disks(lvm.root) is not None:
         return lvm
-    there = [kernel.real_path(one) for one in devices if _numbers(kernel, [one])]
-    return replace(lvm, devices=tuple(there) or (_NO_DISK,))
+    paths = [kernel.real_path(device) for device in devices if _numbers(kernel, [device])]
+    return replace(lvm, devices=tuple(paths) or (_NO_DISK,))
 
 
 def _note(
@@ -185,29 +214,34 @@ def _note(
     one: GroupDefinition,
     devices: Sequence[str],
 ) -> None:
-    """Note the devices of a group, and confine lvm2 to all."""
+    """Note the devices of a defined volume group, and confine lvm2 to the devices of all groups."""
     with definitions.guard:
         definitions.devices = {**definitions.devices, one.group: devices}
         _confine(definitions, volume_groups)
 
 
 def _confine(definitions: GroupDefinitions, volume_groups: VolumeGroups) -> None:
+    """Confine lvm2 to the devices of all defined volume groups."""
     config = definitions.configuration.now
     volume_groups.node.devices = _confined(definitions.kernel, config, definitions.devices)
 
 
 def look(run: Run, kernel: Kernel, config: Config) -> tuple[Lvm, Mapping[str, Sequence[str]]]:
-    """lvm2 confined as by `create`, and the devices of each defined group; creates nothing.
+    """Return lvm2 confined as by `create`, and the devices of each defined volume group.
 
-    Raises NotReady.
+    Creates nothing. Raises NotReady if the file of a group has no loop device.
     """
-    devices = {one.group: _found(kernel, one) for one in config.definitions}
+    devices = {definition.group: _found(kernel, definition) for definition in config.definitions}
     return replace(on_node(run, config), devices=_confined(kernel, config, devices)), devices
 
 
 @contextmanager
 def _noted(failures: dict[str, str], name: str) -> Iterator[None]:
-    """Log and keep a failure, and go on; raise what did not answer, since it proves nothing."""
+    """Log and keep an error of the body, and go on.
+
+    OutcomeUnknown and GroupSilent are raised instead: they mean that lvm2 or a disk did not answer,
+    which proves nothing about the group.
+    """
     failures.pop(name, None)
     try:
         yield
@@ -221,7 +255,10 @@ def _noted(failures: dict[str, str], name: str) -> Iterator[None]:
 def _make(
     lvm: Lvm, definitions: GroupDefinitions, known: report.Report, definition: GroupDefinition
 ) -> None:
-    """Create a group on its devices if each is vacant; raises NotVacant, ProbeFailed."""
+    """Create a volume group on its devices if each device is vacant.
+
+    Raises NotReady, NotVacant, ProbeFailed.
+    """
     name, kernel = definition.group, definitions.kernel
     devices = definitions.devices[name]
     for device in devices:
@@ -231,24 +268,25 @@ def _make(
     _require_equal_blocks(kernel, devices)
     sizes = [kernel.device_size_bytes(device) for device in devices]
     metadata_bytes = groups.suitable_metadata_bytes(sum(sizes))
-    # A killed vgcreate leaves physical volumes without a group.
+    # Devices that are physical volumes without a group are taken without a check: a killed vgcreate
+    # leaves such devices.
     orphans = _numbers(kernel, known.orphans)
     for device in devices:
         if not _numbers(kernel, [device]) & orphans:
             mounts.require_blank(kernel, device)
             if definition.file is not None:
                 _fill(kernel, device, groups.LABEL_BYTES + metadata_bytes)
-    # lvm2 knows devices by their nodes' names, not by all links.
-    paths = [kernel.real_path(one) for one in devices]
+    # lvm2 gets the paths of device nodes, since lvm2 does not know each symbolic link.
+    paths = [kernel.real_path(device) for device in devices]
     groups.create(lvm, name, paths, _MADE, metadata_bytes)
     _log.info("made volume group %s on %s", name, ", ".join(devices))
 
 
 def _require_equal_blocks(kernel: Kernel, devices: Sequence[str]) -> None:
-    """Raise NotReady for disks with different sizes of logical blocks, which lvm2 refuses too.
+    """Raise NotReady if the devices of a group differ in the size of their logical blocks.
 
-    A file system with smaller blocks than its disk's cannot be mounted (lvm.conf(5),
-    devices/allow_mixed_block_sizes).
+    lvm2 refuses such a group as well. A file system with smaller blocks than its disk's cannot be
+    mounted (lvm.conf(5), devices/allow_mixed_block_sizes).
     """
     sizes = {device: kernel.logical_block_bytes(device) for device in devices}
     if len(set(sizes.values())) > 1:
@@ -260,10 +298,11 @@ def _require_equal_blocks(kernel: Kernel, devices: Sequence[str]) -> None:
 
 
 def _fill(kernel: Kernel, device: str, size_bytes: int) -> None:
-    """Allocate the start of a sparse file, where lvm2 keeps its metadata.
+    """Allocate the start of a sparse file below a loop device, where lvm2 keeps its metadata.
 
-    lvm2 writes it without a flush (lib/device/bcache.c). In a hole, the file system would record
-    the new block seconds later, and a power loss before would lose the group's metadata.
+    lvm2 writes its metadata without a flush (lib/device/bcache.c). In a hole of the file, the file
+    system would record the new block only seconds later, and a power loss in these seconds would
+    lose the group's metadata. Raises NotReady if the device cannot be written.
     """
     try:
         for offset in range(0, size_bytes, _PIECE_BYTES):
@@ -273,7 +312,11 @@ def _fill(kernel: Kernel, device: str, size_bytes: int) -> None:
 
 
 def _log_absent(definitions: GroupDefinitions, group: report.Group) -> None:
-    """Log listed devices that the group lacks; adding them is hard to undo, so left to people."""
+    """Log the listed devices that a volume group lacks.
+
+    Carver does not add such a device to the group, because that is hard to undo: the operator
+    decides.
+    """
     for device in definitions.absent(group):
         try:
             mounts.require_unused(definitions.kernel, device)
@@ -288,7 +331,10 @@ def _log_absent(definitions: GroupDefinitions, group: report.Group) -> None:
 
 
 def _found(kernel: Kernel, definition: GroupDefinition) -> Sequence[str]:
-    """The devices of a group; for a file its loop device. Raises NotReady without one."""
+    """Return the devices of a defined volume group: for a group in a file, the file's loop device.
+
+    Raises NotReady if the file has no loop device.
+    """
     if definition.file is None:
         return definition.devices
     path = definition.file.path
@@ -302,13 +348,17 @@ def _found(kernel: Kernel, definition: GroupDefinition) -> Sequence[str]:
 
 
 def _devices(kernel: Kernel, definition: GroupDefinition) -> Sequence[str]:
-    """The devices of a group; for a file its loop device, which is attached if missing."""
+    """Return the devices of a defined volume group: for a group in a file, the file's loop device.
+
+    Creates the file and attaches the loop device if they are missing. Raises NotReady.
+    """
     if definition.file is None:
         return definition.devices
     file = definition.file
     try:
         file.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Never truncated: an existing file holds volumes, whatever size is configured now.
+        # The file is opened without truncating it: an existing file holds volumes, whatever size is
+        # configured now.
         with open(file.path, "ab", opener=_private) as opened:
             if opened.seek(0, os.SEEK_END) == 0:
                 size_bytes = _planned_bytes(file)
@@ -320,16 +370,21 @@ def _devices(kernel: Kernel, definition: GroupDefinition) -> Sequence[str]:
 
 
 def _planned_bytes(file: BackingFile) -> int:
-    """The size of a new file: at most the free space, or writes would fail later."""
+    """Return the size of a new volume group's file, in bytes.
+
+    The size is at most the free space of the file system, or writes to volumes would fail later.
+    Raises NotReady if the file does not fit.
+    """
     status = os.statvfs(file.path.parent)
-    free = status.f_bavail * status.f_frsize
-    planned = file.size_bytes or free // 2 // _MINIMUM_BYTES * _MINIMUM_BYTES
-    if not _MINIMUM_BYTES <= planned <= free:
+    free_bytes = status.f_bavail * status.f_frsize
+    planned_bytes = file.size_bytes or free_bytes // 2 // _MINIMUM_BYTES * _MINIMUM_BYTES
+    if not _MINIMUM_BYTES <= planned_bytes <= free_bytes:
         raise errors.NotReady(
-            f"{file.path.parent} has {free} bytes free; the group's file, of {planned} bytes, must"
-            f" fit there and be {_MINIMUM_BYTES} at least: set another file or file_size"
+            f"{file.path.parent} has {free_bytes} bytes free; the group's file, of {planned_bytes}"
+            f" bytes, must fit there and be {_MINIMUM_BYTES} at least: set another file or"
+            " file_size"
         )
-    return planned
+    return planned_bytes
 
 
 def _private(path: str, flags: int) -> int:
@@ -339,22 +394,25 @@ def _private(path: str, flags: int) -> int:
 def _confined(
     kernel: Kernel, config: Config, devices: Mapping[str, Sequence[str]]
 ) -> tuple[str, ...]:
-    """The devices that lvm2 is confined to; none for those of lvm.conf(5).
+    """Return the paths of the devices that lvm2 is confined to; none if lvm.conf(5) decides.
 
-    Confined if all groups are in files of Carver's; to others an operator may have added disks.
+    lvm2 is confined by the setting `devices`, or if all groups are in files of Carver's. To other
+    groups an operator may have added disks that Carver does not know.
     """
-    on_files = {one.group for one in config.definitions if one.file is not None}
+    on_files = {
+        definition.group for definition in config.definitions if definition.file is not None
+    }
     if not config.devices and not on_files.issuperset(config.groups):
         return ()
-    own = [kernel.real_path(device) for listed in devices.values() for device in listed]
-    # With an empty list, lvm2 would scan all devices; one that is no disk prevents that.
-    return (*config.devices, *own) or (_NO_DISK,)
+    own_paths = [kernel.real_path(device) for listed in devices.values() for device in listed]
+    # A path that is no disk stands for an empty list, with which lvm2 would scan all devices.
+    return (*config.devices, *own_paths) or (_NO_DISK,)
 
 
 def _numbers(kernel: Kernel, paths: Iterable[str]) -> set[DeviceNumber]:
-    """The numbers of the devices that exist."""
-    found = set()
+    """Return the device numbers of the paths that exist."""
+    numbers = set()
     for path in paths:
         with suppress(OSError):
-            found.add(kernel.device_number(path))
-    return found
+            numbers.add(kernel.device_number(path))
+    return numbers

@@ -55,36 +55,40 @@ from mount import command
 
 _log = logging.getLogger(__name__)
 
-# How late a problem without a trace in the metadata is found.
+# Maximum age of a cached report, in seconds. A problem that leaves no trace in the metadata is
+# found that late.
 _LASTS_SECONDS = 600.0
-# How often the labels of disks are read without an event of udev's.
+# Interval of scans of the disks' labels without an event of udev's, in seconds.
 _BLIND_SECONDS = 60.0
-# lvm2's default memory for reads and writes (global/io_memory_size in lvm.conf(5)), and what it
-# needs beside the metadata text: it could neither read nor write a longer text.
+# Default size of lvm2's memory for reads and writes (global/io_memory_size in lvm.conf(5)), and the
+# part of that memory which lvm2 needs beside the metadata text; both in bytes. lvm2 can neither
+# read nor write metadata that do not fit.
 _IO_BYTES, _BESIDE_TEXT_BYTES = 8 << 20, 2 << 20
-# Not a disk: lvm2 confined to it sees no group.
+# Path of a device that is no disk. lvm2 confined to this device sees no group.
 _NO_DISK = "/dev/null"
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A report of the group, and the proof by which it is still true."""
+    """A report of the volume group, and the proof by which the report is still true."""
 
     group: report.Group
     location: Location
     fingerprint: Fingerprint
     time_seconds: float
-    # The generation in which the read began.
+    # The cache's generation (`MetadataCache.forget`) when the read of the report began.
     generation: object
-    # The events, until then, of copy-on-write snapshots that had not overflowed.
+    # The number of device-mapper events of each copy-on-write snapshot, up to the last check that
+    # found the snapshot's COW store not overflowed.
     whole: dict[str, Events] = field(default_factory=dict)
 
 
 class MetadataCache:
-    """The cached state of one group; one read at a time. `node` is lvm2 as called for it.
+    """The cached state of one volume group; callers must read it in one thread at a time.
 
-    `scan` reads the labels of the node's disks; `renew` restarts the session with lvm2, if any;
-    `listed` gives the disks that the operator named for the group.
+    `node` is lvm2 as called for the group. `scan` reads the labels of the node's disks. `renew`
+    restarts the session with lvm2, if there is one. `listed` returns the disks that the operator
+    named for the group.
     """
 
     def __init__(
@@ -97,7 +101,8 @@ class MetadataCache:
         renew: Callable[[], None] | None = None,
         listed: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        # Whether a disk came, went or moved, perhaps: then the next read scans all.
+        # Whether a disk may have been connected, disconnected or moved. If so, the next read scans
+        # all disks.
         self.is_outdated = True
         self.name = name
         self.node = node
@@ -107,78 +112,97 @@ class MetadataCache:
         self._renew = renew
         self._listed = listed
         self._location: Location | None = None
-        # Where it was when last here: another group of its name is not taken for it.
+        # The group's location when the group was last present. Another group of the same name is
+        # recognized by it.
         self._before: Location | None = None
-        # The disks that only claim to be the group's, each with the reason.
+        # The paths of disks that claim to be the group's but are not, each with the reason.
         self.ignored: Sequence[tuple[str, str]] = ()
-        # When its disks were last located (monotonic, seconds).
+        # The time when the group's disks were last located (monotonic, seconds).
         self._located = 0.0
-        # The length of its metadata text.
+        # The length of the group's metadata text, in bytes.
         self._text_bytes = 0
-        # The events of its devices before the last report was read.
+        # The device-mapper events of the group's devices, read before the last report.
         self._events: Mapping[str, Events] = {}
         self._known: _Known | None = None
-        # Replaced by forget(): a report of an earlier generation is not used again.
+        # Generation of the cache: a token that `forget` replaces. A report that was read in an
+        # earlier generation is not used again.
         self._generation = object()
 
     @property
     def uuid(self) -> str:
-        """The UUID of the group that was located last; empty where none was."""
+        """UUID of the volume group that was located last; empty if no group was located."""
         return self._location.uuid if self._location is not None else ""
 
     @property
     def lvm(self) -> Lvm:
-        """lvm2, which sees this group's disks and no others."""
+        """lvm2 as called for this volume group: it sees the disks of this group and no others."""
         return self._lvm_at(self._location)
 
     def lvm_with(self, disk: str) -> Lvm:
-        """lvm2, which sees this group's disks and another that is to join them."""
-        own = self._location.disks if self._location is not None else ()
-        return replace(self.lvm, devices=(*own, disk))
+        """Return lvm2 that sees this group's disks and the disk that is to join the group."""
+        disks = self._location.disks if self._location is not None else ()
+        return replace(self.lvm, devices=(*disks, disk))
 
     def has(self, disk: str) -> bool:
-        """Whether that path was a disk of the group when it was read last."""
+        """Whether the path was that of a disk of the group when the group was located last."""
         return self._location is not None and disk in self._location.disks
 
     @property
     def attached(self) -> Mapping[str, str]:
-        """By which number each of its disks was attached when it was located last, by the paths."""
-        every = self._location.attached.values() if self._location is not None else ()
-        return {path: sequence for _, sequence, path in every}
+        """The kernel's sequence number of each disk of the group, by the disk's path.
+
+        These are the numbers of when the group was located last (`Disks.sequences`).
+        """
+        attachments = self._location.attached.values() if self._location is not None else ()
+        return {path: sequence for _, sequence, path in attachments}
 
     def forget(self) -> None:
-        """Drop the report, and that of a read under way: a command may have done anything."""
+        """Drop the cached report, and any report that is being read.
+
+        Called after a command that may have changed anything.
+        """
         self._generation = object()
 
     def state(self, *, is_refused: bool) -> report.Group | None:
-        """The group as it is now; None where it is not on this node.
+        """Return the volume group as it is now; None if the group is not on this node.
 
-        One command where the last report may be outdated, else none. `is_refused`: the last read
-        raised GroupRefused. Raises CommandError, GroupRefused, GroupSilent.
+        Runs one command if the last report may be outdated, else none. `is_refused` tells that the
+        last read raised GroupRefused. Raises CommandError, GroupRefused, GroupSilent.
+
+        1. If no disk can have changed and the fingerprint of the group's disks is that of the last
+           report, the cached group is returned.
+        2. If no disk can have changed, lvm2 is asked for a report of the disks known so far. The
+           report counts if it shows the group, whole and for this node alone.
+        3. Otherwise all disks are scanned and the group is located anew. If that proves the cached
+           report to be true, the cached group is returned.
+        4. lvm2 is asked for a report of the located disks, if need be once more by a new session.
         """
-        known, self._known, generation = self._known, None, self._generation
-        if known is not None and known.generation is not generation:
-            known = None
-        if known is not None and not self._may_have_moved(known):
-            mark = self._fingerprint(known.location)
-            if (kept := self._kept(known, mark)) is not None:
+        cached, self._known, generation = self._known, None, self._generation
+        if cached is not None and cached.generation is not generation:
+            cached = None
+        if cached is not None and not self._may_have_moved(cached):
+            mark = self._fingerprint(cached.location)
+            if (kept := self._kept(cached, mark)) is not None:
                 return kept
-            # lvm2 sees only these disks: after a commit that changed disks it shows others.
-            group = None if mark is None else self._shown(known.location)
-            # lvm2 also shows a group exported meanwhile; the disks then say whose it is.
-            if group is not None and group.is_one_node_s and _is_whole_on(group, known.location):
-                return self._remembered(group, known.location, mark, generation)
+            # lvm2 sees only the disks known so far. If a commit added or removed disks, the report
+            # differs from the location, and the disks are scanned below.
+            group = None if mark is None else self._shown(cached.location)
+            # lvm2 also shows a group that was exported since. Such a group is located anew below,
+            # where the labels of its disks say whose it is.
+            if group is not None and group.is_one_node_s and _is_whole_on(group, cached.location):
+                return self._remembered(group, cached.location, mark, generation)
         location = self._locate()
         if location is None:
             return None
         mark = self._fingerprint(location)
-        if known is not None and location == known.location:
-            kept = self._kept(known, mark)
+        if cached is not None and location == cached.location:
+            kept = self._kept(cached, mark)
             if kept is not None:
                 return kept
         group = self._shown(location)
         if group is None and self._renew and not is_refused:
-            # The disks have it: ask another shell before believing that it is absent.
+            # The group is on the disks, but lvm2 did not show it. A new shell of lvm2's is asked
+            # before the group counts as hidden.
             self._renew()
             group = self._shown(location)
         if group is None:
@@ -186,15 +210,17 @@ class MetadataCache:
         return self._remembered(group, location, mark, generation)
 
     def _may_have_moved(self, known: _Known) -> bool:
-        """Whether disks of the group may have come or gone since the report."""
+        """Whether disks of the group may have been connected or disconnected since the report."""
         is_old = time.monotonic() - self._located >= _BLIND_SECONDS
         return self.is_outdated or is_old or bool(known.location.missing)
 
     def _kept(self, known: _Known, mark: Fingerprint | None) -> report.Group | None:
-        """The cached group, with the snapshots that overflowed since, without a commit.
+        """Return the cached group if it is still true, else None.
 
-        None where it may be outdated: by the fingerprint of its disks, by its age, or because the
-        kernel has no status of a snapshot, as for inactive ones.
+        The group may be outdated because of the fingerprint of its disks, because of its age, or
+        because the kernel has no status of a copy-on-write snapshot, as for inactive ones.
+        Snapshots whose COW store overflowed since the report, which takes no commit, are marked in
+        the result.
         """
         is_old = time.monotonic() - known.time_seconds >= _LASTS_SECONDS
         lost = None if mark != known.fingerprint or is_old else self._lost(known)
@@ -202,15 +228,16 @@ class MetadataCache:
             return None
         if lost:
             group = known.group
-            changed = {one: replace(group.volumes[one], overflowed=True) for one in lost}
+            changed = {name: replace(group.volumes[name], overflowed=True) for name in lost}
             known = replace(known, group=replace(group, volumes={**group.volumes, **changed}))
         self._known = known
         return known.group
 
     def _lost(self, known: _Known) -> list[str] | None:
-        """The snapshots that overflowed since; None where the kernel has no status of one.
+        """Return the names of the copy-on-write snapshots that overflowed since the report.
 
-        One ioctl for all, and one for each that had an event.
+        None if the kernel has no status of a snapshot. One ioctl reads the events of all devices,
+        and one more ioctl the status of each snapshot that had an event.
         """
         if not known.group.readable_copy_on_write:
             return []
@@ -230,11 +257,13 @@ class MetadataCache:
         return lost
 
     def _locate(self) -> Location | None:
-        # Before the scan: a later change may be in it, or not.
+        """Scan all disks and locate the volume group anew; return None if the group is absent."""
+        # The flag is cleared before the scan, because the scan may miss a change that happens
+        # during it.
         self.is_outdated, self._located = False, time.monotonic()
         try:
             disks = self._scan()
-            found = locate(
+            location = locate(
                 disks,
                 self.name,
                 self._before,
@@ -248,25 +277,30 @@ class MetadataCache:
         except BaseException:
             self.is_outdated = True
             raise
-        # In one step: commands that begin meanwhile see the disks as they were.
-        self._location = found
-        self._ignore(claims(disks, self.name) if found is None else found.ignored)
-        self._before = found or self._before
-        return found
+        # The location is replaced in one assignment: commands that begin during the scan see the
+        # disks as they were before.
+        self._location = location
+        self._ignore(claims(disks, self.name) if location is None else location.ignored)
+        self._before = location or self._before
+        return location
 
     def _ignore(self, found: Iterable[tuple[str, str]]) -> None:
-        """Log once each disk that only claims to be the group's."""
+        """Log each disk that claims to be the group's but is not, once for each reason."""
         before, self.ignored = set(self.ignored), tuple(found)
         for path, why in self.ignored:
             if (path, why) not in before:
                 _log.warning("volume group %s: %s is ignored: it %s", self.name, path, why)
 
     def _shown(self, location: Location) -> report.Group | None:
-        """lvm2's report of the group on these disks; None where it shows none, or another."""
-        # A snapshot that overflows during the report is in it, or has one event more.
+        """Return lvm2's report of the volume group on these disks.
+
+        None if lvm2 shows no group of the name, or a group with another UUID.
+        """
+        # The events are read before the report. A snapshot that overflows during the report is
+        # either reported as overflowed, or has one more event at the next check.
         self._events = self._devices.events(self.name)
-        every = report.read(self._lvm_at(location), self._devices.overflowed)
-        group = every.groups.get(self.name)
+        node_report = report.read(self._lvm_at(location), self._devices.overflowed)
+        group = node_report.groups.get(self.name)
         return group if group is not None and group.uuid == location.uuid else None
 
     def _remembered(
@@ -276,30 +310,34 @@ class MetadataCache:
         mark: Fingerprint | None,
         generation: object,
     ) -> report.Group:
-        """Cache the group if nothing was committed while lvm2 read it; return it."""
+        """Cache the group if lvm2 committed nothing while it was read; return the group."""
         if group.missing_disks != len(location.missing):
-            # The labels were read during a write, or lvm2 misses more disks.
+            # Scan again at the next read: either the labels were read during a write, or lvm2
+            # misses more disks than the scan of the labels did.
             self.is_outdated = True
-        # A resume writes no metadata.
-        is_suspended = any(one.suspended for one in group.volumes.values())
+        # A group with a suspended device is not cached: a resume writes no metadata, so the cache
+        # would not notice it.
+        is_suspended = any(volume.suspended for volume in group.volumes.values())
         if mark is not None and mark == self._fingerprint(location) and not is_suspended:
             whole = {
-                one: self._events[one]
-                for one in group.readable_copy_on_write
-                if one in self._events and group.volumes[one].active
+                name: self._events[name]
+                for name in group.readable_copy_on_write
+                if name in self._events and group.volumes[name].active
             }
             self._known = _Known(group, location, mark, time.monotonic(), generation, whole)
         return group
 
     def _fingerprint(self, location: Location) -> Fingerprint | None:
+        """Read the fingerprint of the metadata on the group's disks, and note the text's length."""
         remaining = command.remaining_seconds()
         patience = PATIENCE_SECONDS if remaining is None else remaining
-        found = self._disks.fingerprint(location.disks, patience)
-        texts = [text.size_bytes for one in found or () for text in one.texts]
-        self._text_bytes = max(texts, default=self._text_bytes)
-        return found
+        fingerprint = self._disks.fingerprint(location.disks, patience)
+        sizes_bytes = [text.size_bytes for mark in fingerprint or () for text in mark.texts]
+        self._text_bytes = max(sizes_bytes, default=self._text_bytes)
+        return fingerprint
 
     def _lvm_at(self, location: Location | None) -> Lvm:
+        """Return lvm2 confined to the disks of this location, with memory for the metadata text."""
         disks = (_NO_DISK,) if location is None else location.disks
         return replace(
             self.node, devices=disks, settings=(*self.node.settings, *_memory(self._text_bytes))
@@ -307,9 +345,10 @@ class MetadataCache:
 
 
 def _memory(text_bytes: int) -> tuple[str, ...]:
-    """lvm.conf(5) settings for metadata text of this length, which may double.
+    """Return lvm.conf(5) settings with which lvm2 can handle metadata text of this length.
 
-    In powers of two, as lvm2's shell is restarted for another setting.
+    The text may double in length until the next report. The memory is a power of two, so that the
+    setting changes rarely: lvm2's shell is restarted for another setting.
     """
     needed, have = 2 * text_bytes + _BESIDE_TEXT_BYTES, _IO_BYTES
     while have < needed:
@@ -318,12 +357,12 @@ def _memory(text_bytes: int) -> tuple[str, ...]:
 
 
 def _is_whole_on(group: report.Group, location: Location) -> bool:
-    """Whether lvm2 shows the group on all these disks and on no others."""
+    """Whether lvm2 shows the volume group on all disks of the location and on no others."""
     return not group.missing_disks and len(group.disks) == len(location.disks)
 
 
 def _why_hidden(location: Location) -> str:
-    """Why lvm2 may not show a group that is on disks here, by its system id.
+    """Return why lvm2 may hide a volume group whose disks are present, by the group's system id.
 
     This node's own system id has five sources (lvmsystemid(7)), some of them outside a container.
     """

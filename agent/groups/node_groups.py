@@ -1,4 +1,4 @@
-"""The volume groups of this node by their names, and operations on several of them."""
+"""The volume groups of this node by their names, and operations on several groups."""
 
 import math
 import os
@@ -27,43 +27,50 @@ from lvm.lvm2 import Lvm
 from lvm.session import Session
 from mount import command
 
-# How long the end of the service waits for lvm2's shells.
+# Time limit for the end of lvm2's shells when the service stops, in seconds.
 _CLOSING_SECONDS = 5.0
 
 
 class HeldGroups:
-    """The locks of groups that are held: each released at the end, or later if it is kept."""
+    """The locks of several volume groups that a caller of `VolumeGroups.hold` holds together.
+
+    Each lock is released at the end of `hold`, or later if `keep` was called for its group.
+    """
 
     def __init__(self) -> None:
         self._of: dict[str, ExitStack] = {}
         self._kept: defaultdict[str, list[Future[None]]] = defaultdict(list)
 
     def take(self, volume_group: VolumeGroup) -> None:
-        """Take a group's lock. Raises GroupBusy."""
-        turn = self._of[volume_group.name] = ExitStack()
-        # Called after the release.
-        turn.callback(volume_group.refresh_later)
-        turn.enter_context(volume_group.lock.hold())
+        """Take the lock of a volume group. Raises GroupBusy."""
+        releases = self._of[volume_group.name] = ExitStack()
+        # The refresh begins after the release of the lock: an ExitStack runs its callbacks in
+        # reverse order.
+        releases.callback(volume_group.refresh_later)
+        releases.enter_context(volume_group.lock.hold())
 
     def enter(self, group: str, inside: AbstractContextManager[None]) -> None:
-        """Enter a context that ends with the hold of a group."""
+        """Enter a context that ends when the lock of a volume group is released."""
         self._of[group].enter_context(inside)
 
     def keep(self, group: str, until: Future[None]) -> None:
-        """Release a group only when `until` is done: nothing changes it before."""
+        """Have the lock of a volume group released only when `until` is done.
+
+        Until then no other caller changes the group.
+        """
         self._kept[group].append(until)
 
     def release(self) -> None:
-        """Release all; those that are kept later, without a wait here."""
-        for group, turn in reversed(self._of.items()):
-            _when_done(self._kept[group], turn)
+        """Release all locks, without waiting for those that `keep` delays."""
+        for group, releases in reversed(self._of.items()):
+            _when_done(self._kept[group], releases)
 
 
 class VolumeGroups:
-    """One VolumeGroup for each group of the configuration, and for others that ids name.
+    """The VolumeGroup objects of this node, for the configured groups and those that ids name.
 
-    `session` makes a group's session with lvm2. `listed` gives the devices of a group that Carver
-    creates.
+    `session` makes a group's session with lvm2. `listed` returns the devices of a group that Carver
+    creates, by the group's name.
     """
 
     def __init__(
@@ -76,7 +83,7 @@ class VolumeGroups:
         listed: Callable[[str], Sequence[str]] = lambda _name: (),
     ) -> None:
         self.configuration = configuration
-        # The loops that do the groups' background work.
+        # The threads that do the background work of the groups, one loop for each group.
         self.workers = GroupWorkers()
         self.node = node
         self._disks = disks
@@ -89,99 +96,114 @@ class VolumeGroups:
 
     @property
     def names(self) -> Sequence[str]:
-        """The names of the groups of the configuration."""
+        """Names of the volume groups in the configuration."""
         return self.configuration.now.groups
 
     def __iter__(self) -> Iterator[VolumeGroup]:
-        """The groups of the configuration."""
+        """Iterate over the volume groups in the configuration."""
         return map(self._ensure, self.names)
 
     def of(self, name: str) -> VolumeGroup | None:
-        """A group by its name; None where no disk on this node has such a group.
+        """Return a volume group by its name; None if no disk on this node has such a group.
 
-        An id may name a group that no class names any more.
+        The disks are scanned for a group that no device class of the configuration names: a volume
+        id may still name such a group.
         """
-        found = self.known(name)
-        return self._ensure(name) if found is None and self.has(name) else found
+        volume_group = self.known(name)
+        return self._ensure(name) if volume_group is None and self.has(name) else volume_group
 
     def known(self, name: str) -> VolumeGroup | None:
-        """A group by its name, without a scan of disks.
+        """Return a volume group by its name, without a scan of disks.
 
-        None for one that no class names and no id has named yet.
+        None for a group that no device class of the configuration names and that `of` has not found
+        yet.
         """
-        found = self._volume_groups.get(name)
-        return self._ensure(name) if found is None and name in self.names else found
+        volume_group = self._volume_groups.get(name)
+        return self._ensure(name) if volume_group is None and name in self.names else volume_group
 
     def changed_at(self, name: str) -> float:
-        """When Carver last changed a group, by the monotonic clock: now where it does so."""
-        found = self.known(name)
-        return -math.inf if found is None else found.lock.held_at
+        """Return the time of Carver's last change of a volume group (monotonic, seconds).
+
+        The present time while the group's lock is held; minus infinity for an unknown group.
+        """
+        volume_group = self.known(name)
+        return -math.inf if volume_group is None else volume_group.lock.held_at
 
     def has(self, name: str) -> bool:
-        """Whether a group of that name is on this node, also one that no class names."""
+        """Whether a disk of this node bears a volume group of that name, configured or not."""
         return name in names_of(self.scan())
 
     def was_in(self, group: str, name: str) -> bool:
-        """Whether a group had a logical volume when lvm2 wrote to it last: by lvm2's own copy."""
+        """Whether a volume group had a logical volume when lvm2 last wrote the group's metadata.
+
+        lvm2's own backup of the metadata says so (vgcfgbackup(8)).
+        """
         return lvm2.is_backed_up(self.node.root, group, name)
 
     def why_unsure(self, silent: Collection[str], name: str) -> str:
-        """Why a logical volume may be in one of these groups, which do not answer; empty if not.
+        """Return why a logical volume may be in one of these unresponsive groups; empty if in none.
 
-        It is if it is active there, or was there when lvm2 wrote to the group last.
+        A group may have the volume if the volume is active, or if the volume was in the group when
+        lvm2 last wrote the group's metadata.
         """
-        for one in sorted(silent):
-            is_active = self._devices.find(one, name) or self._devices.status(one, name)
-            if is_active or self.was_in(one, name):
-                volume_group = self.known(one)
+        for group in sorted(silent):
+            is_active = self._devices.find(group, name) or self._devices.status(group, name)
+            if is_active or self.was_in(group, name):
+                volume_group = self.known(group)
                 problem = None if volume_group is None else volume_group.problem
                 why = f", and does not answer: {problem}" if problem else ", and does not answer"
-                return f"volume group {one} may have {name}{why}"
+                return f"volume group {group} may have {name}{why}"
         return ""
 
     def left_with(self, name: str) -> str | None:
-        """The group that no class names any more and that had a logical volume of that name.
+        """Return the name of a volume group that had a logical volume and is no longer configured.
 
-        Raises GroupBusy where it may be on disks that cannot be read. No command.
+        `name` is the name of the logical volume. None if no such group had the volume. Raises
+        GroupBusy if the group may be on disks that cannot be read. Runs no command.
         """
-        for one in sorted(lvm2.backed_up_groups(self.node.root) - {*self.names}):
-            if not self.was_in(one, name):
+        for group in sorted(lvm2.backed_up_groups(self.node.root) - {*self.names}):
+            if not self.was_in(group, name):
                 continue
-            if self.of(one) is not None:
-                return one
+            if self.of(group) is not None:
+                return group
             if unread := self.unknown_disks():
                 disks = ", ".join(path for path, _ in unread)
                 why = f"it had {name}, and may be on {disks}, which cannot be read"
-                raise errors.GroupBusy(f"volume group {one}", why)
+                raise errors.GroupBusy(f"volume group {group}", why)
         return None
 
     def uuids(self) -> Mapping[str, str]:
-        """The UUIDs of the groups that were here when they were asked for last, by their names."""
-        every = list(self._volume_groups.values())
-        return {one.name: one.metadata.uuid for one in every if one.metadata.uuid}
+        """Return the UUIDs of the volume groups that were present when last located, by name."""
+        groups = list(self._volume_groups.values())
+        return {group.name: group.metadata.uuid for group in groups if group.metadata.uuid}
 
     def lvm(self, name: str) -> Lvm:
-        """lvm2 for one group; it sees no disk of a group that is not here."""
-        found = self.of(name)
-        return found.lvm if found is not None else self.node
+        """Return lvm2 for one volume group.
+
+        If the group is not on this node, lvm2 sees no disk of the group.
+        """
+        volume_group = self.of(name)
+        return volume_group.lvm if volume_group is not None else self.node
 
     def lvm_with(self, name: str, disk: str) -> Lvm:
-        """lvm2 for one group, which also sees a disk that is to join it.
+        """Return lvm2 for one volume group that also sees a disk which is to join the group.
 
-        On a node with a devices file (lvmdevices(8)) it is lvm2 as on the node, which adds the disk
-        to that file.
+        On a node with a devices file (lvmdevices(8)), return lvm2 as called for the whole node:
+        that lvm2 adds the disk to the devices file.
         """
-        found = self.of(name)
+        volume_group = self.of(name)
         is_listed = self.node.root is not None and lvm2.listed_disks(self.node.root) is not None
-        return self.node if found is None or is_listed else found.metadata.lvm_with(disk)
+        return (
+            self.node if volume_group is None or is_listed else volume_group.metadata.lvm_with(disk)
+        )
 
     def allows(self, disk: str) -> bool:
-        """Whether lvm2 may see a disk: by the configuration, or else by lvm.conf.
+        """Whether lvm2 may see a disk, by the configuration or by lvm.conf(5).
 
-        A disk that a filter rejects would be missing from its group at the next read.
+        A disk that a filter of lvm.conf rejects would be missing from its group at the next read.
         """
         path = os.path.realpath(disk)
-        if allowed := {os.path.realpath(one) for one in self.node.devices}:
+        if allowed := {os.path.realpath(device) for device in self.node.devices}:
             return path in allowed
         root = self.node.root
         accepts = None
@@ -191,122 +213,148 @@ class VolumeGroups:
 
     @contextmanager
     def hold(self, *names: str) -> Iterator[HeldGroups]:
-        """Hold the locks of groups; all callers take them in the same order, and all at once.
+        """Hold the locks of several volume groups; all callers take locks in the same order.
 
-        Inside, nothing is done that may hang but lvm2's commands (`locks.require_none_held`).
+        The body must do nothing that may hang, except lvm2's commands (`locks.require_none_held`).
         Raises GroupBusy, TooManyCalls, Starting.
         """
         locks.require_none_held(f"volume group {', '.join(names)} is waited for")
         locks.enter(*names)
-        found = [self.of(one) for one in sorted(set(names))]
+        volume_groups = [self.of(name) for name in sorted(set(names))]
         held = HeldGroups()
         try:
-            for one in found:
-                if one is not None:
-                    held.take(one)
+            for volume_group in volume_groups:
+                if volume_group is not None:
+                    held.take(volume_group)
             with locks.holding(names):
                 yield held
         finally:
             held.release()
 
     def unknown_disks(self) -> Sequence[tuple[str, str]]:
-        """The disks that may have volumes in a group that is not among `uuids`, each with why.
+        """Return the disks that may have volumes in a group that is not among `uuids`, and why.
 
-        Also those that are only missing from the devices file, as what was just attached; not those
-        that `devices` or filters keep from lvm2.
+        Included are disks that only lack an entry in the devices file (lvmdevices(8)), such as a
+        disk that was just connected. Left out are disks that the setting `devices` or filters of
+        lvm.conf hide from lvm2.
         """
-        found = self.scan(with_unlisted=True)
-        every = list(self._volume_groups.values())
-        before = {path: at for one in every for path, at in one.metadata.attached.items()}
+        disks = self.scan(with_unlisted=True)
+        groups = list(self._volume_groups.values())
+        before = {
+            path: sequence for group in groups for path, sequence in group.metadata.attached.items()
+        }
         now = self._disks.sequences(before)
-        own = {path for path, at in before.items() if now.get(path) == at}
-        return list(unknown(found, set(self.uuids().values()), own))
+        unmoved = {path for path, sequence in before.items() if now.get(path) == sequence}
+        return list(unknown(disks, set(self.uuids().values()), unmoved))
 
     def scan(self, *, with_unlisted: bool = False) -> Mapping[str, Found]:
-        """The labels of the disks that lvm2 may see on this node.
+        """Read the labels of the disks that lvm2 may see on this node.
 
-        Or would see if they were in its devices file, `with_unlisted`.
+        With `with_unlisted`, also of the disks that lvm2 would see if its devices file listed them.
         """
-        # A disk that does not answer, perhaps another group's, leaves time for the rest.
+        # The time limit is half of the time to the caller's deadline, so that an unresponsive disk
+        # leaves time for the rest of the call.
         patience = command.patience_seconds(PATIENCE_SECONDS, 0.5)
-        paths = {os.path.realpath(one) for one in self.node.devices}
-        found = self._disks.scan(patience, paths)
+        paths = {os.path.realpath(device) for device in self.node.devices}
+        disks = self._disks.scan(patience, paths)
         if paths:
-            return {path: _trusted(one, Kind.LOCAL) for path, one in found.items()}
+            return {path: _trusted(disk, Kind.LOCAL) for path, disk in disks.items()}
         root = self.node.root
         if root is None:
-            return found
+            return disks
         if (listed := lvm2.listed_disks(root)) is not None:
-            # lvm2 ignores filters then. A copied disk has the listed UUID, too.
-            own = {p for p, one in found.items() if _is_listed(one, listed)}
-            every = {p: one for p, one in found.items() if with_unlisted or p in own}
+            # With a devices file lvm2 ignores filters. A listed disk is trusted less than a disk of
+            # the setting `devices`, since a copy of the disk has the listed UUID as well.
+            listed_paths = {path for path, disk in disks.items() if _is_listed(disk, listed)}
+            chosen = {
+                path: disk for path, disk in disks.items() if with_unlisted or path in listed_paths
+            }
             return {
-                p: _trusted(one, Kind.ATTACHED) if p in own else one for p, one in every.items()
+                path: _trusted(disk, Kind.ATTACHED) if path in listed_paths else disk
+                for path, disk in chosen.items()
             }
         if (accepts := candidate_devices.read(root)) is None:
-            return found
+            return disks
         named = self._every_listed()
-        return {p: one for p, one in found.items() if p in named or accepts(p)}
+        return {path: disk for path, disk in disks.items() if path in named or accepts(path)}
 
     def _every_listed(self) -> frozenset[str]:
-        """The disks that the operator named for any group; filters do not apply to them."""
+        """Return the paths of the disks that the operator named for any volume group.
+
+        Filters of lvm.conf(5) do not apply to these disks.
+        """
         return frozenset[str]().union(*map(self.listed, self.names))
 
     def listed(self, name: str) -> frozenset[str]:
-        """The disks that the operator named for a group, by their own paths."""
-        return frozenset(os.path.realpath(one) for one in self._listed(name))
+        """Return the paths of the disks that the operator named for a volume group.
+
+        Symbolic links are resolved.
+        """
+        return frozenset(os.path.realpath(device) for device in self._listed(name))
 
     def add_tags_later(self, group: str, name: str, own_tags: Mapping[str, str]) -> None:
-        """Add tags to a volume soon (`VolumeGroup.add_tags_later`)."""
+        """Add tags to a volume soon, in the background (`VolumeGroup.add_tags_later`)."""
         if (volume_group := self.of(group)) is None:
             raise lvm_errors.GroupMissing(group)
         volume_group.add_tags_later(name, own_tags)
 
     def run_deferred(self) -> None:
-        """Do the deferred work of all groups now (`VolumeGroup.run_deferred`)."""
-        for one in list(self._volume_groups.values()):
-            one.run_deferred()
+        """Do the deferred work of all volume groups now (`VolumeGroup.run_deferred`)."""
+        for volume_group in list(self._volume_groups.values()):
+            volume_group.run_deferred()
 
     def catch_up(self) -> None:
-        """Begin work for which there was no thread, and go on beside a step that takes long."""
+        """Start background threads that could not be started before, and replace hanging ones.
+
+        The loop of a group gets a new thread if it has jobs and no thread, or if its thread is in a
+        step that takes long.
+        """
         self.workers.oversee()
 
     def outdate(self, written: str | None = None) -> None:
-        """Have all disks scanned: one came or went, or may have, or `written` has other contents.
+        """Have all disks scanned at the next read of each group.
 
-        A group sees by itself, at its next read, a write to its own disks.
+        Called when a disk was, or may have been, connected or disconnected, or when the disk with
+        the path `written` got other contents. A disk of a group is an exception: the group itself
+        notices a write to its own disks at its next read.
         """
-        every = list(self._volume_groups.values())
-        if written is not None and any(one.metadata.has(written) for one in every):
+        groups = list(self._volume_groups.values())
+        if written is not None and any(group.metadata.has(written) for group in groups):
             return
-        for one in every:
-            one.metadata.is_outdated = True
+        for group in groups:
+            group.metadata.is_outdated = True
 
     def stop(self) -> None:
-        """End background work at its next safe points, and do the deferred work that is left.
+        """Stop the background work at its next safe points, after a last run of the deferred work.
 
-        A group that hangs is left to itself.
+        A group that hangs is not waited for.
         """
         self.workers.stop()
 
     def rest(self) -> None:
-        """Have idle sessions with lvm2 release the memory of earlier work."""
-        for one in list(self._sessions):
-            one.rest()
+        """Have idle sessions with lvm2 release the memory that earlier work took."""
+        for session in list(self._sessions):
+            session.rest()
 
     def close(self) -> None:
-        """End the sessions with lvm2; one that hangs is left to end by itself."""
-        works = {f"lvm2's shell {number}": one.close for number, one in enumerate(self._sessions)}
+        """End the sessions with lvm2; a session that hangs is left to end by itself."""
+        works = {
+            f"lvm2's shell {number}": session.close for number, session in enumerate(self._sessions)
+        }
         run_all(works, _CLOSING_SECONDS)
 
     def _ensure(self, name: str) -> VolumeGroup:
-        """The one of a name for the life of the process: its lock must not be replaced."""
-        if (found := self._volume_groups.get(name)) is None:
+        """Return the VolumeGroup object of a name, created at the first use.
+
+        The object stays for the life of the process, because its lock must not be replaced.
+        """
+        if (volume_group := self._volume_groups.get(name)) is None:
             with self._guard:
-                found = self._volume_groups.get(name) or self._made(name)
-        return found
+                volume_group = self._volume_groups.get(name) or self._made(name)
+        return volume_group
 
     def _made(self, name: str) -> VolumeGroup:
+        """Create the VolumeGroup object of a name, with its lvm2 session and metadata cache."""
         node, renew = self.node, None
         if self._session is not None:
             session = self._session(name)
@@ -314,12 +362,12 @@ class VolumeGroups:
             node, renew = replace(node, run=session), session.renew
         listed = partial(self.listed, name)
         metadata = MetadataCache(name, node, self._disks, self._devices, self.scan, renew, listed)
-        made = self._volume_groups[name] = VolumeGroup(metadata, self.workers)
-        return made
+        volume_group = self._volume_groups[name] = VolumeGroup(metadata, self.workers)
+        return volume_group
 
 
 def _when_done(awaited: Sequence[Future[None]], turn: ExitStack) -> None:
-    """Release a lock once all of these are done."""
+    """Close `turn`, which releases a lock, once all of these futures are done."""
     if awaited:
         awaited[0].add_done_callback(lambda _: _when_done(awaited[1:], turn))
     else:
@@ -327,12 +375,12 @@ def _when_done(awaited: Sequence[Future[None]], turn: ExitStack) -> None:
 
 
 def _trusted(found: Found, kind: Kind) -> Found:
-    """A disk that the operator allowed: its kind is at least that."""
+    """Return a scanned disk that the operator allowed, with a kind no worse than `kind`."""
     if not isinstance(found, PhysicalLabel):
         return found
     return replace(found, kind=min(found.kind, kind))
 
 
 def _is_listed(found: Found, listed: frozenset[str]) -> bool:
-    """Whether a disk is, or may be, in the node's devices file (lvmdevices(8))."""
+    """Whether a scanned disk is, or may be, in the node's devices file (lvmdevices(8))."""
     return not isinstance(found, PhysicalLabel) or found.uuid.replace("-", "") in listed

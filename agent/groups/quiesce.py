@@ -1,17 +1,18 @@
-"""Quiesce: volumes suspended together, so that their snapshots are of one moment.
+"""Quiesce: suspend several volumes together, so that their snapshots are of one moment.
 
-device-mapper suspends them: a mounted file system is frozen, later writes wait, and acknowledged
-writes are on the device. So each write of a database is in all snapshots or in none that could show
-it, however its files are spread. lvm2 takes a copy-on-write snapshot of a suspended volume, and
-resumes that one volume as it ends.
+device-mapper suspends the volumes: it freezes a mounted file system, makes later writes wait, and
+has acknowledged writes on the device. So the snapshots together are crash-consistent, however the
+files of a database are spread over the volumes: if a write is missing in a snapshot, each write
+that was issued after the acknowledgement of that write is missing in all snapshots. lvm2 takes a
+copy-on-write snapshot of a suspended volume, and resumes that one volume when its command ends.
 
-No call waits here for another: what waits are the writes of the volumes' users, some seconds at
-most. A volume that stays suspended hangs its users. So a thread resumes it after some seconds,
-whatever lvm2 does meanwhile, and the next start does after a kill.
+No RPC waits here for another RPC; only the writes of the volumes' users wait, for some seconds at
+most. A volume that stayed suspended would hang its users. So a timer thread resumes the volumes
+after some seconds, whatever lvm2 does meanwhile. After a kill, the next start resumes them.
 
-Both wait for the disk: a suspend flushes it, and a file system writes as it is resumed. So each
-volume has a thread for that, and a disk that hangs delays no other volume. A volume that hangs is
-resumed as soon as its disk answers.
+Suspend and resume both wait for the disk: a suspend flushes the volume, and a file system writes
+when it is resumed. So each volume has a thread of its own, and a disk that hangs delays no other
+volume. A volume on such a disk is resumed as soon as the disk answers.
 """
 
 import logging
@@ -30,17 +31,17 @@ from mount import command
 
 _log = logging.getLogger(__name__)
 
-# How long a start may clean up after a kill before volumes are resumed, at most.
+# Time limit of the cleanup after a kill, in seconds. Then the volumes are resumed in any case.
 _LEFT_SECONDS = 10.0
-# How long a resume, which takes milliseconds, is waited for.
+# Time limit of the wait for a resume, in seconds. A resume takes milliseconds.
 _RESUME_SECONDS = 1.0
 
-# A group and a logical volume in it.
+# A suspended volume: the names of its volume group and of the logical volume.
 Held = tuple[str, str]
 
 
 class Resumer:
-    """Resumes volumes, each in a thread of its own and once at a time."""
+    """Resumes suspended volumes, each in a thread of its own, and each at most once at a time."""
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
@@ -48,13 +49,15 @@ class Resumer:
         self._under_way: dict[Held, Future[None]] = {}
 
     def resume(self, held: Iterable[Held]) -> Mapping[Held, Future[None]]:
-        """Resume volumes; a future is done when its volume is resumed, or cannot be (logged).
+        """Begin to resume volumes, and return a future for each volume.
 
-        A volume that lvm2 has resumed meanwhile is no error.
+        The future is done when the volume is resumed, or when the resume has failed; a failure is
+        logged. A volume that lvm2 has resumed meanwhile is no error.
         """
-        return {one: self._begin(one) for one in held}
+        return {volume: self._begin(volume) for volume in held}
 
     def _begin(self, one: Held) -> Future[None]:
+        """Begin to resume one volume, or join the resume that is in progress."""
         with self._guard:
             under_way = self._under_way.get(one)
             if under_way is not None and not under_way.done():
@@ -62,7 +65,8 @@ class Resumer:
             with suppress(RuntimeError):
                 ended = self._under_way[one] = command.begin("hold", partial(self._do, one))
                 return ended
-        # No thread can be had, and users of the volume would wait for ever.
+        # Without a thread for the resume, the volume is resumed in the present thread: otherwise
+        # the users of the volume would wait for ever.
         self._do(one)
         ended = Future[None]()
         ended.set_result(None)
@@ -78,7 +82,7 @@ class Resumer:
 
 
 class Quiesce:
-    """Suspends volumes until the end of the `with`, or for so many seconds."""
+    """Context manager that suspends volumes until its end, but at most for `seconds` seconds."""
 
     def __init__(self, devices: Devices, seconds: float) -> None:
         self._devices = devices
@@ -87,7 +91,7 @@ class Quiesce:
         self._until = time.monotonic() + seconds
         self._guard = threading.Lock()
         self._held: list[Held] = []
-        # For each volume: done when it is not suspended any more.
+        # For each volume a future that is done when the volume is no longer suspended.
         self._free: dict[Held, Future[None]] = {}
         self._over = False
         self._timer = threading.Timer(seconds, self._end)
@@ -105,35 +109,37 @@ class Quiesce:
 
     @property
     def free(self) -> Mapping[Held, Future[None]]:
-        """For each volume a future: done when it is not suspended, and will not be any more."""
+        """A future for each volume, done when the volume is resumed for good or not suspended."""
         return dict(self._free)
 
     def suspend(self, group: str, name: str) -> None:
         """Suspend an active volume. Raises QuiesceOver, and OSError as device-mapper does.
 
-        A disk that hangs is waited for no longer than the other volumes are suspended.
+        Raises QuiesceOver if a disk that hangs delays the suspend beyond the time for which the
+        other volumes may be suspended.
         """
         self.check()
-        one = (group, name)
-        free = self._free[one] = Future()
+        volume = (group, name)
+        free = self._free[volume] = Future()
         try:
-            held = command.begin("hold", partial(self._suspend, one))
+            suspending = command.begin("hold", partial(self._suspend, volume))
         except BaseException:
             free.set_result(None)
             raise
-        wait([held], max(0.0, self._until - time.monotonic()))
-        if not held.done():
+        wait([suspending], max(0.0, self._until - time.monotonic()))
+        if not suspending.done():
             self._end()
             raise errors.QuiesceOver(self._seconds)
-        held.result()
+        suspending.result()
         self.check()
 
     def check(self) -> None:
-        """Raise QuiesceOver unless all have been suspended until now."""
+        """Raise QuiesceOver unless all volumes have been suspended until now."""
         if self._over:
             raise errors.QuiesceOver(self._seconds)
 
     def _suspend(self, one: Held) -> None:
+        """Suspend one volume, and resume it at once if the other volumes were resumed meanwhile."""
         try:
             self._devices.suspend(*one)
         except BaseException:
@@ -143,32 +149,37 @@ class Quiesce:
             self._held.append(one)
             over = self._over
         if over:
-            # It came too late, and is resumed by no other thread.
+            # The timer has resumed the other volumes before this volume was suspended, so no other
+            # thread resumes this one.
             self._end()
 
     def _end(self) -> None:
+        """Resume all volumes, and let no more be suspended."""
         with self._guard:
             self._over = True
             held, self._held = self._held, []
-        for one, ended in self._resumer.resume(held).items():
-            ended.add_done_callback(partial(_follow, self._free[one]))
+        for volume, ended in self._resumer.resume(held).items():
+            ended.add_done_callback(partial(_follow, self._free[volume]))
 
 
 @contextmanager
 def resume_left(
     devices: Devices, groups: Sequence[str], resumer: Resumer | None = None
 ) -> Iterator[list[Held]]:
-    """Resume volumes that a killed process left suspended: at the end, or after ten seconds.
+    """Resume volumes that a killed process left suspended: after the body, or after ten seconds.
 
-    Inside, the caller cleans up half-made snapshots: suspended volumes prove that nothing was
-    written since. No command; two ioctls for each of them, one for others. A disk that hangs is not
-    waited for. A caller that retries gives the same `resumer` each time.
+    In the body, the caller removes half-made snapshots: nothing has been written to a volume since
+    the kill while the volume is still suspended. Runs no command; needs two ioctls for each
+    suspended volume, and one for each other volume. A disk that hangs is not waited for. A caller
+    that retries passes the same `resumer` each time.
     """
     held = list(_held(devices, groups))
     if not held:
         yield held
         return
-    _log.warning("volumes are suspended since a kill: %s", ", ".join("/".join(one) for one in held))
+    _log.warning(
+        "volumes are suspended since a kill: %s", ", ".join("/".join(volume) for volume in held)
+    )
     resumer = resumer or Resumer(devices)
     timer = threading.Timer(_LEFT_SECONDS, resumer.resume, [held])
     timer.daemon = True
@@ -181,6 +192,7 @@ def resume_left(
 
 
 def _held(devices: Devices, groups: Sequence[str]) -> Iterator[Held]:
+    """Return the volumes in these groups that are suspended."""
     for group in groups:
         for name in devices.active(group):
             if names.is_of(ids.VOLUME_PREFIX, name) and devices.is_suspended(group, name):
@@ -188,4 +200,5 @@ def _held(devices: Devices, groups: Sequence[str]) -> Iterator[Held]:
 
 
 def _follow(free: Future[None], _: Future[None]) -> None:
+    """Mark a volume as no longer suspended, when the future of its resume is done."""
     free.set_result(None)

@@ -1,6 +1,6 @@
-"""One volume group: its lvm2, cached state, lock and deferred work.
+"""One volume group: how lvm2 is called for it, its cached state, its lock and its deferred work.
 
-Nothing here knows another group, so a group whose disk hangs stops no other.
+No code here knows another group, so a group whose disk hangs stops no other group.
 """
 
 import logging
@@ -31,27 +31,34 @@ _log = logging.getLogger(__name__)
 
 Status = Literal["unknown", "ready", "partial", "absent", "refused"]
 
-# How long `begin_states` waits, and for how long it then does not wait for that group again.
+# Time limit of the wait of `begin_states` for groups, in seconds.
 _SHORT_WAIT_SECONDS = 3.0
-# How many times as long where no answer but the group's own will do.
+# Factor by which the time limit of the wait of `begin_states` is multiplied if the caller needs a
+# fresh state.
 _NEEDED_WAIT_TIMES = 5
+# Time, in seconds, for which `begin_states` does not wait again for a group that was waited for in
+# vain.
 _REST_SECONDS = 60.0
-# Errors that prove nothing about a group: it may answer the next time.
+# Errors that prove nothing about a group, since the group may answer at the next attempt.
 _SILENCE = (
     *(errors.GroupBusy, errors.GroupSilent, errors.GroupAwaited),
     mount_errors.OutcomeUnknown,
 )
-# Those of a read to which neither lvm2 nor the disks had an answer.
+# Errors of a read to which neither lvm2 nor the disks had an answer.
 _NO_ANSWER = (errors.GroupSilent, mount_errors.OutcomeUnknown)
+# Time limit of a read in the background, and of a stall of deferred work, in seconds.
 _BACKGROUND_SECONDS = 60.0
-# Time from when deferred work is asked for until it begins: the call that asked is answered first,
-# and what others ask for by then, such as twenty volumes staged at once, is done with it.
+# Delay of deferred work, in seconds. The call that asked for the work is answered first, and the
+# requests of other calls by then, such as twenty volumes staged at once, are served together.
 _SOON_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class _Stuck:
-    """A command that does not end: no change runs beside it, and no report beside a report."""
+    """A command of lvm2's that does not end.
+
+    While it hangs, no command that changes the group is run, and no report beside a hanging report.
+    """
 
     words: tuple[str, ...]
     ended: Callable[[], bool]
@@ -59,40 +66,43 @@ class _Stuck:
 
     @property
     def seconds(self) -> float:
-        """For how long."""
+        """Time since the command was given up as hanging, in seconds."""
         return time.monotonic() - self.since_seconds
 
 
 class VolumeGroup:
-    """The group that `metadata` reads, by commands that are watched from now on."""
+    """A volume group, by its metadata cache; each lvm2 command on the group goes through here."""
 
     def __init__(self, metadata: MetadataCache, workers: GroupWorkers) -> None:
         self.metadata = metadata
         name = self.name = metadata.name
         self.lock = GroupLock(f"volume group {name}")
-        # The state that was read last, and when (epoch, seconds).
+        # The state that was read last, and the time of that read (epoch, seconds).
         self.cached: report.Group | None = None
         self.time_seconds = 0.0
-        # Whether Carver has yet to create it or attach its disks: then it is not just absent.
+        # Whether Carver has yet to create the group or to attach its loop device. An absent group
+        # is then GroupAwaited.
         self.is_awaited = False
-        # The last state in which the group was on this node, and when it was read.
+        # The last state in which the group was on this node, and the time of its read (epoch,
+        # seconds).
         self.last_seen: report.Group | None = None
         self.last_seen_seconds = 0.0
-        # When a state was last read or failed to be read (epoch, seconds).
+        # The time of the last attempt to read the state, with or without success (epoch, seconds).
         self.tried_seconds = 0.0
         self.problem: Exception | None = None
-        # When the first read began since which none has ended with an answer (monotonic, seconds).
+        # The start of the first of the latest reads that all had no answer (monotonic, seconds).
+        # None if the last read had an answer.
         self._unanswered_since: float | None = None
         self._run = metadata.node.run
         metadata.node = replace(metadata.node, run=self._watched)
-        # Held by the one thread that reads the state.
+        # The lock that the one thread which reads the state holds.
         self._readers = GroupLock(f"volume group {name}", MOST_READING)
         self._guard = threading.Lock()
-        # A refresh that has not begun yet.
+        # The next refresh, which has not begun yet; None if none is queued.
         self._next: Future[report.Group | None] | None = None
-        # Commands that have not ended, the oldest first.
+        # Commands of lvm2's that hang, the oldest first.
         self._stuck: tuple[_Stuck, ...] = ()
-        # Tags that are still to be written, by the UUIDs of their volumes.
+        # Tags that are still to be written to the metadata, by the UUIDs of their volumes.
         self._unwritten_tags: dict[str, frozenset[str]] = {}
         self._workers = workers
         self._deferred: Jobs[Job] = Jobs(
@@ -104,21 +114,21 @@ class VolumeGroup:
             last=True,
             level=logging.WARNING,
         )
-        # Whether a command that changes it ended since the last read began.
+        # Whether a command that changes the group has ended since the last read began.
         self._changed = False
-        # Whether `cached` lacks what such a command did: before the first read, all of it.
+        # Whether `cached` may lack changes by such a command. True before the first read.
         self._is_stale = True
-        # Until when `begin_states` does not wait for it (monotonic, seconds).
+        # The time until which `begin_states` does not wait for the group (monotonic, seconds).
         self._rests_until = 0.0
 
     @property
     def lvm(self) -> Lvm:
-        """lvm2, which sees this group's disks and no others."""
+        """lvm2 as called for this volume group: it sees the disks of this group and no others."""
         return self.metadata.lvm
 
     @property
     def status(self) -> Status:
-        """What the state that was read last says."""
+        """Status of the volume group, by the state that was read last."""
         if isinstance(self.problem, errors.GroupRefused):
             return "refused"
         if self.cached is None:
@@ -127,51 +137,54 @@ class VolumeGroup:
 
     @property
     def answers(self) -> bool:
-        """Whether it was here and usable when it was read last."""
+        """Whether the volume group was present and usable at the last read."""
         return self.problem is None and self.status in ("ready", "partial")
 
     @property
     def is_changed(self) -> bool:
-        """Whether something may have changed it since it was read with success."""
+        """Whether the volume group may have changed since its last successful read."""
         return self._changed or bool(self._stuck) or self.problem is not None
 
     @property
     def has_own_changes(self) -> bool:
-        """Whether the cached state has all that Carver's commands did until now.
+        """Whether the cached state has all changes that Carver's commands made until now.
 
-        Not before the first read that succeeds: an earlier process may have left anything.
+        False before the first successful read: an earlier process may have left any change.
         """
         return not (self._is_stale or self._stuck)
 
     @property
     def silent_seconds(self) -> float:
-        """For how long reads of it have been without an answer; 0 where the last one had one.
+        """Time for which reads of the volume group have had no answer, in seconds.
 
-        Also while the first of them goes on. An error of lvm2's is an answer.
+        0 if the last read had an answer; an error of lvm2's is an answer. The time also counts
+        while the first of these reads is in progress.
         """
         since = self._unanswered_since
         return 0.0 if since is None else time.monotonic() - since
 
     def state(self) -> report.Group | None:
-        """The group as it is now; None where it is not on this node.
+        """Return the volume group as it is now; None if the group is not on this node.
 
-        One command where something was written to the group since it was read last, else none.
+        Runs one command if the group's metadata may have changed since the last read, else none.
         Raises CommandError, GroupRefused, GroupSilent, GroupAwaited, GroupBusy.
         """
         with self._readers.hold():
             return self._read()
 
     def _read(self) -> report.Group | None:
+        """Read the state, and note the result in this object; the caller holds `_readers`."""
         before, self._changed = self.status, False
         if self._unanswered_since is None:
             self._unanswered_since = time.monotonic()
-        # Before the read: tags that are written meanwhile are in it, or still here.
+        # The unwritten tags are copied before the read. Tags that are written during the read are
+        # in the result of the read, in this copy, or in both.
         unwritten = dict(self._unwritten_tags)
         try:
             self.cached = _with_tags(self._report(), unwritten)
         except errors.GroupRefused as error:
             self.cached, self.problem, self.time_seconds = None, error, time.time()
-            # What Carver did there is in no state, and may be there.
+            # A refused group has no state, although changes by Carver may be on its disks.
             self._is_stale, self._unanswered_since = True, None
             raise
         except Exception as error:
@@ -191,9 +204,10 @@ class VolumeGroup:
         return self.cached
 
     def refresh(self) -> "Future[report.Group | None]":
-        """Read the state in a background thread, after now; callers share a read not begun yet.
+        """Read the state in a background thread; return a future of a read that begins after now.
 
-        Raises RuntimeError where no thread can be had.
+        Callers share a read that has not begun yet. Raises RuntimeError if no thread can be
+        started.
         """
         with self._guard:
             if self._next is None:
@@ -201,6 +215,7 @@ class VolumeGroup:
             return self._next
 
     def _refresh(self) -> report.Group | None:
+        """Read the state once no other thread reads it; runs in the background thread."""
         with command.time_limit(_BACKGROUND_SECONDS), ExitStack() as turn:
             try:
                 turn.enter_context(self._readers.hold())
@@ -211,22 +226,27 @@ class VolumeGroup:
 
     @property
     def _may_lack(self) -> bool:
-        """Whether the cached state may lack something that Carver did, or there is none."""
+        """Whether the cached state may lack changes by Carver, or does not exist."""
         return self.cached is None or self._is_stale
 
     def _begin(self, complete: bool) -> "Future[report.Group | None] | None":
-        """Begin the refresh that `begin_states` waits for; None where the cache will do."""
+        """Begin the refresh that `begin_states` waits for; None if the cached state suffices."""
         if time.monotonic() < self._rests_until:
             needs_refresh = complete and self._may_lack
         else:
-            # A read under way may be older than a change that the caller's decision is about.
+            # While another thread reads the state, a further read is begun only if one is needed:
+            # the read in progress may be older than a change that the caller's decision is about.
             needs_refresh = complete or not self._readers.is_taken or not self.has_own_changes
         return self.refresh() if needs_refresh else None
 
     def _end(
         self, refreshing: "Future[report.Group | None] | None", complete: bool
     ) -> report.Group | None:
-        """The state after that wait; after one in vain the next callers do not wait."""
+        """Return the state after the wait of `begin_states`.
+
+        If the refresh has not ended, the next callers do not wait for the group for a minute.
+        Raises if a complete state is needed and the cached state may lack changes.
+        """
         if refreshing is None:
             return self.cached
         error = refreshing.exception() if refreshing.done() else None
@@ -239,38 +259,39 @@ class VolumeGroup:
 
     @property
     def silence(self) -> Exception:
-        """The error that says why it does not answer."""
+        """The error that says why the volume group does not answer."""
         if self.problem is None or isinstance(self.problem, mount_errors.OutcomeUnknown):
             why = str(self.problem or "it has not answered")
             return errors.GroupBusy(f"volume group {self.name}", why)
         return self.problem.with_traceback(None)
 
     def add_tags_later(self, name: str, own_tags: Mapping[str, str]) -> None:
-        """Add tags to a volume: in its state from now on, and on disk soon.
+        """Add tags to a volume: to the cached state at once, and to the metadata soon.
 
-        The caller holds the volume. They are lost if the process is killed before. Reads the state
-        where the volume was created since the last read.
+        The caller holds the volume's lock. The tags are lost if the process is killed before they
+        are written. Reads the state if the volume was created since the last read.
         """
-        found = self.cached.volumes.get(name) if self.cached is not None else None
-        if found is None and (group := self.state()) is not None:
-            found = group.volumes.get(name)
-        if found is None:
+        volume = self.cached.volumes.get(name) if self.cached is not None else None
+        if volume is None and (group := self.state()) is not None:
+            volume = group.volumes.get(name)
+        if volume is None:
             raise lvm_errors.VolumeMissing(self.name, name)
         with self._guard:
-            before = self._unwritten_tags.get(found.uuid, frozenset())
-            self._unwritten_tags[found.uuid] = before | frozenset(tags.encode(own_tags))
+            before = self._unwritten_tags.get(volume.uuid, frozenset())
+            self._unwritten_tags[volume.uuid] = before | frozenset(tags.encode(own_tags))
         self.wake()
 
     def refresh_later(self) -> None:
-        """Refresh a changed group in the background, so that the next call need not."""
+        """Refresh a changed volume group in the background, so that the next call need not."""
         if self._changed:
             self.wake()
 
     def wake(self) -> None:
-        """Have the deferred work done soon, by the loop of the group."""
+        """Have the group's background loop do the deferred work soon."""
         self._deferred.wake(Job(self.name), _SOON_SECONDS)
 
     def _deferred_steps(self, job: Job) -> Steps:
+        """Do the deferred work each time the job is woken, as steps of the group's loop."""
         while True:
             with command.stall_limit(_BACKGROUND_SECONDS):
                 self.run_deferred(self._workers.is_ending)
@@ -278,50 +299,54 @@ class VolumeGroup:
             yield math.inf
 
     def run_deferred(self, is_ending: bool = False) -> None:
-        """Write the tags that are to be written, and refresh a changed group.
+        """Write the tags that are still to be written, and refresh the group.
 
-        Raises as `state` does, and an ExceptionGroup of the tags that were not written.
+        The refresh is left out if another caller changes or reads the group, or if the service
+        stops. Raises as `state` does, and an ExceptionGroup of the tags that were not written.
         """
         if self._unwritten_tags:
             with self.lock.hold():
                 self._write_tags()
-        # A caller that changes or reads it refreshes it anyway.
+        # A caller that changes or reads the group refreshes the state anyway.
         is_free = not self.lock.is_taken and not self._readers.is_taken
         if is_free and not is_ending:
             self.state()
 
     def _write_tags(self) -> None:
-        """Write tags, equal ones by one command; by UUIDs, as a name may be another's by now.
+        """Write the tags that are still to be written, equal tags of several volumes together.
 
-        Where lvm2 refuses some, the others are written. Raises an ExceptionGroup of why, then.
+        Volumes are found by their UUIDs, since a name may be another volume's by now. Tags that
+        lvm2 refuses do not keep the other tags from being written: at the end an ExceptionGroup of
+        the refusals is raised.
         """
         unwritten = dict(self._unwritten_tags)
         if (group := self.state()) is None:
             raise lvm_errors.GroupMissing(self.name)
-        there = {one.uuid: one for one in group.volumes.values()}
+        present = {volume.uuid: volume for volume in group.volumes.values()}
         names: defaultdict[frozenset[str], list[str]] = defaultdict(list)
-        for uuid, new in unwritten.items():
-            if uuid in there:
-                names[new].append(there[uuid].name)
+        for uuid, new_tags in unwritten.items():
+            if uuid in present:
+                names[new_tags].append(present[uuid].name)
         refused = set(names)
         with Attempts() as attempts:
-            for new, those in names.items():
+            for new_tags, volume_names in names.items():
                 with attempts.one():
-                    volumes.add_tags(self.lvm, self.name, those, new)
-                    refused.remove(new)
+                    volumes.add_tags(self.lvm, self.name, volume_names, new_tags)
+                    refused.remove(new_tags)
             with self._guard:
-                for uuid, new in unwritten.items():
-                    if self._unwritten_tags.get(uuid) == new and new not in refused:
+                for uuid, new_tags in unwritten.items():
+                    if self._unwritten_tags.get(uuid) == new_tags and new_tags not in refused:
                         del self._unwritten_tags[uuid]
 
     def _report(self) -> report.Group | None:
-        found = self.metadata.state(is_refused=isinstance(self.problem, errors.GroupRefused))
-        if found is None and self.is_awaited:
+        """Read the group by its metadata cache; raise GroupAwaited if it is still to be created."""
+        group = self.metadata.state(is_refused=isinstance(self.problem, errors.GroupRefused))
+        if group is None and self.is_awaited:
             raise errors.GroupAwaited(self.name)
-        return found
+        return group
 
     def _log_change(self, before: Status) -> None:
-        """Log a change of status since the read before."""
+        """Log a change of the group's status between the previous read and the last one."""
         match before, self.status:
             case "absent" | "refused", "ready" | "partial":
                 _log.warning("volume group %s is on this node again", self.name)
@@ -335,7 +360,11 @@ class VolumeGroup:
                 _log.error("%s", self.problem)
 
     def _watched(self, *words: str) -> Result:
-        """Run a command; after one of unknown outcome, forget the cache."""
+        """Run a command of lvm2's on the group, and note what it may have changed.
+
+        After a command of unknown outcome, and after a failed command that changes the group, the
+        metadata cache is dropped.
+        """
         self._require_none_stuck(words)
         is_change = not is_report(words)
         try:
@@ -349,49 +378,56 @@ class VolumeGroup:
             self.metadata.forget()
             raise
         else:
-            # It may have failed half way, before a commit or after a device was suspended.
+            # A failed command may have stopped half way, before a commit or after a device was
+            # suspended.
             if result.exit_code and is_change:
                 self.metadata.forget()
             if not result.exit_code:
                 command.progressed()
             return result
         finally:
-            # Not before: a read beside it may have seen the state before it.
+            # The flags are set after the command, since a read during the command may have seen the
+            # earlier state.
             if is_change:
                 self._changed = self._is_stale = True
 
     def _require_none_stuck(self, words: tuple[str, ...]) -> None:
-        """Raise StillRunning for a change while any command hangs, CommandStuck for a report.
+        """Raise StillRunning or CommandStuck if a command that hangs forbids this command.
 
-        A report beside one that hangs would hang as well, and each leaves a process behind.
+        A command that changes the group is refused with StillRunning while any command hangs. A
+        report is refused with CommandStuck while another report hangs: the new report would hang as
+        well, and leave another process behind.
         """
         if not self._stuck:
             return
         with self._guard:
-            self._stuck = tuple(one for one in self._stuck if not one.ended())
+            self._stuck = tuple(running for running in self._stuck if not running.ended())
             stuck = self._stuck
         if stuck and not is_report(words):
             raise lvm_errors.StillRunning(stuck[0].words[1], stuck[0].seconds)
-        for one in stuck:
-            if is_report(one.words):
-                raise mount_errors.CommandStuck(one.words, one.seconds, one.ended)
+        for running in stuck:
+            if is_report(running.words):
+                raise mount_errors.CommandStuck(running.words, running.seconds, running.ended)
 
 
 def begin_states(
     volume_groups: Iterable[VolumeGroup], *, complete: bool = False
 ) -> Callable[[], dict[str, report.Group | None]]:
-    """Begin to refresh groups; the function returned waits for all together and gives the states.
+    """Begin to refresh volume groups; return a function that waits and returns their states.
 
-    It waits three seconds from now at most, or half of what is left of the deadline. A group
-    that takes longer has its cached state, and is not waited for again for a minute. `complete`
-    waits fifteen seconds for a group whose cached state may lack something by then, as nothing else
-    can be answered in its place; then it raises: GroupBusy, GroupSilent, GroupAwaited for a group
-    that was never read, or not since it was changed; GroupRefused, CommandError.
+    The function waits for all groups together, until three seconds after the call of
+    `begin_states`, or for half of the time to the caller's deadline if that is less. A group that
+    takes longer is returned with its cached state, and is not waited for again for a minute.
+
+    With `complete`, a group whose cached state may lack changes by Carver is waited for until
+    fifteen seconds have passed, since no other state will do. The function then raises GroupBusy,
+    GroupSilent or GroupAwaited for a group that was never read, or not since Carver changed the
+    group; and GroupRefused or CommandError if a read failed so.
     """
-    every = tuple(volume_groups)
+    groups = tuple(volume_groups)
     began = time.monotonic()
     most_seconds = command.patience_seconds(_SHORT_WAIT_SECONDS * _NEEDED_WAIT_TIMES, 0.5)
-    begun = [(one, one._begin(complete)) for one in every]
+    begun = [(volume_group, volume_group._begin(complete)) for volume_group in groups]
 
     def wait_for(refreshing: Iterable["Future[report.Group | None]"], seconds: float) -> None:
         left_seconds = began + min(seconds, most_seconds) - time.monotonic()
@@ -399,15 +435,18 @@ def begin_states(
 
     def end() -> dict[str, report.Group | None]:
         with trace.step(trace.WAIT, "refresh"):
-            wait_for((one for _, one in begun if one is not None), _SHORT_WAIT_SECONDS)
-            # Looked at now: a change may have ended since the wait began.
+            wait_for((future for _, future in begun if future is not None), _SHORT_WAIT_SECONDS)
+            # Staleness is checked after the first wait, since a change may have ended during that
+            # wait.
             needed = [
                 future
-                for one, future in begun
-                if complete and future is not None and not future.done() and one._may_lack
+                for volume_group, future in begun
+                if complete and future is not None and not future.done() and volume_group._may_lack
             ]
             wait_for(needed, most_seconds)
-        return {one.name: one._end(future, complete) for one, future in begun}
+        return {
+            volume_group.name: volume_group._end(future, complete) for volume_group, future in begun
+        }
 
     return end
 
@@ -415,12 +454,12 @@ def begin_states(
 def _with_tags(
     group: report.Group | None, unwritten: Mapping[str, frozenset[str]]
 ) -> report.Group | None:
-    """The group with its unwritten tags, by the UUIDs of their volumes."""
+    """Return the group with the tags that are still to be written, by their volumes' UUIDs."""
     if group is None or not unwritten:
         return group
     changed = {
-        name: replace(one, tags=one.tags | unwritten[one.uuid])
-        for name, one in group.volumes.items()
-        if one.uuid in unwritten
+        name: replace(volume, tags=volume.tags | unwritten[volume.uuid])
+        for name, volume in group.volumes.items()
+        if volume.uuid in unwritten
     }
     return replace(group, volumes={**group.volumes, **changed})

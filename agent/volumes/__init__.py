@@ -1,1 +1,1 @@
-"""What is in a volume group: volumes and snapshots, their states, devices, users and room."""
+"""The contents of a volume group: volumes, snapshots, their states, devices, users, free space."""

@@ -1,7 +1,8 @@
-"""Allocate volumes from a group: thick, or thin from a pool, each with or without a cache.
+"""Allocate volumes from a volume group: thick, or thin from a pool, each with or without a cache.
 
-Capacity is computed as volumes are created and extended. The extents that a pool has promised and
-not yet got stay free.
+Free space is computed by the same rules as volumes are created and extended. A thin pool promises
+extents to its volumes: as many as they can fill, within the limit of over-provisioning. The extents
+that a pool has promised and does not have yet are kept free in the group.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,64 +26,69 @@ from lvm.room import Room
 from lvm.thin import Policy, Pool
 from lvm.volumes import New
 
-# The number of a group's extents that must stay free.
+# Function that returns the number of a volume group's extents that must stay free.
 Kept = Callable[[report.Group], int]
 
 
 def pool_name(device_class: str) -> str:
-    """The logical volume's name of a class's pool."""
+    """Return the name of the logical volume that is the thin pool of a device class."""
     return names.logical_volume(ids.POOL_PREFIX, device_class)
 
 
 def wipe_name(device_class: str) -> str:
-    """The name of the thin volume that fills a class's pool to zero it."""
+    """Return the name of the thin volume that fills a device class's pool in order to zero it."""
     return names.logical_volume(ids.WIPE_PREFIX, device_class)
 
 
 def is_own_pool(pool: report.LogicalVolume) -> bool:
-    """Whether Carver made the pool, by its tags and layout; a name alone proves nothing."""
+    """Whether Carver made a thin pool, by the pool's tags and layout; a name proves nothing."""
     return _is_tagged_as_pool(pool) and {"thin", "pool"} <= pool.layout
 
 
 def is_half_made_pool(pool: report.LogicalVolume) -> bool:
-    """Whether lvm2 died while creating this pool.
+    """Whether lvm2 died while it created a thin pool; such a pool has no data.
 
-    lvm2 commits it with its tags as a linear volume first; it has no data.
+    lvm2 first commits the pool, with its tags, as a linear volume.
     """
     is_ready = volume_states.is_recorded(pool.own_tags, Ender.CALLER)
     return is_ready and _is_tagged_as_pool(pool) and pool.layout == {"linear"}
 
 
 def _is_tagged_as_pool(pool: report.LogicalVolume) -> bool:
-    """Whether it has the tags of a pool of Carver's, and the name that they imply."""
+    """Whether a logical volume has the tags of a pool of Carver's, and the name they imply."""
     is_usable = bool(chunk_bytes(pool)) and not records.unknown_needs(pool)
-    # By the size of its chunks it is zeroed, and none is chosen of two.
+    # A pool with faulty tags does not count: it is zeroed by its chunk size, and of two values of
+    # that tag none can be chosen.
     is_usable = is_usable and not records.faults(pool)
     return is_usable and pool.name == pool_name(pool.own_tags.get(tag.CLASS, ""))
 
 
 def is_pool(pool: report.LogicalVolume) -> bool:
-    """Whether Carver made the pool, be some of its tags lost, changed or not understood.
+    """Whether Carver made a thin pool, even if some of its tags are lost, changed or unknown.
 
-    What its volumes were promised is theirs in any case, and it grows, since their writers wait for
-    that. New volumes are made only in what `is_own_pool` finds.
+    The extents that such a pool has promised stay reserved, and the pool grows, since writers of
+    its volumes wait for that. New volumes are created only in a pool for which `is_own_pool` is
+    true.
     """
     is_called_so = names.is_of(ids.POOL_PREFIX, pool.name) and bool(pool.own_tags)
     return is_called_so and {"thin", "pool"} <= pool.layout
 
 
 def chunk_bytes(pool: report.LogicalVolume) -> int:
-    """The bytes of a pool's chunks by its tag; 0 for what lvm2 makes no chunks of (lvmthin(7))."""
-    found = tags.number(pool.own_tags.get(tag.CHUNK, "")) or 0
-    is_one = pools.LEAST_CHUNK_BYTES <= found <= pools.MOST_CHUNK_BYTES
-    return found if is_one and not found % pools.LEAST_CHUNK_BYTES else 0
+    """Return the chunk size of a thin pool by its tag, in bytes; 0 for an invalid size.
+
+    The sizes that lvm2 allows are in lvmthin(7).
+    """
+    size_bytes = tags.number(pool.own_tags.get(tag.CHUNK, "")) or 0
+    is_in_range = pools.LEAST_CHUNK_BYTES <= size_bytes <= pools.MOST_CHUNK_BYTES
+    return size_bytes if is_in_range and not size_bytes % pools.LEAST_CHUNK_BYTES else 0
 
 
 def closed(room: Room) -> str:
-    """Why nothing can be created or extended in a group now; empty if it can.
+    """Return why nothing can be created or extended in a volume group now; empty if it can.
 
-    lvm2 refuses both while a disk is missing ("Cannot change VG while PVs are
-    missing"), also on the disks that are there.
+    lvm2 refuses both while a disk is missing ("Cannot change VG while PVs are missing"), also on
+    the disks that are present.
     """
     if not room.group.missing_disks:
         is_closed = room.is_unclean and not room.takes_unclean
@@ -92,9 +98,9 @@ def closed(room: Room) -> str:
 
 
 def closed_to_new(group: report.Group) -> str:
-    """Why no volume can be created, or expanded by request; empty if it can.
+    """Return why no volume can be created, or expanded by request; empty if it can.
 
-    Pools and COW stores are extended all the same, since writers wait for that.
+    Thin pools and COW stores are extended nevertheless, since writers wait for that.
     """
     if not (why := closed(Room(group))) and groups.is_text_full(group):
         return (
@@ -105,7 +111,10 @@ def closed_to_new(group: report.Group) -> str:
 
 
 def full(group: report.Group, added: int = 1) -> str:
-    """Why so many logical volumes cannot be added to a group, be there room; empty if they can."""
+    """Return why `added` logical volumes more would exceed a group's limit; empty if they do not.
+
+    The reason is the number of logical volumes, not a lack of free extents.
+    """
     if group.may_add(added):
         return ""
     return (
@@ -116,7 +125,7 @@ def full(group: report.Group, added: int = 1) -> str:
 
 
 def _of_policy(group: report.Group) -> str:
-    """What a group's allocation policy takes from the room; empty where it takes nothing."""
+    """Return how a group's allocation policy limits free space; empty if it does not."""
     if not group.keeps_to_one_disk:
         return ""
     piece = "in one piece" if group.policy == report.CONTIGUOUS else "on one disk"
@@ -128,97 +137,110 @@ def _of_policy(group: report.Group) -> str:
 
 @dataclass(frozen=True)
 class Thick:
-    """Volumes that have all their extents from the start.
+    """Allocator of volumes that have all their extents from the start.
 
-    Sizes are in bytes, of whole extents. A group's lock is held for `create` and `extend`, and its
-    report was read under it. `finish` completes a volume whose `create` was killed.
+    `layout` is that of the volumes, `kept` the number of extents to keep free. Sizes are in bytes,
+    of whole extents. For `create` and `extend` the caller holds the group's lock, and has read the
+    report under that lock. `finish` completes a volume whose `create` was killed.
     """
 
     layout: Layout
     kept: Kept
 
     def maximum_bytes(self, group: report.Group) -> int:
-        """The size of the largest volume that can be created now."""
+        """Return the size of the largest volume that can be created now."""
         if closed_to_new(group) or self.full(group):
             return 0
         return layout.maximum_bytes(self.room(group), self.layout)
 
     def room(self, group: report.Group) -> Room:
-        """What the class may have of a group."""
+        """Return the free space of a volume group that the device class may use."""
         return Room(group, self.kept(group))
 
     def full(self, group: report.Group, beside: int = 0) -> str:
-        """Why the group may not have another volume, and so many logical volumes beside it.
+        """Return why a group has too many logical volumes for another volume; empty if it has not.
 
-        Empty if it may.
+        `beside` is the number of logical volumes that are created together with the volume.
         """
         return full(group, 1 + beside)
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
-        """The bytes that a volume can grow by, on its disks."""
+        """Return the number of bytes by which a volume can grow, on its own disks."""
         group, logical = volume.group, volume.group.volume(volume.name)
         if closed_to_new(group):
             return 0
         return layout.maximum_growth_bytes(self.room(group), logical, self.layout)
 
     def purpose(self, group: report.Group) -> str:
-        """The layout, and the disks it needs."""
+        """Return a text for error messages: the layout, and the disks that it needs."""
         if why := closed_to_new(group):
             return why
         room = self.room(group)
         disks = sum(1 for disk in room.slow if room.free_on(disk))
         unclean = ", ".join(disk.name for disk in group.disks if disk.unclean)
         beside = f" ({unclean} is overwritten first where it is free)" if unclean else ""
-        what = f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room{beside}"
-        return f"{what}{_of_policy(group)}"
+        need = f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room{beside}"
+        return f"{need}{_of_policy(group)}"
 
     def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
-        """One command."""
+        """Create a volume by one command."""
         disks = layout.placement(Room(group), self.layout)
         volumes.create(lvm, group.name, new, layout=self.layout, disks=disks)
 
     def extend(self, lvm: Lvm, volume: Volume, size_bytes: int) -> None:
-        """One command, on the volume's disks."""
+        """Extend a volume on its own disks, by one command."""
         group = volume.group
         disks = layout.growth_placement(Room(group), group.volume(volume.name), self.layout)
         volumes.extend(lvm, group.name, volume.name, size_bytes=size_bytes, disks=disks)
 
     def finish(self, lvm: Lvm, volume: Volume) -> None:
-        """Do nothing: one command creates all of a volume."""
+        """Do nothing: one command creates a whole volume."""
 
     def make_room(self, lvm: Lvm, group: report.Group) -> None:
-        """Do nothing: a volume has all its extents."""
+        """Do nothing: a thick volume has all its extents."""
 
 
 @dataclass(frozen=True)
 class Cached(Thick):
-    """Volumes on the slow disks of their group, with a cache on its fast ones."""
+    """Allocator of volumes on a group's slow disks, each with a cache on the group's fast disks."""
 
     cache: Cache
 
     def maximum_bytes(self, group: report.Group) -> int:
-        """The size of the largest volume that slow and fast disks have room for."""
+        """Return the size of the largest volume for which slow and fast disks have extents.
+
+        The volume lies on the slow disks, its cache on the fast disks.
+        """
         if closed_to_new(group) or self.full(group):
             return 0
         return caches.maximum_bytes(self.room(group), self.cache)
 
     def full(self, group: report.Group, beside: int = 0) -> str:
-        """Why the group may not have another volume and its cache, which is one until they join."""
+        """Return why a group has too many logical volumes for another volume and its cache, or "".
+
+        Until the cache is attached, it is a logical volume of its own.
+        """
         return full(group, 2 + beside)
 
     def purpose(self, group: report.Group) -> str:
-        """The cache, and the room of fast disks."""
+        """Return a text for error messages: the cache, and the free space of the fast disks."""
         if why := closed_to_new(group):
             return why
-        fast = Room(group).fast_extents * group.extent_size_bytes
-        return f"for linear with a {self.cache.kind} on fast disks, which have {fast} bytes free,"
+        fast_bytes = Room(group).fast_extents * group.extent_size_bytes
+        return (
+            f"for linear with a {self.cache.kind} on fast disks, which have {fast_bytes} bytes"
+            " free,"
+        )
 
     def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
-        """One command."""
+        """Create a volume and its cache by one command."""
         caches.create(lvm, group, new, self.cache)
 
     def finish(self, lvm: Lvm, volume: Volume) -> None:
-        """Attach the cache if it is missing; not with snapshots, with which it was in use."""
+        """Attach a volume's cache if it is missing.
+
+        A volume with copy-on-write snapshots gets no cache here: it was in use without one.
+        """
         logical = volume.group.volume(volume.name)
         if not caches.is_cached(logical) and not volume.group.copy_on_write_of(volume.name):
             extent = volume.group.extent_size_bytes
@@ -228,9 +250,9 @@ class Cached(Thick):
 
 @dataclass(frozen=True)
 class Thin:
-    """Volumes that allocate from their class's pool when they are written to.
+    """Allocator of volumes that get their extents from their device class's pool on first write.
 
-    Has all that `Thick` has. What needs the pool's status raises PoolSilent.
+    Has all methods of `Thick`. Methods that need the pool's status raise PoolSilent.
     """
 
     device_class: str
@@ -240,67 +262,79 @@ class Thin:
     activator: Activator
 
     def pool(self, group: report.Group) -> Pool:
-        """The class's pool as it is, or as it will be created."""
+        """Return the device class's pool as it is, or as it will be created."""
         name = pool_name(self.device_class)
-        made = group.volumes.get(name)
-        if made is None or not is_pool(made):
+        existing = group.volumes.get(name)
+        if existing is None or not is_pool(existing):
             return Pool(name, pools.chunk_size_bytes(group, self.policy))
-        chunk = chunk_bytes(made) or pools.chunk_size_bytes(group, self.policy)
-        return pools.find(group, name, chunk, wipe_name(self.device_class))
+        size_bytes = chunk_bytes(existing) or pools.chunk_size_bytes(group, self.policy)
+        return pools.find(group, name, size_bytes, wipe_name(self.device_class))
 
     def outstanding_extents(self, group: report.Group) -> int:
-        """The extents that the pool has promised and not yet got."""
+        """Return the extents that the pool has promised to its volumes and does not have yet."""
         return pools.outstanding_extents(group, self.pool(group), self.policy)
 
     def maximum_bytes(self, group: report.Group) -> int:
-        """The bytes that may still be promised; 0 while the pool is too full."""
+        """Return the size of the largest thin volume that can be created, in bytes.
+
+        It is the number of bytes that the pool may still promise to volumes; 0 while the pool is
+        too full.
+        """
         return 0 if self.full(group) else self._maximum_bytes(group)
 
     def full(self, group: report.Group, beside: int = 0) -> str:
-        """Why the group may not have another volume, and its pool if that is missing."""
+        """Return why a group has too many logical volumes for another volume; empty if it has not.
+
+        The pool counts as well if it is missing. `beside` is as for `Thick.full`.
+        """
         return full(group, beside + (1 if pool_name(self.device_class) in group.volumes else 2))
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
-        """The bytes that may still be promised."""
+        """Return the bytes by which a thin volume can grow: what its pool may still promise."""
         return self._maximum_bytes(volume.group)
 
     def _maximum_bytes(self, group: report.Group) -> int:
+        """Return the bytes that the pool may still promise to volumes; 0 if it takes no volume."""
         if self._refusal(group):
             return 0
         return pools.maximum_bytes(self.room(group), self.pool(group), self.policy)
 
     def room(self, group: report.Group) -> Room:
-        """What the class may have of a group."""
+        """Return the free space of a volume group that the device class may use."""
         return Room(group, self.kept(group))
 
     def purpose(self, group: report.Group) -> str:
-        """The pool's limit, or why it takes no volume."""
+        """Return a text for error messages: the pool's limit, or why the pool takes no volume."""
         why = self._refusal(group)
         times = f"{self.policy.over_provisioning:g} times what the pool can grow to"
         times += _of_policy(group)
         return f"for thin volumes: {why or times}"
 
     def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
-        """One command, and one more if the pool is missing."""
+        """Create a volume by one command, and the pool by another one if it is missing."""
         pool = self.pool(group)
         self._ensure_made(lvm, group, pool)
         thin.create(lvm, group.name, pool.name, new)
 
     def extend(self, lvm: Lvm, volume: Volume, size_bytes: int) -> None:
-        """One command; the pool is extended when it fills, and before where it has."""
+        """Extend a volume by one command; first extend the pool if it is too full.
+
+        Otherwise the pool is extended in the background, when it fills.
+        """
         with suppress(errors.NoRoom):
             self.make_room(lvm, volume.group)
         volumes.extend(lvm, volume.group.name, volume.name, size_bytes=size_bytes)
 
     def finish(self, lvm: Lvm, volume: Volume) -> None:
-        """Do nothing: a pool without volumes is used by the next one."""
+        """Do nothing: the next volume of the class uses a pool that has no volumes yet."""
 
     def make_room(self, lvm: Lvm, group: report.Group) -> None:
         """Extend a pool that is too full, before a command that suspends one of its volumes.
 
-        A suspend waits for writes, and writes to a full pool for room, which nothing else can give
-        them while the group is locked. No command where there is room. Raises NoRoom where the pool
-        is full and cannot grow, PoolSilent.
+        A suspend waits for the volume's writes, and writes to a full pool wait for more extents.
+        Nothing else can extend the pool while the caller holds the group's lock, so both would wait
+        for ever. Runs no command if the pool is not too full. Raises PoolSilent, and NoRoom if the
+        pool is full and cannot grow.
         """
         name = pool_name(self.device_class)
         if (status := self.activator.pool_status(group.name, name)) is None:
@@ -317,41 +351,51 @@ class Thin:
                 raise errors.NoRoom(group.name, extent, 0, f"more in its full pool {name}")
 
     def extend_data(self, lvm: Lvm, room: Room, percent: float) -> int | None:
-        """Extend the data of a pool that is `percent` full; returns the bytes, 0 without room.
+        """Extend the data of a pool that is `percent` full; return the number of bytes, 0 if none.
 
-        What the room keeps is what the class keeps. None for a pool without volumes, which is full
-        only because it is zeroed to be removed.
+        The class's reserve is kept free, beside what `room` keeps free. Returns None for a pool
+        without volumes, which is full only because it is being zeroed before its removal.
         """
         group, extent = room.group, room.group.extent_size_bytes
         if not (pool := self.pool(group)).promised_bytes:
             return None
         growth = pools.room_extents(room.keeping(self.kept(group)), pool)
-        most = 0 if closed(room) else growth
-        more = min(most, pools.wanted_extents(pool.data_extents, percent, self.policy))
-        if more:
-            size = (pool.data_extents + more) * extent
+        most_extents = 0 if closed(room) else growth
+        more_extents = min(
+            most_extents, pools.wanted_extents(pool.data_extents, percent, self.policy)
+        )
+        if more_extents:
+            size_bytes = (pool.data_extents + more_extents) * extent
             disks = room.anywhere()
-            volumes.extend(lvm, group.name, pool.name, size_bytes=size, disks=disks)
-        return more * extent
+            volumes.extend(lvm, group.name, pool.name, size_bytes=size_bytes, disks=disks)
+        return more_extents * extent
 
     def extend_metadata(self, lvm: Lvm, room: Room, percent: float) -> int | None:
-        """Extend the pool's metadata, as `extend_data` its data."""
+        """Extend the metadata of a pool that is `percent` full; return the bytes, 0 if none.
+
+        In all else it is as `extend_data`.
+        """
         group, extent = room.group, room.group.extent_size_bytes
         if not (pool := self.pool(group)).promised_bytes:
             return None
         growth = pools.metadata_growth_extents(room.keeping(self.kept(group)), pool)
-        most = 0 if closed(room) else growth
-        more = min(most, pools.wanted_extents(pool.metadata_extents, percent, self.policy))
-        if more:
+        most_extents = 0 if closed(room) else growth
+        more_extents = min(
+            most_extents, pools.wanted_extents(pool.metadata_extents, percent, self.policy)
+        )
+        if more_extents:
             disks = room.anywhere()
-            thin.extend_metadata(lvm, group.name, pool.name, by_bytes=more * extent, disks=disks)
-        return more * extent
+            thin.extend_metadata(
+                lvm, group.name, pool.name, by_bytes=more_extents * extent, disks=disks
+            )
+        return more_extents * extent
 
     def _ensure_made(self, lvm: Lvm, group: report.Group, pool: Pool) -> None:
+        """Create the class's pool if it is missing; remove a half-made pool first."""
         if pool.data_extents:
             return
-        made = group.volumes.get(pool.name)
-        if made is not None and is_half_made_pool(made):
+        existing = group.volumes.get(pool.name)
+        if existing is not None and is_half_made_pool(existing):
             volumes.remove(lvm, group.name, pool.name)
         thin.create_pool(
             lvm,
@@ -371,17 +415,18 @@ class Thin:
         )
 
     def _cache_tags(self, _group: report.Group) -> Mapping[str, str]:
-        """The tags of a pool's cache."""
+        """Return the tags of the pool's cache; a pool without a cache has none."""
         return {}
 
     def _refusal(self, group: report.Group) -> str:
+        """Return why the pool takes no volume; empty if it does."""
         if why := closed_to_new(group):
             return why
         pool = self.pool(group)
-        made = group.volumes.get(pool.name)
-        if made is not None and (needs := records.unknown_needs(made)):
-            return f"{errors.NeedsOther(f'{group.name}/{made.name}', needs)}"
-        if made is not None and not (is_own_pool(made) or is_half_made_pool(made)):
+        existing = group.volumes.get(pool.name)
+        if existing is not None and (needs := records.unknown_needs(existing)):
+            return f"{errors.NeedsOther(f'{group.name}/{existing.name}', needs)}"
+        if existing is not None and not (is_own_pool(existing) or is_half_made_pool(existing)):
             return (
                 f"{group.name}/{pool.name} is there and is no pool of Carver's, or lost a tag that"
                 f" says so (see `lvs -o +tags`); if it is yours, rename it (`lvrename`)"
@@ -392,48 +437,53 @@ class Thin:
 
 @dataclass(frozen=True)
 class CachedThin(Thin):
-    """Thin volumes from a pool on slow disks whose data have a cache on fast ones.
+    """Allocator of thin volumes whose pool, on slow disks, has a cache of its data on fast disks.
 
-    The pool is created first, then its cache, then a volume. Killed in between, the pool is empty,
-    and the next call completes it, or the next start removes it.
+    The pool is created first, then its cache, then a volume. If the process is killed in between,
+    the pool is empty. Then the next call completes the pool, or the next start removes it.
     """
 
     cache: Cache
 
     def maximum_bytes(self, group: report.Group) -> int:
-        """The bytes that may still be promised; 0 without a cache and room for one."""
+        """Return the size of the largest thin volume that can be created, in bytes.
+
+        0 if the pool has no cache and the fast disks have no room for one.
+        """
         if not caches.has_room(group, pool_name(self.device_class), self.cache):
             return 0
         return super().maximum_bytes(group)
 
     def purpose(self, group: report.Group) -> str:
-        """The pool's limit, or the room that its cache needs."""
+        """Return a text for error messages: the pool's limit, or the space that its cache needs."""
         if closed_to_new(group) or caches.has_room(group, pool_name(self.device_class), self.cache):
             return super().purpose(group)
-        wanted, free = self.cache.of_pool(group), Room(group).fast_extents
+        wanted_extents, free_extents = self.cache.of_pool(group), Room(group).fast_extents
         return (
             f"for thin volumes: the {self.cache.kind} of their pool takes"
-            f" {wanted * group.extent_size_bytes} bytes of fast disks, which have"
-            f" {free * group.extent_size_bytes} bytes free;"
+            f" {wanted_extents * group.extent_size_bytes} bytes of fast disks, which have"
+            f" {free_extents * group.extent_size_bytes} bytes free;"
         )
 
     def _ensure_made(self, lvm: Lvm, group: report.Group, pool: Pool) -> None:
+        """Create the class's pool and its cache if they are missing."""
         super()._ensure_made(lvm, group, pool)
-        made = group.volumes.get(pool.name)
-        if made is not None and caches.is_cached(made):
+        existing = group.volumes.get(pool.name)
+        if existing is not None and caches.is_cached(existing):
             return
-        if made is not None:
-            self._tag_cache(lvm, group, made)
+        if existing is not None:
+            self._tag_cache(lvm, group, existing)
         caches.attach(lvm, group, pool.name, self.cache, self.cache.of_pool(group))
 
     def _tag_cache(self, lvm: Lvm, group: report.Group, made: report.LogicalVolume) -> None:
-        """Tag a pool with the cache that it is about to get."""
+        """Tag a pool with the cache that is about to be attached."""
         own_tags, wanted = made.own_tags, self._cache_tags(group)
-        old = {key: own_tags[key] for key in wanted if key in own_tags}
-        if old != wanted:
-            volumes.mark(lvm, group.name, made.name, old=old, new=wanted)
+        old_tags = {key: own_tags[key] for key in wanted if key in own_tags}
+        if old_tags != wanted:
+            volumes.mark(lvm, group.name, made.name, old=old_tags, new=wanted)
 
     def _cache_tags(self, group: report.Group) -> Mapping[str, str]:
+        """Return the tag of the pool's cache, with the size that the cache will have."""
         extent = group.extent_size_bytes
         return {tag.CACHE: self.cache.tag_value(Room(group).planned_extents * extent, extent)}
 
@@ -442,7 +492,7 @@ Allocator = Thick | Thin
 
 
 class Allocators:
-    """Returns the allocator of a class or a volume."""
+    """Returns the allocator of a device class, of a volume, or of a pool."""
 
     def __init__(self, configuration: Configuration, activator: Activator) -> None:
         self._configuration = configuration
@@ -450,10 +500,11 @@ class Allocators:
 
     @property
     def _classes(self) -> Sequence[DeviceClass]:
+        """The device classes of the present configuration."""
         return self._configuration.now.classes
 
     def of(self, one: DeviceClass) -> Allocator:
-        """The allocator of a class."""
+        """Return the allocator of a device class."""
         kept = partial(self._kept, one)
         match one.pool, one.cache:
             case None, None:
@@ -467,79 +518,107 @@ class Allocators:
         raise AssertionError(one)  # pragma: no cover - there is no other class
 
     def of_volume(self, volume: Volume) -> Allocator:
-        """The allocator that extends a volume; without limits if its class is gone.
+        """Return the allocator that extends a volume, without limits if its device class is gone.
 
-        A thin one is extended in the pool that lvm2 has it in, whatever its tags say.
+        A thin volume is extended in the pool in which lvm2 reports it, whatever its tags say.
         """
         logical = volume.group.volumes.get(volume.name)
         pool = volume.group.volumes.get(logical.pool) if logical is not None else None
         if pool is not None and (called := self._called(pool)) is not None:
             return self._of_pool(called, volume.group.name)
         shape = volume.layout
-        for one in self._classes:
+        for device_class in self._classes:
             if (
-                one.name == volume.own_tags.get(tag.CLASS)
-                and (one.pool is not None) == shape.is_thin
+                device_class.name == volume.own_tags.get(tag.CLASS)
+                and (device_class.pool is not None) == shape.is_thin
             ):
-                # Only its data grow, on slow disks.
-                return self.of(replace(one, layout=shape, cache=None))
+                # The allocator has no cache: only the volume's data grow, on slow disks.
+                return self.of(replace(device_class, layout=shape, cache=None))
         policy = Policy() if shape.is_thin else None
         gone = volume.own_tags.get(tag.CLASS, "")
         return self.of(DeviceClass(gone, volume.group.name, layout=shape, pool=policy))
 
     def thin(self, group: report.Group) -> list[Thin]:
-        """The allocators of the pools that are in a group, whatever the classes say by now.
+        """Return the allocators of the pools in a volume group, whatever the present classes say.
 
-        A class may be gone, or have no pool, or another group: its volumes are used all the same.
+        A pool's device class may be gone, or have no pool by now, or another group: the pool's
+        volumes stay in use.
         """
-        return [self._of_pool(one, group.name) for one in self._pooled(group)]
+        return [self._of_pool(class_name, group.name) for class_name in self._pooled(group)]
 
     def growing(self, group: str, seen: report.Group | None) -> list[Thin]:
-        """The allocators of the pools that may have to grow: those of a state that may be old.
+        """Return the allocators of the pools of a group that may have to grow.
 
-        And those of the group's classes, whose pools may be newer.
+        These are the pools in the state `seen`, which may be old, and the pools of the group's
+        classes, which may be newer than that state.
         """
-        own = {one.name for one in self._classes if one.pool is not None and one.group == group}
+        class_names = {
+            device_class.name
+            for device_class in self._classes
+            if device_class.pool is not None and device_class.group == group
+        }
         if seen is not None:
-            own |= {*self._pooled(seen)}
-        return [self._of_pool(one, group) for one in sorted(own)]
+            class_names |= {*self._pooled(seen)}
+        return [self._of_pool(class_name, group) for class_name in sorted(class_names)]
 
     def _pooled(self, group: report.Group) -> Iterator[str]:
-        """The class of each pool of Carver's in a group."""
+        """Return the name of the device class of each pool of Carver's in a volume group."""
         yield from filter(None, map(self._called, filter(is_pool, records.every(group))))
 
     def _called(self, pool: report.LogicalVolume) -> str | None:
-        """The class of a pool by its name, which is what it is found by; None where none has it.
+        """Return the device class of a pool by the pool's name; None if no class has such a pool.
 
-        Its tag may be lost, or there twice.
+        The pool's tag CLASS alone does not decide: it may be lost, or have two values.
         """
         tagged = tags.values(pool.tags, tag.CLASS)
-        known = (one.name for one in self._classes)
-        named = (*tagged, *known, names.readable(ids.POOL_PREFIX, pool.name))
-        return next((one for one in named if pool_name(one) == pool.name), None)
+        configured = (device_class.name for device_class in self._classes)
+        candidates = (*tagged, *configured, names.readable(ids.POOL_PREFIX, pool.name))
+        return next(
+            (candidate for candidate in candidates if pool_name(candidate) == pool.name), None
+        )
 
     def _of_pool(self, name: str, group: str) -> Thin:
-        """The allocator of a class's pool in a group; with the defaults of a class that is gone."""
-        found = (one for one in self._classes if one.name == name and one.pool is not None)
-        one = next(found, DeviceClass(name, group, pool=Policy()))
-        return Thin(name, group, one.pool or Policy(), partial(self._kept, one), self._activator)
+        """Return the allocator of a device class's pool, with defaults if the class is gone."""
+        matching = (
+            configured
+            for configured in self._classes
+            if configured.name == name and configured.pool is not None
+        )
+        device_class = next(matching, DeviceClass(name, group, pool=Policy()))
+        return Thin(
+            name,
+            group,
+            device_class.pool or Policy(),
+            partial(self._kept, device_class),
+            self._activator,
+        )
 
     def beside_bytes(self, room: Room, device_class: str) -> int:
-        """The bytes for snapshots of a class's volumes, beside its reserve and pools' promises."""
+        """Return the bytes that are available for snapshots of a device class's volumes.
+
+        The class's reserve, and the extents that pools have promised, are not available.
+        """
         group = room.group
         if closed(room):
             return 0
         kept = self.promised_extents(group)
-        for one in self._classes:
-            if one.name == device_class:
-                kept += one.reserve.extents(group)
+        for configured in self._classes:
+            if configured.name == device_class:
+                kept += configured.reserve.extents(group)
         return layout.maximum_bytes(room.keeping(kept))
 
     def _kept(self, one: DeviceClass, group: report.Group) -> int:
-        """The extents that a class leaves free: its reserve, and other pools' promises."""
+        """Return the extents that a device class leaves free in a volume group.
+
+        These are the class's reserve, and the extents that the pools of other classes have promised
+        to volumes and do not have yet.
+        """
         return one.reserve.extents(group) + self.promised_extents(group, but=one.name)
 
     def promised_extents(self, group: report.Group, but: str = "") -> int:
-        """The extents that the pools of a group have promised and not yet got."""
-        others = (one for one in self.thin(group) if one.device_class != but)
-        return sum(one.outstanding_extents(group) for one in others)
+        """Return the extents that a group's pools have promised to volumes and do not have yet.
+
+        The pool of the device class `but` is left out.
+        """
+        allocators = (pool for pool in self.thin(group) if pool.device_class != but)
+        return sum(pool.outstanding_extents(group) for pool in allocators)

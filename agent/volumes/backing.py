@@ -1,4 +1,4 @@
-"""The logical volume that backs a volume: its data are there, whatever its id is."""
+"""The logical volume that backs a volume, that is, holds its data, whatever the volume's id is."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,11 @@ from lvm import names, report
 
 @dataclass(frozen=True)
 class Backing:
-    """A logical volume by its group and its name: what a device is found by.
+    """Names of a volume's logical volume and of its volume group, by which its device is found.
 
-    `group_uuid` is the start of the group's LVM UUID, as ids have it. Both are empty for an inline
-    volume that no report was asked for: any group of Carver's may have it.
+    `group_uuid` is the start of the group's LVM UUID, as in volume ids. `group` and `group_uuid`
+    are empty for an inline volume for which no report was read: the volume may be in any of
+    Carver's groups.
     """
 
     group: str
@@ -20,22 +21,23 @@ class Backing:
     name: str
 
     def may_be_in(self, group: report.Group) -> bool:
-        """Whether a group is the one that has it, by the group's name and UUID."""
+        """Whether this logical volume may be in a volume group, by the group's name and UUID."""
         is_same = self.group_uuid == ids.start_of(group.uuid)
         return not self.group or (self.group == group.name and is_same)
 
 
 def of(group: report.Group, name: str) -> Backing:
-    """A logical volume of a group in a report."""
+    """Return the backing of the logical volume with this name in a volume group."""
     return Backing(group.name, ids.start_of(group.uuid), name)
 
 
 def of_id(volume_id: str) -> Backing:
-    """The logical volume of a volume or snapshot of which only the id is known.
+    """Return the backing of a volume or snapshot of which only the id is known.
 
-    For calls that read no report, as publish and unpublish (invariant 5 of docs/design.md); the
-    record of a volume has its backing. No other code says what a device is by what an id says: an
-    id is given once, and the data may come to lie elsewhere.
+    This is for calls that read no report, such as publish and unpublish (invariant 5 of
+    docs/design.md). Other code takes the backing from the volume's record. No other code may derive
+    a device from an id: an id stays the same for the life of the volume, while the data may come to
+    lie in another logical volume.
     """
     parsed = VolumeId.parse(volume_id)
     if parsed is None:

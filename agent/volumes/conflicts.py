@@ -1,8 +1,9 @@
-"""What this process has under way, and what a call gets that meets it, by the table of states.
+"""Conflicts between a call and background work of this process, by agent/volumes/volume_states.py.
 
-Work that tags record is also met where no job of this process knows it, as after a restart; then
-the operation finds it in the report, and answers as the table says. Work that failed and is not on
-record is over, and no call meets it, unless it left the volume in part erased.
+Work that is recorded by tags may be in progress without a job of this process, for instance after a
+restart. In that case the operation finds the work in the report, and answers by the same table.
+Work that failed and is not recorded is over. No call conflicts with such work, unless it left the
+volume partly erased.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,15 +18,17 @@ from agent.volumes.volume_states import Call, Ender, Outcome, Recorded, Work
 from agent.work.background import DetachedTasks
 from agent.work.group_worker import Job, Jobs
 
-# The error of a call that is ABORTED by a job.
+# Function that returns the error of a call which is ABORTED because of a job.
 Aborted = Callable[[Any], errors.AgentError]
 
 
 @dataclass(frozen=True)
 class _Queue:
-    """Where the jobs of a work are: by the key of what a call is about.
+    """Where to find the jobs of one kind of work, by the subject of a call.
 
-    `find` returns one that has `goes_on` and `on_record`; `jobs` are those that can be halted.
+    `find` returns an object with `goes_on` and `on_record`. `jobs` are the jobs that can be halted,
+    or None. `key_of` returns the key of a job, from the id of the call's volume or the name of its
+    group. `aborted` makes the error of a call that is ABORTED.
     """
 
     find: Callable[[str], Any]
@@ -35,13 +38,14 @@ class _Queue:
 
 
 def _pending(job: Job) -> errors.AgentError:
+    """Return the error of a call that is ABORTED because of a job."""
     return errors.OperationPending(f"{job.key} ({job.progress})")
 
 
 class Conflicts:
-    """Applies the table to the jobs and the holds of this process.
+    """Applies the table of states to the jobs and the holds of this process.
 
-    A call is about a volume's id, or for Call.GROW a group.
+    The `subject` of a call is the id of a volume, or for Call.GROW the name of a volume group.
     """
 
     def __init__(self, holds: Holds) -> None:
@@ -56,31 +60,37 @@ class Conflicts:
         key_of: Callable[[str], str] = str,
         aborted: Aborted = _pending,
     ) -> None:
-        """Have the jobs of a queue met: those that end a state, or other work.
+        """Register the queue of jobs that do a kind of work: to end a state, or other work.
 
-        `key_of` gives the key of one from what a call is about.
+        `key_of` returns the key of a job from the subject of a call.
         """
         self._queues[work] = _Queue(jobs.of, jobs, key_of, aborted)
 
     def add_mkfs(self, detached: DetachedTasks) -> None:
-        """Have each mkfs met that outlives its call."""
+        """Register the mkfs that outlive their calls."""
         self._queues[Work.FORMAT] = _Queue(detached.mkfs_of, None, str, lambda task: task.problem())
 
     def require(self, call: Call, volume: Recorded) -> None:
-        """Raise the error of a call that a volume stops: by its record, or by this process."""
+        """Raise the error of a call that must not use a volume.
+
+        The reason is the volume's record, or work or a hold of this process.
+        """
         volume_states.require(call, volume)
         self.check(call, str(volume.id))
 
     def check(self, call: Call, subject: str) -> None:
-        """Raise the error of a call that this process knows to be stopped, without a command.
+        """Raise the error of a call that work or a hold of this process stops. Runs no command.
 
-        Raises NoSuchVolume, Receiving, Moved, or what says that work is under way.
+        Raises NoSuchVolume, Receiving, Moved, or an error that says that work is in progress.
         """
         self._holds.check(call, subject)
         self.check_jobs(call, subject)
 
     def check_jobs(self, call: Call, subject: str) -> None:
-        """As `check`, by the jobs alone: what is held may not be there, or is made anew."""
+        """Raise the error of a call that work of this process stops; ignore holds.
+
+        A volume that is held may not exist, or may be about to be created anew.
+        """
         for work, queue in self._queues.items():
             outcome = volume_states.outcome(call, work)
             if outcome not in (Outcome.ABSENT, Outcome.ABORTED):
@@ -88,16 +98,18 @@ class Conflicts:
             job = queue.find(queue.key_of(subject))
             if job is None or not job.goes_on:
                 continue
-            # A deletion that is not on record may fail, and then the volume is there.
+            # While a deletion is not on record, the volume counts as present: the deletion may
+            # fail.
             is_absent = outcome is Outcome.ABSENT and job.on_record
             raise errors.NoSuchVolume(subject) if is_absent else queue.aborted(job)
 
     @contextmanager
     def enter(self, call: Call, subject: str) -> Iterator[None]:
-        """Within the `with`, what the table halts is halted, and does not begin.
+        """Halt the work that conflicts with a call and that the table says to halt.
 
-        Raises as `check_jobs`, and Stopping where a job does not end within ten seconds. No group
-        is held to enter.
+        In the context, such work does not begin again. Raises as `check_jobs`, and Stopping if a
+        job does not end within ten seconds. The caller must hold no lock of a volume group when the
+        context is entered.
         """
         self.check_jobs(call, subject)
         with ExitStack() as halted:

@@ -24,7 +24,7 @@ from mount.kernel import Kernel
 
 @dataclass(frozen=True)
 class Context:
-    """One of each for a process, built once and handed on."""
+    """Objects that all operations share: one of each for a process, built once at the start."""
 
     configuration: Configuration
     run: Runner
@@ -48,5 +48,5 @@ class Context:
 
     @property
     def workers(self) -> GroupWorkers:
-        """The loops that do the groups' background work."""
+        """The loops that do the background work of the volume groups."""
         return self.volume_groups.workers

@@ -1,4 +1,4 @@
-"""How deleted data is erased, by the setting `wipe` and by what the disks are good at."""
+"""How deleted data is erased, by the setting `wipe` and by the abilities of the disks."""
 
 import enum
 import logging
@@ -21,27 +21,30 @@ from mount.stacks import Stack
 
 _log = logging.getLogger(__name__)
 
-# Zeroed of an encrypted volume where neither its tag nor its LUKS header says how long that is.
+# Number of bytes that are zeroed at the beginning of an encrypted volume if neither its tag nor its
+# LUKS header says how long the header is.
 LONGEST_HEADER_BYTES = 128 << 20
 
-# How many blocks of 4 KiB prove that a device zeroes: so many of its first piece, and of it all;
-# and how many where its disks were proved before. Not after a discard, of which a disk may ignore
-# some. Each is read twice, and written once where it was zero before.
+# Numbers of sampled blocks, of 4 KiB each, that prove that a device zeroes by itself: so many
+# blocks of the first piece, and so many of all pieces. The second number is for disks that were
+# proved before; it does not apply to discards, of which a disk may ignore some. A sampled block is
+# read twice, and written once if it was zero before.
 _SAMPLE, _SAMPLE_AGAIN = 16, 2
-# How much is zeroed to see whether a device does, where nothing need be zeroed itself.
+# Number of bytes that are zeroed to prove that a device zeroes by itself, when no data has to be
+# zeroed.
 PROVED_BYTES = 1 << 20
 
 
 class Purpose(enum.Enum):
     """Why a device is zeroed."""
 
-    # A new volume, or its growth, must read as zeroes.
+    # A new volume, or the extents that a volume grows by, must read as zeroes.
     NEW = enum.auto()
-    # A volume, pool or free extent that was deleted.
+    # A volume, thin pool or free extent was deleted.
     DELETED = enum.auto()
-    # A deleted volume whose data were encrypted; no setting has it discarded.
+    # A volume with encrypted data was deleted. No setting has such a volume discarded.
     ENCRYPTED = enum.auto()
-    # A deleted volume that lacks disks: each write shows whether that extent can be reached.
+    # A volume with missing disks was deleted. The extents that can be reached are found by writes.
     PARTIAL = enum.auto()
 
 
@@ -61,72 +64,87 @@ class ErasePolicy:
     | discard-unguaranteed | discarded                             | as with zero                  |
     | none                 | left as it is                         | header zeroed                 |
 
-    Only blocks that are blocks of disks, one for one, are discarded: dm-raid passes on a discard
-    in part, and a thin pool keeps its chunks' data. `_ways` says which of the kernel's ways are
-    taken, `overwrite` proves them. Each piece ends with fsync(2) (agent/work/pace.py): a power loss
-    after the extents are free does not bring the data back, and a piece is on the disk before the
-    next begins. What lies on a missing disk waits for that disk, or until an operator gives it up
-    (tag `givenUp`); then the group is tagged, and the free extents are zeroed before they are
-    reused (mark_for_erase). A LUKS header is zeroed first whatever the setting, and all of it read
-    back (agent/volumes/luks_mappings.py).
+    Only blocks that are blocks of disks, one for one, are discarded: dm-raid passes on only part of
+    a discard, and a thin pool keeps its chunks' data. `_ways` chooses among the kernel's ways to
+    zero a device, and `overwrite` proves them.
+
+    Each piece ends with fsync(2) (agent/work/pace.py). So a power loss after the extents are free
+    does not bring the data back, and a piece is on the disk before the next piece begins.
+
+    Extents on a missing disk are erased when that disk is back. If an operator gives the disk up
+    (tag `givenUp`), the volume group is tagged instead, and its free extents are zeroed before they
+    are reused (mark_for_erase).
+
+    A LUKS header is zeroed first, whatever the setting, and read back as a whole
+    (agent/volumes/luks_mappings.py).
     """
 
     def __init__(self, configuration: Configuration, kernel: Kernel) -> None:
         self._configuration, self._kernel = configuration, kernel
-        # Disks that were seen to zero so.
+        # The disks that were seen to zero, each with the kernel's way to do so.
         self._proved: set[tuple[str, By]] = set()
 
     @property
     def _wipe(self) -> Wipe:
+        """The present value of the setting `wipe`."""
         return WIPES[self._configuration.now.wipe]
 
     @property
     def zeroes(self) -> bool:
-        """Whether deleted data is erased by the setting, be it encrypted or not."""
+        """Whether the setting has deleted data erased, encrypted or not."""
         return self._wipe.zeroes
 
     def erases(self, one: Volume | Snapshot) -> bool:
-        """Whether any of it is overwritten: all, or at least a LUKS header."""
+        """Whether a deleted volume or snapshot is overwritten, all of it or only a LUKS header."""
         return self.zeroes or one.is_encrypted
 
     def erases_any(self, every: Iterable[report.LogicalVolume]) -> bool:
-        """Whether the extents of any of these logical volumes must be zeroed before reuse."""
-        return self.zeroes or any(is_encrypted(one.own_tags) for one in every)
+        """Whether the extents of any of these logical volumes must be zeroed before their reuse."""
+        return self.zeroes or any(is_encrypted(logical.own_tags) for logical in every)
 
     def method(self, volume: Volume) -> str:
-        """How a volume that is erased is erased (classes.ERASURES).
+        """Return how a deleted volume is erased (one of classes.ERASURES).
 
-        An encrypted one with a cache, or made of a snapshot, is zeroed as a whole: either may hold
-        a copy of the header, also a cache that was taken away by hand.
+        A deleted encrypted volume is zeroed as a whole if it has or had a cache, or if it was a
+        snapshot. The cache, even one that was removed by hand, and the snapshot may hold a copy of
+        the header.
         """
         is_volume = any(
-            names.is_of(one, volume.name) for one in (ids.VOLUME_PREFIX, ids.INLINE_PREFIX)
+            names.is_of(prefix, volume.name) for prefix in (ids.VOLUME_PREFIX, ids.INLINE_PREFIX)
         )
         was_cached = volume.has_cache or tag.CACHE in volume.own_tags
         if not volume.is_encrypted or was_cached or not is_volume:
             return classes.ERASE_ZERO
         if not self.zeroes:
             return classes.ERASE_CRYPTO
-        called = volume.own_tags.get(tag.CLASS)
-        found = (one.erase for one in self._configuration.now.classes if one.name == called)
-        return next(found, classes.ERASE_ZERO)
+        class_name = volume.own_tags.get(tag.CLASS)
+        erasures = (
+            device_class.erase
+            for device_class in self._configuration.now.classes
+            if device_class.name == class_name
+        )
+        return next(erasures, classes.ERASE_ZERO)
 
     def zeroed_bytes(self, volume: Volume, size_bytes: int) -> int:
-        """How many bytes are zeroed from its beginning: all, or only the LUKS header."""
+        """Return how many bytes of a deleted volume are zeroed, from its beginning.
+
+        These are all bytes, or only the LUKS header.
+        """
         if self.method(volume) in classes.ERASE_HEADER_ONLY:
             return min(size_bytes, volume.header_bytes or LONGEST_HEADER_BYTES)
         return size_bytes
 
     def purpose(self, volume: Volume) -> Purpose:
-        """Why a deleted volume is zeroed."""
+        """Return why a deleted volume is zeroed."""
         if volume.missing_disks:
             return Purpose.PARTIAL
         return Purpose.ENCRYPTED if volume.is_encrypted else Purpose.DELETED
 
     def _ways(self, device: str, stack: Stack, purpose: Purpose) -> Sequence[By]:
-        """The ways by which a device is zeroed, each where the one before was not proved.
+        """Return the kernel's ways to zero a device, each to be tried if the one before failed.
 
-        Only WRITES overwrites for certain: a device may do the others by forgetting the blocks.
+        Only WRITES overwrites for certain. With the other ways, a device may just forget the
+        blocks.
         """
         if purpose is Purpose.PARTIAL:
             return [By.WRITES]
@@ -136,6 +154,7 @@ class ErasePolicy:
         return [By.DISCARD, *ways] if is_discarded else ways
 
     def _is_discarded(self, device: str, stack: Stack) -> bool:
+        """Whether deleted data on a device is discarded; log disks on which it must not be."""
         if not self._wipe.discards:
             return False
         if not stack.is_plain or self._kernel.is_distrusted(stack, By.DISCARD):
@@ -157,14 +176,20 @@ class ErasePolicy:
         zero: Callable[[int, int, By], None] | None = None,
         within: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> Steps:
-        """Zero a device, a piece in each step.
+        """Zero a device, one piece in each step.
 
-        Where the device zeroes by itself, or discards, blocks that are known not to be zero are
-        looked at after the first piece and after the last (`_SAMPLE`: 64 reads in all, and up to 32
-        writes; 8 and 4 once its disks were seen to zero). If one is not zero, its disks are never
-        asked again to do so, and all pieces come once more, for the next way. All that touches the
-        device is inside `within`. `zero`, with a piece's offset and length in bytes and the way,
-        does more than Kernel.zero_out, to which `held` is given.
+        1. The ways to zero the device are tried in turn (`_ways`). A device that zeroes by itself
+           or discards has to be proved: sampled blocks that are zero are first written with other
+           data.
+        2. All pieces are zeroed.
+        3. The sampled blocks are read after the first piece and after the last (`_SAMPLE`: 64 reads
+           in total, and up to 32 writes; 8 reads and 4 writes on disks that were proved before).
+        4. If a sampled block is not zero, the disks are never asked again to zero in that way, and
+           all pieces are zeroed again by the next way.
+
+        Each operation on the device is done in the context `within`. `zero` is called with a
+        piece's offset and length in bytes, and the way; the default is Kernel.zero_out, with
+        `held`.
         """
         if end_bytes <= begin_bytes:
             return
@@ -175,19 +200,21 @@ class ErasePolicy:
             tried = {(disk, by) for disk in disks}
             is_known = by is By.HOLE and bool(tried) and tried <= self._proved
             blocks = _SAMPLE_AGAIN if is_known else _SAMPLE
-            every, is_zero = sample(begin_bytes, end_bytes, blocks), True
+            all_samples, is_zero = sample(begin_bytes, end_bytes, blocks), True
             for piece in work.chunks(end_bytes, begin_bytes):
                 with piece as (offset, length):
                     is_first, is_last = offset == begin_bytes, offset + length == end_bytes
                     first = sample(offset, offset + length, blocks) if is_first else []
                     if is_first and not by.is_proved:
                         with within():
-                            self._kernel.mark(device, sorted({*first, *every}), held=held)
+                            self._kernel.mark(device, sorted({*first, *all_samples}), held=held)
                     with within():
                         zero(offset, length, by)
                     if not by.is_proved and (is_first or is_last):
                         with within():
-                            is_zero = self._kernel.are_zero(device, every if is_last else first)
+                            is_zero = self._kernel.are_zero(
+                                device, all_samples if is_last else first
+                            )
                 if not is_zero:
                     break
                 yield AGAIN
@@ -198,12 +225,14 @@ class ErasePolicy:
             self._distrust(device, by, disks)
 
     def _zero(self, device: str, held: bool, offset: int, length: int, by: By) -> None:
+        """Zero one piece of a device, in one of the kernel's ways."""
         self._kernel.zero_out(device, offset, length, held=held, by=by)
 
     def prove(self, device: str, size_bytes: int) -> None:
-        """See that a device zeroes, before a copy overwrites so much of it and leaves holes.
+        """Prove that a device zeroes by itself, before a copy onto the device leaves holes.
 
-        By blocks at its beginning, once for its disks; they are distrusted where it does not.
+        The copy overwrites `size_bytes` of the device. Blocks at the beginning are sampled, once
+        for the device's disks. Disks that do not zero are distrusted from then on.
         """
         stack, by = self._kernel.stack(device), By.HOLE
         disks = stack.disks
@@ -220,21 +249,25 @@ class ErasePolicy:
             self._distrust(device, by, disks)
 
     def _distrust(self, device: str, by: By, disks: Iterable[str]) -> None:
-        if new := self._kernel.distrust(disks, by):
+        """Never ask these disks again to zero in this way; log each disk once."""
+        if newly_distrusted := self._kernel.distrust(disks, by):
             _log.error(
                 "%s: data were still there after %s on %s, which reported success; they are"
                 " overwritten, and this is not tried there again. Look for newer firmware",
-                *(device, by.value, ", ".join(new)),
+                *(device, by.value, ", ".join(newly_distrusted)),
             )
 
     @staticmethod
     def waits_for_disk(volume: Volume) -> bool:
-        """Whether a part of it may come back with a missing disk that was not given up."""
+        """Whether part of a volume may come back with a missing disk that was not given up."""
         return bool(volume.missing_disks) and tag.GIVEN_UP not in volume.own_tags
 
 
 def sample(begin_bytes: int, end_bytes: int, blocks: int = _SAMPLE) -> Sequence[int]:
-    """Where so many blocks are looked at in a range, from its first to its last, spread evenly."""
+    """Return the offsets of `blocks` blocks in a range, from its first to its last block.
+
+    The blocks are spread evenly over the range.
+    """
     last = (end_bytes - begin_bytes) // SAMPLE_BYTES - 1
     steps = min(blocks - 1, last)
     if steps <= 0:
@@ -243,9 +276,10 @@ def sample(begin_bytes: int, end_bytes: int, blocks: int = _SAMPLE) -> Sequence[
 
 
 def way_on(config: Config, kernel: Kernel, disk: str) -> tuple[By | None, str]:
-    """The first of the ways for plain volumes on a disk; None where they are not erased.
+    """Return the first way to zero plain volumes on a disk; None if such volumes are not erased.
 
-    With what speaks against a discard, where the setting asks for it.
+    The second result is why the disk may not be discarded, if the setting asks for discards; else
+    it is empty.
     """
     wipe = WIPES[config.wipe]
     if not wipe.zeroes:

@@ -1,6 +1,6 @@
-"""Volumes that may not be used now, and why; known before a report has their tags.
+"""Holds: volumes that may not be used now, and why; known before a report has their tags.
 
-No call waits for a hold to end: it is refused.
+A call never waits for the end of a hold: it is refused.
 """
 
 import secrets
@@ -17,9 +17,11 @@ from agent.volumes.volume_states import Call, Ender, Outcome
 
 @dataclass(frozen=True)
 class _Lease:
-    """A hold: its word, its end (monotonic), its error, and the group's contents before it.
+    """A temporary hold of a volume, which its holder has to renew.
 
-    `before` has the LVM UUIDs of what the group held once the volume was unused; None until known.
+    `word` is the secret that renews the hold, `until_seconds` its end (monotonic), `why` the error
+    of a call that is refused. `before` has the LVM UUIDs of the logical volumes that the group had
+    when the held volume was known to be unused; None until then.
     """
 
     word: str
@@ -29,10 +31,10 @@ class _Lease:
 
 
 class Holds:
-    """Notes of volumes that are not this node's yet, or any more, and of those held for seconds.
+    """Notes of volumes that calls may not use: volumes being received or moved, and leased ones.
 
-    Tags record the first. A hold lasts as long as this process lives and the holder renews it;
-    then the volume may be used again.
+    The notes of received and moved volumes are made from tags. A lease (`hold`) lasts as long as
+    this process lives and the holder renews it. After the lease, the volume may be used again.
     """
 
     def __init__(self) -> None:
@@ -41,88 +43,97 @@ class Holds:
         self._held: dict[str, _Lease] = {}
 
     def check(self, call: Call, volume_id: str) -> None:
-        """Raise Receiving or Moved where a call may not have the volume; no command."""
+        """Raise Receiving or Moved if a call may not use the volume. Runs no command."""
         with self._guard:
-            found = self._why.get(volume_id)
-            if found is None and (lease := self._lease(volume_id)) is not None:
-                found = Ender.MOVE, lease.why
-        if found is not None and volume_states.outcome(call, found[0]) is Outcome.NOT_OWN:
-            raise found[1].with_traceback(None)
+            note = self._why.get(volume_id)
+            if note is None and (lease := self._lease(volume_id)) is not None:
+                note = Ender.MOVE, lease.why
+        if note is not None and volume_states.outcome(call, note[0]) is Outcome.NOT_OWN:
+            raise note[1].with_traceback(None)
 
     def receiving(self, volume_id: str) -> None:
-        """Note that it is being received as a stream."""
+        """Note that a volume is being received as a stream."""
         self._note(volume_id, Ender.RECEIVER, {})
 
     def moved(self, volume_id: str, node: str) -> None:
-        """Note that it was moved to another node."""
+        """Note that a volume was moved to another node."""
         self._note(volume_id, Ender.MOVER, {tag.MOVE_TO: node})
 
     def _note(self, volume_id: str, ender: Ender, own_tags: Mapping[str, str]) -> None:
+        """Note why calls may not use a volume, by the state that `ender` ends."""
         why = volume_states.row_of(ender).problem(volume_id, own_tags)
         with self._guard:
             self._why[volume_id] = ender, why
 
     def allow(self, volume_id: str) -> None:
-        """Note that it is this node's and complete."""
+        """Note that a volume belongs to this node and is complete."""
         with self._guard:
             self._why.pop(volume_id, None)
 
     def hold(self, volume_id: str, node: str, seconds: float, word: str = "") -> str:
-        """Hold a volume for so long; return the word that renews the hold.
+        """Hold a volume for `seconds`, or renew its hold; return the secret that renews the hold.
 
-        Raises Receiving, Moved where it is held already, or the hold of the word has ended.
+        `word` is the secret of the hold to renew, or empty for a new hold. Raises Receiving or
+        Moved if the volume is held already, or if the hold to renew has ended.
         """
         why = errors.Moved(volume_id, node, "is being sent for the last time")
         with self._guard:
-            now, found = time.monotonic(), self._lease(volume_id)
+            now, lease = time.monotonic(), self._lease(volume_id)
             if final := self._why.get(volume_id):
                 raise final[1].with_traceback(None)
-            if (found.word if found else "") != word:
+            if (lease.word if lease else "") != word:
                 raise why
-            if found is None:
-                found = _Lease(secrets.token_hex(8), now + seconds, why)
-            self._held[volume_id] = replace(found, until_seconds=now + seconds)
-            return found.word
+            if lease is None:
+                lease = _Lease(secrets.token_hex(8), now + seconds, why)
+            self._held[volume_id] = replace(lease, until_seconds=now + seconds)
+            return lease.word
 
     def release(self, volume_id: str, word: str) -> None:
-        """End the hold of that word."""
+        """End the hold of a volume that has the secret `word`, if it has not ended already."""
         with self._guard:
             if self._lease(volume_id, word) is not None:
                 del self._held[volume_id]
 
     def note(self, volume_id: str, word: str, before: frozenset[str]) -> None:
-        """Note that a held volume is unused, and the LVM UUIDs of its group's contents."""
+        """Note that a held volume is unused, and the LVM UUIDs of its group's logical volumes."""
         with self._guard:
-            found = self._lease(volume_id, word)
-            if found is not None and found.before is None:
-                self._held[volume_id] = replace(found, before=before)
+            lease = self._lease(volume_id, word)
+            if lease is not None and lease.before is None:
+                self._held[volume_id] = replace(lease, before=before)
 
     def has_all(self, volume_id: str, word: str, snapshot_uuid: str) -> bool:
-        """Whether a snapshot was taken during the hold of that word, which had no pause.
+        """Whether a snapshot was taken during an uninterrupted hold of a volume.
 
-        By the group's contents then, and not by the time: clocks step.
+        The snapshot must be missing among the group's logical volumes that `note` recorded. Times
+        are not compared, because clocks may be set.
         """
         with self._guard:
-            found = self._lease(volume_id, word)
-            if found is None or found.before is None:
+            lease = self._lease(volume_id, word)
+            if lease is None or lease.before is None:
                 return False
-            return snapshot_uuid not in found.before
+            return snapshot_uuid not in lease.before
 
     def resume(self, reports: Reports, *groups: str) -> int:
-        """Note by tags which volumes of these groups, or of all, calls must know so; how many."""
-        every = reports.fresh(*groups).volumes()
-        found = [one for one in every if volume_states.row_of(one.ended_by).is_noted]
-        for one in found:
-            self._note(str(one.id), one.ended_by, one.own_tags)
-        return len(found)
+        """Note which volumes calls may not use, by their tags; return the number of such volumes.
+
+        Called after a start, for these volume groups or for all.
+        """
+        volumes = reports.fresh(*groups).volumes()
+        noted = [volume for volume in volumes if volume_states.row_of(volume.ended_by).is_noted]
+        for volume in noted:
+            self._note(str(volume.id), volume.ended_by, volume.own_tags)
+        return len(noted)
 
     def _lease(self, volume_id: str, word: str | None = None) -> _Lease | None:
-        """The hold of a volume, of that word if given, if it has not ended."""
-        found = self._held.get(volume_id)
+        """Return the present hold of a volume, or None if the volume is not held.
+
+        If `word` is given, only the hold with that secret is returned.
+        """
+        lease = self._held.get(volume_id)
         if (
-            found is None
-            or time.monotonic() >= found.until_seconds
-            or word not in (None, found.word)
+            lease is None
+            or time.monotonic() >= lease.until_seconds
+            or word not in (None, lease.word)
         ):
             return None
-        return found
+        return lease

@@ -1,10 +1,15 @@
 """Limits of a volume's I/O: kept as tags, set for all pods together while the volume is in use.
 
-They are set in the cgroup of all pods, for the device that the pods use: the dm-crypt device of an
-encrypted volume, else the logical volume. The kernel forgets them with the device. Crash points:
-whatever was set or not, the next start sets what the tags say (`resume`). Kubelet or systemd may
-take the cgroup's I/O controller away at any time, and all limits with it, so they are checked. No
-caller waits for another: those that lift limits are counted.
+The limits are set in the cgroup of all pods, for the device that the pods use: the dm-crypt device
+of an encrypted volume, else the logical volume. The kernel forgets the limits with the device.
+
+Crash points: whatever was set before a kill, the next start sets what the tags say (`resume`).
+
+Kubelet or systemd may remove the cgroup's I/O controller at any time, and with it all limits. So
+the limits are checked periodically.
+
+A caller that lifts limits for a moment does not wait for another such caller: the callers are
+counted.
 """
 
 import logging
@@ -31,18 +36,20 @@ from mount.table import DeviceNumber
 
 _log = logging.getLogger(__name__)
 
-# systemd takes the I/O controller away when it reloads, and when units end that it was there for.
+# Interval of checks of the limits, in seconds. systemd removes the I/O controller when it reloads,
+# and when the units end that needed the controller.
 _CHECK_SECONDS = 10.0
-# Pods that do so much of what a limit allows wait for it.
+# Part of a limit above which the pods' I/O counts as limited.
 _NEARLY = 0.95
 
 
 @dataclass
 class Limited:
-    """A volume whose I/O is limited: by its id, which is shown, and by its backing.
+    """A volume whose I/O is limited; `volume_id` is shown to people.
 
-    `number` is that of the device which its backing had then: it may be another's by now.
-    `limited_seconds`: how long its pods did as much as a limit allows.
+    `number` is the device number that the volume's backing had when the limits were set. By now
+    another device may have this number. `limited_seconds` is the time for which the pods' I/O
+    reached a limit.
     """
 
     volume_id: str
@@ -56,16 +63,19 @@ class Limited:
 
     @property
     def io_max(self) -> IoMax:
-        """Its limits at its present size."""
+        """The volume's limits at its present size."""
         return self.tuning.io_max(self.size_bytes)
 
     def measure(self, count: IoCount) -> None:
-        """Add the time since the last look, if so much was done in it as a limit allows."""
+        """Add the time since the last check to `limited_seconds`, if the I/O since reached a limit.
+
+        `count` is the pods' I/O on the device until now.
+        """
         now = time.monotonic()
         seconds, before = now - self.counted_seconds, self.count
         if self.counted_seconds and any(
-            limit and after - there >= _NEARLY * limit * seconds
-            for limit, after, there in zip(
+            limit and after - earlier >= _NEARLY * limit * seconds
+            for limit, after, earlier in zip(
                 vars(self.io_max).values(),
                 vars(count).values(),
                 vars(before).values(),
@@ -77,23 +87,23 @@ class Limited:
 
 
 class Limiter:
-    """Sets, keeps and removes the limits of volumes in use."""
+    """Sets, keeps and removes the I/O limits of volumes in use."""
 
     def __init__(
         self, cgroups: Cgroups, reports: Reports, activator: Activator, kernel: Kernel
     ) -> None:
         self._cgroups, self._kernel = cgroups, kernel
         self._reports, self._activator = reports, activator
-        # Held for writes to cgroupfs, which wait for no disk.
+        # The lock for writes to cgroupfs. Such writes wait for no disk.
         self._guard = threading.Lock()
         self._limited: dict[DeviceNumber, Limited] = {}
-        # How many callers want each device without limits for a moment. A count of its own, as its
-        # record may be replaced meanwhile.
+        # The number of callers that want a device without limits for a moment. The number is not a
+        # field of `Limited`, because that record may be replaced meanwhile.
         self._lifted: Counter[DeviceNumber] = Counter()
-        # What the kernel has while each is as it should be: with 200 volumes a comparison of all is
-        # more than a percent of a core.
+        # The kernel's limits when all were as they should be; None if unknown. Comparing the limits
+        # of 200 volumes each time would take more than a percent of a core.
         self._kept: Mapping[DeviceNumber, IoMax] | None = None
-        # What the pods had done at the last look.
+        # The pods' I/O at the last check.
         self._counts: Mapping[DeviceNumber, IoCount] | None = None
         self.task = PeriodicTask(
             "limits", self.check, _CHECK_SECONDS, "limits of I/O are not checked: %s"
@@ -105,46 +115,49 @@ class Limiter:
         return list(self._limited.values())
 
     def require(self, tuning: Tuning) -> None:
-        """Raise NoCgroup for limits where there can be none."""
+        """Raise NoCgroup if limits are wanted and the node cannot set any."""
         if tuning.is_limited:
             self._cgroups.prepare()
 
     def apply(self, volume: Volume, tuning: Tuning | None = None) -> None:
-        """Limit a volume, if it is in use, by its tags, or by these mutable parameters.
+        """Limit a volume, if it is in use, by its tags, or by the mutable parameters `tuning`.
 
-        No write where it is limited so already. A volume must not become unusable for its limits:
-        where they cannot be set that is logged, and checks try it again.
+        Writes nothing if the volume has these limits already. A failure to set limits must not make
+        the volume unusable: it is logged, and the periodic check tries again.
         """
-        said = limits(volume.own_tags) if tuning is None else tuning
-        if not said.is_limited and not self._limited:
+        wanted = limits(volume.own_tags) if tuning is None else tuning
+        if not wanted.is_limited and not self._limited:
             return
         device = self._activator.device(volume.backing)
         if device is None or not self._is_used(device):
             return
-        new = Limited(str(volume.id), volume.backing, device.number, said, volume.capacity_bytes)
+        new_limits = Limited(
+            str(volume.id), volume.backing, device.number, wanted, volume.capacity_bytes
+        )
         with self._guard:
-            before = self._limited.pop(new.number, None)
-            if before is not None and before.volume_id == new.volume_id:
-                new.count, new.counted_seconds = before.count, before.counted_seconds
-                new.limited_seconds = before.limited_seconds
-            if new.io_max:
-                self._limited[new.number] = new
-            if new.io_max != (UNLIMITED if before is None else before.io_max):
-                self._set_own(new)
+            before = self._limited.pop(new_limits.number, None)
+            if before is not None and before.volume_id == new_limits.volume_id:
+                new_limits.count, new_limits.counted_seconds = before.count, before.counted_seconds
+                new_limits.limited_seconds = before.limited_seconds
+            if new_limits.io_max:
+                self._limited[new_limits.number] = new_limits
+            if new_limits.io_max != (UNLIMITED if before is None else before.io_max):
+                self._set_own(new_limits)
 
     def grown(self, volume: Backing, size_bytes: int) -> None:
-        """Limit a volume by its new size, in bytes as its users see it."""
+        """Adapt the limits of a volume to its new size, in bytes as its users see the size."""
         with self._guard:
-            for one in self._of(volume):
-                if one.size_bytes != size_bytes:
-                    one.size_bytes = size_bytes
-                    self._set_own(one)
+            for limited in self._of(volume):
+                if limited.size_bytes != size_bytes:
+                    limited.size_bytes = size_bytes
+                    self._set_own(limited)
 
     @contextmanager
     def leaving(self, volume: Backing, *, is_last: bool) -> Iterator[None]:
-        """Unmount a volume within the `with`; then limits are gone unless it is in use still.
+        """Let the caller unmount a volume in the context, then remove the limits of an unused one.
 
-        `is_last`: without limits meanwhile, as the last unmount writes what is left.
+        With `is_last` the volume has no limits in the context: the last unmount writes the data
+        that is still in memory.
         """
         with self.lifted(*[volume] * is_last):
             try:
@@ -153,47 +166,50 @@ class Limiter:
                 self._forget_unused(volume)
 
     def _forget_unused(self, volume: Backing) -> None:
-        for one in self._of(volume):
+        """Remove the limits of a volume that is not in use any more."""
+        for limited in self._of(volume):
             if not self._is_used(self._activator.device(volume)):
                 with self._guard:
-                    self._limited.pop(one.number, None)
-                    self._set(one, UNLIMITED)
+                    self._limited.pop(limited.number, None)
+                    self._set(limited, UNLIMITED)
 
     @contextmanager
     def lifted(self, *volumes: Backing) -> Iterator[None]:
-        """Have volumes without limits within the `with`, until the last of those that overlap ends.
+        """Lift the limits of volumes while the context lasts.
 
-        A snapshot has a file system write all that is in memory, while its group waits.
+        Contexts may overlap: the limits of a volume are set again when its last context ends. Used
+        for snapshots: a snapshot makes the file system write all data that is in memory, while the
+        volume group waits.
         """
         with self._guard:
-            found = [one for volume in volumes for one in self._of(volume)]
-            for one in found:
-                self._lifted[one.number] += 1
-                self._set(one, UNLIMITED)
+            limited = [entry for volume in volumes for entry in self._of(volume)]
+            for entry in limited:
+                self._lifted[entry.number] += 1
+                self._set(entry, UNLIMITED)
         try:
             yield
         finally:
             with self._guard:
-                for one in found:
-                    self._lifted[one.number] -= 1
-                    if (now := self._limited.get(one.number)) is not None:
+                for entry in limited:
+                    self._lifted[entry.number] -= 1
+                    if (now := self._limited.get(entry.number)) is not None:
                         self._set_own(now)
                 self._lifted = +self._lifted
 
     def resume(self, *groups: str) -> int:
-        """Limit the volumes in use of these groups, or of all, by their tags; how many are.
+        """Limit the volumes in use of these groups, or of all groups, by their tags.
 
-        After a start, or when a group is back. What a process set that was killed, and the tags do
-        not say, is removed.
+        Returns the number of limited volumes. Called after a start, and when a group is back.
+        Limits that a killed process set, and that no tag has, are removed.
         """
-        own = list(self._reports.fresh(*groups).volumes())
+        present = list(self._reports.fresh(*groups).volumes())
         with Attempts() as attempts:
-            for volume in own:
+            for volume in present:
                 with attempts.one():
                     self.apply(volume)
             with attempts.one():
-                self._lift_others(own)
-        return sum(1 for one in own if any(self._of(one.backing)))
+                self._lift_others(present)
+        return sum(1 for volume in present if any(self._of(volume.backing)))
 
     def _lift_others(self, own: Sequence[Volume]) -> None:
         """Remove limits of these volumes that no tag has: a killed process left them."""
@@ -207,11 +223,14 @@ class Limiter:
                 if device is None or device.number in self._limited:
                     continue
                 if device.number in present:
-                    left = Limited(str(volume.id), volume.backing, device.number, PLAIN, 0)
-                    self._set(left, UNLIMITED)
+                    leftover = Limited(str(volume.id), volume.backing, device.number, PLAIN, 0)
+                    self._set(leftover, UNLIMITED)
 
     def check(self) -> None:
-        """Set again what others took away, and measure who is at a limit. Raises NoCgroup."""
+        """Set limits again that other programs removed, and measure which volumes are at a limit.
+
+        Raises NoCgroup.
+        """
         if not self._limited:
             return
         present = self._cgroups.limits()
@@ -220,44 +239,53 @@ class Limiter:
             return
         with self._guard:
             self._kept = present
-            for one in self.limited:
-                if self._lifted[one.number] or present.get(one.number) == one.io_max:
+            for entry in self.limited:
+                if self._lifted[entry.number] or present.get(entry.number) == entry.io_max:
                     continue
-                device = self._activator.device(one.backing)
-                if device is None or device.number != one.number:
-                    # It is not active any more, and its number may be another's.
-                    del self._limited[one.number]
+                device = self._activator.device(entry.backing)
+                if device is None or device.number != entry.number:
+                    # The volume is not active any more, and its number may be another device's.
+                    del self._limited[entry.number]
                     continue
                 self._kept = None
-                self._cgroups.limit(one.number, one.io_max)
-                _log.warning("volume %s lost its limits of I/O; they are set again", one.volume_id)
+                self._cgroups.limit(entry.number, entry.io_max)
+                _log.warning(
+                    "volume %s lost its limits of I/O; they are set again", entry.volume_id
+                )
 
     def _measure(self) -> None:
+        """Measure for each limited volume whether its I/O since the last check reached a limit."""
         now, counts = time.monotonic(), self._cgroups.counts()
-        for one in self.limited:
-            if one.counted_seconds and counts is self._counts:  # the pods are idle
-                one.counted_seconds = now
+        for limited in self.limited:
+            # An unchanged object means that the pods had no I/O since the last check.
+            if limited.counted_seconds and counts is self._counts:
+                limited.counted_seconds = now
             else:
-                one.measure(counts.get(one.number, one.count))
+                limited.measure(counts.get(limited.number, limited.count))
         self._counts = counts
 
     def _is_used(self, device: Device | None) -> bool:
+        """Whether the volume with this device is mounted or published."""
         return device is not None and bool(
             users.places(self._kernel, table.read(self._kernel), device)
         )
 
     def _of(self, volume: Backing) -> Sequence[Limited]:
-        """The volume, if it is limited; by its device, as a backing may lack its group."""
+        """Return the record of a volume if it is limited, as a list of at most one element.
+
+        The record is found by the volume's device number, because a backing may lack its group.
+        """
         device = self._activator.device(volume) if self._limited else None
-        found = None if device is None else self._limited.get(device.number)
-        return [] if found is None else [found]
+        limited = None if device is None else self._limited.get(device.number)
+        return [] if limited is None else [limited]
 
     def _set_own(self, one: Limited) -> None:
-        """Set a volume's own limits, unless it is without any for a moment: then later."""
+        """Set the limits of a volume, unless a caller has lifted them: then they are set later."""
         if not self._lifted[one.number]:
             self._set(one, one.io_max)
 
     def _set(self, one: Limited, io_max: IoMax) -> None:
+        """Set limits for the device of a volume; a failure is only logged."""
         self._kept = None
         try:
             self._cgroups.limit(one.number, io_max)

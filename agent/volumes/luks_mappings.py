@@ -1,4 +1,4 @@
-"""Close dm-crypt devices, erase LUKS2 headers, and back them up."""
+"""Close dm-crypt devices, erase LUKS2 headers, and back headers up."""
 
 import logging
 import math
@@ -24,16 +24,17 @@ _log = logging.getLogger(__name__)
 
 
 class HeaderCopies:
-    """Backups of headers in a directory; without one, none are kept."""
+    """Backups of LUKS2 headers in a directory; without a directory, no backups are kept."""
 
     def __init__(self, directory: Path | None, program: Cryptsetup) -> None:
         self._directory = directory
         self._cryptsetup = program
 
     def keep(self, device: Device, *, anew: bool = False) -> None:
-        """Back up a volume's header, with `anew` also if there is a backup; one command.
+        """Back up a volume's LUKS2 header, if there is no backup or `anew` is set; one command.
 
-        After a change of keys the old backup opens by the old key. Failures are only logged.
+        `anew` is set after a change of keys, because the earlier backup opens by the old key.
+        Failures are only logged.
         """
         if self._directory is None:
             return
@@ -45,7 +46,8 @@ class HeaderCopies:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             unfinished.unlink(missing_ok=True)
             self._cryptsetup.back_up(device.logical.path, str(unfinished))
-            # A backup under its final name is complete, also after a power loss.
+            # The file is flushed before it is renamed. So a backup with its final name is complete,
+            # even after a power loss.
             _flush(unfinished)
             unfinished.replace(file)
             _flush(self._directory)
@@ -53,12 +55,13 @@ class HeaderCopies:
             _log.error("no copy of the header of %s is kept: %s", device.logical.path, error)
 
     def forget(self, uuid: str) -> None:
-        """Remove the backup for a logical volume's UUID, with or without dashes."""
+        """Remove the backup for a logical volume by its UUID, written with or without dashes."""
         if self._directory is not None:
             (self._directory / f"{uuid.replace('-', '')}.luks").unlink(missing_ok=True)
 
 
 def _flush(path: Path) -> None:
+    """Flush a file or a directory to the disk (fsync(2))."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -66,9 +69,10 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-# Chosen at random.
+# Namespace of the UUIDs of headers (RFC 4122, version 5), chosen at random.
 _NAMESPACE = uuid.UUID("5b9f7f0a-6b0e-4d5c-9d27-0f0f8c1f6c3e")
-# A thin pool that is fuller may have no chunk left for an overwritten header.
+# Maximum percentage of a thin pool's data up to which headers are overwritten. A fuller pool may
+# have no chunk left for an overwritten header.
 _FULL_PERCENT = 99.0
 
 
@@ -85,19 +89,19 @@ class Mappings:
 
     @property
     def copies(self) -> HeaderCopies:
-        """The backups of headers, in the directory of the configuration."""
+        """The backups of LUKS2 headers, in the directory of the configuration."""
         return HeaderCopies(self._configuration.now.header_backups, self.cryptsetup)
 
     def is_used(self, mapping: Device) -> bool:
-        """Whether a dm-crypt device is mounted or published; no command."""
-        known = table.read(self._kernel)
-        parts = known.of_device(mapping.number)
-        return bool(parts or users.places(self._kernel, known, mapping))
+        """Whether a dm-crypt device is mounted or published. Runs no command."""
+        mounts = table.read(self._kernel)
+        parts = mounts.of_device(mapping.number)
+        return bool(parts or users.places(self._kernel, mounts, mapping))
 
     def close_unused(self, volume: Backing) -> None:
-        """Close a volume that is open and unused; one command at most.
+        """Close the dm-crypt device of a volume if it is open and unused; one command at most.
 
-        Raises CryptBusy, which names who has it open.
+        Raises CryptBusy, which names the users of a device that is still open.
         """
         device = self._activator.device(volume)
         if device is None:
@@ -110,7 +114,10 @@ class Mappings:
                 raise CryptBusy(device.name, users.holders(self._kernel, device)) from error
 
     def ensure_closed(self, volume: Volume) -> None:
-        """Close a volume; raises VolumeInUse if it is mounted or published."""
+        """Close the dm-crypt device of a volume; raise VolumeInUse if the device is in use.
+
+        In use means mounted or published.
+        """
         mapping = self._activator.mapping(volume)
         if mapping is None:
             return
@@ -119,11 +126,14 @@ class Mappings:
         self.cryptsetup.close(mapping.name)
 
     def erase(self, volume: Volume) -> None:
-        """Overwrite a volume's header and key slots, so that it cannot be opened again.
+        """Overwrite a volume's LUKS2 header with its key slots, so that it cannot be opened again.
 
-        The backup is removed first. All of it is read back, and written where it is not zero: it
-        opens whatever else is left of the volume. One command if the volume is inactive. In a thin
-        pool that is full or read-only, the header is not overwritten, and goes with its chunk.
+        1. Activate the volume, by one command if it is inactive.
+        2. Remove the backup of the header.
+        3. In a thin pool that is full or read-only, stop: the header cannot be overwritten, and is
+           discarded with its chunk.
+        4. Zero the header and read all of it back. If it is not zero, overwrite it by writes: the
+           header would open whatever else is left of the volume.
         """
         active = self._activator.activate(volume)
         self.copies.forget(active.logical.uuid)
@@ -141,19 +151,26 @@ class Mappings:
         self._kernel.flush(device)
 
     def _found_bytes(self, path: str) -> int:
-        """The bytes of a header by itself, as the tag that says so is lost."""
-        found = luks.read(self._kernel, path)
-        return LONGEST_HEADER_BYTES if found is None else found.offset_bytes
+        """Return the length of a LUKS2 header by the header itself, in bytes.
+
+        Used if the tag with the length is lost. If there is no whole header, returns
+        LONGEST_HEADER_BYTES.
+        """
+        luks_header = luks.read(self._kernel, path)
+        return LONGEST_HEADER_BYTES if luks_header is None else luks_header.offset_bytes
 
 
 def own_uuid(device: Device) -> str:
-    """The UUID of a header that was made on this volume; a copied header has the source's."""
+    """Return the UUID of a LUKS2 header that was made on this volume.
+
+    A header that was copied from another volume has that volume's UUID instead.
+    """
     return str(uuid.uuid5(_NAMESPACE, device.logical.uuid))
 
 
 def header(kernel: Kernel, path: str, volume_id: str) -> Header:
-    """The header of a volume on its device; raises HeaderDamaged if it is not whole."""
-    found = luks.read(kernel, path)
-    if found is None:
+    """Return the LUKS2 header of a volume by its device; raise HeaderDamaged if it is not whole."""
+    luks_header = luks.read(kernel, path)
+    if luks_header is None:
         raise errors.HeaderDamaged(volume_id, "its header is not whole")
-    return found
+    return luks_header

@@ -1,7 +1,7 @@
-"""What repairs: devices and thin volumes that lvm2 left half done when it was killed.
+"""Repair devices and thin volumes that lvm2 left half done when it was killed.
 
-Only `mend` here does that, and it runs lvchange and lvremove: a call that only looks reads
-`Reports.fresh` in its place.
+Only `Mender.mend` does that, by lvchange(8) and lvremove(8). A call that only reads uses
+`Reports.fresh` instead.
 """
 
 import logging
@@ -22,77 +22,82 @@ from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-# Why what lvm2 left is not repaired, by the group and the logical volume.
+# Errors of repairs that failed, by the names of the group and of the logical volume.
 _Problems = dict[tuple[str, str], Exception]
 
 
 class Mender:
-    """Repairs what lvm2 left in volume groups, before a call changes them."""
+    """Repairs what a killed lvm2 left in volume groups, before a call changes these groups."""
 
     def __init__(self, volume_groups: VolumeGroups, reports: Reports, activator: Activator) -> None:
         self._volume_groups = volume_groups
         self._reports = reports
         self._activator = activator
-        # Why a volume could not be repaired: the same is not logged again.
+        # The last error of each volume's repair. The same error is not logged again.
         self._logged: dict[tuple[str, str], str] = {}
 
     def mend(self, *groups: str) -> Fresh:
-        """Repair what lvm2 left in these groups, or in all; their fresh state then.
+        """Repair what a killed lvm2 left in these groups, or in all; return their fresh state.
 
-        Resumes devices that lvm2 left suspended, and removes thin volumes that it recorded and did
-        not make: one command for each, and as a rule none. Where lvm2 refuses that of one volume,
-        only calls about that volume fail. Raises as `Reports.fresh`.
+        Resumes devices that lvm2 left suspended, and removes thin volumes that lvm2 recorded and
+        did not create. Runs one command for each such device or volume; usually there is none. If
+        lvm2 refuses to repair a volume, only calls about that volume fail. Raises as
+        `Reports.fresh`.
         """
-        known = self._reports.fresh(*groups)
-        present = list(known.groups.values())
+        state = self._reports.fresh(*groups)
+        present = list(state.groups.values())
         problems = self._resume(present)
-        were_some, unmade = self._remove_unmade(present)
-        if were_some:
-            known = self._reports.fresh(*groups)
-        return replace(known, problems=problems | unmade)
+        is_any_unmade, unmade = self._remove_unmade(present)
+        if is_any_unmade:
+            state = self._reports.fresh(*groups)
+        return replace(state, problems=problems | unmade)
 
     def mended_volume(self, volume_id: str, call: Call) -> Volume:
-        """Repair what lvm2 left in a volume's group; the volume, if the call may have it.
+        """Repair what a killed lvm2 left in a volume's group; return the volume.
 
-        Raises NoSuchVolume, and as `mend` and `Fresh.usable`.
+        Raises NoSuchVolume, and as `mend` and `Fresh.usable`: the latter if the call may not use
+        the volume.
         """
         return self.mend(ids.group_of(volume_id)).usable(volume_id, call)
 
     def _resume(self, groups: Collection[report.Group]) -> _Problems:
-        """Resume devices that lvm2 left suspended; one command for each.
+        """Resume devices that lvm2 left suspended, by one command for each.
 
-        lvm2 suspends a device while it changes its table. Killed meanwhile (SIGKILL), it leaves it
-        so, and reads and writes there wait for ever. lvm2 reports under the group's lock: a device
-        that a report shows as suspended is left over, not under way. Returns why those that are
-        left could not be resumed.
+        lvm2 suspends a device while it changes the device's table. If lvm2 is killed meanwhile
+        (SIGKILL), the device stays suspended, and reads and writes wait for ever. A report is made
+        under lvm2's lock of the group, so a device that a report shows as suspended is a leftover,
+        and is not being changed at present. Returns the errors of the devices that could not be
+        resumed.
         """
         for group in groups:
             self._activator.deactivate_parts(group)
         suspended = [
-            (group.name, one.name)
+            (group.name, logical.name)
             for group in groups
-            for one in records.every(group)
-            if one.suspended
-            and not self._activator.is_kept_suspended(group.name, one.name)
-            and records.is_usable(group, one)
+            for logical in records.every(group)
+            if logical.suspended
+            and not self._activator.is_kept_suspended(group.name, logical.name)
+            and records.is_usable(group, logical)
         ]
         return self._each(suspended, "resume", volumes.refresh)
 
     def _remove_unmade(self, groups: Collection[report.Group]) -> tuple[bool, _Problems]:
-        """Remove thin volumes that lvm2 recorded and did not make.
+        """Remove thin volumes that lvm2 recorded in its metadata and did not create in the pool.
 
-        Returns whether there were any, and why those that are left are not removed.
+        Returns whether there were any, and the errors of the volumes that could not be removed.
 
-        lvm2 commits its metadata, has the kernel make the volume in the pool, and then counts both
-        there as one transaction (thin-provisioning.rst). Killed in between (SIGKILL), it leaves a
-        volume that cannot be activated (ENODATA) before the pool's next change; a snapshot would
-        hold what is written until then. No data were ever in it: the repeated call makes it anew.
+        lvm2 creates a thin volume in three steps: it commits its metadata, has the kernel create
+        the volume in the pool, and then counts one transaction both in its metadata and in the pool
+        (thin-provisioning.rst). If lvm2 is killed in between (SIGKILL), it leaves a volume that
+        cannot be activated (ENODATA) before the pool's next change. A snapshot of that kind would
+        then hold the data that is written until that change. The volume never had any data: the
+        repeated call creates it anew.
         """
         unmade = [
-            (group.name, one.name)
+            (group.name, logical.name)
             for group in groups
-            for one in records.every(group)
-            if self._is_unmade(group, one)
+            for logical in records.every(group)
+            if self._is_unmade(group, logical)
         ]
         for key in unmade:
             if key not in self._logged:
@@ -100,11 +105,11 @@ class Mender:
         return bool(unmade), self._each(unmade, "remove", volumes.remove)
 
     def _is_unmade(self, group: report.Group, logical: report.LogicalVolume) -> bool:
-        """Whether the kernel's pool lacks the transaction that makes a thin volume.
+        """Whether the kernel's thin pool lacks the transaction that creates a thin volume.
 
-        It is asked only for an inactive volume that was the last to be made in its pool. An
-        inactive pool is activated first: lvm2 may have died before it activated the pool, and where
-        it then fails to activate the volume, it deactivates the pool again.
+        The pool is asked only for an inactive volume that was the last to be created in the pool.
+        An inactive pool is activated first: lvm2 may have been killed before it activated the pool.
+        If lvm2 then fails to activate the volume, it deactivates the pool again.
         """
         pool = group.volumes.get(logical.pool)
         if logical.active or pool is None or logical.transaction_id is None:
@@ -132,9 +137,10 @@ class Mender:
         what: str,
         act: Callable[[Lvm, str, str], object],
     ) -> _Problems:
-        """Repair what lvm2 left of each volume; why it refuses, by group and volume.
+        """Repair each of these volumes; return the errors of those that lvm2 refuses to repair.
 
-        A group that does not answer is raised: then no other volume can be repaired either.
+        An error that means that the group does not answer is raised: the other volumes cannot be
+        repaired then either.
         """
         problems: _Problems = {}
         for key in left:

@@ -1,8 +1,8 @@
 """Logical volumes that other CSI drivers made, recognized by their names and tags.
 
-By the drivers' public documentation and sources: metal-stack/csi-driver-lvm, pkg/lvm; topolvm,
-docs/crd-logical-volume.md; openebs/lvm-localpv, docs. TopoLVM's names are the UIDs of its
-LogicalVolume objects, the others' those of PersistentVolumes.
+Sources are the drivers' public documentation and code: metal-stack/csi-driver-lvm, pkg/lvm;
+topolvm, docs/crd-logical-volume.md; openebs/lvm-localpv, docs. TopoLVM names a logical volume by
+the UID of its LogicalVolume object. The other drivers use the UID of the PersistentVolume.
 """
 
 import re
@@ -15,7 +15,7 @@ _TOPOLVM_NAME, _OPENEBS_NAME = re.compile(_UUID), re.compile(f"pvc-{_UUID}")
 
 
 def maker(name: str, tags: Collection[str]) -> str:
-    """The driver that made a logical volume; empty if it is none of these."""
+    """Return the name of the driver that made a logical volume; empty if it is none of DRIVERS."""
     if _CSI_DRIVER_LVM_TAG in tags:
         return _CSI_DRIVER_LVM
     if _TOPOLVM_NAME.fullmatch(name):

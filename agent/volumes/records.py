@@ -1,4 +1,4 @@
-"""Volumes and snapshots as records: each from LVM's report and Carver's own tags."""
+"""Records of volumes and snapshots, each made from LVM's report and Carver's own tags."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,17 +13,19 @@ from agent.volumes.volume_states import Ender
 from lvm import caches, layout, names, report, tags
 from lvm.layout import Layout
 
-# The source of a snapshot, where neither its tags nor lvm2 have it; no logical volume's name.
+# Name that stands for a snapshot's source if neither the snapshot's tags nor lvm2 have the source.
+# No logical volume has this name.
 UNKNOWN = "unknown"
 
+# Words in the tag ATTACHED for a volume that is attached read-only, or for reading and writing.
 _READ_ONLY, _READ_WRITE = "ro", "rw"
 
 
 @dataclass(frozen=True)
 class Attachment:
-    """How a volume is attached (ControllerPublishVolume): access, access mode, node.
+    """How a volume is attached (ControllerPublishVolume): access type, access mode, node.
 
-    Nothing is connected: it is a record, which ControllerUnpublishVolume removes.
+    No device is connected: an attachment is only a record, which ControllerUnpublishVolume removes.
     """
 
     access: str
@@ -33,7 +35,7 @@ class Attachment:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Parse a tag's value; None for what is none."""
+        """Parse the value of the tag ATTACHED; return None for a text that is no attachment."""
         access, mode, writes, node_id = (text.split(":", 3) + [""] * 3)[:4]
         if not node_id or writes not in (_READ_ONLY, _READ_WRITE):
             return None
@@ -48,9 +50,9 @@ class Attachment:
 class Volume:
     """A volume that Carver made. `own_tags` are decoded; sizes are in bytes.
 
-    `id` is what callers name the volume by, for its whole life. `backing` is the logical volume
-    that has its data now: devices are found by it, and commands name it. Both are put together
-    where a record is made, and no other code takes one for the other.
+    `id` is the name by which callers know the volume, for its whole life. `backing` is the logical
+    volume that holds the data now: devices are found by it, and commands name it. Both are put
+    together where a record is made, and no other code takes one for the other.
     """
 
     id: VolumeId
@@ -63,37 +65,42 @@ class Volume:
 
     @property
     def name(self) -> str:
-        """The name of the logical volume that backs it."""
+        """Name of the logical volume that backs the volume."""
         return self.backing.name
 
     @property
     def layout(self) -> Layout:
-        """Its layout by lvm2's report, and by its tag where lvm2 reports no other.
+        """Layout of the volume by lvm2's report, or by the volume's tag if lvm2 reports no layout.
 
-        That is while it is newer than the report, and below a cache, of which alone lvm2 tells. It
-        decides where a volume grows and what that takes, so it is never a guess. Raises
-        LayoutUnknown.
+        lvm2 reports no layout for a volume that is newer than the report, and for a volume with a
+        cache, of which lvm2 reports the cache's layout alone. The layout decides where a volume
+        grows and how many extents that takes, so it is never guessed. Raises LayoutUnknown.
         """
         text = self.own_tags.get(tag.LAYOUT, "")
-        found, logical = Layout.parse(text), self.group.volumes.get(self.name)
+        shape, logical = Layout.parse(text), self.group.volumes.get(self.name)
         if logical is not None and not caches.is_cached(logical):
-            found = layout.actual(logical, found)
-        if found is None:
+            shape = layout.actual(logical, shape)
+        if shape is None:
             words = sorted(logical.layout) if logical is not None else ()
             raise errors.LayoutUnknown(str(self.id), text, words)
-        return found
+        return shape
 
     @property
     def is_thin(self) -> bool:
-        """Whether it lies in a pool: by lvm2's report, or by its tag while it is newer."""
+        """Whether the volume lies in a thin pool, by lvm2's report.
+
+        The volume's tag decides if the volume is newer than the report.
+        """
         logical = self.group.volumes.get(self.name)
         return bool(logical.pool) if logical is not None else self.layout.is_thin
 
     @property
     def has_cache(self) -> bool:
-        """Whether a cache holds data of it, be it parted: by lvm2, or by its tag while it is newer.
+        """Whether a cache holds data of the volume, even if the cache is detached now.
 
-        The tag says what was wanted; an operator may have given it a cache, or taken that away.
+        By lvm2's report, or by the volume's tag if the volume is newer than the report. In other
+        cases the tag only says what was requested: an operator may have attached or removed a cache
+        since.
         """
         logical = self.group.volumes.get(self.name)
         if logical is None:
@@ -102,92 +109,105 @@ class Volume:
 
     @property
     def made_bytes(self) -> int:
-        """The size that it was created with."""
+        """Size that the volume was created with, in bytes."""
         return _number(self.own_tags, tag.SIZE) or self.size_bytes
 
     @property
     def requested_bytes(self) -> int:
-        """The size that its caller asked for; its capacity where that is not known."""
+        """Size that the volume's caller asked for, in bytes; if unknown, the volume's capacity."""
         return requested_bytes(self.own_tags, self.size_bytes) or self.capacity_bytes
 
     @property
     def on_disks(self) -> report.LogicalVolume:
-        """The logical volume that has disks and perhaps a cache: itself, or its pool."""
+        """Logical volume that has extents on disks, and perhaps a cache: the volume or its pool."""
         return _lies_on(self.group, self.group.volume(self.name))
 
     @property
     def missing_disks(self) -> list[str]:
-        """The UUIDs of its missing disks; none for a volume that is newer than the report."""
+        """UUIDs of the volume's missing disks; none for a volume that is newer than the report."""
         logical = self.group.volumes.get(self.name)
         disks = _lies_on(self.group, logical).disks if logical is not None else frozenset()
-        return sorted(one.uuid for one in self.group.disks if one.missing and one.uuid in disks)
+        return sorted(disk.uuid for disk in self.group.disks if disk.missing and disk.uuid in disks)
 
     @property
     def copy_on_write_snapshots(self) -> list[str]:
-        """The ids of its copy-on-write snapshots, which lvm2 removes with it."""
-        every = self.group.copy_on_write_of(self.name)
-        return sorted(str(VolumeId.of(self.group, one.name)) for one in every)
+        """Ids of the volume's copy-on-write snapshots; lvm2 removes them with the volume."""
+        snapshots = self.group.copy_on_write_of(self.name)
+        return sorted(str(VolumeId.of(self.group, logical.name)) for logical in snapshots)
 
     @property
     def kept_snapshots(self) -> list[str]:
-        """The ids of its copy-on-write snapshots that were not deleted."""
-        every = self.group.copy_on_write_of(self.name)
-        kept = (one for one in every if not volume_states.is_deleted_snapshot(one))
-        return sorted(str(VolumeId.of(self.group, one.name)) for one in kept)
+        """Ids of the volume's copy-on-write snapshots that were not deleted."""
+        snapshots = self.group.copy_on_write_of(self.name)
+        kept = (logical for logical in snapshots if not volume_states.is_deleted_snapshot(logical))
+        return sorted(str(VolumeId.of(self.group, logical.name)) for logical in kept)
 
     @property
     def wanted_bytes(self) -> int:
-        """The size to grow to when it is staged next; 0 for none."""
+        """Size to which the volume is to grow when it is staged next, in bytes; 0 for none."""
         wanted = _number(self.own_tags, tag.WANTED)
         return wanted if wanted > self.size_bytes else 0
 
     @property
     def refused_bytes(self) -> int:
-        """The size that the last expansion could not reach; 0 for none.
+        """Size that the volume's last expansion could not reach, in bytes; 0 for none.
 
-        If the volume has that size, its file system or its open LUKS mapping does not.
+        If the logical volume has that size, its file system or its open LUKS mapping is still
+        smaller.
         """
         return _number(self.own_tags, tag.REFUSED)
 
     def attachment_to(self, node_id: str) -> Attachment | None:
-        """How it is attached to a node; None where it is not, as after its disks moved on."""
-        found = Attachment.parse(self.own_tags.get(tag.ATTACHED, ""))
-        return found if found is not None and found.node_id == node_id else None
+        """Return how the volume is attached to a node; None if it is not attached to that node.
+
+        An attachment to another node may be recorded, for instance after the volume's disks were
+        moved.
+        """
+        attachment = Attachment.parse(self.own_tags.get(tag.ATTACHED, ""))
+        return attachment if attachment is not None and attachment.node_id == node_id else None
 
     @property
     def is_block(self) -> bool:
-        """Whether it was made for raw block access; raises TagsDamaged where no tag says so."""
+        """Whether the volume was made for raw block access.
+
+        Raises TagsDamaged if no tag says so or denies it.
+        """
         return is_block(str(self.id), self.own_tags)
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether it is encrypted; also if one of the tags that say so is lost."""
+        """Whether the volume is encrypted, also if one of the tags that say so is lost."""
         return is_encrypted(self.own_tags)
 
     @property
     def claim(self) -> str:
-        """Its claim as namespace/name; empty if unknown."""
+        """Claim of the volume as namespace/name; empty if unknown."""
         return "/".join(filter(None, map(self.own_tags.get, (tag.NAMESPACE, tag.PVC))))
 
     @property
     def is_copied(self) -> bool:
-        """Whether its contents, and so their UUIDs, were copied or received."""
+        """Whether the volume's contents, with their UUIDs, were copied or received."""
         return bool({tag.FROM, tag.RECEIVED} & self.own_tags.keys())
 
     @property
     def may_hold_btrfs(self) -> bool:
-        """Whether its tags let it have a btrfs; a crash may have come before `formatted`."""
+        """Whether the volume may have a btrfs file system, by its tags.
+
+        The StorageClass's file system counts as well as the tag `formatted`: a crash may have come
+        after mkfs and before that tag was written.
+        """
         return "btrfs" in (self.own_tags.get(tag.FORMATTED), self.own_tags.get(tag.FS_TYPE))
 
     @property
     def header_bytes(self) -> int:
-        """The bytes of its LUKS2 header, at the start of its logical volume; 0 for none."""
+        """Size of the LUKS2 header at the start of the volume, in bytes; 0 if it has none."""
         return _header_bytes(self.own_tags, self.size_bytes)
 
     def require_header_bytes(self) -> None:
-        """Raise TagsDamaged where the bytes of a header that it has are lost.
+        """Raise TagsDamaged if the volume has a LUKS2 header, and the header's size is lost.
 
-        Its capacity is then less than it seems, and no size can be computed from what is asked for.
+        The volume's capacity is then less than it seems, and no size of the logical volume can be
+        computed from a requested capacity.
         """
         if self.is_encrypted and not self.header_bytes:
             lost = f"no `{tag.HEADER}`, which a stage of a volume that has been used writes again"
@@ -195,40 +215,44 @@ class Volume:
 
     @property
     def capacity_bytes(self) -> int:
-        """Its size as its users see it: without the header."""
+        """Size of the volume as its users see it, without the LUKS2 header, in bytes."""
         return self.size_bytes - self.header_bytes
 
     @property
     def is_ephemeral(self) -> bool:
-        """Whether it is an inline volume, without CreateVolume and DeleteVolume."""
+        """Whether the volume is an inline volume, which has no CreateVolume and DeleteVolume."""
         return tag.EPHEMERAL in self.own_tags
 
     @property
     def is_listed(self) -> bool:
-        """Whether the Controller service knows it as a volume."""
-        return all(one.is_listed for one in volume_states.rows(self.own_tags))
+        """Whether the Controller service knows the volume as a volume."""
+        return all(row.is_listed for row in volume_states.rows(self.own_tags))
 
     @property
     def ended_by(self) -> Ender:
-        """What ends the state that its tags record."""
+        """What ends the state that the volume's tags record."""
         return volume_states.ended_by(self.own_tags)
 
     @property
     def orphan(self) -> str:
-        """What `carver orphans` calls it; empty where only what ends its state may remove it."""
+        """Name that `carver orphans` uses for the volume.
+
+        Empty if only what ends the volume's state may remove the volume.
+        """
         return volume_states.rows(self.own_tags)[0].orphan
 
     @property
     def is_doomed(self) -> bool:
-        """Whether nothing of it is needed any more: only its removal is left."""
+        """Whether the volume only has to be erased and removed."""
         return self.ended_by is Ender.ERASER
 
     @property
     def is_half_made(self) -> bool:
-        """Whether lvm2 died while creating this RAID: it was never active, so it has no data.
+        """Whether the volume is a RAID that lvm2 was creating when it was killed.
 
-        A RAID in use that gets other or more images has at least one whole image, so it is not. Nor
-        is what was made as another layout, by its tag, and is being converted by hand: it has data.
+        Such a volume was never active, so it has no data. A RAID in use whose images are replaced
+        or added has at least one whole image, so it does not count. Nor does a volume that was made
+        with another layout, by its tag, and is being converted to a RAID by hand: it has data.
         """
         recorded = Layout.parse(self.own_tags.get(tag.LAYOUT, ""))
         if recorded is not None and not recorded.is_raid:
@@ -244,21 +268,23 @@ class Volume:
 
     @property
     def content_bytes(self) -> int:
-        """While receiving: the size of the last complete contents; 0 before."""
+        """While the volume is received: size of the last complete contents, in bytes; 0 before."""
         return _number(self.own_tags, tag.CONTENT)
 
     @property
     def offset_bytes(self) -> int:
-        """While receiving: the bytes received so far."""
+        """While the volume is received: number of bytes received so far."""
         return _number(self.own_tags, tag.OFFSET)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot. `size_bytes` is its volume's then, `area_bytes` its COW store's.
+    """A snapshot of a volume, made by Carver.
 
-    `id` and `backing` are as those of a `Volume`. `source_id` is the volume that callers took it
-    of, `origin` the logical volume that a copy-on-write snapshot is activated with.
+    `size_bytes` is the size of the snapshot's volume when the snapshot was taken, `area_bytes` that
+    of the snapshot's COW store. `id` and `backing` are as those of a `Volume`. `source_id` is the
+    volume of which callers took the snapshot. `origin` is the logical volume with which a
+    copy-on-write snapshot is activated.
     """
 
     id: VolumeId
@@ -275,22 +301,22 @@ class Snapshot:
 
     @property
     def name(self) -> str:
-        """The name of the logical volume that backs it."""
+        """Name of the logical volume that backs the snapshot."""
         return self.backing.name
 
     @property
     def capacity_bytes(self) -> int:
-        """The volume's size as its users saw it: without the header."""
+        """Size of the volume as its users saw it, without the LUKS2 header, in bytes."""
         return self.size_bytes - self.header_bytes
 
     @property
     def requested_bytes(self) -> int:
-        """The size that the volume's caller asked for; its capacity where that is not known."""
+        """Size that the volume's caller asked for, in bytes; if unknown, the volume's capacity."""
         return requested_bytes(self.own_tags, self.size_bytes) or self.capacity_bytes
 
     @property
     def header_bytes(self) -> int:
-        """The bytes of the volume's LUKS2 header; 0 for none."""
+        """Size of the volume's LUKS2 header, in bytes; 0 for none."""
         return _header_bytes(self.own_tags, self.size_bytes)
 
     @property
@@ -300,40 +326,40 @@ class Snapshot:
 
     @property
     def sequence(self) -> int:
-        """Its number in the order of the group's snapshots; 0 where Carver 0.1.0 took it."""
+        """Number in the order of the group's snapshots; 0 if Carver 0.1.0 took the snapshot."""
         return _number(self.own_tags, tag.SEQUENCE)
 
     @property
     def is_thin(self) -> bool:
-        """Whether it is in a thin pool, and so independent of its source."""
+        """Whether the snapshot is in a thin pool, and therefore independent of its source."""
         return bool(self.pool)
 
     @property
     def is_bridge(self) -> bool:
-        """Whether it exists only while a volume is copied from it."""
+        """Whether the snapshot is a bridge: a temporary snapshot from which a volume is copied."""
         return names.is_of(ids.BRIDGE_PREFIX, self.name)
 
     @property
     def copy_id(self) -> str:
-        """The id of the volume that a bridge was taken for.
+        """Id of the volume that is copied from this bridge.
 
-        Empty where a version took it that did not record this.
+        Empty if an older version of Carver, which did not record the id, took the bridge.
         """
         return self.own_tags.get(tag.COPY, "")
 
     @property
     def is_ready(self) -> bool:
-        """Whether volumes can be made from it; not while its state is unknown."""
+        """Whether volumes can be made from the snapshot; False while its state is unknown."""
         return self.overflowed is False
 
     @property
     def group_snapshot_id(self) -> str:
-        """Its group snapshot; empty for a single one."""
+        """Id of the group snapshot that the snapshot belongs to; empty for a single snapshot."""
         return self.own_tags.get(tag.GROUP_SNAPSHOT, "")
 
     @property
     def problem(self) -> str:
-        """Why it can never be used again; empty if it can."""
+        """Why the snapshot can never be used again; empty if it can be used."""
         if not self.overflowed:
             return ""
         return (
@@ -343,14 +369,17 @@ class Snapshot:
 
 
 def requested(asked_bytes: int, size_bytes: int, header_bytes: int) -> dict[str, str]:
-    """The tag of a volume that is larger, without its header, than its caller asked for."""
+    """Return the tag of a volume that has more capacity than its caller asked for, else none.
+
+    The capacity is the volume's size without its LUKS2 header.
+    """
     if not 0 < asked_bytes < size_bytes - header_bytes:
         return {}
     return {tag.REQUESTED: f"{asked_bytes}/{size_bytes}"}
 
 
 def requested_bytes(own_tags: Mapping[str, str], size_bytes: int) -> int:
-    """The bytes that were rounded up to this size, by the tag; 0 where there is none."""
+    """Return the bytes that were asked for and rounded up to this size; 0 if no tag says so."""
     asked, _, given = own_tags.get(tag.REQUESTED, "").partition("/")
     return tags.number(asked) or 0 if given == str(size_bytes) else 0
 
@@ -360,10 +389,12 @@ _Record = TypeVar("_Record", Volume, Snapshot)
 
 @dataclass(frozen=True)
 class Newer(Generic[_Record]):
-    """A volume or snapshot that this version must not use: what it `needs`, or its tags' `faults`.
+    """A volume or snapshot that this version of Carver must not use.
 
-    No call uses it, no background work continues it. It is listed as `shown`, and what it stands on
-    stays. Records are made here alone, so that no reader can forget it.
+    `needs` are the properties that this version does not know, `faults` the faults of the tags. No
+    call uses such an object, no background work continues it, and what it depends on is not
+    removed. `shown` is the record to be listed. Each record is made in this module, so no reader
+    can forget the check.
     """
 
     shown: _Record
@@ -372,27 +403,27 @@ class Newer(Generic[_Record]):
 
     @property
     def problem(self) -> errors.AgentError:
-        """Why it must not be used."""
+        """The error that says why the volume or snapshot must not be used."""
         if self.needs:
             return errors.NeedsOther(str(self.shown.id), self.needs)
         return errors.TagsDamaged(str(self.shown.id), self.faults)
 
 
 def to_use(either: _Record | Newer[_Record]) -> _Record:
-    """A volume or snapshot; raises NeedsOther or TagsDamaged for one that must not be used."""
+    """Return a volume or snapshot; raise NeedsOther or TagsDamaged if it must not be used."""
     if isinstance(either, Newer):
         raise either.problem
     return either
 
 
-# Keys of which one value must not be chosen among several: what is done to data goes by them.
+# Keys of tags that decide what is done to data. If such a tag has several values, none is chosen.
 _DECIDING = frozenset(
     {
         *(tag.NAME, tag.STATE, tag.CLASS, tag.LAYOUT, tag.ACCESS, tag.EPHEMERAL, tag.ADOPTED),
         *(tag.FROM, tag.BRIDGE, tag.COPY, tag.ZERO, tag.CACHE, tag.GIVEN_UP, tag.CHUNK),
         *(tag.ENCRYPTION, tag.HEADER, tag.SEALED, tag.SHARED_KEY, tag.FORMATTED),
-        # How much of a volume is filled, and of a snapshot copied; which snapshot is older; whether
-        # a copy may hold a btrfs.
+        # SIZE says how much of a volume is filled, and how much of a snapshot is copied. SEQUENCE
+        # says which snapshot is older. FS_TYPE says whether a copy may have a btrfs file system.
         *(tag.SIZE, tag.SEQUENCE, tag.FS_TYPE),
         *(tag.SOURCE, tag.GROUP_SNAPSHOT, tag.MEMBERS, tag.MEMBER_GROUPS),
         *(tag.RECEIVED, tag.CHAIN, tag.INTO, tag.OFFSET, tag.RELEASE, tag.FINISHING),
@@ -402,56 +433,59 @@ _DECIDING = frozenset(
 
 
 def faults(logical: report.LogicalVolume) -> frozenset[str]:
-    """What of Carver's tags no version writes so: some were lost, or changed by hand.
+    """Return the faults of a logical volume's tags: tags that no version of Carver writes so.
 
-    Such a volume is neither completed nor erased: either might be wrong.
+    Some tags were lost, or changed by hand. Such a volume is neither completed nor erased, because
+    either might be wrong.
     """
     own_tags = logical.own_tags
-    found = set()
-    # Others' tags are few, and most volumes have none.
+    doubled = set()
+    # Doubled keys are looked for only if there are more tags than keys of Carver's. This is quick:
+    # most volumes have no tags of other programs.
     if len(logical.tags) > len(own_tags):
-        found = {f"`{key}` twice" for key in tags.doubled(logical.tags) & _DECIDING}
-    return frozenset({*found, *volume_states.faults(own_tags)})
+        doubled = {f"`{key}` twice" for key in tags.doubled(logical.tags) & _DECIDING}
+    return frozenset({*doubled, *volume_states.faults(own_tags)})
 
 
 def every(group: report.Group) -> Iterator[report.LogicalVolume]:
-    """All logical volumes of a group, to be shown and counted, never to be changed.
+    """Yield all logical volumes of a group, to be shown and counted, never to be changed.
 
-    Those of others are among them, and those that only newer versions know.
+    Among them are logical volumes of other programs, and those that only newer versions know.
     """
     yield from group.volumes.values()
 
 
 def usable(group: report.Group) -> Iterator[report.LogicalVolume]:
-    """Carver's logical volumes and pools that this version may change."""
-    return (one for one in every(group) if is_usable(group, one))
+    """Return Carver's logical volumes and thin pools in a group that this version may change."""
+    return (logical for logical in every(group) if is_usable(group, logical))
 
 
 def is_usable(group: report.Group, logical: report.LogicalVolume) -> bool:
-    """Whether it has tags of Carver's, and this version may change it."""
+    """Whether a logical volume has tags of Carver's, and this version may change it."""
     return bool(logical.own_tags) and not (_needs(group, logical) or faults(logical))
 
 
 def reservation_name(name: str) -> str:
-    """The logical volume that reserves the extents by which a volume grows."""
+    """Return the name of the logical volume that reserves the extents for a volume's growth."""
     return names.logical_volume(ids.GROWTH_PREFIX, name)
 
 
 def reservation(group: report.Group, name: str) -> report.LogicalVolume | None:
-    """The extents that Carver reserved for the growth of a volume; None where there are none.
+    """Return the logical volume that reserves extents for a volume's growth; None if there is none.
 
-    A name alone proves nothing: it has the tags of what is to be erased, as every version made it.
+    A name alone proves nothing: the reservation must have the tags of a logical volume that is to
+    be erased. Each version of Carver makes reservations with these tags.
     """
-    found = group.volumes.get(reservation_name(name))
-    if found is None or not is_usable(group, found):
+    logical = group.volumes.get(reservation_name(name))
+    if logical is None or not is_usable(group, logical):
         return None
-    own_tags = found.own_tags
+    own_tags = logical.own_tags
     is_reserved = tag.NAME in own_tags and volume_states.is_recorded(own_tags, Ender.ERASER)
-    return found if is_reserved and not (found.origin or found.pool) else None
+    return logical if is_reserved and not (logical.origin or logical.pool) else None
 
 
 def unknown_needs(logical: report.LogicalVolume) -> frozenset[str]:
-    """What this version would have to know, and does not, to use a logical volume or pool."""
+    """Return the properties that a logical volume or pool needs and this version does not know."""
     if tag.NEEDS not in logical.own_tags:
         return frozenset()
     needs = ",".join(tags.values(logical.tags, tag.NEEDS)).split(",")
@@ -461,13 +495,13 @@ def unknown_needs(logical: report.LogicalVolume) -> frozenset[str]:
 def _guarded(
     group: report.Group, logical: report.LogicalVolume, made: _Record
 ) -> _Record | Newer[_Record]:
-    """The record, or the one that says that this version must not use it, or its pool."""
+    """Return the record, or a `Newer` if this version must not use the volume or its pool."""
     needs, wrong = _needs(group, logical), faults(logical)
     return Newer(made, needs, wrong) if needs or wrong else made
 
 
 def _needs(group: report.Group, logical: report.LogicalVolume) -> frozenset[str]:
-    """What this version lacks for a logical volume, or for the pool that it lies in."""
+    """Return the properties that this version does not know, of a logical volume and its pool."""
     needs = unknown_needs(logical)
     if logical.pool in group.volumes:
         needs |= unknown_needs(group.volumes[logical.pool])
@@ -475,17 +509,18 @@ def _needs(group: report.Group, logical: report.LogicalVolume) -> frozenset[str]
 
 
 def key_generation(own_tags: Mapping[str, str]) -> str:
-    """The name of the only valid key; in brackets, why there is none."""
+    """Return the name of an encrypted volume's only valid key, or in brackets why none is known."""
     if tag.ROTATING in own_tags:
         return "(rotating)"
     return own_tags.get(tag.KEY_GENERATION, "(unnamed)")
 
 
 def is_block(identity: str, own_tags: Mapping[str, str]) -> bool:
-    """Whether a volume, or a snapshot's volume, with these tags was made for raw block access.
+    """Whether a volume with these tags, or the volume of a snapshot, was made for raw block access.
 
-    Never a guess: a raw block volume may hold what no probe knows, and would be formatted. One that
-    was formatted is none. Raises TagsDamaged where the tag is lost, or has another value.
+    The answer is never a guess: a raw block volume may hold contents that no probe recognizes, and
+    would be formatted. A volume that was formatted is not a raw block volume. Raises TagsDamaged if
+    the tag with the access type is lost, or has another value.
     """
     if not may_be_block(own_tags):
         return False
@@ -495,75 +530,87 @@ def is_block(identity: str, own_tags: Mapping[str, str]) -> bool:
 
 
 def may_be_block(own_tags: Mapping[str, str]) -> bool:
-    """Whether a volume with these tags may hold what no probe knows: see `is_block`."""
+    """Whether a volume with these tags may hold contents that no probe recognizes (`is_block`)."""
     access = own_tags.get(tag.ACCESS)
     return access == BLOCK or (access != MOUNT and tag.FORMATTED not in own_tags)
 
 
 def is_encrypted(own_tags: Mapping[str, str]) -> bool:
-    """Whether tags are of an encrypted volume; also if one that says so is lost."""
+    """Whether these tags are those of an encrypted volume, even if one such tag is lost."""
     return bool({tag.ENCRYPTION, tag.HEADER, tag.SEALED} & own_tags.keys())
 
 
 def volume(group: report.Group, logical: report.LogicalVolume) -> Volume | Newer[Volume] | None:
-    """A logical volume as a volume; None if Carver did not make it."""
+    """Return the record of a logical volume that is a volume; None if Carver did not make it."""
     own_tags = logical.own_tags
     prefixes = (ids.VOLUME_PREFIX, ids.INLINE_PREFIX)
-    if tag.NAME not in own_tags or not any(names.is_of(one, logical.name) for one in prefixes):
+    if tag.NAME not in own_tags or not any(
+        names.is_of(prefix, logical.name) for prefix in prefixes
+    ):
         return None
     if names.is_part(logical.name):
-        # lvm2 copies the tags of a RAID to its images.
+        # An image of a RAID is not a volume, although lvm2 copies the tags of the RAID to its
+        # images.
         return None
     return _guarded(group, logical, _as_volume(group, logical, own_tags))
 
 
-# The volumes of the state of each group that was asked for last, by the group's name.
+# Cache of `volumes_of`: the last state of each volume group and the volumes in that state, by the
+# group's name.
 _last_volumes: dict[str, tuple[report.Group, Sequence[Volume | Newer[Volume]]]] = {}
 
 
 def volumes_of(group: report.Group) -> Sequence[Volume | Newer[Volume]]:
-    """The volumes of a group; found once for each of its states, as lists are frequent.
+    """Return the volumes of a group; cached for the group's last state, as lists are frequent.
 
-    A state is the same object until something changes in the group.
+    The state of a group is the same object until something changes in the group.
     """
-    state, own = _last_volumes.get(group.name, (None, ()))
+    state, records = _last_volumes.get(group.name, (None, ()))
     if state is not group:
-        own = tuple(one for one in (volume(group, one) for one in every(group)) if one is not None)
-        _last_volumes[group.name] = (group, own)
-    return own
+        records = tuple(
+            record
+            for record in (volume(group, logical) for logical in every(group))
+            if record is not None
+        )
+        _last_volumes[group.name] = (group, records)
+    return records
 
 
 def named(group: report.Group, name: str, prefix: str = ids.VOLUME_PREFIX) -> Volume | None:
-    """The volume of a group that the CO calls `name`; raises NeedsOther, TagsDamaged."""
+    """Return the volume of a group that the CO calls `name`; raise NeedsOther or TagsDamaged."""
     logical = group.volumes.get(names.logical_volume(prefix, name))
     either = None if logical is None else volume(group, logical)
     return None if either is None else to_use(either)
 
 
 def remains(group: report.Group, logical: report.LogicalVolume) -> Volume | Newer[Volume] | None:
-    """A logical volume as one to erase; None if it is not.
+    """Return the record of a former snapshot or reservation that has yet to be erased.
 
-    It is a snapshot that was split from its origin, or killed before it got one, or extents that a
-    volume was to grow by. Its existence records that its data must be erased.
+    None if the logical volume is neither. Such a snapshot was split from its origin, or lvm2 was
+    killed before the snapshot got one. A reservation has the extents that a volume was to grow by.
+    No tag is needed: that the logical volume exists says that its data must be erased.
     """
     own_tags = logical.own_tags
-    is_so = _is_snapshot(logical.name) or names.is_of(ids.GROWTH_PREFIX, logical.name)
-    if tag.NAME not in own_tags or not is_so or not volume_states.is_deleted_snapshot(logical):
+    is_remains = _is_snapshot(logical.name) or names.is_of(ids.GROWTH_PREFIX, logical.name)
+    if tag.NAME not in own_tags or not is_remains or not volume_states.is_deleted_snapshot(logical):
         return None
-    made = _as_volume(group, logical, {**own_tags, **volume_states.tags_for(Ender.ERASER)})
-    return _guarded(group, logical, made)
+    record = _as_volume(group, logical, {**own_tags, **volume_states.tags_for(Ender.ERASER)})
+    return _guarded(group, logical, record)
 
 
 def snapshot(
     group: report.Group, logical: report.LogicalVolume
 ) -> Snapshot | Newer[Snapshot] | None:
-    """A logical volume as a snapshot; None if it is not, or has neither origin nor pool."""
+    """Return the record of a logical volume that is a snapshot.
+
+    None if the logical volume is no snapshot of Carver's, or has neither origin nor pool.
+    """
     own_tags = logical.own_tags
     if tag.NAME not in own_tags or not _is_snapshot(logical.name):
         return None
     if volume_states.is_deleted_snapshot(logical):
         return None
-    made = Snapshot(
+    record = Snapshot(
         id=VolumeId.of(group, logical.name),
         backing=backing.of(group, logical.name),
         group=group,
@@ -576,29 +623,36 @@ def snapshot(
         pool=logical.pool,
         origin=logical.origin,
     )
-    return _guarded(group, logical, made)
+    return _guarded(group, logical, record)
 
 
 def snapshots_of(volume: Volume) -> Iterator[Snapshot]:
-    """The snapshots of a volume, by the volume's report."""
-    every = (snapshot(volume.group, one) for one in volume.group.made_of(volume.name))
-    return (one for one in every if isinstance(one, Snapshot) and one.source_id == volume.id)
+    """Return the snapshots of a volume, by the report from which the volume's record was made."""
+    candidates = (snapshot(volume.group, logical) for logical in volume.group.made_of(volume.name))
+    return (
+        record
+        for record in candidates
+        if isinstance(record, Snapshot) and record.source_id == volume.id
+    )
 
 
 def next_sequence(group: report.Group) -> int:
-    """The number of the next snapshot in a group: above all that exist.
+    """Return the number of the next snapshot in a group: one more than the highest number.
 
-    The group's lock is held, and the report was read under it.
+    The caller holds the group's lock, and has read the report under that lock.
     """
-    every_tag = (one for logical in every(group) for one in tags.values(logical.tags, tag.SEQUENCE))
-    return 1 + max((tags.number(one) or 0 for one in every_tag), default=0)
+    values = (
+        value for logical in every(group) for value in tags.values(logical.tags, tag.SEQUENCE)
+    )
+    return 1 + max((tags.number(value) or 0 for value in values), default=0)
 
 
 def is_older(one: Snapshot, other: Snapshot | Volume) -> bool | None:
-    """Whether a snapshot is older than another of its volume; None if unknown.
+    """Whether a snapshot is older than another snapshot of its volume; None if unknown.
 
-    Times are not compared, since the clock may have been set. Snapshots of 0.1.0 have no number;
-    in a pool, thin ids have their order.
+    If `other` is a volume, the snapshot is older, since the volume has the present contents. Times
+    are not compared, since the clock may have been set. Snapshots of Carver 0.1.0 have no number;
+    in a thin pool, the order of thin ids decides for them.
     """
     if isinstance(other, Volume):
         return True
@@ -615,11 +669,14 @@ def is_older(one: Snapshot, other: Snapshot | Volume) -> bool | None:
 
 
 def remains_of(snapshot: Snapshot, *, parted: bool = True) -> Volume:
-    """A deleted snapshot as a read-only volume, to be erased once it is split from its origin."""
+    """Return the record of a deleted snapshot as a read-only volume that is to be erased.
+
+    With `detached_cachevol`, the record is that of the snapshot after its split from the origin.
+    """
     own_tags = {**snapshot.own_tags, **volume_states.tags_for(Ender.ERASER)}
     group, logical = snapshot.group, snapshot.group.volumes.get(snapshot.name)
     if parted and logical is not None:
-        # The report is older than the split.
+        # The origin is removed from the report, which is older than the split.
         alone = replace(logical, origin="")
         group = replace(group, volumes={**group.volumes, snapshot.name: alone})
     return Volume(
@@ -630,6 +687,7 @@ def remains_of(snapshot: Snapshot, *, parted: bool = True) -> Volume:
 def _as_volume(
     group: report.Group, logical: report.LogicalVolume, own_tags: Mapping[str, str]
 ) -> Volume:
+    """Return the record of a logical volume as a volume with these tags."""
     return Volume(
         VolumeId.of(group, logical.name),
         backing.of(group, logical.name),
@@ -642,48 +700,56 @@ def _as_volume(
 
 
 def _is_snapshot(name: str) -> bool:
+    """Whether a logical volume's name is that of a snapshot, temporary ones included."""
     return names.is_of(ids.SNAPSHOT_PREFIX, name) or names.is_of(ids.BRIDGE_PREFIX, name)
 
 
 def _lies_on(group: report.Group, logical: report.LogicalVolume) -> report.LogicalVolume:
-    """The logical volume that lies on disks: itself, or its pool."""
+    """Return the logical volume that lies on disks: the given one, or its thin pool."""
     return group.volumes.get(logical.pool, logical)
 
 
 def places_of(volumes: Sequence[Volume]) -> str:
-    """The value of the tag MEMBER_GROUPS for these volumes."""
-    return ",".join(sorted({place_of(str(one.id)) for one in volumes}))
+    """Return the value of the tag MEMBER_GROUPS for these volumes."""
+    return ",".join(sorted({place_of(str(volume.id)) for volume in volumes}))
 
 
 def place_of(identity: str) -> str:
-    """An id's group: name@uuid."""
+    """Return the volume group in an id, as name@uuid."""
     return identity.partition("/")[0]
 
 
 def is_whole(members: Sequence[Snapshot]) -> bool:
     """Whether these are all snapshots of their group snapshot."""
     return bool(members) and len(members) == max(
-        _number(one.own_tags, tag.MEMBERS) for one in members
+        _number(member.own_tags, tag.MEMBERS) for member in members
     )
 
 
 def _thin_id(snapshot: Snapshot) -> int | None:
+    """Return the number of a snapshot's thin device in its pool; None if it has none."""
     logical = snapshot.group.volumes.get(snapshot.name)
     return None if logical is None else logical.thin_id
 
 
 def _shown_bytes(group: report.Group, snapshot: report.LogicalVolume) -> int:
-    """The size of a snapshot's device: its own in a pool, else about that of its origin."""
+    """Return the size of a snapshot's device, in bytes.
+
+    In a thin pool it is the snapshot's own size, else approximately its origin's.
+    """
     is_thin = bool(snapshot.pool)
     return (snapshot if is_thin else group.volumes.get(snapshot.origin, snapshot)).size_bytes
 
 
 def _header_bytes(own_tags: Mapping[str, str], size_bytes: int) -> int:
-    """The bytes of a LUKS2 header; 0 where the tag is lost, or has more than the volume."""
-    found = _number(own_tags, tag.HEADER)
-    return found if found < size_bytes else 0
+    """Return the size of a LUKS2 header by its tag, in bytes.
+
+    0 if the tag is lost, or has more bytes than the volume.
+    """
+    header_bytes = _number(own_tags, tag.HEADER)
+    return header_bytes if header_bytes < size_bytes else 0
 
 
 def _number(own_tags: Mapping[str, str], key: str) -> int:
-    """The number in a tag; 0 if it is lost or no number."""
+    """Return the number in a tag; 0 if the tag is lost or has no number."""
     return tags.number(own_tags.get(key, "")) or 0

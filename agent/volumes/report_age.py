@@ -1,9 +1,14 @@
-"""Reports by what may be decided by their age, as three types; and the volumes found in each.
+"""Reports in three types, by the decisions that their age allows; and the volumes found in them.
 
-A report of a group may be older than what is in it. A call that changes something decides by the
-state of each group that the decision is about: by `Fresh` for the groups that it names, by `Every`
-where any group may matter. `Seen` is for metrics, health and hints. agent/volumes/reports.py reads
-them; nothing here runs a command.
+A report of a volume group may be older than the group's present state. A call that changes
+something has to know the present state of each group that its decision is about. There are three
+types, so that mypy finds a decision by a report that is too old:
+
+- `Fresh` has the groups that the call names, each read after the call began.
+- `Every` has all groups with all changes by Carver, for decisions in which any group may matter.
+- `Seen` has the groups as they were read last, for metrics, health and hints.
+
+agent/volumes/reports.py reads them; the code here runs no command.
 """
 
 from collections import defaultdict
@@ -19,66 +24,79 @@ from lvm import names, report
 
 
 class Contents(report.Report):
-    """Carver's volumes and snapshots in the groups of a report, be it fresh or old."""
+    """Carver's volumes and snapshots in the groups of a report, which may be fresh or old."""
 
     def volumes(self) -> Iterator[Volume]:
-        """Every volume that this version uses, also those that are being erased."""
+        """Yield the volumes that this version can use, including those that are being erased."""
         for group in self.groups.values():
-            yield from (one for one in records.volumes_of(group) if isinstance(one, Volume))
+            yield from (
+                volume for volume in records.volumes_of(group) if isinstance(volume, Volume)
+            )
 
     def shown(self) -> Iterator[Volume]:
-        """Every volume, also those that only newer versions use: what they stand on stays."""
+        """Yield all volumes, including those that this version of Carver must not use (`Newer`).
+
+        What such a volume depends on must not be removed.
+        """
         for group in self.groups.values():
-            for one in records.volumes_of(group):
-                yield one.shown if isinstance(one, Newer) else one
+            for volume in records.volumes_of(group):
+                yield volume.shown if isinstance(volume, Newer) else volume
 
     def listed(self) -> list[Volume]:
-        """What the CO has as volumes, to be shown; also those that only newer versions use."""
-        return [one for one in self.shown() if one.is_listed]
+        """Return the volumes that the CO knows as volumes, to be shown.
+
+        Volumes that this version of Carver must not use (`Newer`) are included.
+        """
+        return [volume for volume in self.shown() if volume.is_listed]
 
     def copies(self) -> Iterator[Volume]:
-        """Every volume that is being filled, also those that only newer versions use."""
-        return (one for one in self.shown() if one.ended_by is Ender.COPIER)
+        """Yield the volumes that are being filled by a copy, or with zeroes.
+
+        Volumes that this version of Carver must not use (`Newer`) are included.
+        """
+        return (volume for volume in self.shown() if volume.ended_by is Ender.COPIER)
 
     def snapshots(self) -> Iterator[Snapshot]:
-        """Every snapshot that this version uses, also those that volumes are copied from."""
-        return (one for one in self.every_snapshot() if isinstance(one, Snapshot))
+        """Yield the snapshots that this version can use, including temporary ones (bridges)."""
+        return (snapshot for snapshot in self.every_snapshot() if isinstance(snapshot, Snapshot))
 
     def every_snapshot(self) -> Iterator[Snapshot | Newer[Snapshot]]:
-        """Every snapshot, also those that only newer versions use, each as what it is here."""
+        """Yield all snapshots; those that this version must not use are of the type `Newer`."""
         for group, logical in self._logical():
             if (snapshot := records.snapshot(group, logical)) is not None:
                 yield snapshot
 
     def group_snapshots(self) -> Mapping[str, list[Snapshot | Newer[Snapshot]]]:
-        """The snapshots of each group snapshot that are present, by its id."""
+        """Return the present snapshots of each group snapshot, by the group snapshot's id."""
         members: defaultdict[str, list[Snapshot | Newer[Snapshot]]] = defaultdict(list)
-        for one in self.every_snapshot():
-            shown = one.shown if isinstance(one, Newer) else one
+        for snapshot in self.every_snapshot():
+            shown = snapshot.shown if isinstance(snapshot, Newer) else snapshot
             if shown.group_snapshot_id:
-                members[shown.group_snapshot_id].append(one)
+                members[shown.group_snapshot_id].append(snapshot)
         return members
 
     def _logical(self) -> Iterator[tuple[report.Group, report.LogicalVolume]]:
+        """Yield each logical volume of each group."""
         for group in self.groups.values():
             yield from ((group, logical) for logical in records.every(group))
 
 
 @dataclass(frozen=True)
 class Current(Contents):
-    """A report that a decision may go by.
+    """A report that is recent enough for decisions.
 
-    `problems` has why what lvm2 left when it was killed could not be repaired, by the group and the
-    logical volume; only agent/volumes/mender.py tries to.
+    `problems` has the errors of failed repairs, by the names of the group and of the logical
+    volume. Only agent/volumes/mender.py repairs what a killed lvm2 left.
     """
 
     problems: Mapping[tuple[str, str], Exception] = field(default_factory=dict)
 
     def volume(self, volume_id: str) -> Volume:
-        """The volume of an id, even one that is being erased.
+        """Return the volume with an id, even if the volume is being erased.
 
-        Raises NoSuchVolume where the report proves its absence, OtherGroup where its group is not
-        here, so that nothing is proved, and NeedsOther, TagsDamaged.
+        Raises NoSuchVolume if the report proves the volume's absence, and OtherGroup if the
+        volume's group is not in the report, so that nothing is proved. Raises NeedsOther or
+        TagsDamaged if this version must not use the volume.
         """
         place = self._find(volume_id)
         volume = None if place is None else records.volume(*place)
@@ -87,7 +105,7 @@ class Current(Contents):
         return to_use(volume)
 
     def usable(self, volume_id: str, call: Call) -> Volume:
-        """The volume of an id for a call, if its record lets the call have it.
+        """Return the volume with an id, if the volume's record lets the call use the volume.
 
         Raises as `volume` and `volume_states.require`.
         """
@@ -96,10 +114,11 @@ class Current(Contents):
         return volume
 
     def taken_snapshot(self, snapshot_id: str) -> Snapshot:
-        """The snapshot of an id, also of a group snapshot that is not complete; no bridge.
+        """Return the snapshot with an id, even of an incomplete group snapshot.
 
-        Raises NoSuchSnapshot, OtherGroup or NeedsOther, as `volume` does. `Reports.snapshot` is for
-        callers, who do not get one of a group snapshot that is not complete.
+        Temporary snapshots (bridges) are not found. Raises NoSuchSnapshot, OtherGroup or
+        NeedsOther, as `volume` does. Callers of RPCs get snapshots by `Reports.snapshot`, which
+        leaves out the snapshots of incomplete group snapshots.
         """
         place = self._find(snapshot_id)
         either = None if place is None else records.snapshot(*place)
@@ -109,16 +128,16 @@ class Current(Contents):
         return snapshot
 
     def members(self, group_snapshot_id: str) -> list[Snapshot]:
-        """The snapshots of a group snapshot that are present, be it complete or not.
+        """Return the present snapshots of a group snapshot, which may be incomplete.
 
         Raises NeedsOther.
         """
-        return [to_use(one) for one in self.group_snapshots().get(group_snapshot_id, ())]
+        return [to_use(snapshot) for snapshot in self.group_snapshots().get(group_snapshot_id, ())]
 
     def doomed(self) -> Iterator[Volume]:
-        """Every volume that is recorded as deleted, and has yet to be erased.
+        """Yield the volumes that are recorded as deleted and have yet to be erased.
 
-        Without those that only a newer version knows how to erase.
+        Left out are volumes that only a newer version knows how to erase.
         """
         for group, logical in self._logical():
             volume = records.volume(group, logical) or records.remains(group, logical)
@@ -126,7 +145,7 @@ class Current(Contents):
                 yield volume
 
     def doomed_volume(self, identity: str) -> Volume:
-        """The volume recorded as deleted under an id; raises as `volume` does."""
+        """Return the volume with an id that is recorded as deleted; raise as `volume` does."""
         place = self._find(identity)
         either = None if place is None else records.volume(*place) or records.remains(*place)
         volume = None if either is None else to_use(either)
@@ -135,28 +154,35 @@ class Current(Contents):
         return volume
 
     def require_none_named(self, name: str, prefix: str) -> None:
-        """Raise NeedsOther, TagsDamaged for one of that name, which a search leaves out."""
+        """Raise NeedsOther or TagsDamaged if a volume of that name must not be used.
+
+        A search for the name leaves such a volume out.
+        """
         for group in self.groups.values():
             records.named(group, name, prefix)
 
     def require_group_of(self, identity: str) -> None:
-        """Raise OtherGroup for an id of a group that is not here: nothing is proved."""
+        """Raise OtherGroup if the volume group of an id is not in the report.
+
+        Nothing about the id is proved then.
+        """
         self._find(identity)
 
     def require_repaired(self, volume: Volume) -> None:
-        """Raise why what lvm2 left of a volume, or of what it depends on, is not repaired."""
+        """Raise the error of a failed repair of a volume, or of what the volume depends on."""
         self._require_repaired(volume.group, volume.group.volume(volume.name))
 
     def _require_repaired(self, group: report.Group, logical: report.LogicalVolume) -> None:
+        """Raise the error of a failed repair of a logical volume, its origin or its thin pool."""
         for name in filter(None, (logical.name, logical.origin, logical.pool)):
             if problem := self.problems.get((group.name, name)):
                 raise problem.with_traceback(None)
 
     def _find(self, identity: str) -> tuple[report.Group, report.LogicalVolume] | None:
-        """The logical volume of an id; None for an impossible id, and where its absence is proved.
+        """Return the group and the logical volume of an id, or None if the volume does not exist.
 
-        Raises OtherGroup where the group is not here: nothing is proved then; and why what lvm2
-        left of it is not repaired.
+        None also stands for an impossible id. Raises OtherGroup if the group is not in the report,
+        so that nothing is proved; and the error of a failed repair of the volume.
         """
         parsed = VolumeId.parse(identity)
         if parsed is None:
@@ -175,10 +201,11 @@ class Current(Contents):
 
 @dataclass(frozen=True)
 class Fresh(Current):
-    """Groups that a call named, each read after the call began; `asked` has their names.
+    """A report of the volume groups that a call named, each read after the call began.
 
-    It says nothing of another group, which is not the same as that it is absent; `unasked` has the
-    names of Carver's other groups, which no id may be looked for in.
+    `asked` has the names of these groups. A group that is not in the report is not proved to be
+    absent. `unasked` has the names of Carver's other groups; to look for an id in one of these is
+    an error of the program.
     """
 
     asked: frozenset[str] = frozenset()
@@ -193,69 +220,76 @@ class Fresh(Current):
 
 @dataclass(frozen=True)
 class Every(Current):
-    """Each group that this process ever read, with all that Carver did there until now.
+    """A report of all volume groups with all changes by Carver until now.
 
-    What others did in a group since, such as an operator, may be missing. `silent` has the names of
-    groups that Carver changed and that have not answered since, where what it did last may be
-    missing, and of those that this process never read, or that are refused, where all of it is.
-    `unread` has those that have not answered yet.
+    It has each group that this process ever read. Changes by others since, such as an operator, may
+    be missing.
+
+    `silent` has the names of groups in which changes by Carver may be missing: groups that Carver
+    changed and that have not answered since, groups that this process never read, and groups that
+    are refused. `unread` has the names of groups that have not answered yet.
     """
 
     silent: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
 
     def named(self, name: str, prefix: str = ids.VOLUME_PREFIX) -> Volume | None:
-        """The volume that the CO calls `name`, in whichever of Carver's groups it is.
+        """Return the volume that the CO calls `name`, in whichever of Carver's groups it is.
 
-        Raises NeedsOther, and why what lvm2 left of it is not repaired.
+        Raises NeedsOther, and the error of a failed repair of the volume.
         """
-        every = (records.named(group, name, prefix) for group in self.groups.values())
-        volume = next(filter(None, every), None)
+        candidates = (records.named(group, name, prefix) for group in self.groups.values())
+        volume = next(filter(None, candidates), None)
         if volume is not None:
             self.require_repaired(volume)
         return volume
 
     def require_not_copied(self, source_id: str) -> None:
-        """Raise VolumeInUse for a snapshot or a volume from which a volume is being copied.
+        """Raise VolumeInUse if a volume is being copied from this snapshot or volume.
 
-        The source's group is held, which each new copy takes as well. Raises GroupBusy for a
-        snapshot while a group was never read, which may have such a volume. A volume itself is not
-        read: a copy has its bridge, which is not removed while the copy's group is silent.
+        The caller holds the lock of the source's group, which each new copy takes as well. If the
+        source is a snapshot, raises GroupBusy while a group was never read, because that group may
+        have a copy. If the source is a volume, that check is not needed: the copy has a temporary
+        snapshot (bridge) of the volume, which is not removed while the copy's group is silent.
         """
         if names.is_of(ids.SNAPSHOT_PREFIX, ids.logical_name(source_id)):
             self.require_read()
-        copies = [str(one.id) for one in self.copies() if one.own_tags.get(tag.FROM) == source_id]
+        copies = [
+            str(copy.id) for copy in self.copies() if copy.own_tags.get(tag.FROM) == source_id
+        ]
         if copies:
             raise errors.VolumeInUse(source_id, f"{', '.join(copies)} is copied from it")
 
     def is_known_unused(self, bridge: Snapshot) -> bool:
-        """Whether a bridge that no volume here needs is needed by none of a silent group.
+        """Whether a bridge that no present volume needs is also not needed in a silent group.
 
-        Its own tag has the group of the one volume that it was taken for.
+        A bridge is a temporary snapshot from which a volume is copied. Its own tag has the group of
+        that volume.
         """
         return not self.unanswered(*_groups_of_copy(bridge))
 
     def require_known_unused(self, bridge: Snapshot) -> None:
-        """Raise GroupBusy where `is_known_unused` is false."""
+        """Raise GroupBusy if a volume in a silent group may need a bridge (`is_known_unused`)."""
         self.require_answered(*_groups_of_copy(bridge))
 
     def unanswered(self, *groups: str) -> frozenset[str]:
-        """Those of these groups, or of all where none is named, that are `silent`."""
+        """Return those of these groups that are `silent`; of all groups, if none is named."""
         return self.silent & set(groups) if groups else self.silent
 
     def require_answered(self, *groups: str) -> None:
-        """Raise GroupBusy while what Carver did last in one of these groups may be missing.
+        """Raise GroupBusy while changes by Carver in one of these groups may be missing.
 
-        Of all groups where none is named.
+        If no group is named, all groups count.
         """
         if silent := self.unanswered(*groups):
             named = ", ".join(sorted(silent))
             raise errors.GroupBusy(f"volume group {named}", "it has not answered")
 
     def require_read(self) -> None:
-        """Raise GroupBusy while a group was never read: an earlier process may have begun a copy.
+        """Raise GroupBusy while a volume group was never read.
 
-        What this process began, also in a group that hangs, its jobs know.
+        An earlier process may have begun a copy in such a group. Copies that this process began,
+        also in a group that hangs, are known by their jobs.
         """
         if self.unread:
             named = ", ".join(sorted(self.unread))
@@ -264,23 +298,26 @@ class Every(Current):
 
 @dataclass(frozen=True)
 class Seen(Contents):
-    """Groups as they were when they were read last, perhaps long ago: no decision goes by it."""
+    """Volume groups as they were when they were read last, perhaps long ago; not for decisions."""
 
     def volume(self, volume_id: str) -> Volume:
-        """The volume of an id, to be shown; raises as `usable` of the others for Call.USE."""
+        """Return the volume with an id, to be shown; raise as `Current.usable` for Call.USE."""
         return Fresh(self.groups, asked=frozenset(self.groups)).usable(volume_id, Call.USE)
 
 
-# The reports that a decision may go by.
+# Types of the reports that are recent enough for decisions.
 Known = Fresh | Every
 
 
 def fresh(groups: Iterable[report.Group]) -> Fresh:
-    """The state of groups that the caller just read, and holds."""
-    every = {one.name: one for one in groups}
-    return Fresh(every, asked=frozenset(every))
+    """Return a report of groups that the caller has just read, and whose locks the caller holds."""
+    by_name = {group.name: group for group in groups}
+    return Fresh(by_name, asked=frozenset(by_name))
 
 
 def _groups_of_copy(bridge: Snapshot) -> list[str]:
-    """The groups that may have the volume that a bridge was taken for; none where any may."""
+    """Return the groups that may have the volume that is copied from a bridge.
+
+    An empty list stands for all groups.
+    """
     return [ids.group_of(bridge.copy_id)] if bridge.copy_id else []

@@ -1,8 +1,8 @@
-"""What finds: reports of the volume groups, read as fresh as each decision needs.
+"""Read reports of the volume groups, each as fresh as a decision needs.
 
-`Reports` runs no command but lvm2's reports. agent/volumes/report_age.py has what a report answers:
-volumes, snapshots and group snapshots. agent/volumes/activator.py has their devices, and
-agent/volumes/mender.py repairs what lvm2 left when it was killed.
+`Reports` runs no command but lvm2's reports. agent/volumes/report_age.py finds volumes, snapshots
+and group snapshots in a report. agent/volumes/activator.py finds their devices, and
+agent/volumes/mender.py repairs what a killed lvm2 left.
 """
 
 import time
@@ -22,16 +22,17 @@ from lvm import report
 from mount import mount_errors as mount_errors
 from mount.kernel import Kernel
 
-# Metrics and health checks: how old a state may be, and how long they wait for a new one.
+# Maximum age of a state that metrics and health checks use, in seconds.
 MONITOR_AGE_SECONDS = 60.0
+# Time limit of the wait of metrics and health checks for a newer state, in seconds.
 _MONITOR_WAIT_SECONDS = 5.0
 
 
 class Reports:
-    """Reads volume groups, and finds what several of them have together.
+    """Reads volume groups, and finds objects that may lie in several of them.
 
-    A call reads the fresh state of the groups that it decides about, which is seldom a command
-    (agent.groups.metadata_cache). Monitoring uses the cached state.
+    A call reads the fresh state of the groups that its decision is about, which seldom takes a
+    command (agent/groups/metadata_cache.py). Monitoring uses the cached state.
     """
 
     def __init__(
@@ -40,194 +41,224 @@ class Reports:
         definitions: GroupDefinitions | None = None,
     ) -> None:
         self._volume_groups = volume_groups
-        # Without definitions all groups are the operator's.
+        # Without definitions Carver creates no group: all groups are the operator's.
         self._definitions = definitions or GroupDefinitions(volume_groups.configuration, Kernel())
-        # The groups whose cached state was used since `refresh` had them read.
+        # The names of the groups whose cached state was used since `refresh` last had them read.
         self._in_use: set[str] = set()
 
     @property
     def _groups(self) -> Sequence[str]:
-        """The names of the groups of the configuration."""
+        """Names of the volume groups in the configuration."""
         return self._volume_groups.names
 
     def fresh(self, *groups: str) -> Fresh:
-        """The state of these groups now, or of all where none is named; of no other group.
+        """Read the state of these groups, or of all groups if none is named.
 
-        One command for each group that was written to since it was read.
-        Raises CommandError, GroupRefused, GroupSilent, TooManyCalls, Starting.
+        Runs one command for each group that was written to since its last read. Raises
+        CommandError, GroupRefused, GroupSilent, TooManyCalls, Starting.
         """
         locks.enter(*groups)
-        every = self._groups
-        asked = groups or every
+        configured = self._groups
+        asked = groups or configured
         own = {name: self._volume_groups.of(name) for name in asked}
-        states = {name: one.state() for name, one in own.items() if one is not None}
+        states = {
+            name: volume_group.state()
+            for name, volume_group in own.items()
+            if volume_group is not None
+        }
         return Fresh(
             self._present(states),
             asked=frozenset(asked),
-            unasked=frozenset(every).difference(asked),
+            unasked=frozenset(configured).difference(asked),
         )
 
     def everywhere(self, known: Fresh) -> Every:
-        """All groups, where any may matter: the fresh ones, and the others as Carver left them.
+        """Return a report of all groups: the fresh ones of `known`, and others as Carver left them.
 
-        No command and no wait for a group that Carver did not change since it was read: an idle
-        group that hangs keeps no call of another. One that was changed, or never read, is read, for
-        three seconds at most, and is `silent` where it does not answer. So is one that is refused,
-        which is not read here: a call about it, or the next retry, reads it.
+        Runs no command and does not wait for a group that Carver did not change since its last
+        read. So an idle group that hangs delays no call on another group. A group that was changed,
+        or was never read, is read for three seconds at most; it is `silent` if it does not answer.
+        A refused group is `silent` as well, and is not read here: a call about that group, or the
+        next retry, reads it.
         """
-        others = [one for one in self._volume_groups if one.name not in known.asked]
+        others = [group for group in self._volume_groups if group.name not in known.asked]
         read = begin_states(filter(_is_to_be_read, others))()
-        left = {one.name: one.cached for one in others}
-        silent = frozenset(one.name for one in others if not one.has_own_changes)
-        unread = frozenset(one.name for one in others if one.status == "unknown")
+        cached = {group.name: group.cached for group in others}
+        silent = frozenset(group.name for group in others if not group.has_own_changes)
+        unread = frozenset(group.name for group in others if group.status == "unknown")
         return Every(
-            self._present({**left, **read, **known.groups}),
+            self._present({**cached, **read, **known.groups}),
             silent=silent,
             unread=unread,
             problems=known.problems,
         )
 
     def await_others(self, *groups: str) -> None:
-        """Read what `everywhere` would, before these groups are held: no hold waits for another's.
+        """Read the groups that `everywhere` would read, before the locks of `groups` are taken.
 
-        A group that does not answer in three seconds is not waited for again for a minute.
+        So no caller holds the lock of a group while it waits for another group. A group that does
+        not answer in three seconds is not waited for again for a minute.
         """
         locks.enter(*groups)
-        others = (one for one in self._volume_groups if one.name not in groups)
+        others = (group for group in self._volume_groups if group.name not in groups)
         begin_states(filter(_is_to_be_read, others))()
 
     def lists(self) -> Every:
-        """All groups for a list: fresh, or as Carver left one that takes long, see `begin_states`.
+        """Return a report of all groups for a list.
 
-        Raises GroupBusy, GroupSilent, GroupAwaited where that lacks something, GroupRefused.
+        Each group is fresh, or if its read takes long, cached with all changes by Carver
+        (`begin_states`). Raises GroupBusy, GroupSilent or GroupAwaited if the cached state of such
+        a group lacks changes, and GroupRefused.
         """
         locks.enter()
         return Every(self._present(begin_states(self._volume_groups, complete=True)()))
 
     def hint(self) -> Seen:
-        """All groups as they are, or were when one that takes longer was read last."""
+        """Return a report of all groups: fresh, or cached for a group whose read takes long."""
         locks.enter()
         return Seen(self._present(begin_states(self._volume_groups)()))
 
     def search(self, is_it: Callable[[Volume], bool]) -> Volume | None:
-        """The volume that `is_it` is true of, by the fresh state of its group, or of all groups.
+        """Return the volume for which `is_it` is true, by fresh reports; None if there is none.
 
-        So a volume in one group is found while another group hangs. Raises as `fresh` does.
+        If a hint shows the volume, only the volume's group is read, so the volume is found while
+        another group hangs. Otherwise all groups are read. Raises as `fresh` does.
         """
         hint = next(filter(is_it, self.hint().volumes()), None)
         if hint is not None:
-            known = self.fresh(hint.group.name)
-            if (volume := next(filter(is_it, known.volumes()), None)) is not None:
+            fresh = self.fresh(hint.group.name)
+            if (volume := next(filter(is_it, fresh.volumes()), None)) is not None:
                 return volume
         return next(filter(is_it, self.fresh().volumes()), None)
 
     def group(self, known: report.Report, name: str) -> report.Group:
-        """A group to create volumes in; raises GroupMissing, GroupRefused."""
+        """Return a group in which volumes can be created; raise GroupMissing or GroupRefused."""
         return self._definitions.group(known, name)
 
     def require_groups(self, known: report.Report) -> None:
-        """Raise GroupMissing, GroupRefused for one of Carver's groups that cannot be used."""
+        """Raise GroupMissing or GroupRefused if one of the configured groups cannot be used."""
         for name in self._groups:
             self.group(known, name)
 
     def snapshot(self, known: Known, snapshot_id: str) -> Snapshot:
-        """The snapshot of an id for a caller; raises NoSuchSnapshot, OtherGroup or NeedsOther.
+        """Return the snapshot with an id for the caller of an RPC.
 
-        One of a group snapshot that is not on record as complete is looked at with all groups.
+        If the snapshot belongs to a group snapshot that is not recorded as complete, all groups are
+        read. Raises NoSuchSnapshot, OtherGroup or NeedsOther.
         """
         snapshot = known.taken_snapshot(snapshot_id)
-        own = snapshot.group_snapshot_id
-        if own and tag.COMMITTED not in snapshot.own_tags:
-            every = known if isinstance(known, Every) else self.everywhere(known)
-            if self.is_half_made(every, every.members(own)):
+        group_snapshot_id = snapshot.group_snapshot_id
+        if group_snapshot_id and tag.COMMITTED not in snapshot.own_tags:
+            everywhere = known if isinstance(known, Every) else self.everywhere(known)
+            if self.is_half_made(everywhere, everywhere.members(group_snapshot_id)):
                 raise errors.NoSuchSnapshot(snapshot_id)
         return snapshot
 
     def listed_snapshots(self, known: Known) -> Iterator[Snapshot]:
-        """Every snapshot that a caller asked for, also those that only newer versions use.
+        """Yield the snapshots that callers asked for, to be listed.
 
-        Those of group snapshots that are not on record as complete are looked at with all groups.
+        Snapshots that this version of Carver must not use (`Newer`) are included. If a snapshot
+        belongs to a group snapshot that is not recorded as complete, all groups are read.
         """
         half_made: set[str] | None = None
-        for one in known.every_snapshot():
-            snapshot = one.shown if isinstance(one, Newer) else one
+        for entry in known.every_snapshot():
+            snapshot = entry.shown if isinstance(entry, Newer) else entry
             if snapshot.is_bridge:
                 continue
             if snapshot.group_snapshot_id and tag.COMMITTED not in snapshot.own_tags:
                 if half_made is None:
-                    every = known if isinstance(known, Every) else self.everywhere(known)
-                    half_made = self.half_made(every)
+                    everywhere = known if isinstance(known, Every) else self.everywhere(known)
+                    half_made = self.half_made(everywhere)
                 if snapshot.group_snapshot_id in half_made:
                     continue
             yield snapshot
 
     def half_made(self, known: Every) -> set[str]:
-        """The group snapshots that never were complete; callers do not get their snapshots.
+        """Return the ids of the group snapshots that never were complete.
 
-        That is proved: no snapshot has the tag that all were taken, and no group is absent that may
-        hold another.
+        Callers do not get the snapshots of these. Two facts prove it: no snapshot has the tag that
+        all were taken, and no group is absent that may hold another snapshot.
         """
         return {
             identity
             for identity, members in known.group_snapshots().items()
-            if (own := [one for one in members if isinstance(one, Snapshot)]) == members
-            and self.is_half_made(known, own)
+            if (usable_members := [member for member in members if isinstance(member, Snapshot)])
+            == members
+            and self.is_half_made(known, usable_members)
         }
 
     def is_half_made(self, known: Every, members: Sequence[Snapshot]) -> bool:
-        """Whether these snapshots of a group snapshot are not all, and never were."""
-        if records.is_whole(members) or any(tag.COMMITTED in one.own_tags for one in members):
+        """Whether the group snapshot of these snapshots is, and always was, incomplete."""
+        if records.is_whole(members) or any(
+            tag.COMMITTED in snapshot.own_tags for snapshot in members
+        ):
             return False
         return not self._away(known, members)
 
     def awaited(self, known: Every, members: Sequence[Snapshot]) -> list[str]:
-        """The groups that may hold further snapshots of a group snapshot, and may yet appear here.
+        """Return the absent groups that may come back with further snapshots of a group snapshot.
 
-        Not a group that no class names any more, nor one replaced by another of its name.
+        Left out are groups that no class names any more, and groups that were replaced by another
+        group of the same name.
         """
         away = self._away(known, members)
-        return sorted(one for one in away if (one in self._groups) != self._volume_groups.has(one))
+        return sorted(
+            group for group in away if (group in self._groups) != self._volume_groups.has(group)
+        )
 
     def _away(self, known: Every, members: Sequence[Snapshot]) -> set[str]:
-        """The groups that may hold further snapshots of a group snapshot, and are absent."""
-        here = {
-            records.place_of(str(VolumeId.of(one, records.UNKNOWN)))
-            for one in known.groups.values()
+        """Return the absent groups that may hold further snapshots of a group snapshot."""
+        present = {
+            records.place_of(str(VolumeId.of(group, records.UNKNOWN)))
+            for group in known.groups.values()
         }
-        named = {records.place_of(one.group_snapshot_id) for one in members}
-        for one in members:
-            named |= set(filter(None, one.own_tags.get(tag.MEMBER_GROUPS, "").split(",")))
-        away = {one.partition("@")[0] for one in named - here}
-        if any(tag.MEMBER_GROUPS not in one.own_tags for one in members):
-            # Snapshots of older versions do not say: others may be in any group.
+        named = {records.place_of(snapshot.group_snapshot_id) for snapshot in members}
+        for snapshot in members:
+            named |= set(filter(None, snapshot.own_tags.get(tag.MEMBER_GROUPS, "").split(",")))
+        away = {place.partition("@")[0] for place in named - present}
+        if any(tag.MEMBER_GROUPS not in snapshot.own_tags for snapshot in members):
+            # Snapshots of older versions lack the tag with the groups, so further snapshots may be
+            # in any group.
             away |= set(self._groups) - set(known.groups)
         return away
 
     def seen(self, max_age: float) -> Seen:
-        """The cached state, refreshed where it is older than `max_age` (seconds).
+        """Return the cached state, in which each group is at most `max_age` seconds old.
 
-        However many ask, each group is read once in that time, and not at all where calls read it
-        anyway. A group that does not answer has its last state. Where no group answers, the error
-        is raised, again for as long. Raises CommandTimedOut after five seconds, GroupSilent.
+        Each group is read at most once in that time, however many callers ask, and not at all if
+        calls read it anyway. A group that does not answer has its last state. If no group answers,
+        the error of a read is raised, and raised again to each caller for `max_age` seconds. Raises
+        GroupSilent, and CommandTimedOut after five seconds.
         """
-        every = list(self._volume_groups)
+        groups = list(self._volume_groups)
         refreshing = [
-            one.refresh() for one in every if not 0 <= time.time() - one.tried_seconds < max_age
+            group.refresh()
+            for group in groups
+            if not 0 <= time.time() - group.tried_seconds < max_age
         ]
         wait(refreshing, _MONITOR_WAIT_SECONDS)
-        # A group that is refused was read, and is as good as absent.
+        # The error of a refused group does not count: the group was read, and is like an absent
+        # one.
         refused = errors.GroupRefused
-        problems = [p for one in every if (p := one.problem) and not isinstance(p, refused)]
-        answers = any(one.cached is not None and one.problem is None for one in every)
+        problems = [
+            problem
+            for group in groups
+            if (problem := group.problem) and not isinstance(problem, refused)
+        ]
+        answers = any(group.cached is not None and group.problem is None for group in groups)
         if problems and not answers:
-            # The same error each time: without the traces of earlier callers.
+            # The same error is raised to each caller, so the stack traces of earlier callers are
+            # removed.
             raise problems[0].with_traceback(None)
-        if every and not any(one.time_seconds for one in every):
+        if groups and not any(group.time_seconds for group in groups):
             raise mount_errors.CommandTimedOut(("lvm", "fullreport"), _MONITOR_WAIT_SECONDS)
         return self._cached()
 
     def cached(self, volume_id: str) -> Volume | None:
-        """A volume by the cached state, which is refreshed when it is due; None proves nothing."""
+        """Return a volume by the cached state, and have that state refreshed when it is due.
+
+        None proves nothing.
+        """
         self.keep_fresh()
         logical = backing.of_id(volume_id)
         for group in filter(logical.may_be_in, self._cached().groups.values()):
@@ -238,46 +269,57 @@ class Reports:
         return None
 
     def _cached(self) -> Seen:
-        return Seen(self._present({one.name: one.cached for one in self._volume_groups}))
+        """Return the cached state of all groups."""
+        return Seen(self._present({group.name: group.cached for group in self._volume_groups}))
 
     def keep_fresh(self) -> None:
-        """Have the next `refresh` read all groups: a caller goes by their cached state."""
+        """Note that a caller uses the cached state of all groups, so that `refresh` reads them."""
         self._in_use.update(self._groups)
 
     def outdate(self, written: str | None = None) -> None:
-        """Have all disks scanned; see `VolumeGroups.outdate`."""
+        """Have all disks scanned at the next read (`VolumeGroups.outdate`)."""
         self._volume_groups.outdate(written)
 
     def refresh(self, max_age: float) -> "list[Future[report.Group | None]]":
-        """Begin to read each group whose cached state is used and older than that (seconds).
+        """Begin to read each group whose cached state is in use and older than `max_age` seconds.
 
-        Returns at once. A read that failed counts, so that it is not repeated at once. Begins
-        deferred work that had no thread, too.
+        Returns at once. A read that failed counts as a read, so that it is not repeated at once.
+        Also starts deferred work for which no thread was available.
         """
         self._volume_groups.catch_up()
-        begun = []
-        for one in self._volume_groups:
-            is_due = abs(time.time() - one.tried_seconds) >= max_age
-            if is_due and one.name in self._in_use:
-                begun.append(one.refresh())
-                self._in_use.discard(one.name)
-        return begun
+        refreshing = []
+        for group in self._volume_groups:
+            is_due = abs(time.time() - group.tried_seconds) >= max_age
+            if is_due and group.name in self._in_use:
+                refreshing.append(group.refresh())
+                self._in_use.discard(group.name)
+        return refreshing
 
     @property
     def time_seconds(self) -> float:
-        """When the oldest cached state of a group was read (epoch); 0 where none was."""
-        times = (one.time_seconds for one in self._volume_groups if one.time_seconds)
+        """Time at which the oldest cached state of a group was read (epoch); 0 if none was read."""
+        times = (group.time_seconds for group in self._volume_groups if group.time_seconds)
         return min(times, default=0.0)
 
     @property
     def refused(self) -> Mapping[str, errors.GroupRefused]:
-        """Why groups that are here are not used, by their names; from the cached state."""
-        problems = {one.name: one.problem for one in self._volume_groups}
-        return {name: one for name, one in problems.items() if isinstance(one, errors.GroupRefused)}
+        """The errors that say why present groups are not used, by the groups' names.
+
+        By the cached state.
+        """
+        problems = {group.name: group.problem for group in self._volume_groups}
+        return {
+            name: problem
+            for name, problem in problems.items()
+            if isinstance(problem, errors.GroupRefused)
+        }
 
     @property
     def ignored(self) -> Mapping[str, Sequence[str]]:
-        """The disks that only claim to be a group's, by the groups; from the cached state."""
+        """The disks that claim to be in a group but are not, as messages, by the groups' names.
+
+        By the cached state.
+        """
         return {
             volume_group.name: tuple(
                 f"{path} is not used: it {why}" for path, why in volume_group.metadata.ignored
@@ -287,15 +329,17 @@ class Reports:
 
     @property
     def problem(self) -> Exception | None:
-        """Why the last read of a group failed; no command."""
-        return next((one.problem for one in self._volume_groups if one.problem is not None), None)
+        """The error of a group's last read, if a read failed. Runs no command."""
+        return next(
+            (group.problem for group in self._volume_groups if group.problem is not None), None
+        )
 
     def _present(self, states: Mapping[str, report.Group | None]) -> dict[str, report.Group]:
-        """The groups that are present: Carver's in the configuration's order, then the others."""
+        """Return the present groups: Carver's in the configuration's order, then the others."""
         ordered = dict.fromkeys((*self._groups, *states))
         return {name: group for name in ordered if (group := states.get(name)) is not None}
 
 
 def _is_to_be_read(volume_group: VolumeGroup) -> bool:
-    """Whether the cached state lacks something that Carver did, and a read may help."""
+    """Whether a group's cached state lacks changes by Carver that a read may show."""
     return not volume_group.has_own_changes and volume_group.status != "refused"

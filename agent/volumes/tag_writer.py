@@ -1,4 +1,7 @@
-"""Writes Carver's tags of a volume now; `VolumeGroup.add_tags_later` does so after the answer."""
+"""Write Carver's tags of a volume at once.
+
+`VolumeGroup.add_tags_later` writes tags after the call has been answered.
+"""
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
@@ -16,36 +19,36 @@ _log = logging.getLogger(__name__)
 
 
 class TagWriter:
-    """Replaces tags of volumes."""
+    """Replaces the tags of volumes in LVM's metadata."""
 
     def __init__(self, volume_groups: VolumeGroups, mender: Mender) -> None:
         self._volume_groups = volume_groups
         self._mender = mender
 
     def replace(self, volume: Backing, keys: Collection[str], new: Mapping[str, str]) -> None:
-        """Have a volume's tags say `new` under these keys, and nothing else: one command, or none.
+        """Replace all values of a volume's tags under these keys by `new`; one command, or none.
 
-        Takes the group, and mends it first. Raises what `Mender.mend` raises, VolumeMissing;
-        BadField for a value that is too long for a tag.
+        Takes the lock of the volume's group, and first repairs what lvm2 left in the group. Raises
+        as `Mender.mend`, VolumeMissing, and BadField for a value that is too long for a tag.
         """
         for key, text in new.items():
             tag.require_fits(key, key, text)
         group, name = volume.group, volume.name
         with self._volume_groups.hold(group):
             present = self._mender.mend(group).group(group).volume(name).tags
-            # Several of one key, as only others write them, are all replaced.
-            has = {(key, value) for key in keys for value in tags.values(present, key)}
-            old, added = sorted(has - new.items()), dict(new.items() - has)
-            if old or added:
-                volumes.mark(self._volume_groups.lvm(group), group, name, old=old, new=added)
+            # All values of a key are replaced; only other programs write several values of one key.
+            existing = {(key, value) for key in keys for value in tags.values(present, key)}
+            removed, added = sorted(existing - new.items()), dict(new.items() - existing)
+            if removed or added:
+                volumes.mark(self._volume_groups.lvm(group), group, name, old=removed, new=added)
 
 
 @contextmanager
 def logging_refusals(volume_id: str, key: str) -> Iterator[None]:
     """Log lvm2's refusal to change a tag without which the call can succeed, and go on.
 
-    In a full group, or one that lacks a disk, lvm2 writes no tag. A command of unknown outcome
-    is raised: the caller repeats the call.
+    lvm2 writes no tag in a group that is full or that lacks a disk. An error that leaves the
+    outcome unknown is raised: the caller repeats the call.
     """
     try:
         yield

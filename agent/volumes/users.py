@@ -1,4 +1,4 @@
-"""Where a volume is mounted, published or open on this node."""
+"""Find out where a volume is mounted, published or open on this node."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -15,48 +15,53 @@ from mount import mounts as nodes
 from mount.kernel import Kernel
 from mount.table import DeviceNumber, Mount, Table
 
-# A device that is open for a shorter time is not in use: udev reads it after each change.
+# Time for which a device has to stay open to count as in use, in seconds. udev opens a device for a
+# shorter time after each change, to read it.
 OPEN_SECONDS = 2.0
+# Interval at which a device is checked for still being open, in seconds.
 _LOOK_SECONDS = 0.02
 
 
 def numbers(
     kernel: Kernel, device: Device, loops: Sequence[str] | None = None
 ) -> list[DeviceNumber]:
-    """The numbers of the device and of the read-only loop devices over it, `loops` if known."""
+    """Return the numbers of a device and of the read-only loop devices over it.
+
+    `loops` are the paths of these loop devices, if they are known.
+    """
     if loops is None:
         loops = loop.over(kernel, device.number)
-    return [device.number, *(kernel.device_number(one) for one in loops)]
+    return [device.number, *(kernel.device_number(path) for path in loops)]
 
 
 def places(kernel: Kernel, mounts: Table, device: Device) -> list[Mount]:
-    """All mounts of an active volume and bind mounts of its device node, in order.
+    """Return all mounts of an active volume, and all bind mounts of its device node, in order.
 
-    Without bind mounts of its directories, which kubelet makes for a subPath.
+    Left out are bind mounts of the volume's directories, which kubelet makes for a subPath.
     """
-    whole = [one for one in mounts.of_device(device.number) if one.root == "/"]
+    whole = [mounted for mounted in mounts.of_device(device.number) if mounted.root == "/"]
     if not (bound := nodes.bound_nodes(kernel, mounts)):
         return whole
-    own = numbers(kernel, device)
-    return [*whole, *(one for one, number in bound if number in own)]
+    own_numbers = numbers(kernel, device)
+    return [*whole, *(mounted for mounted, number in bound if number in own_numbers)]
 
 
 def targets(kernel: Kernel, mounts: Table, device: Device, inside: Sequence[str]) -> Iterator[str]:
-    """The paths of an active volume inside `inside`, the directories of the CO.
+    """Yield the paths at which an active volume is mounted in the CO's directories `inside`.
 
     If kubelet's directory is visible at another path, so are its mounts (mount_namespaces(7),
     shared subtrees); these copies do not count.
     """
-    for one in places(kernel, mounts, device):
-        if target.is_inside(kernel, one.path, inside):
-            yield one.path
+    for mounted in places(kernel, mounts, device):
+        if target.is_inside(kernel, mounted.path, inside):
+            yield mounted.path
 
 
 def flush(kernel: Kernel, activator: Activator, volume: Backing) -> None:
-    """Sync a mounted btrfs, or the file system of an encrypted volume.
+    """Sync the file system of a volume if that is a btrfs, or if the volume is encrypted.
 
-    The kernel syncs other file systems when it suspends the device for a snapshot. It cannot find
-    a btrfs by its device (s_bdev is not set, fs/btrfs/super.c), and the suspended device of an
+    The kernel syncs other file systems when it suspends the device for a snapshot. It cannot find a
+    btrfs by its device (s_bdev is not set, fs/btrfs/super.c), and the suspended device of an
     encrypted volume is below the mounted one.
     """
     device = activator.device(volume)
@@ -72,10 +77,10 @@ def flush(kernel: Kernel, activator: Activator, volume: Backing) -> None:
 
 
 def mounted_at(kernel: Kernel, activator: Activator, volume: Backing) -> set[str]:
-    """The paths where a volume, or a part of it, is mounted or published; no command.
+    """Return the paths where a volume, or a part of it, is mounted or published.
 
-    Device-mapper is asked first: what is mounted, and what a dm-crypt device stands on, is open. A
-    bind mount of a device node alone is not.
+    Runs no command. device-mapper is asked first: a device that is mounted, or that a dm-crypt
+    device stands on, is open. A bind mount of a device node alone does not keep the device open.
     """
     mounts = table.read(kernel)
     if activator.is_closed(volume) and not nodes.bound_nodes(kernel, mounts):
@@ -84,13 +89,14 @@ def mounted_at(kernel: Kernel, activator: Activator, volume: Backing) -> set[str
     if device is None:
         return set()
     parts = mounts.of_device(device.number)
-    return {one.path for one in (*parts, *places(kernel, mounts, device))}
+    return {mounted.path for mounted in (*parts, *places(kernel, mounts, device))}
 
 
 def require_unused(kernel: Kernel, activator: Activator, volume: Volume) -> None:
     """Raise VolumeInUse if the volume is mounted, published or open.
 
-    Closes dm-crypt devices that a killed cryptsetup left.
+    Closes the dm-crypt devices that a killed cryptsetup left. Waits for udev, which opens a device
+    for a moment.
     """
     if volume.is_encrypted:
         activator.close_leftovers(volume)
@@ -98,7 +104,8 @@ def require_unused(kernel: Kernel, activator: Activator, volume: Volume) -> None
         raise errors.VolumeInUse(str(volume.id), f"it is mounted at {', '.join(sorted(paths))}")
     if not activator.is_open(volume):
         return
-    # udev reads a device after each close by a writer, such as the last unmount.
+    # A device that is open is checked for two seconds: udev reads a device after each close by a
+    # writer, such as the last unmount.
     end = time.monotonic() + command.patience_seconds(OPEN_SECONDS)
     with trace.step(trace.WAIT, "udev"):
         while activator.is_open(volume):
@@ -108,7 +115,7 @@ def require_unused(kernel: Kernel, activator: Activator, volume: Volume) -> None
 
 
 def _holders(kernel: Kernel, activator: Activator, volume: Volume) -> str:
-    """Who has a volume's device open: the devices that stand on it, or else the processes."""
+    """Return a text for error messages: which devices or processes have a volume's device open."""
     device = activator.device(volume.backing)
     if device is None:
         return "a process has its device open"
@@ -116,17 +123,20 @@ def _holders(kernel: Kernel, activator: Activator, volume: Volume) -> str:
 
 
 def holders(kernel: Kernel, device: Device) -> str:
-    """Who has a device open: the devices that stand on it, or else the processes; no command."""
-    found: list[str] = []
+    """Return a text for error messages: which devices or processes have a device open.
+
+    Devices that stand on the device are named, or else the processes. Runs no command.
+    """
+    names: list[str] = []
     with suppress(OSError, mount_errors.MountError):
-        found = loop.standing_on(kernel, device.path)
-    if found:
+        names = loop.standing_on(kernel, device.path)
+    if names:
         return (
-            f"{', '.join(found)} stand on its device; `A guest's volume group` in"
+            f"{', '.join(names)} stand on its device; `A guest's volume group` in"
             " docs/operations.md says what to do where the node's lvm2 has activated volumes inside"
             " it"
         )
     with suppress(OSError, ValueError):
-        found = list(nodes.processes(kernel, kernel.real_path(device.path)))
-    who = ", ".join(found) if found else "a process"
+        names = list(nodes.processes(kernel, kernel.real_path(device.path)))
+    who = ", ".join(names) if names else "a process"
     return f"{who} has its device open"

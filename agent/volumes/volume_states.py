@@ -1,12 +1,13 @@
-"""What a volume is now: one table of its states, and of the background work that calls meet.
+"""The states of a volume: one table of states, and of background work that conflicts with calls.
 
-A row says of a state what ends it, who sees the volume, and what each call gets that meets it. Work
-that is no state of a volume has a row of calls alone. A new state is a row here and the code that
-ends it: all other code asks the table.
+A row of the table says what ends a state, who sees a volume in that state, and what happens to each
+call on such a volume. Background work that is no state of a volume has a row with the calls alone.
+To add a state, add a row here and write the code that ends the state: all other code asks the
+table.
 
-A state is read from the record of a volume: Carver's tags, and of a snapshot also whether it lost
-its origin. What this process has under way, be it on record or not, is met by
-agent/volumes/conflicts.py, to the same answers.
+A state is read from the record of a volume: from Carver's tags, and for a snapshot also from
+whether it lost its origin. For work that this process has in progress, recorded or not,
+agent/volumes/conflicts.py applies the same table.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,9 +23,9 @@ from lvm.lvm2 import Lvm
 
 
 class State(StrEnum):
-    """States of a volume; of several the first decides that says something about a call.
+    """States of a volume. A volume may have several; the first that stops a call decides.
 
-    The value is that of the tag `state`, where that records it.
+    The value is that of the tag `state`, if the state is recorded by that tag.
     """
 
     DELETED = tag.WIPING
@@ -38,7 +39,7 @@ class State(StrEnum):
 
 
 class Ender(StrEnum):
-    """What ends a state."""
+    """Ender of a state: the call, or the part of Carver, that ends a volume's state."""
 
     CALLER = "DeleteVolume"
     POD = "NodeUnpublishVolume, or a sweep once the pod is gone"
@@ -62,7 +63,7 @@ class Work(StrEnum):
 
 
 class Call(StrEnum):
-    """Calls, and what Carver does by itself as one."""
+    """Calls on a volume, and operations that Carver begins by itself as if they were calls."""
 
     CREATE = "CreateVolume of its name; for a pool, of its class"
     COPY_FROM = "CreateVolume with it as the source"
@@ -81,7 +82,7 @@ class Call(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What happens."""
+    """What happens when a call meets a state of a volume or background work."""
 
     BESIDE = "both go on"
     JOINS = "the call waits a moment, and is OK: the work is on record"
@@ -96,11 +97,11 @@ class Outcome(StrEnum):
 
 
 def _calls(**others: Outcome) -> Mapping[Call, Outcome]:
-    """The outcomes of a row; both go on where nothing else is said."""
-    return MappingProxyType({one: others.get(one.name, Outcome.BESIDE) for one in Call})
+    """Return the outcomes of a row by the call; BESIDE for calls that are not given."""
+    return MappingProxyType({call: others.get(call.name, Outcome.BESIDE) for call in Call})
 
 
-# The outcomes for a volume that is not this node's yet, or any more.
+# Outcomes of calls on a volume that does not belong to this node yet, or any more.
 _NOT_OWN = dict.fromkeys(
     (
         *("CREATE", "COPY_FROM", "SNAPSHOT", "EXPAND", "EXPAND_OTHER"),
@@ -109,25 +110,30 @@ _NOT_OWN = dict.fromkeys(
     Outcome.NOT_OWN,
 )
 
-# The error of a call that is stopped, from the volume's id and tags.
+# Function that makes the error of a call that is stopped, from the volume's id and tags.
 _Problem = Callable[[str, Mapping[str, str]], errors.AgentError]
 
 
 def _no_volume(volume_id: str, _: Mapping[str, str]) -> errors.AgentError:
+    """Make the error that says that a volume does not exist."""
     return errors.NoSuchVolume(volume_id)
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is true of a volume in a state.
+    """One row of the table: what is true of a volume in a state.
 
-    `has_tag`: the tag `state` records it; others follow from other tags, from the layout, or are
-    known to this process alone. `is_listed`: ListVolumes, `carver volume list` and
-    ControllerListVolumeHealth have it. `is_callers`: the caller of a CreateVolume that failed
-    deletes it. `orphan` is what `carver orphans` calls it where nothing refers to it; empty where
-    only what ends the state may remove it. `is_noted`: calls that read no report know it by a note
-    in this process, made at the start; other states have jobs. `problem` is the error of a call
-    that is stopped by the record.
+    - `what` describes the state, `ended_by` says what ends it, and `calls` has the outcome of each
+      call.
+    - `has_tag`: the tag `state` records the state. Other states follow from other tags or from the
+      layout, or only this process knows them.
+    - `is_listed`: ListVolumes, `carver volume list` and ControllerListVolumeHealth show the volume.
+    - `is_callers`: the caller of a CreateVolume that failed deletes the volume.
+    - `orphan`: the name that `carver orphans` uses for the volume if nothing refers to it. Empty if
+      only what ends the state may remove the volume.
+    - `is_noted`: calls that read no report know the state by a note in this process, made at the
+      start (agent/volumes/holds.py). Other states have jobs.
+    - `problem`: makes the error of a call that the record stops.
     """
 
     what: str
@@ -141,7 +147,8 @@ class Row:
     problem: _Problem = _no_volume
 
 
-# The first row that stops a call decides.
+# The table of states, in order of precedence: if a volume has several states, the first row that
+# stops a call decides.
 STATES: Mapping[State, Row] = MappingProxyType(
     {
         State.DELETED: Row(
@@ -213,7 +220,8 @@ STATES: Mapping[State, Row] = MappingProxyType(
         State.HELD: Row(
             "its last snapshot is sent to another node, by this process alone",
             Ender.MOVE,
-            # Adopted again it is as it was: no call but --undo asks.
+            # ADOPT stands here for --undo only: to adopt an adopted volume again changes nothing,
+            # and does not ask the table.
             _calls(USE=Outcome.NOT_OWN, DELETE=Outcome.NOT_OWN, ADOPT=Outcome.NOT_OWN),
             has_tag=False,
             is_listed=True,
@@ -240,11 +248,12 @@ STATES: Mapping[State, Row] = MappingProxyType(
     }
 )
 
+# The table of background work that is no state of a volume.
 WORK: Mapping[Work, Mapping[Call, Outcome]] = MappingProxyType(
     {
         Work.COPIED: _calls(
-            # In use it grows once the temporary snapshot is gone. A pod starts meanwhile: to
-            # kubelet it is FAILED_PRECONDITION, and the next stage grows it.
+            # A volume in use grows when the temporary snapshot is gone. A pod can start before
+            # that: kubelet gets FAILED_PRECONDITION, and the next stage grows the volume.
             EXPAND=Outcome.ABORTED,
             EXPAND_OTHER=Outcome.ABORTED,
             DELETE=Outcome.REFUSED,
@@ -262,7 +271,8 @@ WORK: Mapping[Work, Mapping[Call, Outcome]] = MappingProxyType(
             DELETE=Outcome.HALTS,
             ADOPT=Outcome.REFUSED,
         ),
-        # A snapshot of half a file system stays that, while its volume becomes a whole one.
+        # Snapshots and copies are ABORTED during mkfs: a snapshot taken then would have an
+        # incomplete file system for ever.
         Work.FORMAT: _calls(
             COPY_FROM=Outcome.ABORTED,
             SNAPSHOT=Outcome.ABORTED,
@@ -274,13 +284,14 @@ WORK: Mapping[Work, Mapping[Call, Outcome]] = MappingProxyType(
     }
 )
 
-# The states by what ends each.
+# The state that is ended by each `Ender`.
 _ENDED_BY = {row.ended_by: state for state, row in STATES.items()}
 # The states that the tag `state` records, by its value.
 _TAGGED = {str(state): state for state, row in STATES.items() if row.has_tag}
-# What only a volume that is made of another has, beside FROM.
+# Tags that, in the state COPYING, only a volume made from another volume or from a snapshot has.
+# FROM is such a tag as well, but is not listed here.
 _OF_COPIES = frozenset({tag.BRIDGE, tag.FORMATTED, tag.SEALED, tag.SHARED_KEY})
-# What volumes have that are not made, or not gone, in one step.
+# Tags of volumes that are created or removed in several steps.
 _IN_STEPS = frozenset(
     {
         tag.FROM,
@@ -300,94 +311,102 @@ class Recorded(Protocol):
 
     @property
     def id(self) -> VolumeId:
-        """Its id."""
+        """Id of the volume."""
         ...
 
     @property
     def own_tags(self) -> Mapping[str, str]:
-        """Carver's tags of it, decoded."""
+        """Carver's tags of the volume, decoded."""
         ...
 
     @property
     def is_half_made(self) -> bool:
-        """Whether lvm2 died while it made this RAID."""
+        """Whether the volume is a RAID that lvm2 was creating when it was killed."""
         ...
 
 
 def row_of(ender: Ender) -> Row:
-    """The row of the state that an ender ends."""
+    """Return the table row of the state that is ended by `ender` (see `Ender`)."""
     return STATES[_ENDED_BY[ender]]
 
 
 def outcome(call: Call, work: Ender | Work) -> Outcome:
-    """What happens when a call meets background work: an ender's, or other work."""
+    """Return what happens when a call meets background work.
+
+    `work` is an `Ender`, for its work to end a state, or other background work.
+    """
     return (WORK[work] if isinstance(work, Work) else row_of(work).calls)[call]
 
 
 def by_tag(own_tags: Mapping[str, str]) -> State:
-    """The state that tags record; READY without a record, for a volume that is made in one step.
+    """Return the state that the tag `state` records; READY if the tag is missing.
 
-    Also READY, to be shown, for a value that no version wrote or only a newer one knows: `faults`
-    keeps such a volume from use.
+    Without the tag a volume was made in one step. READY is also the state, to be shown, for a value
+    that no version wrote or that only a newer version knows: `faults` keeps such a volume from use.
     """
     return _TAGGED.get(own_tags.get(tag.STATE, ""), State.READY)
 
 
 def ended_by(own_tags: Mapping[str, str]) -> Ender:
-    """What ends the state that tags record."""
+    """Return what ends the state that the tag `state` records."""
     return STATES[by_tag(own_tags)].ended_by
 
 
 def rows(own_tags: Mapping[str, str]) -> list[Row]:
-    """The rows of a volume with these tags, in the order of the table."""
-    found = _by_tags(own_tags)
-    return [row for state, row in STATES.items() if state in found]
+    """Return the rows of the states of a volume with these tags, in the order of the table."""
+    states = _by_tags(own_tags)
+    return [row for state, row in STATES.items() if state in states]
 
 
 def is_recorded(own_tags: Mapping[str, str], ender: Ender) -> bool:
-    """Whether tags record the state that an ender ends; False where the tag `state` is lost.
+    """Whether tags record the state that is ended by `ender`; False if the tag `state` is lost.
 
-    Pools, and the extents that Carver reserves, have the tag as well.
+    Thin pools, and the extents that Carver reserves for growth, have the tag as well.
     """
     return own_tags.get(tag.STATE) == word_of(ender)
 
 
 def is_deleted_snapshot(logical: report.LogicalVolume) -> bool:
-    """Whether a snapshot, or what was reserved for growth, is only to be overwritten and removed.
+    """Whether a snapshot, or a reservation for growth, is only to be overwritten and removed.
 
-    It was split from its origin, or killed before it got one; or it was deleted while a disk was
-    missing, and so not split.
+    That follows from one of these facts:
+
+    - The logical volume has neither origin nor pool: it was split from its origin, or lvm2 was
+      killed before it got one.
+    - The tag `state` records it as deleted: a disk was missing, so it could not be split.
     """
     is_lost = not (logical.origin or logical.pool)
     return is_lost or is_recorded(logical.own_tags, Ender.ERASER)
 
 
 def faults(own_tags: Mapping[str, str]) -> Iterator[str]:
-    """Why tags record no state that a version of Carver wrote: some were lost or changed."""
+    """Yield why tags record no state that a version of Carver wrote: some were lost or changed."""
     has_source = tag.FROM in own_tags
     is_zeroed = tag.ZERO in own_tags and _OF_COPIES.isdisjoint(own_tags)
     if is_recorded(own_tags, Ender.COPIER) and not (has_source or is_zeroed):
         yield "`copying` without `from`"
     text = own_tags.get(tag.STATE)
-    # Without a state a volume that is made in one step is whole, and another perhaps not.
+    # A volume without the tag `state` is complete if it is made in one step. A volume that is made
+    # in several steps may be incomplete.
     is_known = text in _TAGGED or (text is None and _IN_STEPS.isdisjoint(own_tags))
     if tag.NAME in own_tags and not is_known:
         yield "no `state`"
 
 
 def of(volume: Recorded) -> list[State]:
-    """The states of a volume by its record, in the order of the table."""
-    found = _by_tags(volume.own_tags) | ({State.HALF_MADE} if volume.is_half_made else set())
-    return [one for one in STATES if one in found]
+    """Return the states of a volume by its record, in the order of the table."""
+    states = _by_tags(volume.own_tags) | ({State.HALF_MADE} if volume.is_half_made else set())
+    return [state for state in STATES if state in states]
 
 
 def _by_tags(own_tags: Mapping[str, str]) -> set[State]:
+    """Return the states of a volume that follow from its tags."""
     return {by_tag(own_tags)} | ({State.INLINE} if tag.EPHEMERAL in own_tags else set())
 
 
 def meets(call: Call, volume: Recorded, wanted: Outcome) -> bool:
-    """Whether a call has this outcome by one of the states that a volume's record shows."""
-    return any(STATES[one].calls[call] is wanted for one in of(volume))
+    """Whether a call has this outcome because of one of the states in a volume's record."""
+    return any(STATES[state].calls[call] is wanted for state in of(volume))
 
 
 def require(call: Call, volume: Recorded) -> None:
@@ -395,8 +414,8 @@ def require(call: Call, volume: Recorded) -> None:
 
     Raises NoSuchVolume, Copying, OperationPending, Receiving, Moved.
     """
-    for one in of(volume):
-        row, volume_id = STATES[one], str(volume.id)
+    for state in of(volume):
+        row, volume_id = STATES[state], str(volume.id)
         if row.calls[call] is Outcome.ABSENT:
             raise errors.NoSuchVolume(volume_id)
         if row.calls[call] in (Outcome.ABORTED, Outcome.NOT_OWN):
@@ -404,19 +423,22 @@ def require(call: Call, volume: Recorded) -> None:
 
 
 def word_of(ender: Ender) -> str:
-    """The value of the tag `state` for the state that an ender ends; also on the wire."""
+    """Return the value of the tag `state` for the state that is ended by `ender` (see `Ender`).
+
+    The same word is used on the wire.
+    """
     return str(_ENDED_BY[ender])
 
 
 def tags_for(ender: Ender) -> Mapping[str, str]:
-    """The tag that records the state that an ender ends."""
+    """Return the tag that records the state that is ended by `ender` (see `Ender`)."""
     return {tag.STATE: word_of(ender)}
 
 
 def hand_over(lvm: Lvm, group: str, name: str, own_tags: Mapping[str, str], to: Ender) -> None:
-    """Record the state that the ender `to` ends, for a logical volume with these tags.
+    """Record, by one command, that a logical volume is now in the state that is ended by `to`.
 
-    One command.
+    `to` is an `Ender`. `own_tags` are the present tags of the logical volume.
     """
-    old = {tag.STATE: str(by_tag(own_tags))}
-    volumes.mark(lvm, group, name, old=old, new=tags_for(to))
+    old_tags = {tag.STATE: str(by_tag(own_tags))}
+    volumes.mark(lvm, group, name, old=old_tags, new=tags_for(to))

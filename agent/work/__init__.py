@@ -1,1 +1,1 @@
-"""How work waits and takes turns: locks, the loops of background work, the pace of I/O."""
+"""How work waits: locks, the loops of background work, the pace of background I/O."""

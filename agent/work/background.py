@@ -1,6 +1,7 @@
-"""Work beside the loops of groups: tasks of the process, mkfs and fsck, probes of what may hang.
+"""Background work beside the loops of volume groups: periodic tasks, mkfs and fsck, probes.
 
-Nothing that work raises ends a thread: it is logged once, counted and retried.
+A probe is an operation that may hang, such as statfs(2) on a broken disk. An error that such work
+raises ends no thread: it is logged once, counted, and the work is retried.
 """
 
 import contextvars
@@ -25,9 +26,10 @@ _log = logging.getLogger(__name__)
 
 
 def run_all(works: Mapping[str, Callable[[], object]], seconds: float) -> None:
-    """Run all at once, each under its name; wait for them at most so long.
+    """Run several functions at the same time, each under its name, and wait for their end.
 
-    An error of one is logged, and so is one that has not ended by then; neither delays the others.
+    The wait is at most `seconds`. An error of a function is logged, and so is a function that has
+    not ended by then; neither delays the other functions.
     """
     begun = {name: _begun(name, work) for name, work in works.items()}
     wait(begun.values(), seconds)
@@ -39,9 +41,9 @@ def run_all(works: Mapping[str, Callable[[], object]], seconds: float) -> None:
 
 
 class Attempts:
-    """Several attempts, of which none that fails keeps the next from being made.
+    """Several attempts, each of which is made even if an earlier one failed.
 
-    Leaving the `with` raises an ExceptionGroup of what failed.
+    At the end of the context, an ExceptionGroup of the errors is raised.
     """
 
     def __init__(self) -> None:
@@ -56,7 +58,7 @@ class Attempts:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Keep the error of one attempt."""
+        """Make one attempt in the context; keep its error to be raised after all attempts."""
         try:
             yield
         except Exception as error:
@@ -64,33 +66,36 @@ class Attempts:
 
 
 def reasons(error: BaseException) -> str:
-    """What an error says; of an ExceptionGroup, which says none of it, what each in it says."""
+    """Return the message of an error; for an ExceptionGroup, the messages of its errors."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(dict.fromkeys(map(reasons, error.exceptions)))
     return str(error) or repr(error)
 
 
 def _begun(name: str, work: Callable[[], object]) -> Future[object]:
+    """Begin a function in a thread; return a future of its end."""
     try:
         return command.begin(f"end {name}", work)
     except RuntimeError as error:
-        # No thread can be had. In this one it could hang, and the rest would wait for it.
+        # Without a thread the function is not run: in the present thread it could hang, and delay
+        # the other functions.
         ended = Future[object]()
         ended.set_exception(error)
         return ended
 
 
-# Errors with a sentence of their own: their trace adds nothing.
+# Errors whose message says all; their stack trace is not logged.
 _EXPECTED = (errors.AgentError, mount_errors.CommandError, OSError)
 
 
 class PeriodicTask:
-    """Work repeated in a background thread until `stop`.
+    """Work that a background thread repeats until `stop`.
 
     `work` runs `first_seconds` after `start`, then `interval_seconds` after each run, or at once
-    where it returns True. Whatever it raises is counted in `failures`, logged once as `failure`
-    (with %s for the error) for as long as it stays the same, and retried after `retry_seconds`,
-    doubled up to `longest_retry_seconds`; by default after `interval_seconds`.
+    after a run that returned True. An error of `work` is counted in `failures`, and logged with the
+    message `failure` (with %s for the error) unless the same error was logged last. After an error
+    `work` is retried after `retry_seconds`, which doubles with each further error up to
+    `longest_retry_seconds`. Both are `interval_seconds` by default.
     """
 
     def __init__(
@@ -112,36 +117,36 @@ class PeriodicTask:
         self._longest_retry_seconds = longest_retry_seconds or self._retry_seconds
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        # The failures in a row, and the last one.
+        # The number of failures in a row, and the message of the last failure.
         self._in_a_row, self._problem = 0, ""
-        # How long the next retry waits.
+        # Time until the next retry after a failure, in seconds.
         self._pause_seconds = self._retry_seconds
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the task's thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Begin; raises RuntimeError where no thread can be had."""
-        # A daemon: work that hangs must not keep the process from ending.
+        """Start the task's thread; raise RuntimeError if no thread can be started."""
+        # The thread is a daemon, since work that hangs must not keep the process from ending.
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         thread.start()
         self._thread = thread
 
     def stop(self) -> None:
-        """Begin no further run; one that is under way goes on."""
+        """Let no further run begin; a run in progress continues."""
         self._stopping.set()
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait so long at most until the thread has ended; without a limit by default."""
+        """Wait for the end of the task's thread, at most `seconds`; without a limit by default."""
         if self._thread is not None:
             self._thread.join(seconds)
 
     def run_once(self) -> float:
-        """Do the work once; return after how many seconds it is due again. Raises nothing."""
+        """Do the work once; return the seconds until the next run. Raises no error."""
         try:
-            is_due = self._work()
+            is_due_again = self._work()
         except Exception as error:
             self.failures += 1
             self._in_a_row += 1
@@ -155,18 +160,20 @@ class PeriodicTask:
         if self._in_a_row:
             _log.warning("%s: well again after %d failures", self._name, self._in_a_row)
         self._in_a_row, self._problem, self._pause_seconds = 0, "", self._retry_seconds
-        return 0.0 if is_due else self._interval_seconds
+        return 0.0 if is_due_again else self._interval_seconds
 
     def _run(self) -> None:
+        """Repeat the work until `stop`, in the task's thread."""
         pause_seconds = self._first_seconds
         while not self._stopping.wait(pause_seconds):
             pause_seconds = self.run_once()
 
 
 def all_or_each(names: Sequence[str], act: Callable[[Sequence[str]], object]) -> None:
-    """Act on all of these volumes by one command; where lvm2 refuses it, on each by itself.
+    """Act on several volumes by one command; if lvm2 refuses that, act on each volume by itself.
 
-    So one that it refuses keeps no other. Raises an ExceptionGroup of what failed then.
+    So a volume that lvm2 refuses does not keep the action from the other volumes. Raises an
+    ExceptionGroup of the errors for single volumes.
     """
     try:
         act(names)
@@ -174,28 +181,32 @@ def all_or_each(names: Sequence[str], act: Callable[[Sequence[str]], object]) ->
         if len(names) == 1:
             raise
         with Attempts() as attempts:
-            for one in names:
+            for name in names:
                 with attempts.one():
-                    act([one])
+                    act([name])
 
 
 T = TypeVar("T")
 
-# How many last results are kept.
+# Maximum number of things whose last results are kept.
 _MOST_KEPT = 4096
-# How many threads may hang for one pool, or one group: where these hang, so would another.
+# Maximum number of probes that may run, or hang, at the same time in one pool or one group. If so
+# many hang, a further probe would hang too.
 _MOST_AT_ONCE = 4
-# How old a running probe is when later callers no longer wait for it.
+# Age of a running probe, in seconds, above which later callers no longer wait for its end.
 _PATIENCE_SECONDS = 2.0
-# A new probe has this long, though earlier ones took all the time: most take a moment.
+# Minimum time limit of the wait for a new probe, in seconds, even if earlier probes took all of the
+# caller's time. Most probes end sooner.
 _LEAST_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Seen(Generic[T]):
-    """The result of a probe; the last result while one is under way, None if there was none.
+    """The last result of a probe, and whether a probe hangs at present.
 
-    `hanging_seconds` is for how long that has been under way, 0 if it ended in time.
+    `value` is the result, or the previous result while a probe is in progress, or None if there is
+    no previous result. `hanging_seconds` is the time since that probe began, or 0 if it ended in
+    time.
     """
 
     value: T | None
@@ -211,9 +222,10 @@ class _Probe(Generic[T]):
 
 
 class Probes(Generic[T]):
-    """A cap on calls that may hang: one at a time for each thing, four for each place.
+    """Runs probes, which may hang, in threads: one at a time for each thing, four for each place.
 
-    Each has a thread, and its caller waits no longer than it says: it gets the last result.
+    `what` names the thing that is probed, `place` its pool or volume group. A caller waits no
+    longer than its time limit; then it gets the last result.
     """
 
     def __init__(self) -> None:
@@ -224,20 +236,23 @@ class Probes(Generic[T]):
     def probe(
         self, what: str, work: Callable[[], T], until_seconds: float, place: str = ""
     ) -> Seen[T]:
-        """Do the work and wait until then (monotonic, seconds). Raises what it raises.
+        """Run a probe and wait for its result until a time (monotonic, seconds).
 
-        In one `place` four probes run at once. While all of these hang, a further one is not
-        begun, and counts as hanging too.
+        Raises what `work` raises. A probe of the same thing that is running is joined. In one
+        `place` four probes run at the same time. While all of these hang, no further probe is
+        begun, and the requested one counts as hanging.
         """
         while True:
             awaited, is_new = self._awaited(what, work, place)
-            began = max(one.began_seconds for one in awaited)
+            began = max(running.began_seconds for running in awaited)
             if is_new:
                 end = max(until_seconds, began + _LEAST_SECONDS)
             else:
                 end = min(until_seconds, began + _PATIENCE_SECONDS)
-            left = max(0.0, end - time.monotonic())
-            if not wait([one.result for one in awaited], left, FIRST_COMPLETED).done:
+            left_seconds = max(0.0, end - time.monotonic())
+            if not wait(
+                [running.result for running in awaited], left_seconds, FIRST_COMPLETED
+            ).done:
                 with self._guard:
                     return Seen(self._last.get(what), time.monotonic() - began)
             if awaited[0].what == what:
@@ -246,19 +261,24 @@ class Probes(Generic[T]):
     def _awaited(
         self, what: str, work: Callable[[], T], place: str
     ) -> tuple[Sequence[_Probe[T]], bool]:
-        """The probe of it, and whether that begins now; or those that it has to wait for."""
+        """Return the probes to wait for, and whether a probe was begun now.
+
+        The result is the running or new probe of the thing `what`, or the probes of the same place
+        if no further probe may run there.
+        """
         with self._guard:
             if (running := self._running.get(what)) is not None:
                 return [running], False
-            others = [one for one in self._running.values() if one.place == place]
-            if len(others) >= _MOST_AT_ONCE:
-                return others, False
+            same_place = [probe for probe in self._running.values() if probe.place == place]
+            if len(same_place) >= _MOST_AT_ONCE:
+                return same_place, False
             began_seconds = time.monotonic()
             result = command.begin("probe", lambda: self._do(what, work))
-            made = self._running[what] = _Probe(what, place, began_seconds, result)
-            return [made], True
+            probe = self._running[what] = _Probe(what, place, began_seconds, result)
+            return [probe], True
 
     def _do(self, what: str, work: Callable[[], T]) -> T:
+        """Run a probe and keep its result."""
         try:
             value = work()
             with self._guard:
@@ -272,7 +292,8 @@ class Probes(Generic[T]):
                 del self._running[what]
 
 
-# How many run at once for one group: more would not make its disks faster.
+# Maximum number of mkfs and fsck that run at the same time in one volume group. More would not make
+# its disks faster.
 _AT_ONCE = 8
 
 
@@ -283,9 +304,10 @@ class _Detached:
     recheck: Callable[[], None]
     work: Callable[[], None]
     place: GroupLock
-    # Running from when the work begins; cancelled, the work never begins.
+    # The outcome. The future is running from the start of the work on; if it is cancelled before,
+    # the work never starts.
     ended: Future[None] = field(default_factory=Future)
-    # No tag says that it is under way.
+    # Whether a tag records the task. No tag does.
     on_record: ClassVar = False
     started_seconds: float = field(default_factory=time.monotonic)
 
@@ -298,14 +320,14 @@ class _Detached:
                     self.recheck()
                 self.work()
             except BaseException as error:
-                # Any error is for the call that waits.
+                # Each error, of whatever class, is raised by the call that waits for the task.
                 self.ended.set_exception(error)
             else:
                 self.ended.set_result(None)
 
     @property
     def goes_on(self) -> bool:
-        """Whether it may write to its volume from now on."""
+        """Whether the task may still write to its volume."""
         return not self.ended.done()
 
     def problem(self) -> errors.StillAtWork:
@@ -313,17 +335,17 @@ class _Detached:
         return errors.StillAtWork(self.volume_id, self.what, seconds)
 
 
-# What makes a volume's file system.
+# Name of the task that makes a volume's file system.
 MKFS = "mkfs"
 
 
 class DetachedTasks:
-    """mkfs and fsck, which may outlive their RPC; one task a volume.
+    """mkfs and fsck, which may outlive the RPC that began them; one task for each volume.
 
-    The next call waits for the same task: cut off and begun anew each time, it would never end.
-    Eight run at once for a group, by a lock of the group with eight places, so that a group that
-    hangs delays no other. A task that waits for a place is cancelled with its volume, whose name
-    may be another's by then; it has no other limit.
+    The next RPC waits for the same task: a task that each RPC began anew would never end. Eight
+    tasks run at the same time for one volume group, by a lock with eight slots for each group. So a
+    group that hangs delays no other group. A task that waits for a slot is cancelled when its
+    volume is deleted, because the name may be another volume's later. A task has no other limit.
     """
 
     def __init__(self) -> None:
@@ -339,10 +361,11 @@ class DetachedTasks:
         work: Callable[[], None],
         recheck: Callable[[], None],
     ) -> None:
-        """Do it and wait; raises what it raises, or StillAtWork at the caller's deadline.
+        """Run a task for a volume and wait for its end; raise its error, or StillAtWork.
 
-        The work itself has no deadline. Where it had to wait for a place, `recheck` comes before
-        it, and raises if the caller's view of the volume is no longer true.
+        StillAtWork is raised at the caller's deadline. The task itself has no deadline. If the task
+        had to wait for a slot, `recheck` is called before `work`, and raises if the caller's view
+        of the volume is no longer true.
         """
         with self._guard:
             if group not in self._places:
@@ -350,17 +373,18 @@ class DetachedTasks:
                 self._places[group] = place
             task = _Detached(volume_id, what, recheck, work, self._places[group])
             self._detached[volume_id] = task
-        # A context of its own, without the caller's deadline.
+        # The task runs in a context of its own, without the caller's deadline.
         command.begin(what, partial(contextvars.Context().run, task.run))
         self.finish(volume_id)
 
     def finish(self, volume_id: str) -> None:
-        """Wait for what an earlier call began, if any; raises as `do` does."""
+        """Wait for the task that an earlier call began for a volume, if any; raise as `do` does."""
         with self._guard:
             task = self._detached.get(volume_id)
         if task is None:
             return
-        # The task's own program is none of the call's steps: it may outlive the call.
+        # The call's trace has the wait as a step, but not the program that the task runs: the
+        # program may outlive the call.
         with trace.step(trace.WAIT, task.what):
             wait([task.ended], command.remaining_seconds())
         if not task.ended.done():
@@ -369,13 +393,13 @@ class DetachedTasks:
         task.ended.result()
 
     def mkfs_of(self, volume_id: str) -> _Detached | None:
-        """The mkfs of a volume that is under way, or waits for a place, if any."""
+        """Return a volume's mkfs that is running or waits for a slot; None if there is none."""
         with self._guard:
             task = self._detached.get(volume_id)
         return task if task is not None and task.what == MKFS else None
 
     def cancel(self, volume_id: str) -> None:
-        """Do nothing more for a volume that is deleted; raises StillAtWork for work under way."""
+        """Cancel the task of a volume that is deleted; raise StillAtWork if the task is running."""
         with self._guard:
             task = self._detached.get(volume_id)
         if task is not None and not (task.ended.cancel() or task.ended.done()):
@@ -383,5 +407,6 @@ class DetachedTasks:
         self._forget(volume_id)
 
     def _forget(self, volume_id: str) -> None:
+        """Drop the task of a volume, which has ended or was cancelled."""
         with self._guard:
             self._detached.pop(volume_id, None)

@@ -1,20 +1,27 @@
-"""One loop for each volume group: it does all of the group's background work, a step at a time.
+"""One loop for each volume group: it does the group's background work, one step at a time.
 
-What is to be done stands in LVM's metadata, as tags. So a kind of work says which jobs are due in a
-group by a fresh report (`due`), and does one of them step by step (`steps`); the loop takes the
-most urgent job, does one step of it, and looks again. The loop is level-triggered, as the
-reconcilers of Kubernetes' controllers are: a job is derived from the state and from no event, so a
-start has only to look, and a job that failed is looked for again a minute later. Only if the state
-still has it, it is begun anew, from the beginning.
+The state in LVM's metadata, as tags, says what work is due. A kind of work (`Jobs`) has two
+functions: `due` finds the jobs that are due in a group by a fresh report, and `steps` does one job
+in steps. The loop repeats:
 
-Of jobs that are equally urgent the smallest and the oldest take turns: a small deletion does not
-wait behind the copy of a terabyte, and what is large comes to its end. I/O to the disks is paced
-within the steps (agent/work/pace.py). A step that takes longer than two seconds may hang: another
-thread then goes on with the loop, and up to two steps of one kind are left behind so. A group waits
-for no other group, as each has its own loop.
+1. Take the most urgent job that has a step due.
+2. Do one step of that job.
 
-What cannot be done in steps is beside the loop, in agent/work/background.py: mkfs, and probes of
-what may hang.
+The loop is level-triggered, as the reconcilers of Kubernetes' controllers are: a job is derived
+from the state, never from an event. So a start only has to look for jobs. A minute after a job
+failed, the state is looked at again. If the job is still due by the state, it is begun anew, from
+the beginning.
+
+Among equally urgent jobs, the smallest job and the oldest job get a step alternately. So a small
+deletion does not wait for the copy of a terabyte, and a large job comes to its end. I/O to the
+disks is paced within the steps (agent/work/pace.py).
+
+A step that takes longer than two seconds may hang: another thread then continues the loop. Up to
+two steps of one kind may hang in a group. Groups do not wait for each other, since each has its own
+loop.
+
+Work that cannot be done in steps, namely mkfs and probes of things that may hang, is not done by
+the loop but in agent/work/background.py.
 """
 
 import logging
@@ -38,75 +45,81 @@ from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-# Time limit of a step, after which another thread goes on with the loop of its group.
+# Time limit of a step, in seconds, after which another thread continues the loop of the group.
 _SLOW_SECONDS = 2.0
-# Number of steps of one kind that may hang in a group: where these hang, so would another.
+# Maximum number of steps of one kind that may hang in a group. If so many hang, a further step
+# would hang too.
 _MOST_HANGING = 2
-# Time after which the thread of a group without any job ends.
+# Time after which the idle thread of a group without jobs ends, in seconds.
 _IDLE_SECONDS = 60.0
-# Time limit within which a job that is called off reaches a safe point, unless its disk hangs.
+# Time limit for a cancelled job to reach a safe point, in seconds. A job that takes longer has a
+# disk that hangs.
 _ENDING_SECONDS = 10.0
-# Time limit of the search for failed jobs of a group by its fresh state.
+# Time limit of a search for the jobs of a group by its fresh state, in seconds.
 _LOOKING_SECONDS = 60.0
-# Part of the retry interval within which failed jobs of a kind are retried together.
+# Part of the retry interval within which failed jobs of one kind are retried together.
 _TOGETHER = 0.1
-# Errors that have a sentence of their own: their trace adds nothing.
+# Errors whose message says all; their stack trace is not logged.
 _EXPECTED = (errors.AgentError, mount_errors.CommandError, OSError)
 
-# The steps of a job. Each ends at a `yield`, a safe point, where the job can end for good: no lock,
-# no turn of the pace and no time limit is held across it. What is yielded is after how many seconds
-# the next step is due.
+# The steps of a job. A step ends at a `yield`, which is a safe point, where the job can be stopped
+# for good: no lock, no I/O slot of the pace and no time limit is held across a `yield`. The yielded
+# value is the time until the next step is due, in seconds.
 Steps = Iterator[float]
-# What is yielded where the next step is due at once; other jobs have their turns first.
+# Yielded value of a step whose next step is due at once. Other jobs get a step before that.
 AGAIN = 0.0
 
 
 class Stopping(errors.OperationPending):
-    """The service ends, or the job was called off; the caller has to start it again."""
+    """Raised when a job was cancelled or the service ends; the caller must start the job again."""
 
 
 @dataclass(eq=False)
 class Job:
-    """Work on the volume, pool or group with the id `key`; `ended` has the outcome.
+    """A job: background work on the volume, pool or volume group with the id `key`.
 
-    `on_record`: tags record it, and its caller has had an answer, so the loop has to retry it.
-    `size_bytes` is what it erases or copies.
+    `ended` is a future with the outcome. `on_record` means that tags record the job and that its
+    caller has had an answer, so that the loop has to retry the job. `size_bytes` is the number of
+    bytes that the job erases or copies.
     """
 
     key: str
     size_bytes: int = 0
     on_record: bool = True
-    # The last error, which is not logged again, and how many there were in a row.
+    # The message of the last error, which is not logged again, and the number of errors in a row.
     logged: str = ""
     failures: int = 0
-    # These are new where a job is begun anew.
+    # The next three fields are not copied to the job that replaces a failed one.
     progress: Progress = field(default_factory=Progress, init=False)
     cancelled: threading.Event = field(default_factory=threading.Event, init=False)
     ended: Future[None] = field(default_factory=Future, init=False)
-    # The loop's own: when the next step, or after a failure the retry, is due (monotonic, seconds);
-    # the steps, once they have begun; whether a thread does one of them now; the place in the row.
+    # The loop alone uses the remaining fields. `due_seconds` is the time at which the next step is
+    # due, or after a failure the retry (monotonic, seconds).
     due_seconds: float = field(default=math.inf, init=False)
+    # The steps of the job, once the first step has begun.
     steps: Steps | None = field(default=None, init=False)
+    # Whether a thread does a step of the job now.
     at_work: bool = field(default=False, init=False)
+    # Number in the order in which the jobs of the group were added.
     number: int = field(default=0, init=False)
 
     @property
     def goes_on(self) -> bool:
-        """Whether it has not ended, or failed and is retried."""
+        """Whether the job has not ended, or has failed and will be retried."""
         return self.on_record or not self.ended.done()
 
     @property
     def left_bytes(self) -> int:
-        """What is left to be erased or copied."""
+        """Number of bytes that the job has yet to erase or copy."""
         return max(0, self.size_bytes - self.progress.done_bytes)
 
     def check(self) -> None:
-        """Raise Stopping where the job has to end: while a step waits, and between two steps."""
+        """Raise Stopping if the job was cancelled; called while a step waits, and between steps."""
         if self.cancelled.is_set():
             raise Stopping(self.key)
 
     def end(self, stopping: Stopping) -> None:
-        """End at a safe point, for good; a job that has ended stays as it is."""
+        """End the job at a safe point, for good. A job that has ended already is left unchanged."""
         if isinstance(self.steps, Generator):
             self.steps.close()
         with suppress(InvalidStateError):
@@ -117,14 +130,16 @@ J = TypeVar("J", bound=Job)
 
 
 class Jobs(Generic[J]):
-    """The jobs of one kind of work: one for each key, each done by the loop of its group.
+    """The jobs of one kind of work: one job for each key, done by the loop of the key's group.
 
-    `steps` does a job; what needs one step alone is a plain function. `due` gives the jobs that are
-    due in a group by its fresh state, each of which is taken before the next one is asked for, so
-    that a lock may be held meanwhile. It raises where the state cannot tell, as where the group is
-    not here. `gone` gets a failed job that the state does not have any more; without `due` a failed
-    job is repeated as it was. `failure` is the log line of an error, with %s for the key and for
-    the error. What is `urgent` goes before all else; what is `last` is still done when the service
+    `steps` does a job; a plain function does a job that has one step only. `due` returns an
+    iterator of the jobs that are due in a group by its fresh state, or raises if the state cannot
+    be read, for instance because the group is not on this node. Each job is taken before the
+    iterator is asked for the next one, so `due` may hold a lock in between.
+
+    `gone` is called with a failed job that is no longer due by the state. Without `due`, a failed
+    job is retried unchanged. `failure` is the log line of an error, with %s for the key and for the
+    error. `urgent` jobs are done before all other jobs. `last` jobs are still done when the service
     ends.
     """
 
@@ -145,16 +160,17 @@ class Jobs(Generic[J]):
         self.kind, self.steps, self.urgent, self.last = kind, steps, urgent, last
         self._workers, self._due, self._gone = workers, due, gone
         self._failure, self._level = failure, level
-        # How long after a failure a job is retried; and after an outcome that is unknown, which the
-        # fresh state shows.
+        # Time until the retry of a failed job, in seconds, and the shorter time after an unknown
+        # outcome: the fresh state shows the outcome.
         self.retry_seconds, self.soon_seconds = retry_seconds, 1.0
         self._failures: Counter[str] = Counter()
 
     def start(self, job: J, after_seconds: float = 0.0) -> J:
-        """Have a job done, so much later; return the one under way for the same key, if any.
+        """Start a job, after a delay if one is given; return the job that is to be waited for.
 
-        Raises Stopping while a call has it halted, and RuntimeError where no thread can be had.
-        Once the service ends no job begins: it has ended with Stopping.
+        If an unfinished job has the same key, that job is returned. Raises Stopping while a call
+        has the key halted, and RuntimeError if no thread can be started. When the service ends, no
+        job begins: the returned job has ended with Stopping.
         """
         worker = self._worker(job.key)
         with worker.guard:
@@ -168,10 +184,10 @@ class Jobs(Generic[J]):
             return job
 
     def wake(self, job: J, after_seconds: float) -> None:
-        """Have the next step of a job, which is started if need be, done in so many seconds.
+        """Have the next step of a job done after a delay; the job is started if need be.
 
-        A wake during a step has one more step follow. Where no thread can be had, that is logged,
-        and it is done once there is one.
+        A wake during a step causes one more step. If no thread can be started, that is logged, and
+        the step is done once a thread is available.
         """
         worker = self._worker(job.key)
         with worker.guard:
@@ -182,9 +198,10 @@ class Jobs(Generic[J]):
                 self._log(running, error)
 
     def wait(self, job: J, seconds: float) -> bool:
-        """Wait so long for the end of a job; whether it has ended.
+        """Wait at most `seconds` for the end of a job; return whether the job has ended.
 
-        A step of the same group, for which that would wait in vain, does the job itself meanwhile.
+        A caller that is itself a step of the same group's loop would wait in vain, because it
+        occupies the loop. Such a caller does the steps of the awaited job itself.
         """
         worker = self._worker(job.key)
         if not worker.is_own_thread:
@@ -195,41 +212,41 @@ class Jobs(Generic[J]):
         return job.ended.done()
 
     def has(self, key: str) -> bool:
-        """Whether a job for the key has not succeeded yet."""
+        """Whether there is a job for the key that has not succeeded yet."""
         return self.of(key) is not None
 
     def of(self, key: str) -> J | None:
-        """The job for the key that has not succeeded yet, if any."""
+        """Return the job for the key that has not succeeded yet, if there is one."""
         worker = self._worker(key)
         with worker.guard:
             return self._of(worker, key)
 
     def unfinished(self) -> list[J]:
-        """The jobs that have not succeeded yet."""
-        found: list[J] = []
+        """Return the jobs of this kind, in all groups, that have not succeeded yet."""
+        jobs: list[J] = []
         for worker in self._workers.every():
             with worker.guard:
-                found += (one for place, one in worker.jobs.items() if place[0] == self.kind)
-        return found
+                jobs += (job for place, job in worker.jobs.items() if place[0] == self.kind)
+        return jobs
 
     def progress(self) -> Mapping[str, str]:
-        """How far jobs that have not succeeded yet are, by their keys."""
-        return {one.key: str(one.progress) for one in self.unfinished()}
+        """Return the progress of the jobs that have not succeeded yet, as text by job key."""
+        return {job.key: str(job.progress) for job in self.unfinished()}
 
     def counts(self) -> Mapping[str, int]:
-        """How many jobs have not begun, have begun, and failed and will be retried."""
-        states = Counter(_state(one) for one in self.unfinished())
+        """Return the numbers of jobs that are queued, running, and failed with a retry to come."""
+        states = Counter(_state(job) for job in self.unfinished())
         return {state: states[state] for state in ("queued", "running", "failed")}
 
     def failures(self) -> Mapping[str, int]:
-        """How many jobs of each group failed until now, retries included."""
+        """Return the number of failures in each volume group until now, retries included."""
         return dict(self._failures)
 
     @contextmanager
     def halted(self, key: str) -> Iterator[None]:
-        """Call the job of a key off, and let none begin within the `with`.
+        """Cancel the job of a key, and let no job for the key begin while the context lasts.
 
-        Raises Stopping where it does not end within ten seconds: then the disk does not answer.
+        Raises Stopping if the job does not end within ten seconds because its disk does not answer.
         """
         worker, place = self._worker(key), (self.kind, key)
         try:
@@ -246,11 +263,11 @@ class Jobs(Generic[J]):
         finally:
             with worker.guard:
                 worker.barred[place] -= 1
-                # Without those of zero.
+                # Remove the counts of jobs that no call halts any more.
                 worker.barred = +worker.barred
 
     def forget(self, key: str) -> None:
-        """Call the job of a key off for good; a step that is under way goes on to its end."""
+        """Cancel the job of a key for good; a step in progress is continued to its end."""
         worker = self._worker(key)
         with worker.guard:
             job = worker.jobs.pop((self.kind, key), None)
@@ -258,20 +275,20 @@ class Jobs(Generic[J]):
             worker.call_off(job)
 
     def look(self, group: str) -> int:
-        """Start all jobs that are due in a group by its fresh state; return how many are.
+        """Start all jobs that are due in a group by its fresh state; return the number of due jobs.
 
-        Raises an ExceptionGroup, once each was tried.
+        Raises an ExceptionGroup of the errors, after each job was tried.
         """
-        found = 0
+        number = 0
         with Attempts() as attempts, attempts.one():
             for job in () if self._due is None else self._due(group):
                 with attempts.one():
                     self.start(job)
-                found += 1
-        return found
+                number += 1
+        return number
 
     def do_step(self, worker: "GroupWorker", job: J) -> None:
-        """Do the next step of a job: called by the loop alone."""
+        """Do the next step of a job; only the loop calls this."""
         try:
             if job.ended.done():
                 self._look_again(worker, job)
@@ -290,37 +307,41 @@ class Jobs(Generic[J]):
                 self._fail(worker, job, error)
         else:
             with worker.guard:
-                # Not later than a wake during the step asked for.
+                # A wake during the step may have asked for an earlier next step.
                 due_seconds = time.monotonic() + pause_seconds
                 job.due_seconds = min(job.due_seconds, due_seconds)
 
     def _fail(self, worker: "GroupWorker", job: J, error: BaseException) -> None:
-        # Once: an outcome that stays unknown is not cleared up by the state.
+        """Note and log the failure of a job, and have the job retried if it is on record."""
+        # An unknown outcome is retried soon, but only once in a row: if the outcome is unknown
+        # again, the state does not show it.
         is_doubt = isinstance(error, mount_errors.OutcomeUnknown) and not job.logged
         seconds = self.soon_seconds if is_doubt else self.retry_seconds
         self._failures[_group_of(job.key)] += 1
         job.failures += 1
         self._log(job, error)
-        # First: a call that has it put on record meanwhile finds that it ended, or it is retried.
+        # The future is done before `on_record` is read. So a call that sets `on_record` at the same
+        # time either finds that the job has ended, or the job is retried.
         job.ended.set_exception(error)
         with worker.guard:
-            # A wake during the step has it retried sooner.
+            # A wake during the step may have asked for an earlier retry.
             if job.on_record:
                 job.due_seconds = min(job.due_seconds, time.monotonic() + seconds)
 
     def _look_again(self, worker: "GroupWorker", failed: J) -> None:
-        """Begin failed jobs of a group anew where the fresh state has them still, else drop them.
+        """Begin the failed jobs of a volume group anew if they are still due by its fresh state.
 
-        One look does for all that are due soon.
+        Jobs that are no longer due are dropped. The state is read once for all failed jobs of this
+        kind whose retry is due soon.
         """
         until_seconds = time.monotonic() + _TOGETHER * self.retry_seconds
         with worker.guard:
-            left = {
-                one.key: one
-                for place, one in worker.jobs.items()
+            remaining = {
+                job.key: job
+                for place, job in worker.jobs.items()
                 if place[0] == self.kind
-                and one.ended.done()
-                and (one is failed or (not one.at_work and one.due_seconds <= until_seconds))
+                and job.ended.done()
+                and (job is failed or (not job.at_work and job.due_seconds <= until_seconds))
             }
         if self._due is None:
             self._replace(worker, failed, replace(failed))
@@ -328,21 +349,21 @@ class Jobs(Generic[J]):
         try:
             with command.time_limit(_LOOKING_SECONDS):
                 for job in self._due(_group_of(failed.key)):
-                    if (before := left.pop(job.key, None)) is not None:
+                    if (before := remaining.pop(job.key, None)) is not None:
                         job.logged, job.failures = before.logged, before.failures
                         self._replace(worker, before, job)
         except BaseException as error:
             self._log(failed, error)
             with worker.guard:
-                for one in left.values():
-                    one.due_seconds = time.monotonic() + self.retry_seconds
+                for old_job in remaining.values():
+                    old_job.due_seconds = time.monotonic() + self.retry_seconds
         else:
-            for one in left.values():
-                worker.drop(self, one)
-                self._gone(one)
+            for old_job in remaining.values():
+                worker.drop(self, old_job)
+                self._gone(old_job)
 
     def _replace(self, worker: "GroupWorker", before: J, job: J) -> None:
-        """Put a job in the place of a failed one; not where a call halted that, and forgets it."""
+        """Replace a failed job by a new one, unless a call has halted or forgotten the old job."""
         with worker.guard:
             place = (self.kind, job.key)
             if worker.jobs.get(place) is before and place not in worker.barred:
@@ -351,6 +372,7 @@ class Jobs(Generic[J]):
                 worker.guard.notify()
 
     def _log(self, job: J, error: BaseException) -> None:
+        """Log an error of a job, unless the same error of the job was logged last."""
         if job.logged != (problem := reasons(error)):
             trace = None if isinstance(error, (*_EXPECTED, ExceptionGroup)) else error
             _log.log(self._level, self._failure, job.key, problem, exc_info=trace)
@@ -364,11 +386,12 @@ class Jobs(Generic[J]):
 
 
 class Looks:
-    """Work that is repeated in each of some groups: one job for each.
+    """Work that is repeated at an interval in each of several volume groups, as one job for each.
 
-    `groups` gives their names at each moment; the job of a group that is no longer among them ends
-    at its next look. `look` is called `interval_seconds` after the start, then so long after each
-    call, or at once where it returns True. `failure` is logged with %s for the group and the error.
+    `groups` returns the groups' names at each moment; the job of a group that is no longer among
+    them ends at its next run. `look` is called with a group's name `interval_seconds` after the
+    start, then `interval_seconds` after each run, or at once after a run that returned True.
+    `failure` is logged with %s for the group and for the error.
     """
 
     def __init__(
@@ -388,27 +411,28 @@ class Looks:
 
     @property
     def is_alive(self) -> bool:
-        """Whether any group is looked at."""
+        """Whether the work is repeated in any group."""
         return bool(self._jobs.unfinished())
 
     def failures(self) -> Mapping[str, int]:
-        """How many looks failed until now, by the group."""
-        return {one: self._jobs.failures().get(one, 0) for one in self._groups()}
+        """Return the number of failed runs until now, by the groups' names."""
+        return {group: self._jobs.failures().get(group, 0) for group in self._groups()}
 
     def start(self) -> None:
-        """Begin in each group where it has not begun, after the interval.
+        """Start the work in each group where it was not started yet; first wait the interval.
 
-        Raises RuntimeError where no thread can be had.
+        Raises RuntimeError if no thread can be started.
         """
-        for one in self._groups():
-            self._jobs.start(Job(one), self._interval_seconds)
+        for group in self._groups():
+            self._jobs.start(Job(group), self._interval_seconds)
 
     def stop(self) -> None:
-        """Begin no further look; one that is under way goes on."""
-        for one in self._jobs.unfinished():
-            self._jobs.forget(one.key)
+        """Let no further run begin; a run in progress continues."""
+        for job in self._jobs.unfinished():
+            self._jobs.forget(job.key)
 
     def _steps(self, job: Job) -> Steps:
+        """Call `look` at the interval while the job's group is among the groups."""
         while job.key in self._groups():
             is_due = self._look(job.key)
             if job.failures:
@@ -420,33 +444,39 @@ class Looks:
 
 
 class _Found(NamedTuple):
-    """A job with its kind."""
+    """A job together with its kind."""
 
     kind: Jobs[Any]
     job: Any
 
 
 class GroupWorker:
-    """The jobs of one group, and the thread that does them; `guard` is held for all of it."""
+    """The jobs of one volume group, and the threads that do them.
+
+    `guard` protects all fields. At any time one thread, the leader, runs the loop; further threads
+    are in steps that take long.
+    """
 
     def __init__(self, group: str) -> None:
         self.group = group
         self.guard = threading.Condition()
-        # By kind and key: the jobs that have not succeeded, and how many calls have each halted.
+        # The jobs that have not succeeded, by their kind and key.
         self.jobs: dict[tuple[str, str], Any] = {}
+        # The number of calls that halt a job, by the job's kind and key.
         self.barred: Counter[tuple[str, str]] = Counter()
         self._kinds: dict[str, Jobs[Any]] = {}
-        # The kinds of the steps that are under way: of more than one, all but the last may hang.
+        # The kinds of the steps in progress. If there are several, all but the last may hang.
         self._under_way: list[str] = []
         self._threads: set[threading.Thread] = set()
         self._is_ending = False
-        # The thread that goes on with the loop, and since when it does a step (monotonic, seconds).
+        # The leader, and the start of the step that the leader does (monotonic, seconds); infinity
+        # while the leader does no step.
         self._leader: threading.Thread | None = None
         self._since_seconds = math.inf
         self._turns, self._numbers = count(), count()
 
     def add(self, kind: Jobs[J], job: J) -> None:
-        """Add a job; raises RuntimeError, with nothing added, where no thread can be had."""
+        """Add a job. Raises RuntimeError, with nothing added, if no thread can be started."""
         if self._is_ending:
             job.end(Stopping(job.key))
             return
@@ -456,9 +486,10 @@ class GroupWorker:
         self.guard.notify()
 
     def wake(self, kind: Jobs[J], job: J, due_seconds: float) -> None:
-        """Have a job done then, or earlier; it is added if need be. Raises as `add` does, after it.
+        """Have a job done at a time (monotonic, seconds) or earlier; it is added if need be.
 
-        Until the end of the service, also what is done last is woken.
+        If no thread can be started, raises RuntimeError after the job was added. While the service
+        ends, jobs of a kind that is `last` (see `Jobs`) can still be woken.
         """
         if due_seconds >= job.due_seconds:
             return
@@ -470,19 +501,19 @@ class GroupWorker:
         self.guard.notify()
 
     def put(self, kind: Jobs[J], job: J) -> None:
-        """Put a job in its place, also where no thread does it yet."""
+        """Add a job, or replace the job with its kind and key, without starting a thread."""
         self._kinds[kind.kind] = kind
         job.number = next(self._numbers)
         self.jobs[kind.kind, job.key] = job
 
     def drop(self, kind: Jobs[J], job: J) -> None:
-        """Take a job away that is over, unless there is another in its place by now."""
+        """Remove a job that has ended, unless another job has taken its place."""
         with self.guard:
             if self.jobs.get((kind.kind, job.key)) is job:
                 del self.jobs[kind.kind, job.key]
 
     def call_off(self, job: Job) -> None:
-        """Have a job end that has no place any more: now, or at the end of its step."""
+        """Have a job that was removed from `jobs` end: now, or at the end of its present step."""
         with self.guard:
             job.cancelled.set()
             if job.at_work:
@@ -490,28 +521,34 @@ class GroupWorker:
         job.end(Stopping(job.key))
 
     def oversee(self) -> None:
-        """Have another thread go on where a step takes long, or there is none."""
+        """Start another thread for the loop if a step takes long, or if no thread runs it."""
         with self.guard, suppress(RuntimeError):
             if self._is_any_left():
                 self._ensure_thread()
             self._relieve()
 
     def halt(self) -> None:
-        """Call all jobs off but those that are done last, which are due now; let none begin."""
+        """Cancel all jobs except those of a kind that is `last` (see `Jobs`); let no job begin.
+
+        The jobs that remain are due at once, unless they wait for a wake.
+        """
         with self.guard:
             self._is_ending = True
-            every = dict(self.jobs)
-            self.jobs = {place: one for place, one in every.items() if self._kinds[place[0]].last}
-            for one in self.jobs.values():
-                if one.due_seconds < math.inf:
-                    one.due_seconds = -math.inf
+            before = dict(self.jobs)
+            self.jobs = {place: job for place, job in before.items() if self._kinds[place[0]].last}
+            for job in self.jobs.values():
+                if job.due_seconds < math.inf:
+                    job.due_seconds = -math.inf
             self.guard.notify_all()
-        for place, one in every.items():
+        for place, job in before.items():
             if place not in self.jobs:
-                self.call_off(one)
+                self.call_off(job)
 
     def finish(self, until_seconds: float) -> bool:
-        """After `halt`, wait until then (monotonic) for the end of all steps; whether it came."""
+        """Wait after `halt` for the end of all steps; return whether all have ended in time.
+
+        `until_seconds` is the time limit (monotonic).
+        """
         with self.guard:
             with suppress(RuntimeError):
                 if self._is_any_left():
@@ -524,20 +561,26 @@ class GroupWorker:
             return True
 
     def _is_any_left(self) -> bool:
-        """Whether a thread is needed: for what is due last alone, once the service ends."""
+        """Whether the loop needs a thread.
+
+        While the service ends, a thread is needed only if a job is due: the remaining jobs are
+        those of a kind that is `last` (see `Jobs`).
+        """
         return bool(self._ready(time.monotonic()) if self._is_ending else self.jobs)
 
     def _ensure_thread(self) -> None:
+        """Start a leader if there is none."""
         if self._leader is None:
             self._lead()
 
     def _lead(self) -> None:
+        """Start a new thread and make it the leader."""
         thread = threading.Thread(target=self._run, name=f"work {self.group}", daemon=True)
         thread.start()
         self._leader, self._since_seconds = thread, math.inf
 
     def _relieve(self) -> None:
-        """Let another thread lead where a step takes long, and there is something to do."""
+        """Start a new leader if the present leader's step takes long and another step is due."""
         now_seconds = time.monotonic()
         is_slow = now_seconds - self._since_seconds >= _SLOW_SECONDS
         if is_slow and self._ready(now_seconds):
@@ -546,37 +589,43 @@ class GroupWorker:
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether the caller is a step of this loop."""
+        """Whether the caller runs in a step of this loop."""
         return threading.current_thread() in self._threads
 
     def do_now(self, kind: Jobs[J], job: J) -> bool:
-        """Do the next step of a job if it is due, and no thread does it; whether it was done."""
+        """Do the next step of a job in this thread, if it is due and no thread does it.
+
+        Returns whether a step was done.
+        """
         with self.guard:
             is_here = self.jobs.get((kind.kind, job.key)) is job and not job.ended.done()
             if not is_here or job.at_work or job.due_seconds > time.monotonic():
                 return False
-            self._begin(found := _Found(kind, job))
-        self._do(found)
+            self._begin(chosen := _Found(kind, job))
+        self._do(chosen)
         return True
 
     def _run(self) -> None:
+        """Run the loop in this thread while the thread is the leader."""
         me = threading.current_thread()
         with self.guard:
             self._threads.add(me)
-        while (found := self._next(me)) is not None:
+        while (chosen := self._next(me)) is not None:
             try:
-                self._do(found)
+                self._do(chosen)
             except BaseException:
-                # A mistake of the loop itself; it goes on with the other jobs.
-                _log.exception("%s %s is not seen to", found.kind.kind, found.job.key)
+                # An error here is a fault of the loop itself. The loop continues with other jobs.
+                _log.exception("%s %s is not seen to", chosen.kind.kind, chosen.job.key)
         with self.guard:
             self._threads.discard(me)
 
     def _begin(self, found: _Found) -> None:
+        """Note that a thread does a step of a job now."""
         found.job.at_work, found.job.due_seconds = True, math.inf
         self._under_way.append(found.kind.kind)
 
     def _do(self, found: _Found) -> None:
+        """Do a step of a job, then end the job if it was cancelled during the step."""
         try:
             found.kind.do_step(self, found.job)
         finally:
@@ -585,21 +634,21 @@ class GroupWorker:
                 self._under_way.remove(found.kind.kind)
                 if is_called_off := found.job.cancelled.is_set():
                     found.job.due_seconds = math.inf
-                # The leader, which may be another by now, may wait for just that job.
+                # Wake the leader, which may be another thread by now, and may wait for this job.
                 self.guard.notify_all()
             if is_called_off:
                 found.job.end(Stopping(found.job.key))
 
     def _next(self, me: threading.Thread) -> _Found | None:
-        """Wait for the job that is due next; None where the thread is no longer needed."""
+        """Wait for the next job with a step due; return None if the thread is no longer needed."""
         with self.guard:
             while self._leader is me:
                 now_seconds = time.monotonic()
                 if ready := self._ready(now_seconds):
-                    found = self._most_urgent(ready)
-                    self._begin(found)
+                    chosen = self._most_urgent(ready)
+                    self._begin(chosen)
                     self._since_seconds = now_seconds
-                    return found
+                    return chosen
                 self._since_seconds = math.inf
                 if not self._wait(now_seconds):
                     self._leader = None
@@ -607,36 +656,41 @@ class GroupWorker:
         return None
 
     def _wait(self, now_seconds: float) -> bool:
-        """Wait until something is due, or changes; False where the thread may end."""
+        """Wait until a step is due or `jobs` changes; return False if the thread may end."""
         if self._is_ending:
             return False
         if not self.jobs:
             return self.guard.wait(_IDLE_SECONDS) or bool(self.jobs)
-        due = (one.due_seconds for one in self.jobs.values() if one.due_seconds > now_seconds)
-        first_seconds = min(due, default=math.inf)
+        due_times = (job.due_seconds for job in self.jobs.values() if job.due_seconds > now_seconds)
+        first_seconds = min(due_times, default=math.inf)
         self.guard.wait(None if first_seconds == math.inf else first_seconds - now_seconds)
         return True
 
     def _ready(self, now_seconds: float) -> list[_Found]:
-        """The jobs of which a step can be done now."""
+        """Return the jobs of which a step can be done now."""
         return [
-            _Found(self._kinds[kind], one)
-            for (kind, _), one in self.jobs.items()
-            if one.due_seconds <= now_seconds
-            and not one.at_work
+            _Found(self._kinds[kind], job)
+            for (kind, _), job in self.jobs.items()
+            if job.due_seconds <= now_seconds
+            and not job.at_work
             and self._under_way.count(kind) < _MOST_HANGING
         ]
 
     def _most_urgent(self, ready: list[_Found]) -> _Found:
-        if urgent := [one for one in ready if one.kind.urgent]:
-            return min(urgent, key=lambda one: one.job.due_seconds)
+        """Return the job that gets the next step.
+
+        Among urgent jobs it is the one that is due first. Otherwise the oldest job and the job with
+        the fewest bytes left are chosen alternately.
+        """
+        if urgent := [entry for entry in ready if entry.kind.urgent]:
+            return min(urgent, key=lambda entry: entry.job.due_seconds)
         if next(self._turns) % 2:
-            return min(ready, key=lambda one: one.job.number)
-        return min(ready, key=lambda one: (one.job.left_bytes, one.job.number))
+            return min(ready, key=lambda entry: entry.job.number)
+        return min(ready, key=lambda entry: (entry.job.left_bytes, entry.job.number))
 
 
 class GroupWorkers:
-    """The loops of all groups, by the groups' names."""
+    """The background loops of all volume groups, by the groups' names."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -649,16 +703,17 @@ class GroupWorkers:
         return self._is_ending
 
     def of(self, group: str) -> GroupWorker:
-        """The loop of a group, also of one that no class names."""
+        """Return the loop of a volume group, which no class need name."""
         with self._guard:
             if group not in self._workers:
                 self._workers[group] = GroupWorker(group)
             return self._workers[group]
 
     def let_go(self, group: str) -> None:
-        """Call the jobs of a group off at their next safe points, but those that are done last.
+        """Cancel the jobs of a volume group at their next safe points, and drop the group's loop.
 
-        A call that names the group later begins a new loop.
+        Jobs of a kind that is `last` (see `Jobs`) are not cancelled. A call that names the group
+        later begins a new loop.
         """
         with self._guard:
             worker = self._workers.pop(group, None)
@@ -667,39 +722,47 @@ class GroupWorkers:
             worker.oversee()
 
     def every(self) -> list[GroupWorker]:
-        """The loops of all groups that were ever asked for."""
+        """Return the loops of all groups that are in use."""
         with self._guard:
             return list(self._workers.values())
 
     def oversee(self) -> None:
-        """Have another thread go on where a step takes long; call it every few seconds.
+        """Have other threads continue the loops whose step takes long, or that have no thread.
 
-        Also where no thread could be had.
+        The service has to call this every few seconds.
         """
-        for one in self.every():
-            one.oversee()
+        for worker in self.every():
+            worker.oversee()
 
     def halt(self) -> None:
-        """Call all jobs off at their next safe points, but those that are done last."""
+        """Cancel all jobs at their next safe points, except those of a kind that is `last`.
+
+        `Jobs` says what such a kind is.
+        """
         self._is_ending = True
-        for one in self.every():
-            one.halt()
+        for worker in self.every():
+            worker.halt()
 
     def stop(self, seconds: float = _ENDING_SECONDS) -> None:
-        """Call all jobs off, and wait so long for that; a step that hangs is left behind."""
+        """Cancel all jobs and wait at most `seconds` for their ends.
+
+        A step that hangs is not waited for any longer.
+        """
         self.halt()
         until_seconds = time.monotonic() + seconds
-        for one in self.every():
-            if not one.finish(until_seconds):
-                _log.warning("volume group %s: background work has not ended in time", one.group)
+        for worker in self.every():
+            if not worker.finish(until_seconds):
+                _log.warning("volume group %s: background work has not ended in time", worker.group)
 
 
 def _group_of(key: str) -> str:
+    """Return the name of the volume group in the key of a job."""
     return re.split("[@/]", key)[0]
 
 
 def _state(job: Job) -> str:
+    """Return whether a job is queued, running or failed."""
     if job.ended.done():
-        # A job that succeeded is not kept.
+        # A job that has ended is a failed one, because jobs that succeeded are not kept.
         return "failed"
     return "queued" if job.steps is None and not job.at_work else "running"

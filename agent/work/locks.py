@@ -1,11 +1,11 @@
-"""Locks and limits of calls: one call a volume, one change a group, a bounded number in all.
+"""Locks and limits of calls: one call at a time for a volume, one change at a time for a group.
 
-A call on a disk that hangs keeps its thread. So `Admission` bounds the threads that calls may hold,
-and `Shares` leave some of them to other groups. `VolumeLocks` hold a call's volume; a `GroupLock`
-orders the changes of one group.
+A call on a disk that hangs keeps its thread. So `Admission` limits the number of threads that calls
+may occupy, and `Shares` keep some of these threads free for other volume groups. `VolumeLocks` lock
+the volumes of a call. A `GroupLock` orders the changes of one volume group.
 
-A call is admitted when it first needs a group: publish, unpublish and statistics need none.
-Background work is not limited.
+A call needs an admission slot from its first use of a volume group on. NodePublishVolume,
+NodeUnpublishVolume and statistics use no group. Background work needs no slot.
 """
 
 import contextvars
@@ -21,27 +21,33 @@ from itertools import takewhile
 from agent.core import errors, trace
 from mount import command
 
-# A group alone gets three quarters; of three that hang each some three tenths, and a tenth is left.
+# Factor that limits the slots of one group: at most this factor times the number of free slots. So
+# a group alone gets three quarters of all slots. Of three groups that hang, each gets some three
+# tenths, and a tenth stays free.
 TIMES_LEFT = 3
 
 
 class Shares:
-    """A number of places that the calls of all groups share; `most` is for one group at once.
+    """A number of slots that the calls on all volume groups share.
 
-    A group may take three times as many as are left: the more are taken, the less another gets. No
-    call waits for a place.
+    `places` is the number of slots, `most` the limit for one group. A group may hold at most
+    TIMES_LEFT times as many slots as are free: the more slots are taken, the fewer a further group
+    gets. No call waits for a slot.
     """
 
     def __init__(self, places: int, most: int | None = None) -> None:
         self._places = self.left = places
         self._most = places if most is None else most
-        # How many places count for each group.
+        # The number of taken slots that count for each group.
         self.taken: Counter[str] = Counter()
         self._guard = threading.Lock()
 
     @contextmanager
     def one(self, group: str | None = None) -> Iterator[None]:
-        """Take a place within the `with`, for a group if one is named; raises TooManyCalls."""
+        """Take a slot for the duration of the context, for a group if one is named.
+
+        Raises TooManyCalls.
+        """
         self.take()
         groups: list[str] = []
         try:
@@ -53,81 +59,92 @@ class Shares:
             self.give_back(groups)
 
     def take(self) -> None:
-        """Take a place, which counts for no group yet; raises TooManyCalls."""
+        """Take a slot that counts for no group yet. Raises TooManyCalls if no slot is free."""
         with self._guard:
             if not self.left:
                 raise errors.TooManyCalls(self._places)
             self.left -= 1
 
     def count_for(self, group: str) -> None:
-        """Count a place that was taken as one of a group; raises TooManyCalls."""
+        """Count a slot that was taken for a group.
+
+        Raises TooManyCalls if the group has reached its limit.
+        """
         with self._guard:
-            # The call's own place counts as left.
+            # The call's own slot counts as free, hence the 1.
             if (taken := self.taken[group]) >= min(self._most, TIMES_LEFT * (self.left + 1)):
                 raise errors.TooManyCalls(taken, group)
             self.taken[group] += 1
 
     def give_back(self, groups: Iterable[str] = ()) -> None:
-        """Give back a place that counts for these groups."""
+        """Give back a slot that counts for these groups."""
         with self._guard:
             self.left += 1
             self.taken.subtract(groups)
-            # Without those of zero: callers may send ids with any group's name.
+            # Groups without slots are removed, since callers may send ids with arbitrary names of
+            # groups.
             self.taken = +self.taken
 
 
-# How many of the server's threads may be with volume groups, and with volumes otherwise. A node has
-# 110 pods, and after a boot most of their volumes are staged at once, or unstaged as it is drained.
+# Number of admission slots: the maximum number of calls that use volume groups at the same time. A
+# node has 110 pods. After a boot most of their volumes are staged at once, and when the node is
+# drained, unstaged at once.
 PLACES = 112
+# Maximum number of calls that name a volume and use no volume group yet.
 _OTHERS = 128
-# How many calls may wait for a copy, which is made in the background.
+# Maximum number of calls that wait for a copy, which is made in the background.
 _ASIDE = 128
-# Maximum of calls that wait for another call to end; those that name no volume have no place yet.
+# Maximum number of calls that wait for another call to end. Calls that name no volume have no slot
+# while they wait.
 MOST_CALLS_WAITING = 72
-# Maximum of streams in total, and of one group: each reads a disk as fast as it can, or waits.
+# Maximum number of streams, in total and for one volume group. Each stream reads a disk as fast as
+# it can, or waits.
 STREAMS, STREAMS_OF_A_GROUP = 24, 8
-# Maximum of calls in which both sides stream.
+# Maximum number of calls in which both sides stream.
 EXCHANGES = 48
-# Maximum of calls that are answered once, other than Identity's.
+# Maximum number of unary calls (one request, one response), Identity's calls not counted.
 _CALLS = PLACES + _OTHERS + _ASIDE + MOST_CALLS_WAITING
-# Number of the server's threads: what each of these limits allows, and some for Identity's calls
-# and for calls that are refused. A thread is started when it is needed.
+# Number of the server's threads: the sum of these limits, and some threads for Identity's calls and
+# for calls that are refused. A thread is started when it is needed.
 THREADS = _CALLS + STREAMS + EXCHANGES + 16
-# Calls that ask for all groups are counted as if these were one more.
+# Name of the group for which calls that use all volume groups are counted.
 _ALL = ""
-# How long a call waits for the start, which takes a few commands.
+# Time limit of a call's wait for the end of the start, in seconds. The start takes a few commands.
 _PATIENCE_SECONDS = 10.0
 
 _current: contextvars.ContextVar["_Call | None"] = contextvars.ContextVar("call", default=None)
 
 
 class Admission:
-    """The cap on calls: how many may be where a disk can keep them; open until `close`.
+    """The limits on the number of calls in progress; closed from `close` until `open`.
 
-    Most calls of the Node need no group. They wait for a disk only where it is their own, such as
+    The limits apply to calls that a hanging disk can keep. Most calls of the Node service use no
+    volume group, and wait for a disk only if it is the disk of their own volume, for instance in
     the last unmount.
     """
 
     def __init__(self, places: int = PLACES) -> None:
         self.problem: Exception | None = None
         self.is_open = True
-        # Of calls with volume groups, each of which counts for all groups that it uses; of calls
-        # with volumes otherwise; of calls that wait for a copy; of all these in total.
+        # The admission slots, of calls that use volume groups, and the slots of calls that name a
+        # volume and use no group. A call counts for each group that it uses.
         self.places, self._others = Shares(places), Shares(_OTHERS)
+        # The slots of calls that wait for a copy, and the slots of all unary calls in total.
         self.aside, self._threads = Shares(_ASIDE), Shares(_CALLS)
-        # A stream lasts as long as its caller likes, and as its disk does; calls in which both
-        # sides stream only wait, some for hours, beside streams of the same commands.
+        # The slots of streams, and of calls in which both sides stream. A stream lasts as long as
+        # its caller and its disk take. A call in which both sides stream only waits, some for
+        # hours, beside a stream of the same command.
         self.streams, self.exchanges = Shares(STREAMS, STREAMS_OF_A_GROUP), Shares(EXCHANGES)
         self._closed_at = 0.0
         self._changed = threading.Condition()
 
     def close(self) -> None:
-        """Admit no call until `open`; calls wait for that up to ten seconds."""
+        """Admit no call until `open`; calls wait up to ten seconds for `open`."""
         with self._changed:
             self.is_open, self._closed_at = False, time.monotonic()
 
     def refuse(self, problem: Exception) -> None:
-        """Refuse calls at once, with the problem of a start that failed and is retried."""
+        """Refuse calls at once, with the error of a start that failed and is being retried."""
         with self._changed:
             self.problem = problem
             self._changed.notify_all()
@@ -139,15 +156,18 @@ class Admission:
             self._changed.notify_all()
 
     def thread(self) -> AbstractContextManager[None]:
-        """Keep a thread for a call, so that some are left for Identity's; raises TooManyCalls."""
+        """Return a context that reserves a thread for a unary call. Raises TooManyCalls.
+
+        The limit leaves some of the server's threads for Identity's calls.
+        """
         return self._threads.one()
 
     @contextmanager
     def call(self, group: str | None = None) -> Iterator[None]:
-        """Run a call in this thread; `enter` inside may refuse it.
+        """Run a call in this thread for the duration of the context; `enter` may refuse the call.
 
-        `group` is that of the volume that the call names, "" where it is unknown, None for no
-        volume. Raises TooManyCalls.
+        `group` is the volume group of the volume that the call names, "" if the group is unknown,
+        None if the call names no volume. Raises TooManyCalls.
         """
         with ExitStack() as share:
             if group is not None:
@@ -161,7 +181,10 @@ class Admission:
                 call.leave()
 
     def admit(self) -> None:
-        """Take a place; raises TooManyCalls, Starting."""
+        """Take an admission slot, after waiting for the end of the start.
+
+        Raises TooManyCalls if no slot is free, and Starting if the start has not ended in time.
+        """
         self.places.take()
         patience = command.patience_seconds(_PATIENCE_SECONDS)
         with self._changed, trace.step(trace.WAIT, "start"):
@@ -173,31 +196,31 @@ class Admission:
             raise
 
     def join(self, group: str) -> None:
-        """Count an admitted call among those of a group; raises TooManyCalls."""
+        """Count an admitted call among the calls on a volume group. Raises TooManyCalls."""
         self.places.count_for(group)
 
     def require_open(self) -> None:
-        """Raise Starting while no call is admitted."""
+        """Raise Starting if no call is admitted at present."""
         if not self.is_open:
             raise errors.Starting(time.monotonic() - self._closed_at, self.problem)
 
     def leave(self, groups: Iterable[str] = ()) -> None:
-        """Give back the place of a call, which counts among those of these groups no more."""
+        """Give back the admission slot of a call that counts among the calls on these groups."""
         self.places.give_back(groups)
 
 
 @dataclass
 class _Call:
-    """A call under way, whether it has a place, and the groups that it uses."""
+    """A call in progress: whether it has an admission slot, and the volume groups that it uses."""
 
     admission: Admission
-    # Its place among the calls that are not admitted.
+    # The slot of the call until its admission, to be closed then.
     share: ExitStack
     admitted: bool = False
     groups: set[str] = field(default_factory=set)
 
     def leave(self) -> None:
-        """Give its place back, if any; to use a group again it has to enter anew."""
+        """Give the call's admission slot back, if any; a later use of a group needs a new slot."""
         if self.admitted:
             self.admission.leave(self.groups)
         self.admitted = False
@@ -206,9 +229,9 @@ class _Call:
 
 @contextmanager
 def aside(group: str) -> Iterator[None]:
-    """Give the call's place to another while it waits for background work.
+    """Give the call's admission slot to other calls while the call waits for background work.
 
-    It must use no group inside. Raises TooManyCalls where too many calls wait so.
+    The body must use no volume group. Raises TooManyCalls if too many calls wait like that.
     """
     require_none_held("background work is waited for")
     call = _current.get()
@@ -221,9 +244,10 @@ def aside(group: str) -> Iterator[None]:
 
 
 def enter(*groups: str) -> None:
-    """Admit this thread's call to groups; raises TooManyCalls, and Starting before the start.
+    """Admit this thread's call to volume groups; does nothing outside a call.
 
-    A call that names none uses all groups, and counts as a call of one more group.
+    A call that names no groups uses all groups, and counts for one more group, _ALL. Raises
+    TooManyCalls, and Starting before the end of the start.
     """
     call = _current.get()
     if call is None:
@@ -232,37 +256,42 @@ def enter(*groups: str) -> None:
         call.admission.admit()
         call.admitted = True
         call.share.close()
-    for one in sorted({*(groups or (_ALL,))} - call.groups):
-        call.admission.join(one)
-        call.groups.add(one)
+    for group in sorted({*(groups or (_ALL,))} - call.groups):
+        call.admission.join(group)
+        call.groups.add(group)
 
 
-# How long a call waits for its volume: callers back off from a second on; most calls end sooner.
+# Time limit of a call's wait for the lock of its volume, in seconds. Most calls end sooner. Callers
+# back off for a second or more before they repeat a refused call.
 GRACE_SECONDS = 5.0
-# The rest of the time to the deadline is left for the work.
+# Maximum part of the time to a call's deadline that the call waits for the lock of its volume. The
+# rest is for the work.
 _PART = 0.5
+# Interval at which a condition is polled, in seconds.
 _LOOK_SECONDS = 0.1
 
 
 class VolumeLocks:
-    """Locks of volumes: one call at a time, in the order in which calls came.
+    """Locks of volumes: one call at a time for a volume, in the order in which the calls came.
 
-    Another call waits up to five seconds and is then refused, as the CSI spec advises
-    ("Concurrency"). Where too many wait already it is refused at once, to leave threads to others.
+    A further call waits up to five seconds and is then refused, as the CSI spec advises
+    ("Concurrency"). If too many calls wait already, a further call is refused at once, so that
+    threads are left for other calls.
     """
 
     def __init__(self) -> None:
         self.grace_seconds = GRACE_SECONDS
         self._changed = threading.Condition()
         self._held: set[str] = set()
-        # What each waiting call wants, in the order in which they came.
+        # The names that each waiting call wants to lock, in the order in which the calls came.
         self._waiting: dict[object, frozenset[str]] = {}
 
     @contextmanager
     def hold(self, *names: str) -> Iterator[None]:
-        """Hold a volume and its path: two volumes at one path would cover each other.
+        """Hold the locks of these names for the duration of the context.
 
-        Raises OperationPending while another call holds one of them.
+        A name is that of a volume or a path: two volumes mounted at one path would hide each other.
+        Raises OperationPending if another call keeps one of the locks for too long.
         """
         with self._changed:
             if self._taken(names):
@@ -277,9 +306,10 @@ class VolumeLocks:
                 self._changed.notify_all()
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Wait up to five seconds, holding nothing, for a condition that other calls may bring.
+        """Wait up to five seconds, holding no lock, for a condition that other calls bring about.
 
-        `is_so` is polled ten times a second, so it must be cheap.
+        `is_so` is polled ten times a second, so it must be cheap. Returns at once if too many calls
+        wait already.
         """
         end = time.monotonic() + command.patience_seconds(self.grace_seconds, _PART)
         if is_so():
@@ -287,52 +317,60 @@ class VolumeLocks:
         with self._changed:
             if len(self._waiting) >= MOST_CALLS_WAITING:
                 return
-            turn = self._line_up([])
+            ticket = self._line_up([])
         try:
             while not is_so() and time.monotonic() < end:
                 time.sleep(_LOOK_SECONDS)
         finally:
             with self._changed:
-                del self._waiting[turn]
+                del self._waiting[ticket]
 
     def _await_turn(self, names: Iterable[str]) -> None:
-        """Wait until all are free, and no earlier call waits for one of them."""
+        """Wait until all names are free and no earlier call waits for one of them.
+
+        Raises OperationPending at the time limit, or if too many calls wait already.
+        """
         if len(self._waiting) < MOST_CALLS_WAITING:
-            turn = self._line_up(names)
+            ticket = self._line_up(names)
             try:
                 patience = command.patience_seconds(self.grace_seconds, _PART)
-                is_free = self._changed.wait_for(lambda: not self._taken(names, turn), patience)
+                is_free = self._changed.wait_for(lambda: not self._taken(names, ticket), patience)
             finally:
-                del self._waiting[turn]
-                # Later calls waited for this one, too.
+                del self._waiting[ticket]
+                # Wake later calls that waited for this call.
                 self._changed.notify_all()
             if is_free:
                 return
-        raise errors.OperationPending(next(one for one in names if one in self._taken(names)))
+        raise errors.OperationPending(next(name for name in names if name in self._taken(names)))
 
     def _line_up(self, names: Iterable[str]) -> object:
-        turn = object()
-        self._waiting[turn] = frozenset(names)
-        return turn
+        """Append a waiting call, with the names that it wants, to the queue; return its ticket."""
+        ticket = object()
+        self._waiting[ticket] = frozenset(names)
+        return ticket
 
     def _taken(self, names: Iterable[str], turn: object = None) -> set[str]:
-        """The names that are held, or wanted by calls that wait (before `turn`, if given)."""
-        before = takewhile(lambda one: one is not turn, self._waiting)
-        return self._held.union(*(self._waiting[one] for one in before)).intersection(names)
+        """Return those of the names that are locked, or that waiting calls want.
+
+        Only calls that came before the waiting call with the ticket `turn` count, if it is given.
+        """
+        before = takewhile(lambda ticket: ticket is not turn, self._waiting)
+        return self._held.union(*(self._waiting[ticket] for ticket in before)).intersection(names)
 
 
-# How many of the places calls that wait for one group may take.
+# Maximum numbers of calls that wait for the lock of one volume group: to change the group, and to
+# read its state. Each is a part of the admission slots.
 MOST_WAITING = PLACES // 2
 MOST_READING = PLACES * 3 // 8
 
 
-# The groups that this thread holds.
+# The names of the volume groups whose locks the current thread holds.
 _held: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("held", default=frozenset())
 
 
 @contextmanager
 def holding(names: Iterable[str]) -> Iterator[None]:
-    """Note that this thread holds these groups, for `require_none_held`."""
+    """Note for `require_none_held` that this thread holds the locks of these volume groups."""
     token = _held.set(_held.get() | {*names})
     try:
         yield
@@ -341,11 +379,12 @@ def holding(names: Iterable[str]) -> Iterator[None]:
 
 
 def require_none_held(doing: str) -> None:
-    """Raise AssertionError where this thread holds a group, and so must not do what may hang.
+    """Raise AssertionError if this thread holds the lock of a volume group.
 
-    That is to read or write a device, to run a program other than lvm2, or to wait for another
-    group: each other call to the group would hang with it. Tests ask this before each operation of
-    the kernel and each program (tests/support/unheld.py).
+    Called before an operation that may hang: a read or a write of a device, a program other than
+    lvm2, or a wait for another group. Each other call to the locked group would hang with it.
+    `doing` names the operation. Tests call this function before each operation of the kernel and
+    each program (tests/support/unheld.py).
     """
     if held := _held.get():
         raise AssertionError(f"{doing} while volume group {', '.join(sorted(held))} is held")
@@ -354,9 +393,9 @@ def require_none_held(doing: str) -> None:
 class GroupLock:
     """A lock of a volume group: FIFO; waiters give up at the RPC deadline.
 
-    A group has one for its changes, one for its reports, and one with eight `places` for mkfs and
-    fsck. The lock for changes is held around lvm2 commands only: never over mkfs, an erase or a
-    copy, nor over a read of a device (`require_none_held`).
+    A group has one lock for its changes, one for its reports, and one with eight `places` for mkfs
+    and fsck: that many holders at the same time. The lock for changes is held around lvm2 commands
+    only, and never over mkfs, an erase, a copy or a read of a device (`require_none_held`).
     """
 
     def __init__(self, what: str, most: float = MOST_WAITING, *, places: int = 1) -> None:
@@ -364,14 +403,14 @@ class GroupLock:
         self._most, self._left = most, places
         self._guard = threading.Lock()
         self._released_at = -math.inf
-        # Each is set when its waiter gets the lock.
+        # An event for each waiter, in the order of the queue, set when the waiter gets the lock.
         self._waiting: deque[threading.Event] = deque()
 
     @contextmanager
     def hold(self) -> Iterator[bool]:
-        """Hold the lock; yield whether that had to wait.
+        """Hold the lock for the duration of the context; yield whether the caller had to wait.
 
-        Raises GroupBusy at the deadline, or where too many wait already.
+        Raises GroupBusy at the deadline, or if too many callers wait already.
         """
         had_to_wait = self._await()
         try:
@@ -386,15 +425,19 @@ class GroupLock:
 
     @property
     def is_taken(self) -> bool:
-        """Whether a further caller would have to wait."""
+        """Whether a further caller would have to wait for the lock."""
         return not self._left
 
     @property
     def held_at(self) -> float:
-        """When the lock was last held, by the monotonic clock; now where it is."""
+        """Time at which the lock was last held (monotonic, seconds); now, if it is held now."""
         return time.monotonic() if self.is_taken else self._released_at
 
     def _await(self) -> bool:
+        """Take the lock, waiting in the queue if need be; return whether that took a wait.
+
+        Raises GroupBusy at the deadline, or if too many callers wait already.
+        """
         with self._guard:
             if self._left:
                 self._left -= 1
@@ -412,5 +455,6 @@ class GroupLock:
             if not mine.is_set():
                 self._waiting.remove(mine)
                 raise errors.GroupBusy(self._what, "another call was at work on it all the time")
-        # The lock came at the moment of the deadline: the first command will fail with that.
+        # The waiter got the lock at the moment of the deadline. Its first command will fail because
+        # of the deadline.
         return True

@@ -1,26 +1,36 @@
-"""Pace: turns of a volume group's background I/O on its disks, in which it gives way to other I/O.
+"""Pace of a volume group's background I/O: I/O slots, in which it gives way to other I/O.
 
-A piece is a part of a device that is erased, zeroed, copied, compared, sent or received. The rule,
-of which the setting `background_bandwidth` chooses 5, 6, or 7 to 10:
+An I/O slot is the right to do one piece of background I/O. A piece is a part of a device that is
+erased, zeroed, copied, compared, sent or received. Other I/O is that of programs that do not use
+this module, such as the pods that use volumes.
 
-1. Each piece waits for its turn, in the order in which the workers of a group ask: so they share
-   the disks evenly, and between two turns nothing of theirs is on its way.
-2. What a piece wrote is flushed within its turn, or others' next fsync(2) would pay for it.
-3. A piece that has taken two seconds bars the other workers no more: its disk may hang, and not
-   theirs.
-4. Workers that need one another, as one that reads what another writes, share a turn, which each
-   may leave and enter again for half a second, while no one else uses the disks or waits.
-5. `0`: no worker waits, and a piece is as long as asked for.
-6. A limit in bytes a second, or a part of the fastest piece of that kind of work: a piece is what
-   the limit allows in a tenth of a second, and the next piece begins once it is allowed.
-7. `auto`: before each piece the disks are looked at (mount/disk_load.py), and what is in flight, or
-   was completed since the last piece, is others' I/O, unless lvm2 changed the group meanwhile.
-8. For half a second after others' I/O a piece takes half as long as theirs does on average, and
-   follows a pause twice as long as the piece before it, and as one of theirs: so others wait
-   little, and the work keeps a third of the disks' time.
-9. Alone pieces grow twofold to 64 MiB, of work that can end within a piece to half a second, and
-   between two is a pause of a sixteenth of the first, in which others are looked for.
-10. A piece has at least 1 MiB, and a pause beside others takes at most a second: so all work ends.
+The setting `background_bandwidth` chooses between rule 5, rule 6, and rules 7 to 10:
+
+1. Each piece waits for an I/O slot. Slots are given in the order in which the workers of a volume
+   group ask. So the workers share the disks evenly, and between two slots no I/O of theirs is in
+   flight.
+2. The data that a piece wrote are flushed within its slot. Otherwise the next fsync(2) of another
+   program would wait for them.
+3. A piece that has taken two seconds no longer keeps the other workers waiting: its disk may hang,
+   while their disks do not.
+4. Workers that need each other, such as a reader and a writer of the same data, share a slot. For
+   half a second each of them may leave the slot and enter it again, as long as no other program
+   uses the disks and no other worker waits.
+5. With `0`, no worker waits, and a piece is as long as the worker asks.
+6. With a limit in bytes a second, or in percent of the fastest piece of the same kind of work, a
+   piece is what the limit allows in a tenth of a second. The next piece begins when the limit
+   allows it.
+7. With `auto`, the load of the disks is read before each piece (mount/disk_load.py). I/O that is in
+   flight, or was completed since the last piece, is other I/O, unless lvm2 changed the group since.
+8. For half a second after other I/O, a piece takes half as long as the other I/O takes on average.
+   Before a piece is a pause, which is twice as long as the previous piece took, and at least as
+   long as the other I/O takes. So other programs wait little, and the background work keeps a third
+   of the disks' time.
+9. Without other I/O, each piece is twice as large as the previous one, up to 64 MiB, or up to half
+   a second for work that can end within a piece. Between two pieces is a pause of a sixteenth of
+   the earlier piece's time, to look for other I/O.
+10. A piece has at least 1 MiB, and a pause for other I/O takes at most a second. So all work comes
+    to an end.
 """
 
 import math
@@ -40,42 +50,57 @@ from lvm.layout import NO_RESERVE, Reserve
 from mount.disk_load import DiskLoad
 from mount.kernel import Kernel
 
-# Rule 9, and how much is not interrupted: CreateVolume, which may want a pool that is being zeroed,
-# and the end of the service wait for one piece at most. Smaller ones than LEAST_BYTES (rule 10)
-# spare others little: a disk takes as long to find the place.
+# Maximum and minimum size of a piece, in bytes (rules 9 and 10). A piece is not interrupted, so the
+# maximum limits the wait of CreateVolume for a pool that is being zeroed, and the wait of the
+# service's end. Pieces below the minimum spare other programs little, because a disk takes as long
+# to seek.
 MOST_BYTES, LEAST_BYTES = 64 << 20, 1 << 20
+# Maximum time of a piece of work that can end within a piece, and of a shared slot, in seconds
+# (rules 9 and 4).
 _LONG_SECONDS = 0.5
+# Factor by which a piece may be larger than the previous one (rule 9). Assumed size of the previous
+# piece, in bytes, if there is none.
 _GROWTH, _FIRST_BYTES = 2, 32 << 20
+# Pause without other I/O (rule 9): part of the previous piece's time, and maximum in seconds.
 _ALONE_PART, _ALONE_SECONDS = 1 / 16, 0.01
-# Rule 3.
+# Time after which a piece counts as hanging, in seconds (rule 3).
 _HANGING_SECONDS = 2.0
-# Rule 6.
+# Time of a piece with a limit, in seconds (rule 6).
 _LIMITED_SECONDS = 0.1
-# Rule 7: where the last look is no use, for how long others' I/O is looked for.
+# Time for which other I/O is looked for if the last reading of the disks' load is useless, in
+# seconds (rule 7).
 _FIRST_SECONDS = 0.002
-# Rule 8. Others are at work for less than the second after which dm-thin commits its metadata by
-# itself (COMMIT_PERIOD, drivers/md/dm-thin.c). Until one of their I/Os has completed the piece and
-# the pause are the UNKNOWN ones.
+# Time for which other I/O counts as present after it was seen, in seconds (rule 8). The time is
+# less than the second after which dm-thin commits its metadata by itself (COMMIT_PERIOD,
+# drivers/md/dm-thin.c), or these commits would count as other I/O without end.
 _OTHERS_SECONDS = 0.5
+# Time of a piece beside other I/O, as a part of that I/O's average time; time of a pause, as a
+# multiple of the previous piece's time (rule 8).
 _OTHERS_PART, _PAUSE_PER_PIECE = 1 / 2, 2
+# Maximum time of a piece and of a pause beside other I/O, in seconds (rules 8 and 10).
 _LONGEST_SECONDS, _PAUSE_SECONDS = 0.1, 1.0
+# Time of a piece and of a pause beside other I/O whose average time is unknown, in seconds.
 _UNKNOWN_SECONDS, _UNKNOWN_PAUSE_SECONDS = 0.002, 0.02
-# Part of a new measurement in an average, and the least time that a piece counts as.
+# Weight of a new measurement in an average, and minimum time of a piece in a measurement, in
+# seconds.
 _NEW_PART, _LEAST_SECONDS = 1 / 4, 1e-5
-# How soon a worker that waits finds that it is called off.
+# Interval at which a waiting worker checks whether its work was cancelled, in seconds.
 _CHECK_SECONDS = 0.1
 
 
 @dataclass
 class Piece:
-    """How many bytes a turn is for. A worker that did fewer in it says so here."""
+    """Size, in bytes, of the piece that an I/O slot is for.
+
+    A worker that did fewer bytes in the slot sets `length_bytes` to the number of bytes done.
+    """
 
     length_bytes: int
 
 
 @dataclass(frozen=True)
 class Work:
-    """Background I/O of one kind on some disks; `Pace.work` makes it."""
+    """Background I/O of one kind on some disks, made by `Pace.work`."""
 
     pace: "Pace"
     kind: str
@@ -89,11 +114,11 @@ class Work:
     def chunks(
         self, end_bytes: int, begin_bytes: int = 0
     ) -> Iterator[AbstractContextManager[tuple[int, int]]]:
-        """Pieces, one after the other, each of which is done within its `with`.
+        """Yield the pieces of a range of a device in order, each as a context that does the wait.
 
-        That waits for a turn, as long as that takes, and gives the piece's offset and length in
-        bytes; no lock is held to enter it. Between two pieces there is no turn. Raises what `check`
-        raises.
+        Entering the context waits for an I/O slot, without a time limit, and returns the piece's
+        offset and length in bytes. The caller does the piece in the context. It must hold no lock
+        when it enters. Between two pieces no slot is held. Raises what `check` raises.
         """
         self.progress.begin(end_bytes, begin_bytes)
         while (offset := self.progress.done_bytes) < end_bytes:
@@ -101,12 +126,13 @@ class Work:
 
     @contextmanager
     def _chunk(self, offset: int, most_bytes: int) -> Iterator[tuple[int, int]]:
+        """Wait for an I/O slot for the piece that begins at `offset`, done in the context."""
         with self.piece(most_bytes) as piece:
             yield offset, piece.length_bytes
 
     @contextmanager
     def piece(self, most_bytes: int) -> Iterator[Piece]:
-        """Wait for a turn, as `chunks` does, for a piece of at most that length, done inside.
+        """Wait for an I/O slot for a piece of at most `most_bytes`, which is done in the context.
 
         Raises what `check` raises.
         """
@@ -117,61 +143,64 @@ class Work:
 
 @dataclass(eq=False)
 class _Shared:
-    """A turn that workers may share, or the place of one in the queue for it."""
+    """An I/O slot that several workers may share, or the place in the queue for a slot."""
 
     disks: frozenset[str]
-    # The one that held when the worker came.
+    # The rule of the setting at the time when the worker asked for the slot.
     rule: "_Rule"
     may_join: bool
-    # How many are in it, and what they did; how long a piece of theirs may be.
+    # The number of workers in the slot, the bytes that they did in total, and the maximum size of a
+    # piece, in bytes.
     workers: int = 1
     done_bytes: int = 0
     length_bytes: int = 0
     begun_at: float = -math.inf
-    # When its piece counts as hanging; never before the piece begins.
+    # The time from which the piece counts as hanging. Infinity before the piece begins.
     hangs_at: float = math.inf
-    # Others may join until then.
+    # The time until which other workers may join.
     joined_until: float = -math.inf
 
 
 class _Rule(Protocol):
-    """How large pieces are, and what is paused between them; used by whose turn it is."""
+    """A rule for the size of pieces and for pauses; only the slot's holder calls its methods."""
 
     def begin(self, work: Work, pause: Callable[[float], None]) -> int:
-        """Pause, by `pause` with seconds; return how many bytes the next piece may have."""
+        """Pause by calling `pause` with seconds; return the next piece's maximum size in bytes."""
 
     def end(self, work: Work, length_bytes: int, seconds: float) -> None:
-        """Take account of the piece that has just ended, and took so long."""
+        """Take account of a piece that has just ended: its length, and the seconds it took."""
 
 
 class _GivingWay:
-    """`auto`: rules 7 to 10."""
+    """The rule of `auto`: give way to other I/O (rules 7 to 10)."""
 
     def __init__(
         self, kernel: Kernel, clock: Callable[[], float], changed_at: Callable[[], float]
     ) -> None:
         self._kernel, self._clock, self._changed_at = kernel, clock, changed_at
         self.paused_seconds = 0.0
-        # The last piece.
+        # The previous piece: its size, its time, and its end.
         self._length_bytes, self._took_seconds, self._ended_at = _FIRST_BYTES, 0.0, -math.inf
-        # How fast pieces are where they need not wait for others, in bytes a second.
+        # The rate of pieces without other I/O, in bytes a second, by the kind of work and the
+        # disks.
         self._rates: dict[tuple[str, frozenset[str]], float] = {}
-        # What each disk had done when it was looked at last, and when that was.
+        # The last reading of each disk's load, and the time of that reading.
         self._seen: dict[str, DiskLoad] = {}
         self._looked_at = -math.inf
-        # When others were seen last, and how long their I/O takes on average.
+        # The time when other I/O was last seen, and the average time that such I/O takes.
         self._others_at, self._others_take_seconds = -math.inf, 0.0
 
     def begin(self, work: Work, pause: Callable[[float], None]) -> int:
-        if not work.disks:  # there are no statistics
+        """Wait for other I/O by rule 8; return the next piece's maximum size in bytes."""
+        if not work.disks:  # no disk is known, so there are no I/O statistics
             return MOST_BYTES
         if self._clock() - self._ended_at > _OTHERS_SECONDS or work.disks - self._seen.keys():
-            # What was, does not tell what is now.
+            # Forget the previous piece and the last reading: they are too old, or of other disks.
             self._length_bytes, self._took_seconds = _FIRST_BYTES, 0.0
             self._looked_at = -math.inf
         self._look(work, pause)
         if self._pause(pause):
-            # Others may be seen in it, and then it is longer.
+            # Look again after the pause: if other I/O is seen now, the pause has to be longer.
             self._look(work, pause)
             self._pause(pause)
         rate, most_bytes = self._rate(work), _GROWTH * self._length_bytes
@@ -182,8 +211,10 @@ class _GivingWay:
         return _rounded(most_bytes, longest_bytes)
 
     def end(self, work: Work, length_bytes: int, seconds: float) -> None:
+        """Measure the rate of a piece that has ended, and read the load of the disks."""
         measured, rate = length_bytes / max(seconds, _LEAST_SECONDS), self._rate(work)
-        # Beside others a piece waits for theirs. A worker may have done nothing in its turn.
+        # A piece beside other I/O waits for that I/O, so its rate counts only if it is above the
+        # average. The same holds for a worker that did nothing in its slot.
         is_alone = measured and not self.is_beside_others
         self._rates[work.kind, work.disks] = (_mean if is_alone else max)(rate, measured)
         self._length_bytes, self._took_seconds = length_bytes, seconds
@@ -192,17 +223,20 @@ class _GivingWay:
 
     @property
     def is_beside_others(self) -> bool:
-        """Whether others used the disks a moment ago."""
+        """Whether other I/O on the disks was seen in the last half second."""
         return self._clock() - self._others_at < _OTHERS_SECONDS
 
     def _rate(self, work: Work) -> float:
+        """Return the rate of a kind of work on its disks, in bytes a second; 0 if unknown."""
         return self._rates.get((work.kind, work.disks), 0.0)
 
     def _pause(self, pause: Callable[[float], None]) -> bool:
-        """Pause since the last piece; whether there was anything left of that."""
+        """Wait for the rest of the pause after the previous piece; return whether any was left."""
         if is_for_others := self.is_beside_others:
-            others = self._others_take_seconds or _UNKNOWN_PAUSE_SECONDS
-            seconds = min(max(_PAUSE_PER_PIECE * self._took_seconds, others), _PAUSE_SECONDS)
+            others_seconds = self._others_take_seconds or _UNKNOWN_PAUSE_SECONDS
+            seconds = min(
+                max(_PAUSE_PER_PIECE * self._took_seconds, others_seconds), _PAUSE_SECONDS
+            )
         else:
             seconds = min(self._took_seconds * _ALONE_PART, _ALONE_SECONDS)
         if (left_seconds := self._ended_at + seconds - self._clock()) <= 0:
@@ -212,7 +246,7 @@ class _GivingWay:
         return True
 
     def _look(self, work: Work, pause: Callable[[float], None]) -> None:
-        """Look for I/O of others: completed since the last look, or on its way."""
+        """Look for other I/O that is in flight, or was completed since the last reading."""
         if self._changed_at() >= self._looked_at:
             self._pass_over(work)
             pause(_FIRST_SECONDS)
@@ -229,37 +263,43 @@ class _GivingWay:
         self._looked_at = self._clock()
 
     def _pass_over(self, work: Work) -> None:
-        """Look for I/O of others from now on."""
+        """Read the load of the disks, so that only other I/O from now on is noticed."""
         self._seen |= self._loads(work)
         self._looked_at = self._clock()
 
     def _loads(self, work: Work) -> dict[str, DiskLoad]:
+        """Read the load of each disk of a work."""
         return {disk: self._kernel.disk_load(disk) for disk in work.disks}
 
 
 class _Limited:
-    """A limit: rule 6."""
+    """The rule of a limit in bytes a second, or in percent of the fastest piece (rule 6)."""
 
     def __init__(self, bandwidth: Reserve, clock: Callable[[], float]) -> None:
         self.bandwidth, self._clock = bandwidth, clock
         self._due_at = -math.inf
-        # Bytes a second by the kind of work.
+        # The rate of the fastest piece, in bytes a second, by the kind of work.
         self._best: dict[str, float] = {}
 
     def begin(self, work: Work, pause: Callable[[float], None]) -> int:
+        """Wait until the limit allows the next piece; return its maximum size, in bytes."""
         if (left_seconds := self._due_at - self._clock()) > 0:
             pause(left_seconds)
         rate = self._rate(work)
         return _FIRST_BYTES if rate is None else _rounded(int(rate * _LIMITED_SECONDS))
 
     def end(self, work: Work, length_bytes: int, seconds: float) -> None:
+        """Note the rate of a piece that has ended, and when the next piece may begin."""
         measured = length_bytes / max(seconds, _LEAST_SECONDS)
         self._best[work.kind] = max(measured, self._best.get(work.kind, 0.0))
         if rate := self._rate(work):
             self._due_at = self._clock() - seconds + length_bytes / rate
 
     def _rate(self, work: Work) -> float | None:
-        """Bytes a second; None before anything was measured."""
+        """Return the limit for a work, in bytes a second.
+
+        None for a limit in percent, before a piece was measured.
+        """
         if not self.bandwidth.percent:
             return self.bandwidth.size_bytes
         best = self._best.get(work.kind)
@@ -267,29 +307,31 @@ class _Limited:
 
 
 class _Unlimited:
-    """`0`: rule 5."""
+    """The rule of the setting `0`: no pauses, and pieces as long as asked for (rule 5)."""
 
     def begin(self, _work: Work, _pause: Callable[[float], None]) -> int:
+        """Return a size that limits no piece."""
         return sys.maxsize
 
     def end(self, work: Work, length_bytes: int, seconds: float) -> None:
-        """Nothing follows from it."""
+        """Do nothing: the next piece does not depend on the previous one."""
 
 
 _UNLIMITED = _Unlimited()
 
 
 def _mean(before: float, measured: float) -> float:
-    """A mean of measurements, the last ones above all; 0 for none before."""
+    """Return a mean in which the latest measurements count most; `before` is 0 if there is none."""
     return before + (measured - before) * _NEW_PART if before else measured
 
 
 def _rounded(length_bytes: int, most_bytes: int = MOST_BYTES) -> int:
+    """Return a piece's size in bytes, within its limits and a multiple of LEAST_BYTES."""
     return max(min(length_bytes, most_bytes) // LEAST_BYTES, 1) * LEAST_BYTES
 
 
 class Pace:
-    """Turns for the background I/O of one volume group."""
+    """The I/O slots for the background I/O of one volume group (see the module's docstring)."""
 
     def __init__(
         self,
@@ -299,22 +341,23 @@ class Pace:
         sleep: Callable[[float], None] = time.sleep,
         changed_at: Callable[[], float] = lambda: -math.inf,
     ) -> None:
-        """`bandwidth` is the setting at each moment.
+        """Make the pace of a volume group.
 
-        `changed_at` is when Carver itself last changed the group, by the clock.
+        `bandwidth` returns the present value of the setting `background_bandwidth`. `changed_at`
+        returns the time at which Carver itself last changed the group, by `clock`.
         """
         self._kernel, self.clock, self._sleep = kernel, clock, sleep
         self._bandwidth = bandwidth
         self._giving_way = _GivingWay(kernel, clock, changed_at)
         self._limited = _Limited(NO_RESERVE, clock)
         self._moved = threading.Condition()
-        # The first one's turn is under way.
+        # The queue for I/O slots. The first element is the slot in use.
         self._queue: deque[_Shared] = deque()
         self._bytes: Counter[str] = Counter()
 
     @property
     def _rule(self) -> _Rule:
-        """The rule of the present setting, by which the next turn goes."""
+        """The rule of the present setting, by which the next I/O slot is given."""
         bandwidth = self._bandwidth()
         if bandwidth is None:
             return self._giving_way
@@ -326,17 +369,17 @@ class Pace:
 
     @property
     def is_unlimited(self) -> bool:
-        """Whether no worker waits for another, nor for anyone else."""
+        """Whether no worker waits, neither for another worker nor for other I/O."""
         return self._rule is _UNLIMITED
 
     @property
     def done_bytes(self) -> Mapping[str, int]:
-        """What was done until now, by the kind of work."""
+        """Number of bytes done until now, by the kind of work."""
         return dict(self._bytes)
 
     @property
     def paused_seconds(self) -> float:
-        """How long work was paused for others."""
+        """Total time for which work was paused because of other I/O, in seconds."""
         return self._giving_way.paused_seconds
 
     def work(
@@ -349,21 +392,25 @@ class Pace:
         most_bytes: int = MOST_BYTES,
         may_join: bool = False,
     ) -> Work:
-        """Make work on devices, by their paths, which waits for its turns here.
+        """Return a `Work` on the devices with these paths, which waits for its I/O slots here.
 
-        `check` raises where it is called off. `flush` has on the disks what was written; leave it
-        out for what only reads, or flushes itself. `most_bytes` is more than MOST_BYTES for what
-        can end within a piece (rule 9). `may_join` is for workers that need one another (rule 4).
+        `check` raises if the work was cancelled. `flush` writes the data of a piece to the disks;
+        it is left out for work that only reads, or flushes by itself. `most_bytes` is larger than
+        MOST_BYTES for work that can end within a piece (rule 9). `may_join` is for workers that
+        need each other (rule 4).
         """
         disks = set[str]()
-        for one in devices:
-            disks |= self._kernel.disks_below(one)
+        for device in devices:
+            disks |= self._kernel.disks_below(device)
         progress = progress or Progress(self.clock)
         return Work(self, kind, frozenset(disks), check, flush, progress, most_bytes, may_join)
 
     @contextmanager
     def turn(self, work: Work, most_bytes: int) -> Iterator[Piece]:
-        """Wait for a turn for a piece of at most that length, done inside."""
+        """Wait for an I/O slot for a piece of at most `most_bytes`, done in the context.
+
+        The slot ends with the context.
+        """
         shared = self._enter(work)
         piece, done_bytes = Piece(min(most_bytes, shared.length_bytes)), 0
         try:
@@ -375,49 +422,54 @@ class Pace:
             self._leave(work, shared, done_bytes)
 
     def _enter(self, work: Work) -> _Shared:
-        """Wait for a turn, or for one to join."""
+        """Wait for an I/O slot, or for one that can be joined, and return the slot."""
         work.check()
         own = _Shared(work.disks, self._rule, work.may_join)
         try:
-            found = self._wait(own, work.check)
-            if found is own:
+            slot = self._wait(own, work.check)
+            if slot is own:
                 self._begin(own, own.rule.begin(work, partial(self._pause, work.check)))
         except BaseException:
             self._remove(own)
             raise
-        return found
+        return slot
 
     def _wait(self, own: _Shared, check: Callable[[], None]) -> _Shared:
-        """Wait in the queue until its turn comes, or it may join the one under way."""
+        """Wait in the queue until the worker's own slot is first, or another slot can be joined."""
         if own.rule is _UNLIMITED:
             return own
         with self._moved:
             self._queue.append(own)
         while True:
             with self._moved:
-                if (found := self._turn_for(own)) is not None:
-                    return found
+                if (slot := self._turn_for(own)) is not None:
+                    return slot
                 self._moved.wait(_CHECK_SECONDS)
             check()
 
     def _turn_for(self, own: _Shared) -> _Shared | None:
-        """Its own turn, or one that it joins, which it leaves the queue for; None: it waits."""
+        """Return the slot that a waiting worker may enter now, or None if the worker has to wait.
+
+        The slot is the worker's own. Or it is a shared slot; then the worker leaves the queue.
+        """
         first = self._queue[0]
         if first is not own and self.clock() >= first.hangs_at:
-            # One that hangs is first no more; the next one has not begun.
+            # A slot whose piece hangs leaves the queue. The slot behind it is then the first.
             self._queue.popleft()
             first = self._queue[0]
         if first is own:
             return own
         is_open = self.clock() < first.joined_until and own.disks <= first.disks
-        # One that waits for a turn of its own is passed by none.
-        if not (is_open and all(one.may_join for one in self._queue)):
+        # A worker joins only if all in the queue may: otherwise it would overtake a worker that
+        # waits for a slot of its own.
+        if not (is_open and all(slot.may_join for slot in self._queue)):
             return None
         self._queue.remove(own)
         first.workers += 1
         return first
 
     def _begin(self, own: _Shared, length_bytes: int) -> None:
+        """Begin the piece of a slot that has become the first, with its maximum size."""
         is_alone = isinstance(own.rule, _GivingWay) and not own.rule.is_beside_others
         with self._moved:
             own.length_bytes, own.begun_at = length_bytes, self.clock()
@@ -427,7 +479,7 @@ class Pace:
                 self._moved.notify_all()
 
     def _leave(self, work: Work, shared: _Shared, done_bytes: int) -> None:
-        """Leave a turn; it ends with the last worker in it: between turns nothing is on its way."""
+        """Leave an I/O slot; the slot ends when its last worker leaves."""
         with self._moved:
             if done_bytes:
                 self._bytes[work.kind] += done_bytes
@@ -435,23 +487,25 @@ class Pace:
             shared.workers -= 1
             if shared.workers:
                 return
-            # It is joined no more.
+            # From now on no worker may join the slot.
             shared.joined_until = -math.inf
         try:
             if shared.done_bytes:
-                # Of all in it, or it would look like I/O of strangers.
+                # The rule gets the bytes of all workers in the slot. Otherwise it would take their
+                # I/O for other I/O.
                 shared.rule.end(work, shared.done_bytes, self.clock() - shared.begun_at)
         finally:
             self._remove(shared)
 
     def _remove(self, own: _Shared) -> None:
-        """The next one in the queue is the first."""
+        """Remove a slot from the queue, so that the slot behind it is the first."""
         with self._moved:
-            with suppress(ValueError):  # it hung, or none waits for another
+            with suppress(ValueError):  # its piece hung, or no worker waits with the setting 0
                 self._queue.remove(own)
             self._moved.notify_all()
 
     def _pause(self, check: Callable[[], None], seconds: float) -> None:
+        """Sleep for some seconds, checking now and then whether the work was cancelled."""
         until = self.clock() + seconds
         while (left_seconds := until - self.clock()) > 0:
             check()
@@ -460,7 +514,7 @@ class Pace:
 
 
 class Paces:
-    """The Pace of each volume group, by the configuration."""
+    """The Pace of each volume group, with the setting of the configuration."""
 
     def __init__(
         self,
@@ -468,14 +522,17 @@ class Paces:
         kernel: Kernel,
         changed_at: Callable[[str], float],
     ) -> None:
-        """`changed_at` is when Carver last changed a group, by the monotonic clock."""
+        """Make the paces of all volume groups.
+
+        `changed_at` returns the time at which Carver last changed a group (monotonic, seconds).
+        """
         self._configuration, self._kernel = configuration, kernel
         self._changed_at = changed_at
         self._guard = threading.Lock()
         self._paces: dict[str, Pace] = {}
 
     def of(self, group: str) -> Pace:
-        """The one of a group, also of one that no class names any more."""
+        """Return the pace of a volume group, which no class need name."""
         with self._guard:
             if group not in self._paces:
                 self._paces[group] = Pace(
@@ -486,6 +543,6 @@ class Paces:
             return self._paces[group]
 
     def every(self) -> Mapping[str, Pace]:
-        """Those that were asked for, by their groups."""
+        """Return the paces that `of` was asked for, by their groups' names."""
         with self._guard:
             return dict(self._paces)

@@ -1,31 +1,31 @@
-"""Progress of a job: how far it is, and how fast."""
+"""Progress of a job: how much is done, and how fast."""
 
 import math
 import time
 from collections import deque
 from collections.abc import Callable
 
-# Time over which the rate of a job is measured.
+# Time over which the rate of a job is measured, in seconds.
 _RATE_SECONDS = 10.0
 
 
 class Progress:
-    """How far a job is, and how fast: `3.2 of 8 GiB, about 40 s at the present rate`."""
+    """Progress of a job, shown as `3.2 of 8 GiB, about 40 s at the present rate`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.done_bytes, self.of_bytes = 0, 0
         self._clock = clock
-        # When how much was done.
+        # Measurements: a time by the clock, and the bytes that were done by that time.
         self._marks: deque[tuple[float, int]] = deque()
 
     def begin(self, of_bytes: int, done_bytes: int = 0) -> None:
-        """Set what is to be done in all, and is done already."""
+        """Set the total number of bytes of the job, and the number of bytes done already."""
         self.done_bytes, self.of_bytes = done_bytes, of_bytes
         self._marks.clear()
         self._marks.append((self._clock(), done_bytes))
 
     def add(self, done_bytes: int) -> None:
-        """Count so much more."""
+        """Count `done_bytes` more bytes as done."""
         self.done_bytes += done_bytes
         self._marks.append((self._clock(), self.done_bytes))
         while len(self._marks) > 2 and self._marks[-1][0] - self._marks[1][0] >= _RATE_SECONDS:
@@ -33,7 +33,7 @@ class Progress:
 
     @property
     def left_seconds(self) -> float | None:
-        """How long the rest takes at the present rate; None where that is not known."""
+        """Estimated time until the job is done, in seconds; None if no rate was measured."""
         marks = list(self._marks)
         if not marks or (done := self.done_bytes - marks[0][1]) <= 0:
             return None
@@ -42,11 +42,15 @@ class Progress:
     def __str__(self) -> str:
         if not self.of_bytes:
             return "it has not begun"
-        unit, name = next((one for one in _UNITS if self.of_bytes >= one[0]), (1, "bytes"))
-        done, whole = (round(one / unit, 1) for one in (self.done_bytes, self.of_bytes))
+        unit, name = next((entry for entry in _UNITS if self.of_bytes >= entry[0]), (1, "bytes"))
+        done, whole = (round(amount / unit, 1) for amount in (self.done_bytes, self.of_bytes))
         text = f"{done:.12g} of {whole:.12g} {name}"
-        left = self.left_seconds
-        return text if left is None else f"{text}, about {_duration(left)} at the present rate"
+        left_seconds = self.left_seconds
+        return (
+            text
+            if left_seconds is None
+            else f"{text}, about {_duration(left_seconds)} at the present rate"
+        )
 
 
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))
