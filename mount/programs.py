@@ -215,7 +215,7 @@ class Programs:
         Raises ProgramMissing, and CommandTimedOut if the time limit passes before the program ends.
         If the program even outlasts SIGTERM, that is CommandStuck.
         """
-        words = self._reached(words)
+        words = self._with_namespace(words)
         remaining = remaining_seconds()
         if remaining == 0:
             raise mount_errors.CommandTimedOut(words, 0.0)
@@ -230,7 +230,7 @@ class Programs:
         self, *words: str, prompt: str, environment: Mapping[str, str], report: str
     ) -> Conversation:
         """Start a program for a conversation; the implementation of `Converse`."""
-        program, *arguments = self._reached(words)
+        program, *arguments = self._with_namespace(words)
         start = partial(_program(program), *arguments)
         return Terminal(start, prompt.encode(), {**ENVIRONMENT, **environment}, report)
 
@@ -267,7 +267,7 @@ class Programs:
         if problem is not None:
             raise problem
 
-    def _reached(self, words: tuple[str, ...]) -> tuple[str, ...]:
+    def _with_namespace(self, words: tuple[str, ...]) -> tuple[str, ...]:
         return (*self._lvm_prefix, *words) if words[0] == "lvm" else words
 
 

@@ -112,14 +112,14 @@ def overseen() -> Iterator[None]:
         with guard:
             every.add(self)
 
-    def oversee() -> None:
+    def replace_hanging_threads() -> None:
         while not is_over.wait(0.05):
             with guard:
                 present = list(every)
             for one in present:
-                one.oversee()
+                one.replace_hanging_threads()
 
-    threading.Thread(target=oversee, name="overseer", daemon=True).start()
+    threading.Thread(target=replace_hanging_threads, name="overseer", daemon=True).start()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group_worker.GroupWorkers, "__init__", add)
         patch.setattr(group_worker, "_SLOW_SECONDS", 0.2)

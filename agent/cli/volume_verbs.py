@@ -401,14 +401,14 @@ class VolumeVerbs:
     def find(self, name: str) -> csi.Volume:
         """The volume whose name, logical volume's name or id is `name`.
 
-        Raises NoSuchVolume, and PerhapsAway where a missing group may have the volume.
+        Raises NoSuchVolume, and AbsenceNotProved where a missing group may have the volume.
         """
         return _named(name, self.caller.volumes_here())
 
     def find_snapshot(self, name: str) -> csi.Snapshot:
         """The snapshot whose name, logical volume's name or id is `name`.
 
-        Raises NoSuchSnapshot, and PerhapsAway where a missing group may have the snapshot.
+        Raises NoSuchSnapshot, and AbsenceNotProved where a missing group may have the snapshot.
         """
         logical = names.logical_volume(ids.SNAPSHOT_PREFIX, name)
         listing = self.caller.snapshots_here()
@@ -482,7 +482,7 @@ def _print_absent(away: Mapping[str, str]) -> None:
 def _named(name: str, here: carver.VolumesHereResponse) -> csi.Volume:
     """The volume in a list whose name, logical volume's name or id is `name`.
 
-    Raises NoSuchVolume, and PerhapsAway where a missing group may have the volume.
+    Raises NoSuchVolume, and AbsenceNotProved where a missing group may have the volume.
     """
     logical = names.logical_volume(ids.VOLUME_PREFIX, name)
     for volume in here.entries:
@@ -493,13 +493,13 @@ def _named(name: str, here: carver.VolumesHereResponse) -> csi.Volume:
 
 
 def _require_all_here(what: str, name: str, away: Mapping[str, str]) -> None:
-    """Raise PerhapsAway if a missing group may have the object `name`, a volume or snapshot."""
+    """Raise AbsenceNotProved if a missing group may have the volume or snapshot `name`."""
     volume_id = VolumeId.parse(name)
     reasons = {
         group: why for group, why in away.items() if volume_id is None or group == volume_id.group
     }
     if reasons:
-        raise errors.PerhapsAway(what, name, (why for _, why in sorted(reasons.items())))
+        raise errors.AbsenceNotProved(what, name, (why for _, why in sorted(reasons.items())))
 
 
 def _secrets(key_file: str) -> dict[str, str]:

@@ -28,8 +28,8 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     # VerifyExhaustedResource).
     (agent.core.errors.TooManyAttached, Code.RESOURCE_EXHAUSTED),
     (agent.core.errors.OtherGroup, Code.FAILED_PRECONDITION),
-    (agent.core.errors.Elsewhere, Code.RESOURCE_EXHAUSTED),
-    (agent.core.errors.NotHere, Code.RESOURCE_EXHAUSTED),
+    (agent.core.errors.ExcludedByTopology, Code.RESOURCE_EXHAUSTED),
+    (agent.core.errors.PerhapsOnAnotherNode, Code.RESOURCE_EXHAUSTED),
     (agent.core.errors.NoRoom, Code.RESOURCE_EXHAUSTED),
     (agent.core.errors.NoSuchDisk, Code.NOT_FOUND),
     (agent.core.errors.DiskTooSmall, Code.FAILED_PRECONDITION),
@@ -45,7 +45,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.CannotGrow, Code.FAILED_PRECONDITION),
     (agent.core.errors.VolumeInUse, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotOverwritten, Code.FAILED_PRECONDITION),
-    (agent.core.errors.NotSwept, Code.FAILED_PRECONDITION),
+    (agent.core.errors.FreeExtentsNotErased, Code.FAILED_PRECONDITION),
     (agent.core.errors.HasSnapshots, Code.FAILED_PRECONDITION),
     # Kubelet takes FAILED_PRECONDITION for "in use, expand later": the pod continues, and kubelet
     # asks for the expansion again when the pod starts next.
@@ -76,7 +76,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.SourceLost, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotComparable, Code.INVALID_ARGUMENT),
     (agent.core.errors.BlocksUnknown, Code.FAILED_PRECONDITION),
-    (agent.core.errors.NotBeyond, Code.OUT_OF_RANGE),
+    (agent.core.errors.OffsetOutOfRange, Code.OUT_OF_RANGE),
     (agent.core.errors.MetadataReserved, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotWanted, Code.CANCELLED),
     (agent.core.errors.BadToken, Code.ABORTED),
@@ -96,7 +96,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.NodeRefused, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotServed, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotPermitted, Code.FAILED_PRECONDITION),
-    (agent.core.errors.PerhapsAway, Code.FAILED_PRECONDITION),
+    (agent.core.errors.AbsenceNotProved, Code.FAILED_PRECONDITION),
     (agent.core.errors.CallRefused, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotPublished, Code.FAILED_PRECONDITION),
     (agent.core.errors.ClusterSilent, Code.UNAVAILABLE),

@@ -72,7 +72,7 @@ class NoSuchSnapshot(AgentError):
         super().__init__(f"there is no snapshot {snapshot_id!r} on this node")
 
 
-class PerhapsAway(AgentError):
+class AbsenceNotProved(AgentError):
     """Raised when no present volume group has an object, but a missing group may have it.
 
     The object is a volume or a snapshot; its absence is not proved.
@@ -159,7 +159,7 @@ class OtherGroup(AgentError):
         super().__init__(f"volume {volume_id!r} is not this node's: {problem}")
 
 
-class Elsewhere(AgentError):
+class ExcludedByTopology(AgentError):
     """Raised when the topology in a request excludes this node."""
 
     def __init__(self, node_id: str) -> None:
@@ -208,7 +208,7 @@ class GroupAwaited(AgentError):
         )
 
 
-class NotHere(AgentError):
+class PerhapsOnAnotherNode(AgentError):
     """Raised when the group or source of a new volume is not here, but may be on another node."""
 
     def __init__(self, problem: str) -> None:
@@ -320,7 +320,7 @@ class NotOverwritten(AgentError):
         super().__init__(f"cannot overwrite all of volume {volume_id!r}: {why}")
 
 
-class NotSwept(AgentError):
+class FreeExtentsNotErased(AgentError):
     """Raised when a volume group's free extents cannot be overwritten yet, and so not allocated."""
 
     def __init__(self, group: str, why: str) -> None:
@@ -577,7 +577,7 @@ class TagsDamaged(AgentError):
 
 # Errors after which Carver leaves a volume or snapshot alone, until a person mends its tags or
 # another version of Carver runs.
-LEFT_ALONE = (NeedsOther, TagsDamaged)
+MUST_NOT_USE = (NeedsOther, TagsDamaged)
 
 
 class LayoutUnknown(AgentError):
@@ -674,7 +674,7 @@ class BlocksUnknown(AgentError):
         )
 
 
-class NotBeyond(AgentError):
+class OffsetOutOfRange(AgentError):
     """Raised when the starting offset in a request is outside the snapshot."""
 
     def __init__(self, offset_bytes: int, size_bytes: int | None = None) -> None:

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from agent.core import codes, errors, trace
 from agent.core.ids import VolumeId
 from agent.core.trace import Trace, Traces
-from agent.work.locks import Admission, Shares
+from agent.work.locks import Admission, Slots
 from mount import command
 from proto import csi_pb2 as csi
 
@@ -132,7 +132,7 @@ class Interceptor(grpc.ServerInterceptor):
 
         return call
 
-    def _stream(self, method: str, behaviour: _Behaviour, shares: Shares) -> _Behaviour:
+    def _stream(self, method: str, behaviour: _Behaviour, shares: Slots) -> _Behaviour:
         def stream(request: Message, context: grpc.ServicerContext) -> Iterator[Any]:
             rpc_trace = Trace(method, _subject(request))
             try:

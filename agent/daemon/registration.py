@@ -50,7 +50,7 @@ class State(StrEnum):
     # Kubelet's directory for plugins does not exist, or a sidecar is to register Carver.
     OFF = "off"
     # Another process, such as a node-driver-registrar, serves a registration socket for Carver.
-    TAKEN = "taken"
+    FOREIGN = "taken"
     # Carver serves the registration socket; kubelet has not yet reported an outcome.
     WAITING = "waiting"
     REGISTERED = "registered"
@@ -107,7 +107,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
 
     def check(self) -> None:
         """Raise NotReady unless Carver is registered, or another process is to register Carver."""
-        if self.state not in (State.REGISTERED, State.TAKEN):
+        if self.state not in (State.REGISTERED, State.FOREIGN):
             raise errors.NotReady(
                 f"kubelet has not registered {self._name} ({self.state.value}, at {self.socket}):"
                 " is kubelet's root directory another, or does kubelet not run? See"
@@ -153,7 +153,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         elif foreign_socket := next(filter(_is_taken, (self._plain, self.socket)), None):
             # Leave registration to the other process: two processes would replace each other's
             # socket for ever.
-            self.state = State.TAKEN
+            self.state = State.FOREIGN
             # Log the other process once, however long it serves the socket.
             if not self._is_logged:
                 _log.warning("%s is another process's; registration is left to it", foreign_socket)

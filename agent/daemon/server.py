@@ -60,7 +60,7 @@ from agent.volumes.reports import MONITOR_AGE_SECONDS, Reports
 from agent.volumes.tag_writer import TagWriter
 from agent.work import locks
 from agent.work.background import reasons
-from agent.work.group_worker import Looks
+from agent.work.group_worker import PeriodicJobs
 from agent.work.pace import Paces
 from lvm.lvm2 import Lvm
 from lvm.session import Session
@@ -206,7 +206,7 @@ class Service:
         return {key: text for jobs in kinds for key, text in jobs.progress().items()}
 
     @property
-    def looks(self) -> Sequence[Looks]:
+    def looks(self) -> Sequence[PeriodicJobs]:
         """The periodic scans of volume groups: for autoextension, repair and inline volumes."""
         return self.autoextender.looks, self.auto_repair.looks, self.inline_volumes.looks
 

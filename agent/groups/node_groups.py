@@ -155,7 +155,7 @@ class VolumeGroups:
                 return f"volume group {group} may have {name}{why}"
         return ""
 
-    def left_with(self, name: str) -> str | None:
+    def unconfigured_group_of(self, name: str) -> str | None:
         """Return the name of a volume group that had a logical volume and is no longer configured.
 
         `name` is the name of the logical volume. None if no such group had the volume. Raises
@@ -309,7 +309,7 @@ class VolumeGroups:
         The loop of a group gets a new thread if it has jobs and no thread, or if its thread is in a
         step that takes long.
         """
-        self.workers.oversee()
+        self.workers.replace_hanging_threads()
 
     def outdate(self, written: str | None = None) -> None:
         """Have all disks scanned at the next read of each group.

@@ -24,7 +24,7 @@ from agent.volumes import backing, other_drivers, records, report_age, users, vo
 from agent.volumes.allocation import is_own_pool, pool_name
 from agent.volumes.context import Context
 from agent.volumes.records import Volume
-from agent.volumes.volume_states import Call, Ender
+from agent.volumes.volume_states import Call, EndedBy
 from lvm import layout, names, report, tags, tuning, volumes
 from lvm.tuning import AS_IT_IS, PLAIN
 from mount import filesystem
@@ -254,7 +254,7 @@ class Adopter:
             raise errors.NotAdopted(asked.path, why) from None
         own_tags = {
             tag.NAME: asked.name,
-            **volume_states.tags_for(Ender.CALLER),
+            **volume_states.tags_for(EndedBy.CALLER),
             tag.SIZE: str(found.size_bytes),
             tag.LAYOUT: str(shape),
             tag.ACCESS: BLOCK if asked.is_block else MOUNT,
@@ -351,7 +351,7 @@ class Adopter:
         if why:
             raise errors.NotAdopted(asked.path, why, undo=True)
         try:
-            all_groups = self._reports.everywhere(report_age.fresh([volume.group]))
+            all_groups = self._reports.every_group(report_age.fresh([volume.group]))
             all_groups.require_not_copied(volume_id)
             users.require_unused(self._kernel, self._activator, volume)
         except errors.VolumeInUse as error:

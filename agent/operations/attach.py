@@ -115,7 +115,7 @@ class Attacher:
             fresh = self._reports.fresh(ids.group_of(volume_id))
             # Volumes of a volume group that was never read are not counted: they must not delay
             # calls for other groups.
-            all_groups = self._reports.everywhere(fresh)
+            all_groups = self._reports.every_group(fresh)
             attached_volumes = [
                 volume for volume in all_groups.shown() if volume.attachment_to(self._node_id)
             ]

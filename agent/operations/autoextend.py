@@ -25,7 +25,7 @@ from agent.operations import erase_deleted
 from agent.operations.erase_free import FreedSpaceEraser
 from agent.volumes.allocation import pool_name
 from agent.volumes.context import Context
-from agent.work.group_worker import Looks
+from agent.work.group_worker import PeriodicJobs
 from lvm import layout, names, thin, volumes
 from lvm.active_devices import Written
 from lvm.devicemapper import Snapshot, Status, ThinPool
@@ -107,7 +107,7 @@ class Autoextender:
         # group.
         self._due: defaultdict[str, dict[_Part, float]] = defaultdict(dict)
         self._areas: defaultdict[str, _Areas] = defaultdict(_Areas)
-        self.looks = Looks(
+        self.looks = PeriodicJobs(
             context.workers,
             "grow",
             lambda: context.configuration.now.groups,

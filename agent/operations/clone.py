@@ -38,9 +38,9 @@ from agent.volumes import backing, records, volume_states
 from agent.volumes.context import Context
 from agent.volumes.erase_policy import Purpose
 from agent.volumes.records import Snapshot, Volume
-from agent.volumes.report_age import Every, Known
+from agent.volumes.report_age import EveryGroup, Known
 from agent.volumes.reports import Reports
-from agent.volumes.volume_states import Call, Ender
+from agent.volumes.volume_states import Call, EndedBy
 from agent.work import locks
 from agent.work.background import Attempts
 from agent.work.group_worker import AGAIN, Job, Jobs, Steps
@@ -120,7 +120,7 @@ def share(
     group = origin.group
     present_bytes = group.volume(origin.name).size_bytes
     if present_bytes == size_bytes and not may_hold_btrfs(own_tags):
-        own_tags = {**own_tags, **volume_states.tags_for(Ender.CALLER)}
+        own_tags = {**own_tags, **volume_states.tags_for(EndedBy.CALLER)}
     thin.snapshot(
         lvm, group.name, name, origin=origin.name, own_tags=own_tags, read_only=False, tuning=tuning
     )
@@ -180,7 +180,7 @@ class Copier:
             gone=self._clear_failed,
         )
         context.conflicts.add(
-            Ender.COPIER, self.jobs, aborted=lambda job: errors.Copying(job.key, str(job))
+            EndedBy.COPIER, self.jobs, aborted=lambda job: errors.Copying(job.key, str(job))
         )
         # Jobs that remove bridge snapshots that may be unused; they have no caller, and so no
         # deadline.
@@ -303,13 +303,13 @@ class Copier:
             remaining, seconds = command.remaining_seconds(), self.grace_seconds
             if remaining is not None:
                 seconds = max(0.0, min(remaining - _MARGIN_SECONDS, seconds))
-            with suppress(errors.TooManyCalls), locks.aside(ids.group_of(job.key)):
+            with suppress(errors.TooManyCalls), locks.without_slot(ids.group_of(job.key)):
                 wait([job.ended], seconds)
         if not job.ended.done():
             raise errors.Copying(job.key, str(job))
         job.ended.result()
         volume = job.volume
-        own_tags = {**volume.own_tags, **volume_states.tags_for(Ender.CALLER)}
+        own_tags = {**volume.own_tags, **volume_states.tags_for(EndedBy.CALLER)}
         return replace(volume, size_bytes=volume.made_bytes, own_tags=own_tags)
 
     def source_of(self, known: Known, volume: Volume) -> Snapshot | None:
@@ -346,7 +346,7 @@ class Copier:
         """
         if not (bridge_id := _bridge_id(volume)):
             return
-        if volume.ended_by is Ender.COPIER:
+        if volume.ended_by is EndedBy.COPIER:
             self.dismiss(bridge_id)
         elif self._is_in_cache(bridge_id):
             self.bridges.start(Job(bridge_id))
@@ -371,7 +371,7 @@ class Copier:
             with attempts.one():
                 copies = self.jobs.look(group)
             state = self._reports.fresh(group)
-            used_bridges = self._wanted(self._reports.everywhere(state))
+            used_bridges = self._wanted(self._reports.every_group(state))
             for snapshot in state.snapshots():
                 if snapshot.is_bridge and str(snapshot.id) not in used_bridges:
                     with attempts.one():
@@ -393,7 +393,7 @@ class Copier:
             state = self._reports.fresh(group)
             state.group(group)
             for volume in state.volumes():
-                if volume.ended_by is Ender.COPIER:
+                if volume.ended_by is EndedBy.COPIER:
                     yield self._copy_of(volume, _source_id(volume))
 
     def _clear_failed(self, job: Copy) -> None:
@@ -451,7 +451,7 @@ class Copier:
         group, name = job.volume.group.name, job.volume.name
         with self._volume_groups.hold(group):
             lvm = self._volume_groups.lvm(group)
-            volume_states.hand_over(lvm, group, name, job.volume.own_tags, Ender.CALLER)
+            volume_states.hand_over(lvm, group, name, job.volume.own_tags, EndedBy.CALLER)
         return source
 
     def _renew(self, volume: Volume) -> None:
@@ -543,10 +543,10 @@ class Copier:
         group = ids.group_of(job.key)
         # Read all volume groups, since any may have a volume that is copied from the bridge
         # snapshot. No lock is held yet, because a group may hang.
-        self._reports.everywhere(self._reports.fresh(group))
+        self._reports.every_group(self._reports.fresh(group))
         with self._volume_groups.hold(group):
             with command.time_limit(_LOOK_SECONDS):
-                all_groups = self._reports.everywhere(self._mender.mend(group))
+                all_groups = self._reports.every_group(self._mender.mend(group))
             bridge = self._bridge(all_groups, job.key)
             if bridge is None:
                 self._snapshotter.go_on(all_groups, job.key)
@@ -559,7 +559,7 @@ class Copier:
             self._unused.pop(job.key, None)
         self._snapshotter.finish(bridge)
 
-    def _wanted(self, known: Every) -> set[str]:
+    def _wanted(self, known: EveryGroup) -> set[str]:
         """Return the ids of the bridge snapshots from which volumes are being copied."""
         copies = list(known.copies())
         bridge_ids = {

@@ -29,8 +29,8 @@ from agent.volumes import backing, users, volume_states
 from agent.volumes.allocation import pool_name
 from agent.volumes.context import Context
 from agent.volumes.records import Snapshot, Volume
-from agent.volumes.report_age import Every, Fresh
-from agent.volumes.volume_states import Call, Ender, Outcome
+from agent.volumes.report_age import EveryGroup, Fresh
+from agent.volumes.volume_states import Call, EndedBy, Outcome
 from lvm import lvm_errors as lvm_errors
 from lvm import names, report, volumes
 from lvm.active_devices import Device
@@ -85,7 +85,7 @@ class _ReservedSource:
 
 # Errors that no repeated call can overcome on this node: the source of a new volume is lost, or not
 # on this node.
-_FOR_EVER = (errors.NoSuchSnapshot, errors.SourceLost, errors.NotHere)
+_FOR_EVER = (errors.NoSuchSnapshot, errors.SourceLost, errors.PerhapsOnAnotherNode)
 
 # Errors that no repeated call can overcome on this node while a volume is filled: those above, and
 # a lack of room for its data. Another node may have the room.
@@ -93,7 +93,7 @@ _NOT_HERE = (*_FOR_EVER, errors.NoRoom, lvm_errors.NoSpace, lvm_errors.MetadataF
 
 # Check that is called before a volume is created, with the state of all volume groups and the
 # volume's size in bytes. The lock of the volume's group is held. An exception prevents the volume.
-Admit = Callable[[Every, int], None]
+Admit = Callable[[EveryGroup, int], None]
 
 
 class VolumeCreator:
@@ -128,13 +128,13 @@ class VolumeCreator:
           volume of a class takes up to two more, for its pool. A copy of another volume takes one
           more, for its bridge snapshot, and so does a RAID with a minimum recovery rate without a
           maximum.
-        - Raises NotHere if the class's group or the source is not on this node: only after that
-          error does a scheduler choose another node.
+        - Raises PerhapsOnAnotherNode if the class's group or the source is not on this node: only
+          after that error does a scheduler choose another node.
         - Raises OperationPending while a volume of this name is being erased, or was erased in
           part, and while a chunk of the class's empty thin pool is being zeroed.
         """
         if not call.topology.includes(self._configuration.now.here):
-            raise errors.Elsewhere(self._configuration.now.node_id)
+            raise errors.ExcludedByTopology(self._configuration.now.node_id)
         device_class = self.class_for(call.name, call.parameters, is_ephemeral=call.is_ephemeral)
         modify.check(call.tuning, device_class.layout)
         self._limiter.require(call.tuning)
@@ -157,7 +157,9 @@ class VolumeCreator:
         prefix = _prefix(call.is_ephemeral)
         # Begin with the group where an earlier call may have created the volume, before the
         # configuration gave the class another volume group.
-        earlier_group = self._volume_groups.left_with(names.logical_volume(prefix, call.name))
+        earlier_group = self._volume_groups.unconfigured_group_of(
+            names.logical_volume(prefix, call.name)
+        )
         group_name, taken = earlier_group or one.group, None
         with ExitStack() as undo, ExitStack() as promises:
             while True:
@@ -207,9 +209,9 @@ class VolumeCreator:
         prefix = _prefix(call.is_ephemeral)
         is_across = call.source is not None and ids.group_of(call.source.id) != group_name
         with ExitStack() as undo, self._volume_groups.hold(group_name):
-            with _absence_as_not_here():
+            with _absence_as_perhaps_elsewhere():
                 state = self._mender.mend(group_name)
-            all_groups = self._reports.everywhere(state)
+            all_groups = self._reports.every_group(state)
             existing = all_groups.named(call.name, prefix)
             if existing is not None and existing.group.name != group_name:
                 # Go on in the group of the existing volume: another class created it, or this class
@@ -224,7 +226,7 @@ class VolumeCreator:
                 # which was never active.
                 volumes.remove(self._volume_groups.lvm(group_name), group_name, existing.name)
                 state, existing = self._mender.mend(group_name), None
-                all_groups = self._reports.everywhere(state)
+                all_groups = self._reports.every_group(state)
             if existing is None and group_name != one.group:
                 return one.group
             own_name = names.logical_volume(prefix, call.name)
@@ -237,7 +239,7 @@ class VolumeCreator:
             source, source_id = None, ""
             try:
                 if existing is None:
-                    with _absence_as_not_here():
+                    with _absence_as_perhaps_elsewhere():
                         group = self._reports.group(state, one.group)
                     is_taken = taken is not None and _disks(group) <= taken.disks
                     if is_across and call.source is not None and not is_taken:
@@ -249,12 +251,12 @@ class VolumeCreator:
                 else:
                     volume = existing
                     self._finish(call, volume)
-                    if volume.ended_by is Ender.COPIER and not is_across:
-                        with _absence_as_not_here():
+                    if volume.ended_by is EndedBy.COPIER and not is_across:
+                        with _absence_as_perhaps_elsewhere():
                             source = self._copier.source_of(state, volume)
                 # Crash point: the volume has the tag `copying`; the next call or the next start of
                 # Carver fills the volume anew.
-                if volume.ended_by is not Ender.COPIER:
+                if volume.ended_by is not EndedBy.COPIER:
                     return CreatedVolume(volume)
                 if is_across:
                     return CreatedVolume(volume, self._copier.start_across(volume, source_id))
@@ -302,16 +304,16 @@ class VolumeCreator:
 
     def _origin(self, source: Source) -> tuple[Fresh, Snapshot | Volume]:
         """Return the source of a new volume and the fresh state of its group, which is locked."""
-        with _absence_as_not_here():
+        with _absence_as_perhaps_elsewhere():
             state = self._mender.mend(ids.group_of(source.id))
         return state, self._found(state, source)
 
     def _found(self, known: Fresh, source: Source) -> Snapshot | Volume:
         """Return the source of a new volume, while the lock of the source's volume group is held.
 
-        Raises NotHere and the errors of `clone.find`.
+        Raises PerhapsOnAnotherNode and the errors of `clone.find`.
         """
-        with _absence_as_not_here():
+        with _absence_as_perhaps_elsewhere():
             origin = clone.find(self._reports, known, source)
         self._conflicts.check(Call.COPY_FROM, str(origin.id))
         return origin
@@ -327,7 +329,7 @@ class VolumeCreator:
         if made.filling is None:
             return made.volume
         try:
-            with _absent_source_as_not_here():
+            with _absent_source_as_perhaps_elsewhere():
                 return self._copier.wait(made.filling)
         except _NOT_HERE:
             with hold():
@@ -360,7 +362,7 @@ class VolumeCreator:
         self,
         call: CreateVolume,
         one: DeviceClass,
-        states: tuple[Fresh, Every],
+        states: tuple[Fresh, EveryGroup],
         prefix: str,
         undo: ExitStack,
         admit: Admit | None,
@@ -369,7 +371,7 @@ class VolumeCreator:
         """Create a volume; return it with the snapshot to copy from, if any.
 
         `undo` removes the bridge snapshot or an empty pool again if the volume cannot be created.
-        Raises NoRoom, NotHere.
+        Raises NoRoom, PerhapsOnAnotherNode.
         """
         state, all_groups = states
         group = self._reports.group(state, one.group)
@@ -498,11 +500,11 @@ class VolumeCreator:
         device_class = plan.device_class(self._configuration.now, "parameters", call.parameters)
         parameters = plan.with_defaults(call.parameters, call.capabilities, device_class)
         try:
-            with _absence_as_not_here():
+            with _absence_as_perhaps_elsewhere():
                 group = self._reports.group(
                     self._reports.fresh(device_class.group), device_class.group
                 )
-        except errors.NotHere:
+        except errors.PerhapsOnAnotherNode:
             return Capacity(0, 0, 0)
         plan.check_stripe_size(device_class, group)
         allocator = self._allocators.of(device_class)
@@ -533,18 +535,18 @@ def _uuid(origin: Snapshot | Volume) -> str:
 
 
 @contextmanager
-def _absent_source_as_not_here() -> Iterator[None]:
-    """Raise NotHere if a copy finds that the group of its source is not on this node."""
+def _absent_source_as_perhaps_elsewhere() -> Iterator[None]:
+    """Raise PerhapsOnAnotherNode if the group of a copy's source is not on this node."""
     try:
         yield
     except errors.OtherGroup as error:
-        raise errors.NotHere(str(error)) from None
+        raise errors.PerhapsOnAnotherNode(str(error)) from None
 
 
 @contextmanager
-def _absence_as_not_here() -> Iterator[None]:
-    """Raise NotHere for a volume group that is not on this node, but may be on another."""
+def _absence_as_perhaps_elsewhere() -> Iterator[None]:
+    """Raise PerhapsOnAnotherNode if a volume group is not on this node."""
     try:
         yield
     except (errors.OtherGroup, errors.GroupRefused, lvm_errors.GroupMissing) as error:
-        raise errors.NotHere(str(error)) from None
+        raise errors.PerhapsOnAnotherNode(str(error)) from None

@@ -67,7 +67,7 @@ class VolumeDeleter:
             volume = state.volume(volume_id)
             if is_own:
                 self._conflicts.require(Call.DELETE, volume)
-            self._reports.everywhere(state).require_not_copied(volume_id)
+            self._reports.every_group(state).require_not_copied(volume_id)
             if snapshot_ids := volume.kept_snapshots:
                 raise errors.HasSnapshots(
                     volume_id,

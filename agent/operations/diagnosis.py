@@ -153,7 +153,7 @@ def distinct(found: Iterable[Condition]) -> tuple[Condition, ...]:
     return tuple(worst_first[:_MOST_CONDITIONS])
 
 
-def silence(volume_group: VolumeGroup) -> Iterator[Condition]:
+def silent_condition(volume_group: VolumeGroup) -> Iterator[Condition]:
     """Yield a health condition if a volume group has not answered for long; usually yield nothing.
 
     The condition concerns all volumes of the group. Volumes in use may work all the same, on disks

@@ -145,13 +145,13 @@ class EncryptedDevices:
     def follow_open(self, volume_id: str, keys: Keys) -> None:
         """Replace the key of a volume, if it is open, by the present key of its secret.
 
-        See `follow`.
+        See `update_key`.
         """
         device = self._activator.device(backing.of_id(volume_id)) if keys.present else None
         if device is not None:
-            self.follow(volume_id, device, keys)
+            self.update_key(volume_id, device, keys)
 
-    def follow(self, volume_id: str, mapping: Device, keys: Keys) -> None:
+    def update_key(self, volume_id: str, mapping: Device, keys: Keys) -> None:
         """Replace the previous key of an open volume by the present key of its secret.
 
         Runs no command if the call has no key, or if this process knows that the volume has the
@@ -196,7 +196,7 @@ class EncryptedDevices:
             if if_possible:
                 return False
             raise errors.GrowsWithKey(volume_id)
-        self.follow(volume_id, mapping, keys)
+        self.update_key(volume_id, mapping, keys)
         with self._key(volume_id, class_name, keys) as key:
             self._cryptsetup.grow(logical.path, key.data, mapping.name)
         return True

@@ -20,7 +20,7 @@ from agent.volumes.context import Context
 from agent.volumes.erase_policy import Purpose
 from agent.volumes.luks_mappings import Mappings
 from agent.volumes.records import Volume
-from agent.volumes.volume_states import Ender, Work
+from agent.volumes.volume_states import EndedBy, Work
 from agent.work.background import Attempts
 from agent.work.group_worker import Job, Jobs, Steps, Stopping
 from lvm import caches, groups, report, tags, volumes
@@ -138,7 +138,7 @@ def is_sweep(group: report.Group, name: str) -> bool:
 
 def is_deleted(logical: report.LogicalVolume) -> bool:
     """Whether a logical volume's tags say that it was deleted and only has to be removed."""
-    return volume_states.is_recorded(logical.own_tags, Ender.ERASER)
+    return volume_states.is_recorded(logical.own_tags, EndedBy.ERASER)
 
 
 def is_given_up(logical: report.LogicalVolume) -> bool:
@@ -213,7 +213,7 @@ class Eraser:
             due=self._due,
         )
         conflicts = context.conflicts
-        conflicts.add(Ender.ERASER, self.jobs, aborted=_being_erased)
+        conflicts.add(EndedBy.ERASER, self.jobs, aborted=_being_erased)
         conflicts.add(Work.LEFT_GROWTH, self.jobs, key_of=reservation_id)
 
     def delete(self, volume: Volume) -> None:
@@ -234,7 +234,7 @@ class Eraser:
             # Record the deletion and return: it may take long until the missing disk is attached
             # again or given up, or until the snapshots are erased.
             self._put_on_record(self._wipe_of(volume))
-            own_tags = {**volume.own_tags, **volume_states.tags_for(Ender.ERASER)}
+            own_tags = {**volume.own_tags, **volume_states.tags_for(EndedBy.ERASER)}
             self._start(replace(volume, own_tags=own_tags))
             return
         job = self._start(volume)
@@ -260,7 +260,7 @@ class Eraser:
             if job.removed or name not in self._reports.fresh(group).group(group).volumes:
                 return False
             own_tags = job.volume.own_tags
-            volume_states.hand_over(self._lvm(group), group, name, own_tags, Ender.ERASER)
+            volume_states.hand_over(self._lvm(group), group, name, own_tags, EndedBy.ERASER)
             job.on_record = True
         if job.ended.done():
             # Retry the job: the job failed before the volume was tagged as deleted, so the

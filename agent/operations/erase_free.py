@@ -16,7 +16,7 @@ from agent.volumes.context import Context
 from agent.volumes.erase_policy import Purpose
 from agent.volumes.luks_mappings import Mappings
 from agent.volumes.records import Volume
-from agent.volumes.volume_states import Call, Ender, Work
+from agent.volumes.volume_states import Call, EndedBy, Work
 from agent.work.group_worker import Job, Jobs, Steps
 from lvm import layout, report, volumes
 from lvm.layout import LINEAR, Layout
@@ -147,7 +147,7 @@ class GrowthZeroer:
         # images.
         spread = LINEAR if shape.is_linear else Layout("striped", stripes=shape.disks)
         allocated_bytes = _taken_bytes(volume, size_bytes)
-        deleted = volume_states.tags_for(Ender.ERASER)
+        deleted = volume_states.tags_for(EndedBy.ERASER)
         own_tags = {tag.NAME: volume.own_tags[tag.NAME], **deleted}
         reservation = New(records.reservation_name(volume.name), allocated_bytes, own_tags)
         volumes.create(self._lvm(group.name), group.name, reservation, layout=spread, disks=disks)
@@ -281,12 +281,12 @@ class FreedSpaceEraser:
         An operator gives up volumes that lost data with a disk. The sweep is the logical volume in
         which free extents are zeroed; each call of this method adds one slice to the sweep. The
         caller holds the group's lock. Returns the group with the sweep, or None if there is nothing
-        to zero. Raises NotSwept.
+        to zero. Raises FreeExtentsNotErased.
         """
         # Read a fresh report: a volume that was created in a pool since the last report would be
         # removed with the pool.
         group = self._reports.fresh(name).group(name)
-        for root in _roots(group):
+        for root in _removable_roots(group):
             self._remove(group, root)
         group, lvm = self._reports.fresh(name).group(name), self._lvm(name)
         if erase_deleted.unmark_if_erased(lvm, group):
@@ -297,16 +297,16 @@ class FreedSpaceEraser:
                 # anyway.
                 volumes.remove(lvm, name, ids.SWEEP)
             missing_uuids = ", ".join(group.missing_uuids)
-            raise errors.NotSwept(
+            raise errors.FreeExtentsNotErased(
                 name, f"its disk {missing_uuids} is missing; replace it, or attach it"
             )
         if group.moves:
             why = "extents are moved (`pvmove`), and what they leave is overwritten afterwards"
-            raise errors.NotSwept(name, why)
+            raise errors.FreeExtentsNotErased(name, why)
         disks = Room(group).unclean
         if closed := ", ".join(disk.name for disk in disks if not disk.allocatable):
             why = f"its disk {closed} takes nothing new; open it (pvchange(8)), or take it out"
-            raise errors.NotSwept(name, why)
+            raise errors.FreeExtentsNotErased(name, why)
         if disks:
             self._reserve(group, disks)
             group = self._reports.fresh(name).group(name)
@@ -332,7 +332,7 @@ class FreedSpaceEraser:
                 lvm, group.name, ids.SWEEP, size_bytes=size_bytes, disks=disk_names, in_pieces=True
             )
         else:
-            sweep = New(ids.SWEEP, size_bytes, volume_states.tags_for(Ender.ERASER))
+            sweep = New(ids.SWEEP, size_bytes, volume_states.tags_for(EndedBy.ERASER))
             volumes.create(lvm, group.name, sweep, disks=disk_names, in_pieces=True)
 
     def _remove(self, group: report.Group, root: report.LogicalVolume) -> None:
@@ -357,10 +357,10 @@ class FreedSpaceEraser:
 
 
 def _is_left(group: report.Group) -> bool:
-    return bool(erase_marks(group)) or any(_roots(group))
+    return bool(erase_marks(group)) or any(_removable_roots(group))
 
 
-def _roots(group: report.Group) -> Iterator[report.LogicalVolume]:
+def _removable_roots(group: report.Group) -> Iterator[report.LogicalVolume]:
     """Yield the thin pools and the origins of a volume group that can be removed as given up.
 
     Each of them was given up, has a part on a missing disk, and is deleted with all its dependents.

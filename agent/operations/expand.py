@@ -363,7 +363,7 @@ class Expander:
         if self._activator.device(volume.backing) is None or not volume.copy_on_write_snapshots:
             return
         users.require_unused(self._kernel, self._activator, volume)
-        all_groups = self._reports.everywhere(known)
+        all_groups = self._reports.every_group(known)
         for source_id in (str(volume.id), *volume.copy_on_write_snapshots):
             all_groups.require_not_copied(source_id)
         if self._activator.mapping(volume) is not None:

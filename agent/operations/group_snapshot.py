@@ -22,7 +22,7 @@ from agent.requests.requests import CreateGroupSnapshot, KnownGroupSnapshot
 from agent.volumes import backing, records, users
 from agent.volumes.context import Context
 from agent.volumes.records import Snapshot, Volume
-from agent.volumes.report_age import Every, Fresh, Known
+from agent.volumes.report_age import EveryGroup, Fresh, Known
 from agent.volumes.volume_states import Call
 from agent.work.background import Attempts
 from agent.work.group_worker import Job, Jobs
@@ -112,7 +112,7 @@ class GroupSnapshotter:
         groups = self._groups(sources, lambda report: self._named(report, own_name))
         with ExitStack() as undo, self._volume_groups.hold(*groups) as locked_groups:
             state = self._mender.mend(*groups)
-            all_groups = self._reports.everywhere(state)
+            all_groups = self._reports.every_group(state)
             members = self._named(all_groups, own_name)
             if not members:
                 return self._make(call, state, undo, locked_groups)
@@ -134,7 +134,7 @@ class GroupSnapshotter:
         """
         if not _is_group_snapshot_id(call.id):
             raise errors.NoSuchGroupSnapshot(call.id)
-        all_groups = self._reports.everywhere(self._reports.fresh(*self._groups_of(call.id)))
+        all_groups = self._reports.every_group(self._reports.fresh(*self._groups_of(call.id)))
         members = self._find(all_groups, call.id)
         if not records.is_whole(members):
             self._require_half_made(all_groups, members)
@@ -155,7 +155,7 @@ class GroupSnapshotter:
         groups = self._groups_of(call.id)
         with self._volume_groups.hold(*groups):
             state = self._mender.mend(*groups)
-            all_groups = self._reports.everywhere(state)
+            all_groups = self._reports.every_group(state)
             members = self._find(all_groups, call.id)
             if records.is_whole(members):
                 _compare(call, members)
@@ -180,7 +180,7 @@ class GroupSnapshotter:
                 with suppress(errors.OperationPending):
                     locks.enter_context(self._locks.hold(ids.logical_name(identity)))
                     locked_ids.add(identity)
-            all_groups = self._everywhere(groups) if locked_ids else Every({})
+            all_groups = self._everywhere(groups) if locked_ids else EveryGroup({})
             uncommitted = {
                 identity: members
                 for identity, members in self._unrecorded(all_groups).items()
@@ -210,10 +210,10 @@ class GroupSnapshotter:
                     )
         return len(incomplete_ids)
 
-    def _everywhere(self, groups: Iterable[str]) -> Every:
-        return self._reports.everywhere(self._reports.fresh(*groups))
+    def _everywhere(self, groups: Iterable[str]) -> EveryGroup:
+        return self._reports.every_group(self._reports.fresh(*groups))
 
-    def _unrecorded(self, known: Every) -> Mapping[str, list[Snapshot]]:
+    def _unrecorded(self, known: EveryGroup) -> Mapping[str, list[Snapshot]]:
         """Return the group snapshots without the tag `committed`, with their snapshots.
 
         Group snapshots are left out if a part of them is known only to a newer version of Carver.
@@ -262,7 +262,7 @@ class GroupSnapshotter:
             tag.GROUP_SNAPSHOT: identity,
             tag.MEMBERS: str(len(sources)),
             tag.MEMBER_GROUPS: places,
-            tag.ASKED: _asked(call),
+            tag.ASKED: _size_text(call),
             **call.about,
         }
         remaining_seconds = command.remaining_seconds()
@@ -314,7 +314,7 @@ class GroupSnapshotter:
                 batch = group_names[start : start + _MOST_MARKED]
                 volumes.mark_all(self._volume_groups.lvm(group), batch, **change)
 
-    def _require_half_made(self, known: Every, found: list[Snapshot]) -> None:
+    def _require_half_made(self, known: EveryGroup, found: list[Snapshot]) -> None:
         """Raise NotWhole for a group snapshot that may be complete, or was complete.
 
         Such a group snapshot must be neither removed nor answered as missing. The method returns
@@ -406,18 +406,21 @@ class GroupSnapshotter:
         id_group = ids.group_of(group_snapshot_id)
         return self._groups([id_group], lambda report: report.members(group_snapshot_id))
 
-    def _groups(self, own: Iterable[str], find: Callable[[Every], list[Snapshot]]) -> Set[str]:
+    def _groups(self, own: Iterable[str], find: Callable[[EveryGroup], list[Snapshot]]) -> Set[str]:
         """Return these volume groups, and those with further snapshots of a group snapshot.
 
         `find` returns the snapshots of the group snapshot in all groups that were read. Each round
         reads the groups that the snapshots' tags name, until no group is added.
         """
         groups, fresh = frozenset(own), self._reports.fresh
-        while more_groups := self._places(find(self._reports.everywhere(fresh(*groups)))) - groups:
+        while (
+            more_groups := self._member_groups(find(self._reports.every_group(fresh(*groups))))
+            - groups
+        ):
             groups |= more_groups
         return groups
 
-    def _places(self, members: list[Snapshot]) -> Set[str]:
+    def _member_groups(self, members: list[Snapshot]) -> Set[str]:
         """Return the groups of Carver that may have snapshots of a group snapshot.
 
         `members` are snapshots of the group snapshot that were found.
@@ -434,14 +437,14 @@ class GroupSnapshotter:
         # Include groups that no device class names any more, but that are still on this node.
         return set(filter(self._volume_groups.of, (place.partition("@")[0] for place in places)))
 
-    def _named(self, known: Every, own_name: str) -> list[Snapshot]:
+    def _named(self, known: EveryGroup, own_name: str) -> list[Snapshot]:
         """Return the snapshots of a group snapshot by its name, in any of Carver's groups."""
         for identity in known.group_snapshots():
             if ids.logical_name(identity) == own_name:
                 return known.members(identity)
         return []
 
-    def _find(self, known: Every, group_snapshot_id: str) -> list[Snapshot]:
+    def _find(self, known: EveryGroup, group_snapshot_id: str) -> list[Snapshot]:
         """Return the snapshots of a group snapshot by its id.
 
         Raises OtherGroup if none of them, nor the group that the id names, is on this node.
@@ -530,7 +533,7 @@ def _group_snapshot(members: list[Snapshot]) -> GroupSnapshot:
     return GroupSnapshot(ordered[0].group_snapshot_id, tuple(ordered))
 
 
-def _asked(call: CreateGroupSnapshot) -> str:
+def _size_text(call: CreateGroupSnapshot) -> str:
     """Return the size in a request as text, to compare a repeated request with."""
     return "" if call.size is None else f"{call.size.size_bytes}:{call.size.percent:g}"
 
@@ -543,7 +546,7 @@ def _same(found: GroupSnapshot, call: CreateGroupSnapshot) -> GroupSnapshot:
             f"cannot take group snapshot {call.name!r}: it exists, of {', '.join(sources)}, not of"
             f" {', '.join(call.source_ids)}; use another name"
         )
-    if found.snapshots[0].own_tags.get(tag.ASKED, "") != _asked(call):
+    if found.snapshots[0].own_tags.get(tag.ASKED, "") != _size_text(call):
         raise errors.Incompatible(
             f"cannot take group snapshot {call.name!r}: it exists with another size; use"
             " another name"

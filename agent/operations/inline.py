@@ -35,8 +35,8 @@ from agent.requests.requests import CreateVolume, PublishInline, SizeRange, Stag
 from agent.volumes import backing, users
 from agent.volumes.context import Context
 from agent.volumes.records import Volume
-from agent.volumes.report_age import Every, Known
-from agent.work.group_worker import Looks
+from agent.volumes.report_age import EveryGroup, Known
+from agent.work.group_worker import PeriodicJobs
 from lvm import layout, names, tags
 from lvm.active_devices import Device
 from lvm.room import Room
@@ -134,7 +134,7 @@ class InlineVolumes:
         self._admitted = PendingSizes()
         # Results of each volume group's last sweep, by the group's name.
         self._sweeps: defaultdict[str, _Sweep] = defaultdict(_Sweep)
-        self.looks = Looks(
+        self.looks = PeriodicJobs(
             context.workers,
             "inline",
             lambda: self._configuration.now.groups,
@@ -172,7 +172,7 @@ class InlineVolumes:
         self._check_place(call.volume_id, device, place, mounts)
         attempt = _Attempt()
 
-        def admit(here: Every, size_bytes: int) -> None:
+        def admit(here: EveryGroup, size_bytes: int) -> None:
             extent = here.group(device_class.group).extent_size_bytes
             allocated = layout.allocated_bytes(size_bytes, extent, device_class.layout)
             self._check_limits(call, here, allocated)
@@ -247,7 +247,7 @@ class InlineVolumes:
             raise problems[0]
         return False
 
-    def _check_limits(self, call: PublishInline, known: Every, allocated_bytes: int) -> None:
+    def _check_limits(self, call: PublishInline, known: EveryGroup, allocated_bytes: int) -> None:
         """Raise BadField or InlineTotal if an inline volume exceeds the configured limits.
 
         BadField is for `inline_volume_limit`, which limits the requested size. InlineTotal is for
@@ -321,7 +321,7 @@ class InlineVolumes:
                 try:
                     self._deleter.delete(str(volume.id))
                     self._admitted.forget(volume_id)
-                except (errors.VolumeInUse, *errors.LEFT_ALONE) as error:
+                except (errors.VolumeInUse, *errors.MUST_NOT_USE) as error:
                     _log.warning("%s", error)
 
     def _all(self, known: Known, group: str = "") -> list[Volume]:

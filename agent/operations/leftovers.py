@@ -19,7 +19,7 @@ from agent.operations import plan
 from agent.requests import requests
 from agent.volumes import records, volume_states
 from agent.volumes.context import Context
-from agent.volumes.report_age import Every, Fresh
+from agent.volumes.report_age import EveryGroup, Fresh
 from lvm import names, report
 
 
@@ -105,7 +105,7 @@ class Leftovers:
         fresh_groups = self._reports.fresh(*groups).groups if groups else {}
         return _callers(fresh_groups[name] for name in groups if name in fresh_groups)
 
-    def _every(self, group: str) -> Every:
+    def _every(self, group: str) -> EveryGroup:
         """Return all volume groups, as CreateVolume itself reads them to find its volume.
 
         The state of the named group is fresh.
@@ -116,7 +116,7 @@ class Leftovers:
             # Leave out a refused group: what it has is another node's or has no owner, and no call
             # on this node creates or deletes it.
             state = Fresh({}, asked=frozenset({group}))
-        return self._reports.everywhere(state)
+        return self._reports.every_group(state)
 
 
 def _callers(groups: Iterable[report.Group]) -> Iterator[report.LogicalVolume]:

@@ -7,10 +7,10 @@ from typing import Generic, TypeVar
 from agent.core import errors
 from agent.groups.volume_group import begin_states
 from agent.requests import requests
-from agent.requests.requests import Page, Part
+from agent.requests.requests import ListPage, Page
 from agent.volumes.context import Context
 from agent.volumes.records import Snapshot, Volume
-from agent.volumes.report_age import Every
+from agent.volumes.report_age import EveryGroup
 from agent.work import locks
 from lvm.report import Group, Report
 from mount import mount_errors as mount_errors
@@ -42,7 +42,7 @@ class Listing:
         self._volume_groups = context.volume_groups
         self._reports = context.reports
 
-    def page(self, page: Page) -> Part[Volume]:
+    def page(self, page: Page) -> ListPage[Volume]:
         """Return one page of the volumes, sorted by id.
 
         Raises the error of a volume group that cannot be read: GroupBusy, GroupSilent,
@@ -73,7 +73,7 @@ class Listing:
         snapshots = self._reports.listed_snapshots(all_groups)
         return Here(tuple(sorted(snapshots, key=lambda snapshot: str(snapshot.id))), away)
 
-    def _look(self) -> tuple[Every, Mapping[str, str]]:
+    def _look(self) -> tuple[EveryGroup, Mapping[str, str]]:
         """Return the volume groups that can be read, and why the other groups cannot be read.
 
         A group that takes long to answer is returned as of its last report.
@@ -93,4 +93,4 @@ class Listing:
                 away[name] = str(error)
             else:
                 here[name] = group
-        return Every(here), away
+        return EveryGroup(here), away

@@ -10,9 +10,9 @@ from agent.requests.requests import BLOCK, MOUNT, Capability, CreateVolume, Size
 from agent.settings.classes import DeviceClass
 from agent.settings.settings import Config
 from agent.volumes import records, volume_states
-from agent.volumes.allocation import Allocator, Thin
+from agent.volumes.allocation import Allocator, ThinAllocator
 from agent.volumes.records import Snapshot, Volume
-from agent.volumes.volume_states import Ender
+from agent.volumes.volume_states import EndedBy
 from lvm import layout, report, tags
 from lvm.caches import Cache
 from lvm.thin import Policy
@@ -36,7 +36,7 @@ def header_bytes(one: DeviceClass, allocator: Allocator, group: report.Group) ->
     if not one.encryption:
         return 0
     unit = one.layout.stripes * (one.layout.stripe_size_bytes or _STRIPE_BYTES)
-    if isinstance(allocator, Thin):
+    if isinstance(allocator, ThinAllocator):
         unit = allocator.pool(group).chunk_size_bytes
     if unit > _MOST_UNIT_BYTES:
         return LEAST_BYTES
@@ -83,7 +83,7 @@ def with_defaults(
     )
     mounted = any(not capability.is_block for capability in capabilities)
     fs_type = (requested or held or one.fs_type) if mounted else ""
-    return parameters.completed(one, fs_type)
+    return parameters.with_class_values(one, fs_type)
 
 
 def new(
@@ -103,7 +103,7 @@ def new(
         if tag.ZERO in own_tags:
             # Tag the volume as incomplete, because it is zeroed in the background like a copy is
             # filled.
-            own_tags |= volume_states.tags_for(Ender.COPIER)
+            own_tags |= volume_states.tags_for(EndedBy.COPIER)
         return size, own_tags
     requested_bytes = call.size.required_bytes
     call = replace(call, size=_size_of_copy(call.size, origin))
@@ -137,7 +137,7 @@ def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dic
     as requested, TagsDamaged.
     """
     source_id, source = str(origin.id), origin.own_tags
-    copied = {**volume_states.tags_for(Ender.COPIER), tag.FROM: source_id}
+    copied = {**volume_states.tags_for(EndedBy.COPIER), tag.FROM: source_id}
     # Refuse to change the encryption: data are copied as they are on the disk.
     if own_tags.get(tag.ENCRYPTION, "") != (has := source.get(tag.ENCRYPTION, "")):
         raise errors.BadField(
@@ -182,7 +182,7 @@ def _planned(
     size = size_bytes(call.size, call.capabilities, parameters, group, one.layout, header_bytes)
     own_tags = {
         tag.NAME: call.name,
-        **volume_states.tags_for(Ender.CALLER),
+        **volume_states.tags_for(EndedBy.CALLER),
         tag.SIZE: str(size),
         tag.LAYOUT: str(one.layout),
         tag.ACCESS: BLOCK

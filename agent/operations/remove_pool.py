@@ -33,7 +33,7 @@ from agent.volumes.allocation import chunk_bytes, is_half_made_pool, is_own_pool
 from agent.volumes.context import Context
 from agent.volumes.erase_policy import Purpose
 from agent.volumes.records import Snapshot, Volume
-from agent.volumes.volume_states import Call, Ender, Work
+from agent.volumes.volume_states import Call, EndedBy, Work
 from agent.work.group_worker import Job, Jobs, Steps, Stopping
 from lvm import caches, names, report, thin, volumes
 from lvm.volumes import New
@@ -251,7 +251,7 @@ class PoolRemover:
         # Create the volume, as the pool is empty. If a logical volume outside the pool has the
         # name, lvm2 refuses.
         if not group.in_pool(pool.name):
-            own_tags = {**volume_states.tags_for(Ender.ERASER), tag.CLASS: device_class}
+            own_tags = {**volume_states.tags_for(EndedBy.ERASER), tag.CLASS: device_class}
             zeroing_volume = New(name, pool.size_bytes, own_tags)
             thin.create(self._lvm(group.name), group.name, pool.name, zeroing_volume)
         return self._activator.ensure_active(group.name, name).path

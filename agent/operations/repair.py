@@ -20,7 +20,7 @@ from agent.volumes.context import Context
 from agent.volumes.records import Volume
 from agent.volumes.reports import MONITOR_AGE_SECONDS
 from agent.volumes.volume_states import Call
-from agent.work.group_worker import Looks
+from agent.work.group_worker import PeriodicJobs
 from lvm import groups, layout, report, thin, volumes
 from lvm.devicemapper import Raid
 from lvm.room import Room
@@ -257,7 +257,7 @@ class AutoRepair:
         self._configuration = context.configuration
         # Degraded volumes of each volume group at the last check, by the group's name.
         self._seen: defaultdict[str, _Seen] = defaultdict(_Seen)
-        self.looks = Looks(
+        self.looks = PeriodicJobs(
             context.workers, "repair", self._groups, self.look, _LOOK_SECONDS, _FAILURE
         )
 

@@ -132,7 +132,7 @@ class Replacement:
         if (group := self._having(known_groups, old)) is not None:
             return group.name
         if (group := self._having(known_groups, new)) is not None:
-            all_groups = self._reports.everywhere(self._reports.fresh(group.name))
+            all_groups = self._reports.every_group(self._reports.fresh(group.name))
             all_groups.require_read()
             known_groups = list(all_groups.groups.values())
         else:

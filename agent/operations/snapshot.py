@@ -15,14 +15,14 @@ from agent.core.ids import VolumeId
 from agent.operations.erase_deleted import Eraser
 from agent.operations.remove_pool import PoolRemover
 from agent.requests import requests
-from agent.requests.requests import CreateSnapshot, ListSnapshots, Part
+from agent.requests.requests import CreateSnapshot, ListPage, ListSnapshots
 from agent.settings.classes import SNAPSHOT_SIZE
 from agent.volumes import backing, records, users, volume_states
 from agent.volumes.allocation import closed_to_new, full
 from agent.volumes.context import Context
 from agent.volumes.records import Snapshot, Volume
 from agent.volumes.report_age import Known
-from agent.volumes.volume_states import Call, Ender
+from agent.volumes.volume_states import Call, EndedBy
 from lvm import caches, layout, names, thin, volumes
 from lvm.room import Room
 
@@ -66,10 +66,10 @@ class Snapshotter:
         """Take a snapshot, or find the one that an earlier call took.
 
         Runs two commands at most: a report, and lvcreate, which also adds the tags. Raises
-        Elsewhere.
+        ExcludedByTopology.
         """
         if not call.topology.includes(self._configuration.now.here):
-            raise errors.Elsewhere(self._configuration.now.node_id)
+            raise errors.ExcludedByTopology(self._configuration.now.node_id)
         name = names.logical_volume(ids.SNAPSHOT_PREFIX, call.name)
         source = backing.of_id(call.source_id)
         with self._limiter.lifted(source):
@@ -79,7 +79,7 @@ class Snapshotter:
         with self._volume_groups.hold(group):
             state = self._mender.mend(group)
             self.require_free(state, name)
-            for snapshot in self._reports.listed_snapshots(self._reports.everywhere(state)):
+            for snapshot in self._reports.listed_snapshots(self._reports.every_group(state)):
                 if snapshot.name == name:
                     return _same(snapshot, call)
             volume = state.volume(call.source_id)
@@ -111,7 +111,7 @@ class Snapshotter:
         own_tags = {
             tag.TIME: str(time.time_ns()),
             **own_tags,
-            **volume_states.tags_for(Ender.CALLER),
+            **volume_states.tags_for(EndedBy.CALLER),
             tag.SIZE: str(volume.size_bytes),
             tag.SOURCE: volume.name,
             tag.SEQUENCE: str(records.next_sequence(group)),
@@ -220,7 +220,7 @@ class Snapshotter:
                 raise errors.PartOfGroup(snapshot_id, snapshot.group_snapshot_id)
             # Refuse a snapshot that a copy reads, in whichever group the copy is: the snapshot's
             # extents are erased at once.
-            self._reports.everywhere(state).require_not_copied(snapshot_id)
+            self._reports.every_group(state).require_not_copied(snapshot_id)
             self.require_unread(snapshot_id)
             self.part(snapshot)
         self.finish(snapshot)
@@ -268,7 +268,7 @@ class Snapshotter:
         group = snapshot.group.name
         lvm = self._volume_groups.lvm(group)
         if self._is_deferred(snapshot):
-            volume_states.hand_over(lvm, group, snapshot.name, snapshot.own_tags, Ender.ERASER)
+            volume_states.hand_over(lvm, group, snapshot.name, snapshot.own_tags, EndedBy.ERASER)
         elif snapshot.is_thin:
             self._pool_remover.remove(snapshot)
         elif self._eraser.policy.erases(snapshot):
@@ -304,7 +304,7 @@ class Snapshotter:
             raise errors.NoSuchSnapshot(snapshot_id)
         return self._reports.snapshot(self._reports.fresh(parsed.group), snapshot_id)
 
-    def list(self, call: ListSnapshots) -> Part[Snapshot]:
+    def list(self, call: ListSnapshots) -> ListPage[Snapshot]:
         """Return one page of the snapshots, sorted by id.
 
         If the request names a snapshot or a source, only the group of that id is read.

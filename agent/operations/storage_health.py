@@ -118,7 +118,7 @@ class StorageHealth:
             )
         elif problem is None:
             # Report a volume group whose first read has not ended: lvm2 has not answered for long.
-            yield from diagnosis.silence(volume_group)
+            yield from diagnosis.silent_condition(volume_group)
         if volume_group.cached is not None:
             yield from diagnosis.aged(_of_group(volume_group.cached), volume_group.time_seconds)
             yield from self._of_kernel(volume_group.cached, until_seconds)

@@ -16,7 +16,7 @@ from agent.groups.volume_group import VolumeGroup, begin_states
 from agent.operations import diagnosis
 from agent.operations.diagnosis import Condition, Diagnosis, Reason
 from agent.requests import requests
-from agent.requests.requests import GetVolumeHealth, Page, Part
+from agent.requests.requests import GetVolumeHealth, ListPage, Page
 from agent.volumes import backing, records
 from agent.volumes.context import Context
 from agent.volumes.records import Volume
@@ -100,7 +100,7 @@ class VolumesHealth:
         ]
         return VolumeHealth(call.volume_id, diagnosis.distinct([*health.conditions, *gone_devices]))
 
-    def list(self, page: Page) -> Part[VolumeHealth]:
+    def list(self, page: Page) -> ListPage[VolumeHealth]:
         """Return one page of the unhealthy volumes of Carver's groups.
 
         Volumes of groups that are missing or do not answer are included. The method looks at no
@@ -139,7 +139,7 @@ class VolumesHealth:
         mounts, deadline = self._diagnosis.mounts(), time.monotonic() + diagnosis.PATIENCE_SECONDS
         for volume_id, volume_group, volume in every:
             if volume is None:
-                conditions = [*diagnosis.silence(volume_group)]
+                conditions = [*diagnosis.silent_condition(volume_group)]
             else:
                 away = _away(volume_group)
                 conditions = [*away, *self._conditions(volume_group, volume, mounts, deadline)]
@@ -258,12 +258,12 @@ class VolumesHealth:
         conditions = self._diagnosis.of(
             volume, mounts, seen_seconds=volume_group.last_seen_seconds, until_seconds=until_seconds
         )
-        return diagnosis.distinct([*conditions, *diagnosis.silence(volume_group)])
+        return diagnosis.distinct([*conditions, *diagnosis.silent_condition(volume_group)])
 
     def _by_kernel(self, volume_group: VolumeGroup, volume_id: str) -> tuple[Condition, ...]:
         """Return the health conditions of a volume that no report has, as the kernel sees them."""
         conditions = self._diagnosis.by_kernel(volume_id)
-        return diagnosis.distinct([*conditions, *diagnosis.silence(volume_group)])
+        return diagnosis.distinct([*conditions, *diagnosis.silent_condition(volume_group)])
 
     def _reported(self, group: Group, volume_id: str) -> Volume | None:
         """Return a volume by a report of its group; None if it is absent or being deleted."""

@@ -127,7 +127,7 @@ STORAGE_CLASS: Sequence[Parameter] = (
     _of_layout("stripes", values.parse_count, "stripes"),
     _of_layout("stripeSize", values.parse_size, "stripe_size_bytes"),
     _of_layout("mirrors", values.parse_count, "mirrors"),
-    Parameter(CACHE_SIZE, values.parse_part, tag.CACHE, apply=_set_cache_size),
+    Parameter(CACHE_SIZE, values.parse_share, tag.CACHE, apply=_set_cache_size),
     Parameter(tag.CLASS, str, tag.CLASS, str),
     Parameter(tag.FS_TYPE, _optional(*filesystem.FILE_SYSTEMS), tag.FS_TYPE, str),
     Parameter(tag.MKFS_OPTIONS, lambda text: tuple(text.split()), tag.MKFS_OPTIONS, " ".join),
@@ -149,7 +149,7 @@ MUTABLE: Sequence[Parameter] = (
     *LIMITS,
 )
 # Parameters of a VolumeSnapshotClass or VolumeGroupSnapshotClass.
-SNAPSHOT: Sequence[Parameter] = (Parameter(SIZE, values.parse_part),)
+SNAPSHOT: Sequence[Parameter] = (Parameter(SIZE, values.parse_share),)
 # Parameters in a volume_context; each is also kept in a tag of its own. The last row is in the
 # contexts and streams of volumes that versions up to 0.2.0 created, and has no effect any more.
 IN_CONTEXT = (
@@ -291,7 +291,7 @@ class Parameters:
                 ) from None
         return one
 
-    def completed(self, one: DeviceClass, fs_type: str) -> Self:
+    def with_class_values(self, one: DeviceClass, fs_type: str) -> Self:
         """The parameters, completed by the values of a device class and by a file system.
 
         The volume keeps the completed parameters, so the class may change later.

@@ -188,14 +188,14 @@ class Page:
 
 
 @dataclass(frozen=True)
-class Part(Generic[T]):
+class ListPage(Generic[T]):
     """The entries of a page, and the token of the next page, which is empty after the last page."""
 
     entries: tuple[T, ...]
     next_token: str
 
 
-def part(found: Mapping[str, T], page: Page) -> Part[T]:
+def part(found: Mapping[str, T], page: Page) -> ListPage[T]:
     """The requested page of a list of volumes or snapshots, sorted by ids.
 
     `found` has all entries of the list by their ids. The token is the first id of the next page, so
@@ -207,7 +207,7 @@ def part(found: Mapping[str, T], page: Page) -> Part[T]:
 
 def first(
     rest: Iterable[tuple[str, T]], page: Page, weigh_bytes: Callable[[T], int] = lambda _: 0
-) -> Part[T]:
+) -> ListPage[T]:
     """The requested page of a list that is already sorted by ids.
 
     `rest` has the ids and entries of the list from the page's token on. `rest` is consumed up to
@@ -220,9 +220,9 @@ def first(
     for key, entry in rest:
         size_bytes += weigh_bytes(entry)
         if len(entries) == maximum_entries or (entries and size_bytes > MOST_BYTES):
-            return Part(tuple(entries), key)
+            return ListPage(tuple(entries), key)
         entries.append(entry)
-    return Part(tuple(entries), "")
+    return ListPage(tuple(entries), "")
 
 
 SNAPSHOT = "snapshot"
@@ -518,14 +518,17 @@ class GetMetadata:
     def from_proto(
         cls, wire: csi.GetMetadataAllocatedRequest | csi.GetMetadataDeltaRequest
     ) -> Self:
-        """Read and check a request for allocated or changed blocks; raises BadField, NotBeyond."""
+        """Read and check a request for allocated or changed blocks.
+
+        Raises BadField and OffsetOutOfRange.
+        """
         if isinstance(wire, csi.GetMetadataDeltaRequest):
             base_id = required(wire, "base_snapshot_id")
             snapshot_id = required(wire, "target_snapshot_id")
         else:
             base_id, snapshot_id = "", required(wire, "snapshot_id")
         if wire.starting_offset < 0:
-            raise errors.NotBeyond(wire.starting_offset)
+            raise errors.OffsetOutOfRange(wire.starting_offset)
         if wire.max_results < 0:
             raise errors.BadField("max_results", "must not be negative")
         return cls(base_id, snapshot_id, wire.starting_offset, wire.max_results)

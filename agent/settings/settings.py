@@ -153,7 +153,7 @@ class Setting:
 
 
 # Value of `fixed` for a setting that a reload can change.
-_CHANGES = ""
+_RELOADABLE = ""
 # Values of `fixed`: reasons why a setting cannot change while the service runs.
 _REGISTERED = "kubelet was given it when Carver registered"
 _REGISTRATION = "the registration began with the process"
@@ -200,7 +200,7 @@ SETTINGS: Mapping[str, Setting] = {
         values.parse_paths,
         (str(KUBELET_DIRECTORY),),
         "where volumes may be staged and published; /: anywhere",
-        _CHANGES,
+        _RELOADABLE,
     ),
     "metrics_address": Setting(
         values.parse_address,
@@ -214,12 +214,12 @@ SETTINGS: Mapping[str, Setting] = {
         "serve /healthz and /readyz there too, without metrics; empty: only where the metrics are",
         _PAGES,
     ),
-    "log_format": Setting(values.choice("text", "json"), "text", "text or json", _CHANGES),
+    "log_format": Setting(values.choice("text", "json"), "text", "text or json", _RELOADABLE),
     "log_level": Setting(
         values.choice("debug", "info", "warning", "error"),
         "info",
         "the least that is logged",
-        _CHANGES,
+        _RELOADABLE,
     ),
     "controller_expand": Setting(
         values.parse_flag,
@@ -242,14 +242,14 @@ SETTINGS: Mapping[str, Setting] = {
         values.parse_size,
         "10GiB",
         "how large an inline volume may be; 0: no limit",
-        _CHANGES,
+        _RELOADABLE,
     ),
     "inline_total_limit": Setting(
         values.parse_reserve,
         "50%",
         "what a node's inline volumes may take of its groups together, with copies and parity: a"
         " size, or a part of all groups; 0: no limit",
-        _CHANGES,
+        _RELOADABLE,
     ),
     "lvm": Setting(
         values.choice("direct", "host"),
@@ -274,39 +274,39 @@ SETTINGS: Mapping[str, Setting] = {
         lambda value: values.parse_device_names(value) if value else (),
         (),
         "confine lvm2 to these block devices; empty: to each group's own disks",
-        _CHANGES,
+        _RELOADABLE,
     ),
     "wipe": Setting(
         values.choice(*WIPES),
         "zero",
         "what is done to a deleted volume's blocks; discard: only on disks that are certain to read"
         " as zeroes then; discard-unguaranteed: on all, after a look at a sample",
-        _CHANGES,
+        _RELOADABLE,
     ),
     _BANDWIDTH: Setting(
         values.parse_background_bandwidth,
         values.AUTO,
         "background I/O of a group: auto, which gives way to others; a size a second, such as"
         " 200MiB; a part of what the disks do, such as 30%; 0: no limit",
-        _CHANGES,
+        _RELOADABLE,
     ),
     "oldest_kernel": Setting(
         values.parse_kernel,
         "5.8",
         "the oldest Linux that must be able to mount new file systems, such as 5.10",
-        _CHANGES,
+        _RELOADABLE,
     ),
     "header_backups": Setting(
         values.parse_optional_path,
         "",
         "the directory for copies of the headers of encrypted volumes; empty: none are kept",
-        _CHANGES,
+        _RELOADABLE,
     ),
     "kubeconfig": Setting(
         values.parse_optional_path,
         "",
         "the cluster that `carver orphans` asks what is needed; empty: the one whose pod it is",
-        _CHANGES,
+        _RELOADABLE,
     ),
     "orphan_interval_seconds": Setting(
         values.parse_period,
@@ -318,7 +318,7 @@ SETTINGS: Mapping[str, Setting] = {
         values.parse_grace,
         3600,
         "how long something must be an orphan before it counts as one; 60 or more",
-        _CHANGES,
+        _RELOADABLE,
     ),
     "health_interval_seconds": Setting(
         values.parse_period,
@@ -392,13 +392,13 @@ SETTINGS: Mapping[str, Setting] = {
         values.parse_absolute_path,
         EMBEDDED_FILE,
         "the sparse file that holds the group where no class is configured",
-        _CHANGES,
+        _RELOADABLE,
     ),
     "file_size": Setting(
         values.parse_file_size,
         HALF,
         f"the file's size when it is made, such as 100GiB; {HALF}: of what is free beside it",
-        _CHANGES,
+        _RELOADABLE,
     ),
 }
 

@@ -227,7 +227,7 @@ def parse_background_bandwidth(value: object) -> Reserve | None:
     return limit
 
 
-def parse_part(value: object) -> Reserve:
+def parse_share(value: object) -> Reserve:
     """Parse the size of a COW store or a cache: bytes, or a percentage of the volume."""
     size = parse_reserve(value)
     if size == NO_RESERVE:

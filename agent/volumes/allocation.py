@@ -16,7 +16,7 @@ from agent.settings.configuration import Configuration
 from agent.volumes import records, volume_states
 from agent.volumes.activator import Activator
 from agent.volumes.records import Volume
-from agent.volumes.volume_states import Ender
+from agent.volumes.volume_states import EndedBy
 from lvm import caches, groups, layout, names, report, tags, thin, volumes
 from lvm import thin as pools
 from lvm.caches import Cache
@@ -50,7 +50,7 @@ def is_half_made_pool(pool: report.LogicalVolume) -> bool:
 
     lvm2 first commits the pool, with its tags, as a linear volume.
     """
-    is_ready = volume_states.is_recorded(pool.own_tags, Ender.CALLER)
+    is_ready = volume_states.is_recorded(pool.own_tags, EndedBy.CALLER)
     return is_ready and _is_tagged_as_pool(pool) and pool.layout == {"linear"}
 
 
@@ -136,7 +136,7 @@ def _of_policy(group: report.Group) -> str:
 
 
 @dataclass(frozen=True)
-class Thick:
+class ThickAllocator:
     """Allocator of volumes that have all their extents from the start.
 
     `layout` is that of the volumes, `kept` the number of extents to keep free. Sizes are in bytes,
@@ -201,7 +201,7 @@ class Thick:
 
 
 @dataclass(frozen=True)
-class Cached(Thick):
+class Cached(ThickAllocator):
     """Allocator of volumes on a group's slow disks, each with a cache on the group's fast disks."""
 
     cache: Cache
@@ -249,10 +249,10 @@ class Cached(Thick):
 
 
 @dataclass(frozen=True)
-class Thin:
+class ThinAllocator:
     """Allocator of volumes that get their extents from their device class's pool on first write.
 
-    Has all methods of `Thick`. Methods that need the pool's status raise PoolSilent.
+    Has all methods of `ThickAllocator`. Methods that need the pool's status raise PoolSilent.
     """
 
     device_class: str
@@ -406,7 +406,7 @@ class Thin:
             extent_size_bytes=group.extent_size_bytes,
             chunk_size_bytes=pool.chunk_size_bytes,
             own_tags={
-                **volume_states.tags_for(Ender.CALLER),
+                **volume_states.tags_for(EndedBy.CALLER),
                 tag.CLASS: self.device_class,
                 tag.CHUNK: str(pool.chunk_size_bytes),
                 **self._cache_tags(group),
@@ -436,7 +436,7 @@ class Thin:
 
 
 @dataclass(frozen=True)
-class CachedThin(Thin):
+class CachedThin(ThinAllocator):
     """Allocator of thin volumes whose pool, on slow disks, has a cache of its data on fast disks.
 
     The pool is created first, then its cache, then a volume. If the process is killed in between,
@@ -488,7 +488,7 @@ class CachedThin(Thin):
         return {tag.CACHE: self.cache.tag_value(Room(group).planned_extents * extent, extent)}
 
 
-Allocator = Thick | Thin
+Allocator = ThickAllocator | ThinAllocator
 
 
 class Allocators:
@@ -508,11 +508,11 @@ class Allocators:
         kept = partial(self._kept, one)
         match one.pool, one.cache:
             case None, None:
-                return Thick(one.layout, kept)
+                return ThickAllocator(one.layout, kept)
             case None, Cache() as cache:
                 return Cached(one.layout, kept, cache)
             case Policy() as policy, None:
-                return Thin(one.name, one.group, policy, kept, self._activator)
+                return ThinAllocator(one.name, one.group, policy, kept, self._activator)
             case Policy() as policy, Cache() as cache:
                 return CachedThin(one.name, one.group, policy, kept, self._activator, cache)
         raise AssertionError(one)  # pragma: no cover - there is no other class
@@ -538,7 +538,7 @@ class Allocators:
         gone = volume.own_tags.get(tag.CLASS, "")
         return self.of(DeviceClass(gone, volume.group.name, layout=shape, pool=policy))
 
-    def thin(self, group: report.Group) -> list[Thin]:
+    def thin(self, group: report.Group) -> list[ThinAllocator]:
         """Return the allocators of the pools in a volume group, whatever the present classes say.
 
         A pool's device class may be gone, or have no pool by now, or another group: the pool's
@@ -546,7 +546,7 @@ class Allocators:
         """
         return [self._of_pool(class_name, group.name) for class_name in self._pooled(group)]
 
-    def growing(self, group: str, seen: report.Group | None) -> list[Thin]:
+    def growing(self, group: str, seen: report.Group | None) -> list[ThinAllocator]:
         """Return the allocators of the pools of a group that may have to grow.
 
         These are the pools in the state `seen`, which may be old, and the pools of the group's
@@ -577,7 +577,7 @@ class Allocators:
             (candidate for candidate in candidates if pool_name(candidate) == pool.name), None
         )
 
-    def _of_pool(self, name: str, group: str) -> Thin:
+    def _of_pool(self, name: str, group: str) -> ThinAllocator:
         """Return the allocator of a device class's pool, with defaults if the class is gone."""
         matching = (
             configured
@@ -585,7 +585,7 @@ class Allocators:
             if configured.name == name and configured.pool is not None
         )
         device_class = next(matching, DeviceClass(name, group, pool=Policy()))
-        return Thin(
+        return ThinAllocator(
             name,
             group,
             device_class.pool or Policy(),

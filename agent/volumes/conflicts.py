@@ -14,7 +14,7 @@ from typing import Any
 from agent.core import errors
 from agent.volumes import volume_states
 from agent.volumes.holds import Holds
-from agent.volumes.volume_states import Call, Ender, Outcome, Recorded, Work
+from agent.volumes.volume_states import Call, EndedBy, Outcome, Recorded, Work
 from agent.work.background import DetachedTasks
 from agent.work.group_worker import Job, Jobs
 
@@ -50,11 +50,11 @@ class Conflicts:
 
     def __init__(self, holds: Holds) -> None:
         self._holds = holds
-        self._queues: dict[Ender | Work, _Queue] = {}
+        self._queues: dict[EndedBy | Work, _Queue] = {}
 
     def add(
         self,
-        work: Ender | Work,
+        work: EndedBy | Work,
         jobs: Jobs[Any],
         *,
         key_of: Callable[[str], str] = str,

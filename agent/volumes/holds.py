@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from agent.core import errors, tag
 from agent.volumes import volume_states
 from agent.volumes.reports import Reports
-from agent.volumes.volume_states import Call, Ender, Outcome
+from agent.volumes.volume_states import Call, EndedBy, Outcome
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Holds:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._why: dict[str, tuple[Ender, errors.AgentError]] = {}
+        self._why: dict[str, tuple[EndedBy, errors.AgentError]] = {}
         self._held: dict[str, _Lease] = {}
 
     def check(self, call: Call, volume_id: str) -> None:
@@ -47,19 +47,19 @@ class Holds:
         with self._guard:
             note = self._why.get(volume_id)
             if note is None and (lease := self._lease(volume_id)) is not None:
-                note = Ender.MOVE, lease.why
+                note = EndedBy.MOVE, lease.why
         if note is not None and volume_states.outcome(call, note[0]) is Outcome.NOT_OWN:
             raise note[1].with_traceback(None)
 
     def receiving(self, volume_id: str) -> None:
         """Note that a volume is being received as a stream."""
-        self._note(volume_id, Ender.RECEIVER, {})
+        self._note(volume_id, EndedBy.RECEIVER, {})
 
     def moved(self, volume_id: str, node: str) -> None:
         """Note that a volume was moved to another node."""
-        self._note(volume_id, Ender.MOVER, {tag.MOVE_TO: node})
+        self._note(volume_id, EndedBy.MOVER, {tag.MOVE_TO: node})
 
-    def _note(self, volume_id: str, ender: Ender, own_tags: Mapping[str, str]) -> None:
+    def _note(self, volume_id: str, ender: EndedBy, own_tags: Mapping[str, str]) -> None:
         """Note why calls may not use a volume, by the state that `ender` ends."""
         why = volume_states.row_of(ender).problem(volume_id, own_tags)
         with self._guard:

@@ -9,7 +9,7 @@ from agent.core.ids import VolumeId
 from agent.requests.requests import BLOCK, MOUNT
 from agent.volumes import backing, volume_states
 from agent.volumes.backing import Backing
-from agent.volumes.volume_states import Ender
+from agent.volumes.volume_states import EndedBy
 from lvm import caches, layout, names, report, tags
 from lvm.layout import Layout
 
@@ -229,7 +229,7 @@ class Volume:
         return all(row.is_listed for row in volume_states.rows(self.own_tags))
 
     @property
-    def ended_by(self) -> Ender:
+    def ended_by(self) -> EndedBy:
         """What ends the state that the volume's tags record."""
         return volume_states.ended_by(self.own_tags)
 
@@ -244,7 +244,7 @@ class Volume:
     @property
     def is_doomed(self) -> bool:
         """Whether the volume only has to be erased and removed."""
-        return self.ended_by is Ender.ERASER
+        return self.ended_by is EndedBy.ERASER
 
     @property
     def is_half_made(self) -> bool:
@@ -263,7 +263,7 @@ class Volume:
             return False
         if not shape.is_raid or not self.group.is_bare(self.name, shape.disks):
             return False
-        is_filled = self.ended_by is Ender.COPIER
+        is_filled = self.ended_by is EndedBy.COPIER
         return is_filled or not {tag.FORMATTED, tag.SEALED} & self.own_tags.keys()
 
     @property
@@ -388,7 +388,7 @@ _Record = TypeVar("_Record", Volume, Snapshot)
 
 
 @dataclass(frozen=True)
-class Newer(Generic[_Record]):
+class MadeByNewerVersion(Generic[_Record]):
     """A volume or snapshot that this version of Carver must not use.
 
     `needs` are the properties that this version does not know, `faults` the faults of the tags. No
@@ -409,9 +409,9 @@ class Newer(Generic[_Record]):
         return errors.TagsDamaged(str(self.shown.id), self.faults)
 
 
-def to_use(either: _Record | Newer[_Record]) -> _Record:
+def to_use(either: _Record | MadeByNewerVersion[_Record]) -> _Record:
     """Return a volume or snapshot; raise NeedsOther or TagsDamaged if it must not be used."""
-    if isinstance(either, Newer):
+    if isinstance(either, MadeByNewerVersion):
         raise either.problem
     return either
 
@@ -480,7 +480,7 @@ def reservation(group: report.Group, name: str) -> report.LogicalVolume | None:
     if logical is None or not is_usable(group, logical):
         return None
     own_tags = logical.own_tags
-    is_reserved = tag.NAME in own_tags and volume_states.is_recorded(own_tags, Ender.ERASER)
+    is_reserved = tag.NAME in own_tags and volume_states.is_recorded(own_tags, EndedBy.ERASER)
     return logical if is_reserved and not (logical.origin or logical.pool) else None
 
 
@@ -494,10 +494,10 @@ def unknown_needs(logical: report.LogicalVolume) -> frozenset[str]:
 
 def _guarded(
     group: report.Group, logical: report.LogicalVolume, made: _Record
-) -> _Record | Newer[_Record]:
-    """Return the record, or a `Newer` if this version must not use the volume or its pool."""
+) -> _Record | MadeByNewerVersion[_Record]:
+    """Return the record; a `MadeByNewerVersion` if this version must not use volume or pool."""
     needs, wrong = _needs(group, logical), faults(logical)
-    return Newer(made, needs, wrong) if needs or wrong else made
+    return MadeByNewerVersion(made, needs, wrong) if needs or wrong else made
 
 
 def _needs(group: report.Group, logical: report.LogicalVolume) -> frozenset[str]:
@@ -540,7 +540,9 @@ def is_encrypted(own_tags: Mapping[str, str]) -> bool:
     return bool({tag.ENCRYPTION, tag.HEADER, tag.SEALED} & own_tags.keys())
 
 
-def volume(group: report.Group, logical: report.LogicalVolume) -> Volume | Newer[Volume] | None:
+def volume(
+    group: report.Group, logical: report.LogicalVolume
+) -> Volume | MadeByNewerVersion[Volume] | None:
     """Return the record of a logical volume that is a volume; None if Carver did not make it."""
     own_tags = logical.own_tags
     prefixes = (ids.VOLUME_PREFIX, ids.INLINE_PREFIX)
@@ -557,10 +559,10 @@ def volume(group: report.Group, logical: report.LogicalVolume) -> Volume | Newer
 
 # Cache of `volumes_of`: the last state of each volume group and the volumes in that state, by the
 # group's name.
-_last_volumes: dict[str, tuple[report.Group, Sequence[Volume | Newer[Volume]]]] = {}
+_last_volumes: dict[str, tuple[report.Group, Sequence[Volume | MadeByNewerVersion[Volume]]]] = {}
 
 
-def volumes_of(group: report.Group) -> Sequence[Volume | Newer[Volume]]:
+def volumes_of(group: report.Group) -> Sequence[Volume | MadeByNewerVersion[Volume]]:
     """Return the volumes of a group; cached for the group's last state, as lists are frequent.
 
     The state of a group is the same object until something changes in the group.
@@ -583,7 +585,9 @@ def named(group: report.Group, name: str, prefix: str = ids.VOLUME_PREFIX) -> Vo
     return None if either is None else to_use(either)
 
 
-def remains(group: report.Group, logical: report.LogicalVolume) -> Volume | Newer[Volume] | None:
+def remains(
+    group: report.Group, logical: report.LogicalVolume
+) -> Volume | MadeByNewerVersion[Volume] | None:
     """Return the record of a former snapshot or reservation that has yet to be erased.
 
     None if the logical volume is neither. Such a snapshot was split from its origin, or lvm2 was
@@ -594,13 +598,13 @@ def remains(group: report.Group, logical: report.LogicalVolume) -> Volume | Newe
     is_remains = _is_snapshot(logical.name) or names.is_of(ids.GROWTH_PREFIX, logical.name)
     if tag.NAME not in own_tags or not is_remains or not volume_states.is_deleted_snapshot(logical):
         return None
-    record = _as_volume(group, logical, {**own_tags, **volume_states.tags_for(Ender.ERASER)})
+    record = _as_volume(group, logical, {**own_tags, **volume_states.tags_for(EndedBy.ERASER)})
     return _guarded(group, logical, record)
 
 
 def snapshot(
     group: report.Group, logical: report.LogicalVolume
-) -> Snapshot | Newer[Snapshot] | None:
+) -> Snapshot | MadeByNewerVersion[Snapshot] | None:
     """Return the record of a logical volume that is a snapshot.
 
     None if the logical volume is no snapshot of Carver's, or has neither origin nor pool.
@@ -673,7 +677,7 @@ def remains_of(snapshot: Snapshot, *, parted: bool = True) -> Volume:
 
     With `detached_cachevol`, the record is that of the snapshot after its split from the origin.
     """
-    own_tags = {**snapshot.own_tags, **volume_states.tags_for(Ender.ERASER)}
+    own_tags = {**snapshot.own_tags, **volume_states.tags_for(EndedBy.ERASER)}
     group, logical = snapshot.group, snapshot.group.volumes.get(snapshot.name)
     if parted and logical is not None:
         # The origin is removed from the report, which is older than the split.

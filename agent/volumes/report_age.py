@@ -5,7 +5,8 @@ something has to know the present state of each group that its decision is about
 types, so that mypy finds a decision by a report that is too old:
 
 - `Fresh` has the groups that the call names, each read after the call began.
-- `Every` has all groups with all changes by Carver, for decisions in which any group may matter.
+- `EveryGroup` has all groups with all changes by Carver, for decisions in which any group may
+  matter.
 - `Seen` has the groups as they were read last, for metrics, health and hints.
 
 agent/volumes/reports.py reads them; the code here runs no command.
@@ -18,8 +19,8 @@ from dataclasses import dataclass, field
 from agent.core import errors, ids, tag
 from agent.core.ids import VolumeId
 from agent.volumes import records, volume_states
-from agent.volumes.records import Newer, Snapshot, Volume, to_use
-from agent.volumes.volume_states import Call, Ender
+from agent.volumes.records import MadeByNewerVersion, Snapshot, Volume, to_use
+from agent.volumes.volume_states import Call, EndedBy
 from lvm import names, report
 
 
@@ -34,43 +35,43 @@ class Contents(report.Report):
             )
 
     def shown(self) -> Iterator[Volume]:
-        """Yield all volumes, including those that this version of Carver must not use (`Newer`).
+        """Yield all volumes, also those that this version must not use (`MadeByNewerVersion`).
 
         What such a volume depends on must not be removed.
         """
         for group in self.groups.values():
             for volume in records.volumes_of(group):
-                yield volume.shown if isinstance(volume, Newer) else volume
+                yield volume.shown if isinstance(volume, MadeByNewerVersion) else volume
 
     def listed(self) -> list[Volume]:
         """Return the volumes that the CO knows as volumes, to be shown.
 
-        Volumes that this version of Carver must not use (`Newer`) are included.
+        Volumes that this version of Carver must not use (`MadeByNewerVersion`) are included.
         """
         return [volume for volume in self.shown() if volume.is_listed]
 
     def copies(self) -> Iterator[Volume]:
         """Yield the volumes that are being filled by a copy, or with zeroes.
 
-        Volumes that this version of Carver must not use (`Newer`) are included.
+        Volumes that this version of Carver must not use (`MadeByNewerVersion`) are included.
         """
-        return (volume for volume in self.shown() if volume.ended_by is Ender.COPIER)
+        return (volume for volume in self.shown() if volume.ended_by is EndedBy.COPIER)
 
     def snapshots(self) -> Iterator[Snapshot]:
         """Yield the snapshots that this version can use, including temporary ones (bridges)."""
         return (snapshot for snapshot in self.every_snapshot() if isinstance(snapshot, Snapshot))
 
-    def every_snapshot(self) -> Iterator[Snapshot | Newer[Snapshot]]:
-        """Yield all snapshots; those that this version must not use are of the type `Newer`."""
+    def every_snapshot(self) -> Iterator[Snapshot | MadeByNewerVersion[Snapshot]]:
+        """Yield all snapshots; a `MadeByNewerVersion` for each that this version must not use."""
         for group, logical in self._logical():
             if (snapshot := records.snapshot(group, logical)) is not None:
                 yield snapshot
 
-    def group_snapshots(self) -> Mapping[str, list[Snapshot | Newer[Snapshot]]]:
+    def group_snapshots(self) -> Mapping[str, list[Snapshot | MadeByNewerVersion[Snapshot]]]:
         """Return the present snapshots of each group snapshot, by the group snapshot's id."""
-        members: defaultdict[str, list[Snapshot | Newer[Snapshot]]] = defaultdict(list)
+        members: defaultdict[str, list[Snapshot | MadeByNewerVersion[Snapshot]]] = defaultdict(list)
         for snapshot in self.every_snapshot():
-            shown = snapshot.shown if isinstance(snapshot, Newer) else snapshot
+            shown = snapshot.shown if isinstance(snapshot, MadeByNewerVersion) else snapshot
             if shown.group_snapshot_id:
                 members[shown.group_snapshot_id].append(snapshot)
         return members
@@ -219,7 +220,7 @@ class Fresh(Current):
 
 
 @dataclass(frozen=True)
-class Every(Current):
+class EveryGroup(Current):
     """A report of all volume groups with all changes by Carver until now.
 
     It has each group that this process ever read. Changes by others since, such as an operator, may
@@ -306,7 +307,7 @@ class Seen(Contents):
 
 
 # Types of the reports that are recent enough for decisions.
-Known = Fresh | Every
+Known = Fresh | EveryGroup
 
 
 def fresh(groups: Iterable[report.Group]) -> Fresh:

@@ -15,8 +15,8 @@ from agent.groups.group_definitions import GroupDefinitions
 from agent.groups.node_groups import VolumeGroups
 from agent.groups.volume_group import VolumeGroup, begin_states
 from agent.volumes import backing, records
-from agent.volumes.records import Newer, Snapshot, Volume
-from agent.volumes.report_age import Every, Fresh, Known, Seen
+from agent.volumes.records import MadeByNewerVersion, Snapshot, Volume
+from agent.volumes.report_age import EveryGroup, Fresh, Known, Seen
 from agent.work import locks
 from lvm import report
 from mount import mount_errors as mount_errors
@@ -72,7 +72,7 @@ class Reports:
             unasked=frozenset(configured).difference(asked),
         )
 
-    def everywhere(self, known: Fresh) -> Every:
+    def every_group(self, known: Fresh) -> EveryGroup:
         """Return a report of all groups: the fresh ones of `known`, and others as Carver left them.
 
         Runs no command and does not wait for a group that Carver did not change since its last
@@ -86,7 +86,7 @@ class Reports:
         cached = {group.name: group.cached for group in others}
         silent = frozenset(group.name for group in others if not group.has_own_changes)
         unread = frozenset(group.name for group in others if group.status == "unknown")
-        return Every(
+        return EveryGroup(
             self._present({**cached, **read, **known.groups}),
             silent=silent,
             unread=unread,
@@ -94,7 +94,7 @@ class Reports:
         )
 
     def await_others(self, *groups: str) -> None:
-        """Read the groups that `everywhere` would read, before the locks of `groups` are taken.
+        """Read the groups that `every_group` would read, before the locks of `groups` are taken.
 
         So no caller holds the lock of a group while it waits for another group. A group that does
         not answer in three seconds is not waited for again for a minute.
@@ -103,7 +103,7 @@ class Reports:
         others = (group for group in self._volume_groups if group.name not in groups)
         begin_states(filter(_is_to_be_read, others))()
 
-    def lists(self) -> Every:
+    def lists(self) -> EveryGroup:
         """Return a report of all groups for a list.
 
         Each group is fresh, or if its read takes long, cached with all changes by Carver
@@ -111,7 +111,7 @@ class Reports:
         a group lacks changes, and GroupRefused.
         """
         locks.enter()
-        return Every(self._present(begin_states(self._volume_groups, complete=True)()))
+        return EveryGroup(self._present(begin_states(self._volume_groups, complete=True)()))
 
     def hint(self) -> Seen:
         """Return a report of all groups: fresh, or cached for a group whose read takes long."""
@@ -149,7 +149,7 @@ class Reports:
         snapshot = known.taken_snapshot(snapshot_id)
         group_snapshot_id = snapshot.group_snapshot_id
         if group_snapshot_id and tag.COMMITTED not in snapshot.own_tags:
-            everywhere = known if isinstance(known, Every) else self.everywhere(known)
+            everywhere = known if isinstance(known, EveryGroup) else self.every_group(known)
             if self.is_half_made(everywhere, everywhere.members(group_snapshot_id)):
                 raise errors.NoSuchSnapshot(snapshot_id)
         return snapshot
@@ -157,23 +157,23 @@ class Reports:
     def listed_snapshots(self, known: Known) -> Iterator[Snapshot]:
         """Yield the snapshots that callers asked for, to be listed.
 
-        Snapshots that this version of Carver must not use (`Newer`) are included. If a snapshot
-        belongs to a group snapshot that is not recorded as complete, all groups are read.
+        Snapshots that this version of Carver must not use (`MadeByNewerVersion`) are included. If a
+        snapshot belongs to a group snapshot that is not recorded as complete, all groups are read.
         """
         half_made: set[str] | None = None
         for entry in known.every_snapshot():
-            snapshot = entry.shown if isinstance(entry, Newer) else entry
+            snapshot = entry.shown if isinstance(entry, MadeByNewerVersion) else entry
             if snapshot.is_bridge:
                 continue
             if snapshot.group_snapshot_id and tag.COMMITTED not in snapshot.own_tags:
                 if half_made is None:
-                    everywhere = known if isinstance(known, Every) else self.everywhere(known)
+                    everywhere = known if isinstance(known, EveryGroup) else self.every_group(known)
                     half_made = self.half_made(everywhere)
                 if snapshot.group_snapshot_id in half_made:
                     continue
             yield snapshot
 
-    def half_made(self, known: Every) -> set[str]:
+    def half_made(self, known: EveryGroup) -> set[str]:
         """Return the ids of the group snapshots that never were complete.
 
         Callers do not get the snapshots of these. Two facts prove it: no snapshot has the tag that
@@ -187,7 +187,7 @@ class Reports:
             and self.is_half_made(known, usable_members)
         }
 
-    def is_half_made(self, known: Every, members: Sequence[Snapshot]) -> bool:
+    def is_half_made(self, known: EveryGroup, members: Sequence[Snapshot]) -> bool:
         """Whether the group snapshot of these snapshots is, and always was, incomplete."""
         if records.is_whole(members) or any(
             tag.COMMITTED in snapshot.own_tags for snapshot in members
@@ -195,7 +195,7 @@ class Reports:
             return False
         return not self._away(known, members)
 
-    def awaited(self, known: Every, members: Sequence[Snapshot]) -> list[str]:
+    def awaited(self, known: EveryGroup, members: Sequence[Snapshot]) -> list[str]:
         """Return the absent groups that may come back with further snapshots of a group snapshot.
 
         Left out are groups that no class names any more, and groups that were replaced by another
@@ -206,7 +206,7 @@ class Reports:
             group for group in away if (group in self._groups) != self._volume_groups.has(group)
         )
 
-    def _away(self, known: Every, members: Sequence[Snapshot]) -> set[str]:
+    def _away(self, known: EveryGroup, members: Sequence[Snapshot]) -> set[str]:
         """Return the absent groups that may hold further snapshots of a group snapshot."""
         present = {
             records.place_of(str(VolumeId.of(group, records.UNKNOWN)))

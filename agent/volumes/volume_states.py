@@ -38,7 +38,7 @@ class State(StrEnum):
     READY = tag.READY
 
 
-class Ender(StrEnum):
+class EndedBy(StrEnum):
     """Ender of a state: the call, or the part of Carver, that ends a volume's state."""
 
     CALLER = "DeleteVolume"
@@ -137,7 +137,7 @@ class Row:
     """
 
     what: str
-    ended_by: Ender
+    ended_by: EndedBy
     calls: Mapping[Call, Outcome]
     has_tag: bool = True
     is_listed: bool = False
@@ -153,7 +153,7 @@ STATES: Mapping[State, Row] = MappingProxyType(
     {
         State.DELETED: Row(
             "it was deleted, and is overwritten and removed",
-            Ender.ERASER,
+            EndedBy.ERASER,
             _calls(
                 CREATE=Outcome.ABORTED,
                 COPY_FROM=Outcome.ABSENT,
@@ -169,7 +169,7 @@ STATES: Mapping[State, Row] = MappingProxyType(
         ),
         State.INLINE: Row(
             "it was made for one pod by NodePublishVolume, whose calls alone find it",
-            Ender.POD,
+            EndedBy.POD,
             _calls(
                 COPY_FROM=Outcome.ABSENT,
                 SNAPSHOT=Outcome.ABSENT,
@@ -185,7 +185,7 @@ STATES: Mapping[State, Row] = MappingProxyType(
         ),
         State.COPYING: Row(
             "it is filled, from its source or with zeroes, and is no volume yet",
-            Ender.COPIER,
+            EndedBy.COPIER,
             _calls(
                 CREATE=Outcome.WAITS,
                 COPY_FROM=Outcome.ABORTED,
@@ -203,14 +203,14 @@ STATES: Mapping[State, Row] = MappingProxyType(
         ),
         State.RECEIVING: Row(
             "it is received as a stream, and is no volume yet",
-            Ender.RECEIVER,
+            EndedBy.RECEIVER,
             _calls(**_NOT_OWN),
             is_noted=True,
             problem=lambda volume_id, _: errors.Receiving(volume_id),
         ),
         State.MOVED: Row(
             "it was moved to another node, and is kept here until the move is final",
-            Ender.MOVER,
+            EndedBy.MOVER,
             _calls(**_NOT_OWN),
             is_noted=True,
             problem=lambda volume_id, own_tags: errors.Moved(
@@ -219,7 +219,7 @@ STATES: Mapping[State, Row] = MappingProxyType(
         ),
         State.HELD: Row(
             "its last snapshot is sent to another node, by this process alone",
-            Ender.MOVE,
+            EndedBy.MOVE,
             # ADOPT stands here for --undo only: to adopt an adopted volume again changes nothing,
             # and does not ask the table.
             _calls(USE=Outcome.NOT_OWN, DELETE=Outcome.NOT_OWN, ADOPT=Outcome.NOT_OWN),
@@ -230,7 +230,7 @@ STATES: Mapping[State, Row] = MappingProxyType(
         ),
         State.HALF_MADE: Row(
             "lvm2 died while it made a RAID, which was never active",
-            Ender.MAKER,
+            EndedBy.MAKER,
             _calls(CREATE=Outcome.ANEW, DELETE=Outcome.AT_ONCE),
             has_tag=False,
             is_listed=True,
@@ -239,7 +239,7 @@ STATES: Mapping[State, Row] = MappingProxyType(
         ),
         State.READY: Row(
             "it is the volume that CreateVolume made",
-            Ender.CALLER,
+            EndedBy.CALLER,
             _calls(),
             is_listed=True,
             is_callers=True,
@@ -284,7 +284,7 @@ WORK: Mapping[Work, Mapping[Call, Outcome]] = MappingProxyType(
     }
 )
 
-# The state that is ended by each `Ender`.
+# The state that is ended by each `EndedBy`.
 _ENDED_BY = {row.ended_by: state for state, row in STATES.items()}
 # The states that the tag `state` records, by its value.
 _TAGGED = {str(state): state for state, row in STATES.items() if row.has_tag}
@@ -325,15 +325,15 @@ class Recorded(Protocol):
         ...
 
 
-def row_of(ender: Ender) -> Row:
-    """Return the table row of the state that is ended by `ender` (see `Ender`)."""
+def row_of(ender: EndedBy) -> Row:
+    """Return the table row of the state that is ended by `ender` (see `EndedBy`)."""
     return STATES[_ENDED_BY[ender]]
 
 
-def outcome(call: Call, work: Ender | Work) -> Outcome:
+def outcome(call: Call, work: EndedBy | Work) -> Outcome:
     """Return what happens when a call meets background work.
 
-    `work` is an `Ender`, for its work to end a state, or other background work.
+    `work` is an `EndedBy`, for its work to end a state, or other background work.
     """
     return (WORK[work] if isinstance(work, Work) else row_of(work).calls)[call]
 
@@ -347,7 +347,7 @@ def by_tag(own_tags: Mapping[str, str]) -> State:
     return _TAGGED.get(own_tags.get(tag.STATE, ""), State.READY)
 
 
-def ended_by(own_tags: Mapping[str, str]) -> Ender:
+def ended_by(own_tags: Mapping[str, str]) -> EndedBy:
     """Return what ends the state that the tag `state` records."""
     return STATES[by_tag(own_tags)].ended_by
 
@@ -358,7 +358,7 @@ def rows(own_tags: Mapping[str, str]) -> list[Row]:
     return [row for state, row in STATES.items() if state in states]
 
 
-def is_recorded(own_tags: Mapping[str, str], ender: Ender) -> bool:
+def is_recorded(own_tags: Mapping[str, str], ender: EndedBy) -> bool:
     """Whether tags record the state that is ended by `ender`; False if the tag `state` is lost.
 
     Thin pools, and the extents that Carver reserves for growth, have the tag as well.
@@ -376,14 +376,14 @@ def is_deleted_snapshot(logical: report.LogicalVolume) -> bool:
     - The tag `state` records it as deleted: a disk was missing, so it could not be split.
     """
     is_lost = not (logical.origin or logical.pool)
-    return is_lost or is_recorded(logical.own_tags, Ender.ERASER)
+    return is_lost or is_recorded(logical.own_tags, EndedBy.ERASER)
 
 
 def faults(own_tags: Mapping[str, str]) -> Iterator[str]:
     """Yield why tags record no state that a version of Carver wrote: some were lost or changed."""
     has_source = tag.FROM in own_tags
     is_zeroed = tag.ZERO in own_tags and _OF_COPIES.isdisjoint(own_tags)
-    if is_recorded(own_tags, Ender.COPIER) and not (has_source or is_zeroed):
+    if is_recorded(own_tags, EndedBy.COPIER) and not (has_source or is_zeroed):
         yield "`copying` without `from`"
     text = own_tags.get(tag.STATE)
     # A volume without the tag `state` is complete if it is made in one step. A volume that is made
@@ -422,23 +422,23 @@ def require(call: Call, volume: Recorded) -> None:
             raise row.problem(volume_id, volume.own_tags)
 
 
-def word_of(ender: Ender) -> str:
-    """Return the value of the tag `state` for the state that is ended by `ender` (see `Ender`).
+def word_of(ender: EndedBy) -> str:
+    """Return the value of the tag `state` for the state that is ended by `ender` (see `EndedBy`).
 
     The same word is used on the wire.
     """
     return str(_ENDED_BY[ender])
 
 
-def tags_for(ender: Ender) -> Mapping[str, str]:
-    """Return the tag that records the state that is ended by `ender` (see `Ender`)."""
+def tags_for(ender: EndedBy) -> Mapping[str, str]:
+    """Return the tag that records the state that is ended by `ender` (see `EndedBy`)."""
     return {tag.STATE: word_of(ender)}
 
 
-def hand_over(lvm: Lvm, group: str, name: str, own_tags: Mapping[str, str], to: Ender) -> None:
+def hand_over(lvm: Lvm, group: str, name: str, own_tags: Mapping[str, str], to: EndedBy) -> None:
     """Record, by one command, that a logical volume is now in the state that is ended by `to`.
 
-    `to` is an `Ender`. `own_tags` are the present tags of the logical volume.
+    `to` is an `EndedBy`. `own_tags` are the present tags of the logical volume.
     """
     old_tags = {tag.STATE: str(by_tag(own_tags))}
     volumes.mark(lvm, group, name, old=old_tags, new=tags_for(to))

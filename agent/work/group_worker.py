@@ -272,7 +272,7 @@ class Jobs(Generic[J]):
         with worker.guard:
             job = worker.jobs.pop((self.kind, key), None)
         if job is not None:
-            worker.call_off(job)
+            worker.cancel(job)
 
     def look(self, group: str) -> int:
         """Start all jobs that are due in a group by its fresh state; return the number of due jobs.
@@ -385,7 +385,7 @@ class Jobs(Generic[J]):
         return worker.jobs.get((self.kind, key))
 
 
-class Looks:
+class PeriodicJobs:
     """Work that is repeated at an interval in each of several volume groups, as one job for each.
 
     `groups` returns the groups' names at each moment; the job of a group that is no longer among
@@ -512,7 +512,7 @@ class GroupWorker:
             if self.jobs.get((kind.kind, job.key)) is job:
                 del self.jobs[kind.kind, job.key]
 
-    def call_off(self, job: Job) -> None:
+    def cancel(self, job: Job) -> None:
         """Have a job that was removed from `jobs` end: now, or at the end of its present step."""
         with self.guard:
             job.cancelled.set()
@@ -520,7 +520,7 @@ class GroupWorker:
                 return
         job.end(Stopping(job.key))
 
-    def oversee(self) -> None:
+    def replace_hanging_threads(self) -> None:
         """Start another thread for the loop if a step takes long, or if no thread runs it."""
         with self.guard, suppress(RuntimeError):
             if self._is_any_left():
@@ -542,7 +542,7 @@ class GroupWorker:
             self.guard.notify_all()
         for place, job in before.items():
             if place not in self.jobs:
-                self.call_off(job)
+                self.cancel(job)
 
     def finish(self, until_seconds: float) -> bool:
         """Wait after `halt` for the end of all steps; return whether all have ended in time.
@@ -719,20 +719,20 @@ class GroupWorkers:
             worker = self._workers.pop(group, None)
         if worker is not None:
             worker.halt()
-            worker.oversee()
+            worker.replace_hanging_threads()
 
     def every(self) -> list[GroupWorker]:
         """Return the loops of all groups that are in use."""
         with self._guard:
             return list(self._workers.values())
 
-    def oversee(self) -> None:
+    def replace_hanging_threads(self) -> None:
         """Have other threads continue the loops whose step takes long, or that have no thread.
 
         The service has to call this every few seconds.
         """
         for worker in self.every():
-            worker.oversee()
+            worker.replace_hanging_threads()
 
     def halt(self) -> None:
         """Cancel all jobs at their next safe points, except those of a kind that is `last`.

@@ -1,7 +1,7 @@
 """Locks and limits of calls: one call at a time for a volume, one change at a time for a group.
 
 A call on a disk that hangs keeps its thread. So `Admission` limits the number of threads that calls
-may occupy, and `Shares` keep some of these threads free for other volume groups. `VolumeLocks` lock
+may occupy, and `Slots` keep some of these threads free for other volume groups. `VolumeLocks` lock
 the volumes of a call. A `GroupLock` orders the changes of one volume group.
 
 A call needs an admission slot from its first use of a volume group on. NodePublishVolume,
@@ -27,7 +27,7 @@ from mount import command
 TIMES_LEFT = 3
 
 
-class Shares:
+class Slots:
     """A number of slots that the calls on all volume groups share.
 
     `places` is the number of slots, `most` the limit for one group. A group may hold at most
@@ -128,13 +128,13 @@ class Admission:
         self.is_open = True
         # The admission slots, of calls that use volume groups, and the slots of calls that name a
         # volume and use no group. A call counts for each group that it uses.
-        self.places, self._others = Shares(places), Shares(_OTHERS)
+        self.places, self._others = Slots(places), Slots(_OTHERS)
         # The slots of calls that wait for a copy, and the slots of all unary calls in total.
-        self.aside, self._threads = Shares(_ASIDE), Shares(_CALLS)
+        self.without_slot, self._threads = Slots(_ASIDE), Slots(_CALLS)
         # The slots of streams, and of calls in which both sides stream. A stream lasts as long as
         # its caller and its disk take. A call in which both sides stream only waits, some for
         # hours, beside a stream of the same command.
-        self.streams, self.exchanges = Shares(STREAMS, STREAMS_OF_A_GROUP), Shares(EXCHANGES)
+        self.streams, self.exchanges = Slots(STREAMS, STREAMS_OF_A_GROUP), Slots(EXCHANGES)
         self._closed_at = 0.0
         self._changed = threading.Condition()
 
@@ -228,7 +228,7 @@ class _Call:
 
 
 @contextmanager
-def aside(group: str) -> Iterator[None]:
+def without_slot(group: str) -> Iterator[None]:
     """Give the call's admission slot to other calls while the call waits for background work.
 
     The body must use no volume group. Raises TooManyCalls if too many calls wait like that.
@@ -238,7 +238,7 @@ def aside(group: str) -> Iterator[None]:
     if call is None:
         yield
         return
-    with call.admission.aside.one(group):
+    with call.admission.without_slot.one(group):
         call.leave()
         yield
 
@@ -296,7 +296,7 @@ class VolumeLocks:
         with self._changed:
             if self._taken(names):
                 with trace.step(trace.WAIT, "volume"):
-                    self._await_turn(names)
+                    self._wait_in_queue(names)
             self._held.update(names)
         try:
             yield
@@ -325,7 +325,7 @@ class VolumeLocks:
             with self._changed:
                 del self._waiting[ticket]
 
-    def _await_turn(self, names: Iterable[str]) -> None:
+    def _wait_in_queue(self, names: Iterable[str]) -> None:
         """Wait until all names are free and no earlier call waits for one of them.
 
         Raises OperationPending at the time limit, or if too many calls wait already.

@@ -422,7 +422,7 @@ def test_calls_in_flight_end_well_while_an_authority_is_followed_by_another(two:
 
     locks = two.nodes["a"].service.context.locks
     waits = threading.Event()
-    await_turn = locks._await_turn
+    await_turn = locks._wait_in_queue
 
     def wait(*names: Any) -> None:
         waits.set()
@@ -430,7 +430,7 @@ def test_calls_in_flight_end_well_while_an_authority_is_followed_by_another(two:
 
     with ThreadPoolExecutor(1) as caller, ExitStack() as held:
         held.enter_context(locks.hold(ids.logical_name(volume.volume_id)))
-        locks._await_turn = wait  # type: ignore[method-assign, assignment]
+        locks._wait_in_queue = wait  # type: ignore[method-assign, assignment]
         expanding = caller.submit(two.client.expand, volume.volume_id, 2 * SIZE)
         assert waits.wait(expect.PATIENCE_SECONDS)
         replace_all(two.authority, successor)

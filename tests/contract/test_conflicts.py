@@ -24,7 +24,7 @@ from real.any import AnyHost, device, names
 from agent.csi.client import block, of_snapshot, of_volume
 from agent.daemon.server import Service
 from agent.settings.settings import Config
-from agent.volumes.volume_states import Call, Ender, Outcome, Work, outcome
+from agent.volumes.volume_states import Call, EndedBy, Outcome, Work, outcome
 from agent.work.group_worker import Jobs
 from lvm import report
 from lvm.layout import Reserve
@@ -208,9 +208,9 @@ def empty_pool(node: Node, call: Call) -> None:
         node.name = "new"
 
 
-SETUPS: dict[Ender | Work, Callable[[Node, Call], None]] = {
-    Ender.ERASER: erase,
-    Ender.COPIER: copy,
+SETUPS: dict[EndedBy | Work, Callable[[Node, Call], None]] = {
+    EndedBy.ERASER: erase,
+    EndedBy.COPIER: copy,
     Work.COPIED: copied,
     Work.GROWTH: growth,
     Work.LEFT_GROWTH: left_growth,
@@ -254,13 +254,13 @@ def adopted(node: Node) -> carver.AdoptVolumeRequest:
 
 
 def test_all_work_is_tried() -> None:
-    assert {*SETUPS, Work.FORMAT} == {*Work, Ender.ERASER, Ender.COPIER}
+    assert {*SETUPS, Work.FORMAT} == {*Work, EndedBy.ERASER, EndedBy.COPIER}
 
 
 @pytest.mark.parametrize("call", Call, ids=lambda call: call.name)
 @pytest.mark.parametrize("work", SETUPS, ids=lambda work: work.name)
 def test_a_call_does_as_the_table_says(
-    node: Node, staging: Path, work: Ender | Work, call: Call
+    node: Node, staging: Path, work: EndedBy | Work, call: Call
 ) -> None:
     SETUPS[work](node, call)
     assert node.began.wait(expect.PATIENCE_SECONDS)

@@ -186,7 +186,7 @@ def test_a_delta_has_what_was_written_between_two_snapshots(disk: Disk) -> None:
         assert list(reading.extents(LogicalOffset(8 * MIB + 512))) == [Extent(8 * MIB + 512, 3584)]
         assert list(reading.extents(LogicalOffset(8 * MIB + 4096))) == []
         assert list(reading.extents(LogicalOffset(SIZE))) == []
-        with pytest.raises(errors.NotBeyond):
+        with pytest.raises(errors.OffsetOutOfRange):
             reading.extents(LogicalOffset(SIZE + 1))
     assert changed_extents(disk, newer, disk.id) == [Extent(12 * MIB, 4096)]
 

@@ -210,8 +210,8 @@ def test_a_fresh_state_says_nothing_of_a_group_that_was_not_read(
         assert known.asked == {group}
         with pytest.raises(AssertionError, match="was not read"):
             known.volume(there.volume_id)
-        every = service.reports.everywhere(known)
-        assert isinstance(every, report_age.Every)
+        every = service.reports.every_group(known)
+        assert isinstance(every, report_age.EveryGroup)
         assert not every.silent
         assert every.volume(there.volume_id).name == "vol-there"
 

@@ -98,19 +98,19 @@ class TimedHost(FakeHost):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self.aside = Aside()
+        self.without_slot = Aside()
         self._lines = 0
-        self._run = self.aside.wrapped(super().run)
+        self._run = self.without_slot.wrapped(super().run)
         lvm2 = self.lvm2_program
 
         def program(words: Sequence[str]) -> Result:
             self._lines += 1
             return lvm2(words)
 
-        self.lvm2_program = self.aside.wrapped(program)
-        self.kernel = cast(Any, Timed(self.kernel, self.aside))
-        self.devices = cast(Any, Timed(self.devices, self.aside))
-        self.disks = cast(Any, Timed(self.disks, self.aside))
+        self.lvm2_program = self.without_slot.wrapped(program)
+        self.kernel = cast(Any, Timed(self.kernel, self.without_slot))
+        self.devices = cast(Any, Timed(self.devices, self.without_slot))
+        self.disks = cast(Any, Timed(self.disks, self.without_slot))
 
     def run(self, *words: str, stdin: bytearray | None = None) -> Result:
         return cast(Result, self._run(*words, stdin=stdin))
@@ -217,10 +217,10 @@ class Bench:
 
     def time(self, name: str, call: Callable[[], Any]) -> Any:
         """Make a call; keep its own time and its commands."""
-        aside, commands = self.host.aside.seconds, self.host.count()
+        aside, commands = self.host.without_slot.seconds, self.host.count()
         started = time.process_time()
         answer = call()
-        seconds = time.process_time() - started - (self.host.aside.seconds - aside)
+        seconds = time.process_time() - started - (self.host.without_slot.seconds - aside)
         after = self.host.count()
         self.samples.seconds[rows.own(name)].append(seconds)
         self.samples.commands[rows.own(name)] = Commands(

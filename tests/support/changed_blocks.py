@@ -6,7 +6,7 @@ from histories import Disk
 
 from agent.csi.client import Client
 from agent.extras.changed_blocks import changed_blocks_service
-from agent.extras.changed_blocks.delta import Delta
+from agent.extras.changed_blocks.delta import ChangedRanges
 from agent.extras.changed_blocks.extents import USER_START, Extent, UserExtent, UserOffset
 from proto import csi_pb2 as csi
 from proto.csi_pb2_grpc import SnapshotMetadataStub
@@ -40,7 +40,7 @@ def blocks(
     )
 
 
-def delta_of(disk: Disk) -> Delta:
+def delta_of(disk: Disk) -> ChangedRanges:
     return changed_blocks_service.of(disk.service).delta
 
 

@@ -182,7 +182,7 @@ def stream(node: Node, name: str, **options: object) -> bytes:
     for _ in range(5):
         out = io.BytesIO()
         # On a machine with other work lvm2 takes longer than a list waits for it.
-        with suppress(errors.PerhapsAway):
+        with suppress(errors.AbsenceNotProved):
             streams_command.send(node.at, name, out, **options)  # type: ignore[arg-type]
             return out.getvalue()
     raise AssertionError(f"no list in time has {name}")

@@ -207,11 +207,11 @@ class Stall:
 
     line: Line
     ssh: str
-    _reached: Path
+    _with_namespace: Path
     _go: Path
 
     def wait(self) -> None:
-        within(_COMMAND_SECONDS, self._reached.exists, "no stream came so far")
+        within(_COMMAND_SECONDS, self._with_namespace.exists, "no stream came so far")
 
     def end(self) -> None:
         """Let it go on; return when nothing of it runs any more."""

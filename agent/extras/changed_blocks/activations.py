@@ -38,7 +38,7 @@ _RELEASE_SECONDS = 60.0
 
 
 @dataclass
-class _Turn:
+class MetadataReaders:
     """The readers that share one thin pool's metadata snapshot, and its state.
 
     - `changed` is notified when `is_changing` becomes false.
@@ -70,7 +70,7 @@ class Reservations:
         self._volume_groups = context.volume_groups
         self._reports, self._activator = context.reports, context.activator
         self._devices = context.devices
-        self._turns: defaultdict[tuple[str, str], _Turn] = defaultdict(_Turn)
+        self._turns: defaultdict[tuple[str, str], MetadataReaders] = defaultdict(MetadataReaders)
 
     @contextmanager
     def held(self, group: str, pool: str) -> Iterator[str]:
@@ -117,7 +117,7 @@ class Reservations:
         self._release(group, pool)
         return True
 
-    def _join(self, turn: _Turn, group: str, pool: str) -> None:
+    def _join(self, turn: MetadataReaders, group: str, pool: str) -> None:
         with turn.changed:
             wanted = turn.begun + 1
             while True:
@@ -136,7 +136,7 @@ class Reservations:
             raise
         self._changed(turn, readers=1)
 
-    def _leave(self, turn: _Turn, group: str, pool: str) -> None:
+    def _leave(self, turn: MetadataReaders, group: str, pool: str) -> None:
         with turn.changed:
             turn.readers -= 1
             if turn.readers:
@@ -160,7 +160,7 @@ class Reservations:
                 volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
 
     @staticmethod
-    def _changed(turn: _Turn, readers: int) -> None:
+    def _changed(turn: MetadataReaders, readers: int) -> None:
         with turn.changed:
             turn.begun += readers
             turn.readers, turn.is_changing = readers, False
@@ -342,7 +342,7 @@ class Activations:
             return []
         # A copy in progress opens its snapshot only for moments at a time, so the snapshot may be
         # closed now. The copy may be in another group, so all groups are searched for copies.
-        everywhere = self._reports.everywhere(known)
+        everywhere = self._reports.every_group(known)
         everywhere.require_read()
         copied = {copy.own_tags.get(tag.FROM) for copy in everywhere.copies()}
         return [

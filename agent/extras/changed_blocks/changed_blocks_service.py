@@ -11,7 +11,7 @@ from agent.core import errors, ids
 from agent.daemon.extra import Extra
 from agent.daemon.server import Service
 from agent.extras.changed_blocks.comparing import MAX_RANGE_BYTES
-from agent.extras.changed_blocks.delta import Delta, Reading
+from agent.extras.changed_blocks.delta import ChangedRanges, Reading
 from agent.extras.changed_blocks.extents import Extent, UserExtent, UserOffset
 from agent.requests.requests import GetMetadata
 from agent.volumes.context import Context
@@ -36,7 +36,7 @@ class ChangedBlocks(Extra, csi_pb2_grpc.SnapshotMetadataServicer):
     offered = (csi.PluginCapability.Service.SNAPSHOT_METADATA_SERVICE,)
 
     def __init__(self, context: Context) -> None:
-        self.delta = Delta(context)
+        self.delta = ChangedRanges(context)
 
     def add_services(self, server: grpc.Server) -> None:
         """Register SnapshotMetadata."""
@@ -85,7 +85,7 @@ def of(service: Service) -> ChangedBlocks:
 def require_snapshots(*identities: str) -> None:
     """Raise NoSuchSnapshot for an id that is not of a snapshot.
 
-    `Delta` also reads volumes by their ids, which CSI does not allow.
+    `ChangedRanges` also reads volumes by their ids, which CSI does not allow.
     """
     for snapshot_id in identities:
         if not names.is_of(ids.SNAPSHOT_PREFIX, ids.logical_name(snapshot_id)):

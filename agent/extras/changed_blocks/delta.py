@@ -110,7 +110,7 @@ def _always() -> bool:
     return True
 
 
-class Delta:
+class ChangedRanges:
     """Finds allocated and changed ranges of snapshots, and of volumes, which ids name.
 
     LVM's metadata say where to look. The metadata of a thin pool say which blocks a volume has, and
@@ -366,10 +366,10 @@ class Reading:
         MAX_RANGE_BYTES, so that the caller gets each range early. May be called again, also with
         another offset.
 
-        Raises NotBeyond for an offset behind the end, SourceLost, DeltaFailed, OSError.
+        Raises OffsetOutOfRange for an offset behind the end, SourceLost, DeltaFailed, OSError.
         """
         if not 0 <= starting_offset <= self.size_bytes:
-            raise errors.NotBeyond(starting_offset, self.size_bytes)
+            raise errors.OffsetOutOfRange(starting_offset, self.size_bytes)
         return self._extents(starting_offset)
 
     def _extents(self, start: int) -> Iterator[Extent]:
@@ -407,7 +407,7 @@ class UserReading:
     def extents(self, starting_offset: UserOffset = USER_START) -> Iterator[UserExtent]:
         """The sorted ranges of the answer in offsets of the user's device; as `Reading.extents`."""
         if not 0 <= starting_offset <= self.size_bytes:
-            raise errors.NotBeyond(starting_offset, self.size_bytes)
+            raise errors.OffsetOutOfRange(starting_offset, self.size_bytes)
         return (
             UserExtent(UserOffset(extent.offset_bytes - self.begins), extent.length_bytes)
             for extent in self.logical.extents(LogicalOffset(self.begins + starting_offset))

@@ -68,7 +68,7 @@ class ClusterFinder:
             config.topology_key,
             node_ids,
         )
-        orphans = [*_of_volumes(volumes, taken, cluster), *candidates.of_objects(cluster)]
+        orphans = [*_of_volumes(volumes, taken, cluster), *candidates.find_objects(cluster)]
         return judged(orphans, self._history, cluster, config.orphan_grace_seconds)
 
     def _listed(self) -> tuple[Iterable[_Listed], Counter[str], Sequence[str]]:

@@ -35,7 +35,7 @@ _log = logging.getLogger("carver.calls")
 _Code = grpc.StatusCode
 _CONTROLLER = "csi.v1.Controller"
 # gRPC codes of errors after which a volume group may be on another node than before: those of
-# OtherGroup and GroupMissing, and of NotHere about the source of a copy.
+# OtherGroup and GroupMissing, and of PerhapsOnAnotherNode about the source of a copy.
 _MAY_HAVE_MOVED = (
     *(_Code.FAILED_PRECONDITION, _Code.NOT_FOUND, _Code.UNAVAILABLE),
     _Code.RESOURCE_EXHAUSTED,

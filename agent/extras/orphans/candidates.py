@@ -14,7 +14,7 @@ from agent.extras.orphans import references as cluster
 from agent.extras.orphans.references import References
 from agent.volumes import backing
 from agent.volumes.records import Snapshot, Volume
-from agent.volumes.report_age import Every, Fresh
+from agent.volumes.report_age import EveryGroup, Fresh
 from agent.volumes.reports import Reports
 from lvm import report
 from mount.kernel import Kernel
@@ -95,7 +95,7 @@ class Candidate:
         return text.format(**{key: shlex.quote(value) for key, value in fields.items()})
 
 
-def of_volumes(reports: Reports, known: Fresh, references: References) -> Iterator[Candidate]:
+def find_volumes(reports: Reports, known: Fresh, references: References) -> Iterator[Candidate]:
     """Find Carver's volumes and snapshots that nothing in the cluster refers to.
 
     Volumes that are being moved to another node are left to the operator.
@@ -117,10 +117,10 @@ def of_volumes(reports: Reports, known: Fresh, references: References) -> Iterat
     for volume in known.doomed():
         why = f"deleted, not overwritten yet, {volume.size_bytes} bytes"
         yield Candidate(Kind.WIPING, str(volume.id), _uuid(volume), why)
-    yield from _half_made(reports, reports.everywhere(known))
+    yield from _half_made(reports, reports.every_group(known))
 
 
-def of_objects(references: References) -> Iterator[Candidate]:
+def find_objects(references: References) -> Iterator[Candidate]:
     """Find the driver's objects of nodes that are gone, and claims that wait for such a node.
 
     Claims that wait for a node that is not ready are found, too: only the provisioner of the
@@ -167,7 +167,7 @@ def _inline(volume: Volume) -> Candidate:
     )
 
 
-def _half_made(reports: Reports, known: Every) -> Iterator[Candidate]:
+def _half_made(reports: Reports, known: EveryGroup) -> Iterator[Candidate]:
     """Find snapshots of copies that are not in progress, and of incomplete group snapshots."""
     copying = {volume.own_tags[tag.NAME] for volume in known.copies()}
     half_made = reports.half_made(known)

@@ -196,9 +196,9 @@ class Finder:
         )
         mounts = table.read(self._kernel)
         found_candidates = [
-            *candidates.of_volumes(self._reports, current, wanted),
+            *candidates.find_volumes(self._reports, current, wanted),
             *candidates.candidates(found_places, mounts, current, config.groups, wanted),
-            *candidates.of_objects(wanted),
+            *candidates.find_objects(wanted),
         ]
         return judged(found_candidates, self._history, wanted, config.orphan_grace_seconds)
 

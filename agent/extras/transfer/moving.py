@@ -22,7 +22,7 @@ from agent.operations.delete import VolumeDeleter
 from agent.volumes import records, users, volume_states
 from agent.volumes.context import Context
 from agent.volumes.records import Volume
-from agent.volumes.volume_states import Call, Ender
+from agent.volumes.volume_states import Call, EndedBy
 from lvm import volumes
 from mount import mount_errors as mount_errors
 from proto import carver_pb2 as carver
@@ -113,7 +113,7 @@ class Mover:
             volume = self._moving(volume_id)
             if _is_gone(volume):
                 return self._state(volume)
-            if volume.ended_by is not Ender.CALLER:
+            if volume.ended_by is not EndedBy.CALLER:
                 raise errors.NotMoved(volume_id, "it is not this node's any more")
             current = self._mender.mend(volume.group.name)
             parsed = VolumeId.parse(snapshot_id)
@@ -129,7 +129,7 @@ class Mover:
             users.require_unused(self._kernel, self._activator, volume)
             self._holds.moved(volume_id, volume.own_tags[tag.MOVE_TO])
             try:
-                self._mark(volume, volume_states.tags_for(Ender.MOVER))
+                self._mark(volume, volume_states.tags_for(EndedBy.MOVER))
             except BaseException:
                 # A command that failed may have set the tags all the same: read them again.
                 self._recall(volume_id)
@@ -152,7 +152,7 @@ class Mover:
             if _is_going(volume):
                 raise errors.NotMoved(volume_id, "what is left of it here is being deleted")
             if tag.MOVE_TO in volume.own_tags:
-                new = volume_states.tags_for(Ender.CALLER) if _is_gone(volume) else {}
+                new = volume_states.tags_for(EndedBy.CALLER) if _is_gone(volume) else {}
                 self._mark(volume, new, without=(tag.MOVE_TO, tag.MOVE_WORD))
             self._holds.allow(volume_id)
 
@@ -175,7 +175,7 @@ class Mover:
             # The tag is set before the first byte is erased: an undo after that would take back an
             # incomplete volume.
             if not _is_going(volume):
-                self._mark(volume, {tag.MOVE_ENDED: volume_states.word_of(Ender.ERASER)})
+                self._mark(volume, {tag.MOVE_ENDED: volume_states.word_of(EndedBy.ERASER)})
         self._deleter.delete(volume_id, is_own=False)
         self._holds.allow(volume_id)
 
@@ -207,7 +207,7 @@ class Mover:
         places = users.mounted_at(self._kernel, self._activator, volume.backing)
         return carver.MoveState(
             volume_id=str(volume.id),
-            state=volume_states.word_of(Ender.ERASER if _is_going(volume) else volume.ended_by),
+            state=volume_states.word_of(EndedBy.ERASER if _is_going(volume) else volume.ended_by),
             node=own_tags.get(tag.MOVE_TO, ""),
             release=hashlib.sha256(word.encode()).hexdigest() if word else "",
             word=word if _is_gone(volume) else "",
@@ -223,7 +223,7 @@ class Mover:
 
 def _is_gone(volume: Volume) -> bool:
     """Return whether a volume was moved to another node and is kept until the move is final."""
-    return volume.ended_by is Ender.MOVER
+    return volume.ended_by is EndedBy.MOVER
 
 
 def _is_going(volume: Volume) -> bool:

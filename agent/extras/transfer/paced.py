@@ -37,7 +37,7 @@ def paced(caller: Client, volume_id: str, kind: str, device: Opened) -> Iterator
 
     `kind` is one of `turns.KINDS`.
     """
-    turns = _Turns(caller.stub(TransferStub), volume_id, kind)
+    turns = IoSlots(caller.stub(TransferStub), volume_id, kind)
     try:
         yield _Paced(device, turns)
     finally:
@@ -50,7 +50,7 @@ class _Paced(Opened):
     Each read or write is split into pieces as long as the slots allow; the data are the same.
     """
 
-    def __init__(self, device: Opened, turns: "_Turns") -> None:
+    def __init__(self, device: Opened, turns: "IoSlots") -> None:
         super().__init__("paced", -1)
         self._opened, self._turns = device, turns
         self._unflushed_bytes = 0
@@ -110,7 +110,7 @@ class _Paced(Opened):
             self.flush()
 
 
-class _Turns:
+class IoSlots:
     """The I/O slots of one command, which all its threads share.
 
     Where other workers may wait for the disks, a slot ends as soon as no thread is reading or

@@ -33,7 +33,7 @@ from agent.volumes import backing, users, volume_states
 from agent.volumes.allocation import pool_name
 from agent.volumes.context import Context
 from agent.volumes.records import Volume
-from agent.volumes.volume_states import Ender
+from agent.volumes.volume_states import EndedBy
 from lvm import layout, names, report, volumes
 from lvm.active_devices import Device
 from lvm.volumes import New
@@ -94,7 +94,7 @@ class Receiver:
         self._reports.await_others(one.group)
         with self._volume_groups.hold(one.group):
             current = self._mender.mend(one.group)
-            volume = self._reports.everywhere(current).named(name)
+            volume = self._reports.every_group(current).named(name)
             if volume is None:
                 return self._make(current, one, name, header)
             if volume.group.name == one.group:
@@ -150,7 +150,7 @@ class Receiver:
         self._check(volume, device)
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._receiving(volume_id)
-            self._mark(volume, volume_states.tags_for(Ender.CALLER), without=_COMING)
+            self._mark(volume, volume_states.tags_for(EndedBy.CALLER), without=_COMING)
         self._holds.allow(volume_id)
 
     def abort(self, volume_id: str) -> None:
@@ -196,7 +196,7 @@ class Receiver:
             if held := volume.kept_snapshots:
                 raise errors.HasSnapshots(volume_id, held, "it is withdrawn only while it has none")
             users.require_unused(self._kernel, self._activator, volume)
-            new = {**volume_states.tags_for(Ender.RECEIVER), tag.FINISHING: _WITHDRAWN}
+            new = {**volume_states.tags_for(EndedBy.RECEIVER), tag.FINISHING: _WITHDRAWN}
             self._holds.receiving(volume_id)
             self._mark(volume, new)
 
@@ -370,7 +370,7 @@ class Receiver:
 
 def _is_coming(volume: Volume) -> bool:
     """Return whether a volume is being received, and so cannot be used yet."""
-    return volume.ended_by is Ender.RECEIVER
+    return volume.ended_by is EndedBy.RECEIVER
 
 
 def _state(volume: Volume) -> carver.ReceiveState:

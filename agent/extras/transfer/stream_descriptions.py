@@ -18,7 +18,7 @@ from agent.volumes import records, volume_states
 from agent.volumes.context import Context
 from agent.volumes.records import Snapshot
 from agent.volumes.report_age import Fresh
-from agent.volumes.volume_states import Ender
+from agent.volumes.volume_states import EndedBy
 from lvm import report, tags
 from mount import filesystem, luks
 from mount import mount_errors as mount_errors
@@ -70,7 +70,7 @@ def tags_of(
         **sent,
         tag.CLASS: one.name,
         tag.NAME: name,
-        **volume_states.tags_for(Ender.RECEIVER),
+        **volume_states.tags_for(EndedBy.RECEIVER),
         tag.SIZE: str(size_bytes),
         tag.LAYOUT: str(one.layout),
         tag.ACCESS: access,

@@ -24,7 +24,7 @@ from agent.extras.streams import form
 from agent.extras.transfer.moving import Mover
 from agent.extras.transfer.receiving import Receiver
 from agent.extras.transfer.stream_descriptions import Sender
-from agent.extras.transfer.turns import Turns
+from agent.extras.transfer.turns import IoSlots
 from lvm import names
 from proto import carver_pb2 as carver
 from proto import carver_pb2_grpc
@@ -49,7 +49,7 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         self._sender = Sender(context, self._delta.activations)
         self._receiver = Receiver(context, service.deleter, service.pool_remover)
         self._mover = Mover(context, service.deleter)
-        self._turns = Turns(context)
+        self._turns = IoSlots(context)
 
     def add_services(self, server: grpc.Server) -> None:
         """Register the service Transfer."""

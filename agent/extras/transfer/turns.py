@@ -23,7 +23,7 @@ _MOST_BYTES = 512 << 20
 SEND, RECEIVE, CHECKSUM = KINDS = ("send", "receive", "checksum")
 
 
-class Turns:
+class IoSlots:
     """Grants I/O slots to all commands.
 
     A command that is killed loses its slot at once, with its connection. A command that hangs in

@@ -231,7 +231,7 @@ def test_another_registrar_is_left_alone_and_followed_when_it_goes(
 ) -> None:
     path = registry / f"{DRIVER_NAME}-reg.sock"
     registration.start()
-    expect_state(registration, State.TAKEN)
+    expect_state(registration, State.FOREIGN)
     # Readiness is not asked for what only the other knows.
     registration.check()
     inode = path.stat().st_ino
@@ -251,7 +251,7 @@ def test_a_registrar_that_takes_the_socket_over_keeps_it(
         taker.bind(str(path))
         taker.listen(1000)
         path.rename(waiting.socket)
-        expect_state(waiting, State.TAKEN)
+        expect_state(waiting, State.FOREIGN)
         waiting.stop()
         assert waiting.socket.exists()
 
@@ -262,7 +262,7 @@ def test_a_file_in_place_of_the_socket_is_left_untouched(
     path = registration.socket
     path.write_text("data")
     registration.start()
-    expect_state(registration, State.TAKEN)
+    expect_state(registration, State.FOREIGN)
     registration.stop()
     assert path.read_text() == "data"
 

@@ -152,7 +152,7 @@ def test_no_device_is_used_and_no_program_runs_while_a_group_is_held(
         with pytest.raises(AssertionError, match="volume group b is waited for"):
             service.volume_groups.hold("b").__enter__()
         with pytest.raises(AssertionError, match="background work is waited for"):
-            locks.aside("a").__enter__()
+            locks.without_slot("a").__enter__()
         assert service.reports.fresh("a").group("a").name == "a"
         # Another thread holds nothing, and may be left behind.
         read = command.begin("look", lambda: context.kernel.read(device, 0, 512))

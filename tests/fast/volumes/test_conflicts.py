@@ -12,12 +12,12 @@ import pytest
 from agent.core import errors
 from agent.volumes.conflicts import Conflicts
 from agent.volumes.holds import Holds
-from agent.volumes.volume_states import WORK, Call, Ender, Outcome, Work, outcome
+from agent.volumes.volume_states import WORK, Call, EndedBy, Outcome, Work, outcome
 from agent.work.group_worker import AGAIN, GroupWorkers, Job, Jobs, Steps, Stopping
 
 VOLUME = "data@20000000/vol-a"
 # What has jobs: work, and what ends a state in the background.
-ALL = (*Work, Ender.ERASER, Ender.COPIER)
+ALL = (*Work, EndedBy.ERASER, EndedBy.COPIER)
 
 
 class Working:
@@ -51,7 +51,7 @@ def test_the_table_is_whole() -> None:
 
 @pytest.mark.parametrize("call", Call, ids=lambda call: call.name)
 @pytest.mark.parametrize("work", ALL, ids=lambda work: work.name)
-def test_each_cell_is_applied(working: Working, work: Ender | Work, call: Call) -> None:
+def test_each_cell_is_applied(working: Working, work: EndedBy | Work, call: Call) -> None:
     conflicts, expected = Conflicts(Holds()), outcome(call, work)
     conflicts.add(work, working.jobs)
     match expected:
@@ -94,7 +94,7 @@ def test_a_call_about_something_else_meets_nothing(working: Working) -> None:
 @pytest.mark.parametrize("call", Call, ids=lambda call: call.name)
 @pytest.mark.parametrize("work", ALL, ids=lambda work: work.name)
 def test_work_that_failed_is_met_only_if_it_is_on_record(
-    working: Working, work: Ender | Work, call: Call
+    working: Working, work: EndedBy | Work, call: Call
 ) -> None:
     conflicts = Conflicts(Holds())
     conflicts.add(work, working.jobs)

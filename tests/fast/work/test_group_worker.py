@@ -14,7 +14,7 @@ import pytest
 
 from agent.core import errors
 from agent.work import group_worker as module
-from agent.work.group_worker import AGAIN, GroupWorkers, Job, Jobs, Looks, Steps, Stopping
+from agent.work.group_worker import AGAIN, GroupWorkers, Job, Jobs, PeriodicJobs, Steps, Stopping
 from lvm import lvm_errors as lvm_errors
 from mount import command
 from mount import mount_errors as mount_errors
@@ -172,11 +172,11 @@ def test_a_group_that_hangs_delays_no_other(work: Work) -> None:
 def overseen(workers: GroupWorkers) -> Iterator[None]:
     over = threading.Event()
 
-    def oversee() -> None:
+    def replace_hanging_threads() -> None:
         while not over.wait(0.01):
-            workers.oversee()
+            workers.replace_hanging_threads()
 
-    thread = threading.Thread(target=oversee)
+    thread = threading.Thread(target=replace_hanging_threads)
     thread.start()
     yield
     over.set()
@@ -560,7 +560,7 @@ def workers() -> Iterator[GroupWorkers]:
 
 def test_a_look_that_hangs_in_one_group_delays_no_other(workers: GroupWorkers) -> None:
     hanging = Look(hangs=True)
-    looks = Looks(workers, "test", lambda: ["a", "b"], hanging, 0.001, LOOKED)
+    looks = PeriodicJobs(workers, "test", lambda: ["a", "b"], hanging, 0.001, LOOKED)
     looks.start()
     expect.soon(lambda: hanging.counts["b"] > 5)
     assert hanging.counts["a"] == 1
@@ -588,7 +588,7 @@ def test_no_error_ends_the_looks(
 ) -> None:
     caplog.set_level(logging.WARNING)
     look = Look(problem)
-    looks = Looks(workers, "test", lambda: ["a"], look, 0.001, LOOKED)
+    looks = PeriodicJobs(workers, "test", lambda: ["a"], look, 0.001, LOOKED)
     looks.start()
     expect.soon(lambda: look.counts["a"] > 5)
     assert len([one for one in caplog.messages if "group a is not looked at" in one]) == 1
@@ -602,7 +602,7 @@ def test_no_error_ends_the_looks(
 def test_a_mistake_is_logged_with_its_trace(
     workers: GroupWorkers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    looks = Looks(
+    looks = PeriodicJobs(
         workers, "test", lambda: ["a"], Look(ZeroDivisionError("a mistake")), 0.001, LOOKED
     )
     looks.start()
@@ -619,7 +619,7 @@ def test_a_look_that_returns_true_is_repeated_at_once(workers: GroupWorkers) -> 
             done.set()
         return is_again
 
-    looks = Looks(workers, "test", lambda: ["a"], look, 0.3, LOOKED)
+    looks = PeriodicJobs(workers, "test", lambda: ["a"], look, 0.3, LOOKED)
     looks.start()
     assert done.wait(60)
     looks.stop()
@@ -628,7 +628,7 @@ def test_a_look_that_returns_true_is_repeated_at_once(workers: GroupWorkers) -> 
 
 def test_a_group_that_comes_is_looked_at_and_one_that_goes_is_not(workers: GroupWorkers) -> None:
     groups, look = ["a"], Look()
-    looks = Looks(workers, "test", lambda: groups, look, 0.001, LOOKED)
+    looks = PeriodicJobs(workers, "test", lambda: groups, look, 0.001, LOOKED)
     looks.start()
     expect.soon(lambda: look.counts["a"])
     groups[:] = ["b"]

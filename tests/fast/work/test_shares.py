@@ -20,7 +20,7 @@ from agent.csi.client import Client, block, mounted
 from agent.settings.classes import DeviceClass
 from agent.settings.settings import Config
 from agent.work import locks, pace
-from agent.work.locks import Shares
+from agent.work.locks import Slots
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
 from proto.carver_pb2_grpc import TransferStub
@@ -32,7 +32,7 @@ EXTENT = 4 << 20
 STREAMS = 8
 
 
-def taken(shares: Shares, group: str, kept: ExitStack) -> int:
+def taken(shares: Slots, group: str, kept: ExitStack) -> int:
     """How many places a group gets that takes all it can."""
     for count in range(1000):
         try:
@@ -43,7 +43,7 @@ def taken(shares: Shares, group: str, kept: ExitStack) -> int:
 
 
 def test_groups_leave_places_to_others() -> None:
-    shares = Shares(100)
+    shares = Slots(100)
     with ExitStack() as kept:
         assert taken(shares, "a", kept) == 75
         assert taken(shares, "b", kept) > 15
@@ -54,14 +54,14 @@ def test_groups_leave_places_to_others() -> None:
 
 def test_a_group_has_its_own_limit() -> None:
     with ExitStack() as kept:
-        shares = Shares(24, 8)
+        shares = Slots(24, 8)
         assert [taken(shares, one, kept) for one in ("a", "b")] == [8, 8]
         assert taken(shares, "c", kept) > 0
 
 
 def test_a_place_without_a_group_is_one_of_all_and_counts_for_none() -> None:
     with ExitStack() as kept:
-        shares = Shares(4)
+        shares = Slots(4)
         for _ in range(3):
             kept.enter_context(shares.one())
         assert not shares.taken
@@ -73,7 +73,7 @@ def test_a_place_without_a_group_is_one_of_all_and_counts_for_none() -> None:
 
 
 def test_a_refused_place_is_given_back() -> None:
-    shares = Shares(8, 1)
+    shares = Slots(8, 1)
     with ExitStack() as kept:
         assert taken(shares, "a", kept) == 1
         assert shares.left == 7

@@ -222,7 +222,7 @@ def test_a_bridge_whose_copy_may_be_in_a_group_that_does_not_answer_is_no_orphan
         size_bytes=4 * MIB,
         own_tags={"name": "pvc-2", "source": "vol-pvc-1", "copy": "other@01234567/vol-pvc-2"},
     )
-    everywhere, silent = Reports.everywhere, {"other"}
+    everywhere, silent = Reports.every_group, {"other"}
     monkeypatch.setattr(
         Reports,
         "everywhere",
