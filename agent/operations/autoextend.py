@@ -110,7 +110,7 @@ class Autoextender:
         self.looks = PeriodicJobs(
             context.workers,
             "grow",
-            lambda: context.configuration.now.groups,
+            lambda: context.config.groups,
             self.look,
             _LOOK_SECONDS,
             _FAILURE,

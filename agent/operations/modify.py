@@ -30,7 +30,7 @@ def modify(context: Context, call: ModifyVolume) -> None:
     with context.volume_groups.hold(ids.group_of(call.volume_id)):
         volume = context.mender.mended_volume(call.volume_id, Call.MANAGE)
         name = volume.group.name
-        bound_kib = context.configuration.now.recovery_bound_kib(name)
+        bound_kib = context.config.recovery_bound_kib(name)
         tuned = ensure(context.volume_groups.lvm(name), volume, call.tuning, bound_kib)
         # Crash point: the parameters are written as tags and not set in the kernel; the next start
         # of Carver, or this call again, sets them.
@@ -92,7 +92,7 @@ def bound(context: Context, group: Group) -> int:
     """
     if group.missing_uuids:
         return 0
-    bound_kib = context.configuration.now.recovery_bound_kib(group.name)
+    bound_kib = context.config.recovery_bound_kib(group.name)
     volumes_by_change = defaultdict[tuple[Tuning, Tuning], list[str]](list)
     for volume in report_age.fresh([group]).volumes():
         logical = group.volume(volume.name)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from agent.groups.node_groups import VolumeGroups
 from agent.settings.configuration import Configuration
+from agent.settings.settings import Config
 from agent.volumes.activator import Activator
 from agent.volumes.allocation import Allocators
 from agent.volumes.conflicts import Conflicts
@@ -45,6 +46,11 @@ class Context:
     admission: Admission = field(default_factory=Admission)
     locks: VolumeLocks = field(default_factory=VolumeLocks)
     detached: DetachedTasks = field(default_factory=DetachedTasks)
+
+    @property
+    def config(self) -> Config:
+        """The configuration as it is now. Ask at each use: a reload replaces it."""
+        return self.configuration.now
 
     @property
     def workers(self) -> GroupWorkers:

@@ -84,7 +84,7 @@ class Mappings:
         self._activator = context.activator
         self._devices = context.devices
         self._configuration = context.configuration
-        waits = context.configuration.now.lvm != "host" and luks.has_udev()
+        waits = context.config.lvm != "host" and luks.has_udev()
         self.cryptsetup = Cryptsetup(context.run, waits_for_udev=waits)
 
     @property

@@ -153,7 +153,7 @@ def asks_now(node: ast.AST) -> bool:
     """Whether an expression asks a configuration when it is evaluated: not within a lambda."""
     if isinstance(node, ast.Lambda):
         return False
-    if isinstance(node, ast.Attribute) and node.attr == "now":
+    if isinstance(node, ast.Attribute) and ast.unparse(node).endswith((".now", "context.config")):
         return True
     return any(map(asks_now, ast.iter_child_nodes(node)))
 
@@ -173,6 +173,7 @@ def test_no_object_keeps_a_copy_of_the_configuration() -> None:
     [
         ("self._classes = configuration.now.classes", True),
         ("self._a, self._b = a, context.configuration.now", True),
+        ("self._classes = context.config.classes", True),
         ("self._limit: int = policy(self._configuration.now.wipe)", True),
         ("self._limit = lambda: configuration.now.wipe", False),
         ("config = configuration.now", False),
