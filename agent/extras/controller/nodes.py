@@ -354,12 +354,12 @@ class Nodes:
                 _log.info("node %s serves at %s", name, node.address or "no known address")
                 node.problem, node.asked_seconds = _NOT_ASKED, 0.0
                 self._replace_channel(node)
-        for name, served in serving.items():
+        for name, member in serving.items():
             if name not in self._nodes:
-                channel = self._channel(name, served.address)
-                self._nodes[name] = Node(name, served.address, channel, served.uid)
-                if served.address:
-                    _log.info("node %s serves at %s", name, served.address)
+                channel = self._channel(name, member.address)
+                self._nodes[name] = Node(name, member.address, channel, member.uid)
+                if member.address:
+                    _log.info("node %s serves at %s", name, member.address)
 
     def reconnect(self) -> None:
         """Replace the connections to all nodes, as after a change of certificates.
@@ -370,9 +370,9 @@ class Nodes:
             self._replace_channel(node)
 
     def _replace_channel(self, node: Node) -> None:
-        old, node.channel = node.channel, self._channel(node.name, node.address)
-        if old is not None:
-            self._later(old.close(_GRACE_SECONDS))
+        old_channel, node.channel = node.channel, self._channel(node.name, node.address)
+        if old_channel is not None:
+            self._later(old_channel.close(_GRACE_SECONDS))
 
     def _channel(self, name: str, address: str) -> grpc.aio.Channel | None:
         return self._connect(name, address) if address else None
@@ -414,8 +414,10 @@ class Nodes:
             await self.ask(node)
         await self.ask(node)
 
-    async def owner(self, identity: str, what: str) -> Node:
-        """Return the node of the volume or snapshot that an id names; `what` is the id's field.
+    async def owner(self, identity: str, field_name: str) -> Node:
+        """Return the node of the volume or snapshot that an id names.
+
+        `field_name` is the request's field with the id, for errors.
 
         Raises Refused for an empty id, if no node has the volume group, or if its node does not
         answer; Gone for a text that is no id; Forgotten if the node was deleted.
@@ -424,13 +426,13 @@ class Nodes:
         if parsed is None:
             # The call is refused here and not passed on to any node, because the request may
             # contain another node's secrets.
-            raise _not_an_id(identity, what)
+            raise _not_an_id(identity, field_name)
         node = self._agreed(parsed.group_uuid)
         if node is None:
             if self._should_ask_again(parsed.group_uuid):
                 await self._ask_all()
             try:
-                node = await self._owner(parsed, what)
+                node = await self._owner(parsed, field_name)
             except NoOwner as error:
                 await self._require_not_forgotten(parsed, str(error))
                 raise
@@ -439,8 +441,8 @@ class Nodes:
 
     def _agreed(self, uuid: str) -> Node | None:
         """The node that everything in a volume group belongs to; None if that is not certain."""
-        claiming = self._claims.get(uuid, ())
-        node = self._nodes[next(iter(claiming))] if len(claiming) == 1 else None
+        claimants = self._claims.get(uuid, ())
+        node = self._nodes[next(iter(claimants))] if len(claimants) == 1 else None
         return node if node is not None and self._is_settled(node, uuid) else None
 
     def _is_settled(self, node: Node, uuid: str) -> bool:
@@ -456,20 +458,20 @@ class Nodes:
             node.settled.add(uuid)
         return uuid in node.settled
 
-    def _unsettled(self, node: Node, uuid: str, others: Sequence[str]) -> str:
+    def _unsettled(self, node: Node, uuid: str, unreported: Sequence[str]) -> str:
         """Return why the only claim to a volume group does not count yet; empty if it counts.
 
-        `others` are the members that have reported no groups, and may have this one. If
+        `unreported` are the members that have reported no groups, and may have this one. If
         PersistentVolumes must be read first, the Record is asked to read them.
         """
         is_named = node.name in self._record.nodes_of(uuid)
         if not is_named and not self._record.is_newer(node.claimed.get(uuid, 0.0)):
             self._record.request_early_refresh()
             return "PersistentVolumes, which may name another, are being read"
-        if others:
+        if unreported:
             return (
-                f"it may be that of {_several(others)}, without any report of its groups to this"
-                " controller. Start Carver there, or delete its Node if it will not come back"
+                f"it may be that of {_several(unreported)}, without any report of its groups to"
+                " this controller. Start Carver there, or delete its Node if it will not come back"
             )
         return ""
 
@@ -490,8 +492,8 @@ class Nodes:
         Members that PersistentVolumes name for some group are left out: at a controller's start
         they would otherwise delay volumes on nodes whose groups are new.
         """
-        others = (name for name in self._unreported(node) if name not in self._record.named)
-        return [name for name in others if self.is_new(name)]
+        unreported = (name for name in self._unreported(node) if name not in self._record.named)
+        return [name for name in unreported if self.is_new(name)]
 
     def _should_ask_again(self, uuid: str) -> bool:
         """Whether all nodes are to be asked for a volume group again, before a call is refused.
@@ -499,12 +501,12 @@ class Nodes:
         True if no node claims the group and PersistentVolumes name none for it; or if a node that
         PersistentVolumes name answers, and does not claim the group.
         """
-        named_nodes, claiming = self._named(uuid), self._claims.get(uuid, set())
+        named_nodes, claimants = self._named(uuid), self._claims.get(uuid, set())
         if not named_nodes:
-            return not claiming
-        return any(not self._nodes[name].problem for name in named_nodes - claiming)
+            return not claimants
+        return any(not self._nodes[name].problem for name in named_nodes - claimants)
 
-    async def _owner(self, parsed: VolumeId, what: str) -> Node:
+    async def _owner(self, parsed: VolumeId, field_name: str) -> Node:
         """Return the node of the volume or snapshot that an id names.
 
         Raises Refused where the node is not certain.
@@ -522,32 +524,34 @@ class Nodes:
            Refused if the group may be on a disk that the node has not scanned, or on another node.
         """
         uuid = parsed.group_uuid
-        if (agreed := self._agreed(uuid)) is not None:
-            return agreed
+        if (settled_owner := self._agreed(uuid)) is not None:
+            return settled_owner
         owner_name = await self._asked(self._record.node_of, parsed)
         # Read again: nodes may have joined or left during the look-up.
-        named_nodes, claiming = self._named(uuid), self._claims.get(uuid, set())
+        named_nodes, claimants = self._named(uuid), self._claims.get(uuid, set())
         self._record.doubt()
-        if owner_name is None and not claiming and len(named_nodes) == 1:
+        if owner_name is None and not claimants and len(named_nodes) == 1:
             [owner_name] = named_nodes
         if owner_name is None and not self._record.names_deleted(uuid):
-            return self._only_holder(parsed, what)
+            return self._only_holder(parsed, field_name)
         if not owner_name:
-            raise NoOwner(self._deleted(parsed, what))
+            raise NoOwner(self._deleted(parsed, field_name))
         if (node := self._nodes.get(owner_name)) is None:
-            raise unavailable(f"{what}: node {owner_name}, which has {parsed}, is not known yet")
-        if owner_name in claiming or node.problem:
+            raise unavailable(
+                f"{field_name}: node {owner_name}, which has {parsed}, is not known yet"
+            )
+        if owner_name in claimants or node.problem:
             return node
         if node.is_whole is False:
             raise unavailable(
-                f"{what}: node {owner_name} has not looked at all its disks by its last look, and"
-                f" volume group {parsed.group} ({uuid}) may be on one: see Carver's log there"
+                f"{field_name}: node {owner_name} has not looked at all its disks by its last look,"
+                f" and volume group {parsed.group} ({uuid}) may be on one: see Carver's log there"
             )
-        if claiming:
-            raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
-        raise NoOwner(self._unknown(parsed, what))
+        if claimants:
+            raise unavailable(f"{field_name}: {self._dispute(parsed.group, uuid)}")
+        raise NoOwner(self._unknown(parsed, field_name))
 
-    def _only_holder(self, parsed: VolumeId, what: str) -> Node:
+    def _only_holder(self, parsed: VolumeId, field_name: str) -> Node:
         """Return the only node that can have the volume group of an id.
 
         The method is for ids that no PersistentVolume names.
@@ -555,39 +559,39 @@ class Nodes:
         Raises Refused where another node may have the group, too.
         """
         uuid = parsed.group_uuid
-        named_nodes, claiming = self._named(uuid), self._claims.get(uuid, set())
-        if not named_nodes and not claiming:
-            raise NoOwner(self._unknown(parsed, what))
-        is_possible = len(claiming) == 1 and (not named_nodes or claiming <= named_nodes)
+        named_nodes, claimants = self._named(uuid), self._claims.get(uuid, set())
+        if not named_nodes and not claimants:
+            raise NoOwner(self._unknown(parsed, field_name))
+        is_possible = len(claimants) == 1 and (not named_nodes or claimants <= named_nodes)
         if not is_possible or not all(
-            self._nodes[name].has_all_named for name in named_nodes - claiming
+            self._nodes[name].has_all_named for name in named_nodes - claimants
         ):
-            raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
-        node = self._nodes[next(iter(claiming))]
-        if self._unsettled(node, uuid, others := self._unreported(node)):
-            raise unavailable(f"{what}: {self._unproved(node, uuid, others)}")
+            raise unavailable(f"{field_name}: {self._dispute(parsed.group, uuid)}")
+        node = self._nodes[next(iter(claimants))]
+        if self._unsettled(node, uuid, unreported := self._unreported(node)):
+            raise unavailable(f"{field_name}: {self._unproved(node, uuid, unreported)}")
         return node
 
-    def _unproved(self, node: Node, uuid: str, others: Sequence[str]) -> str:
+    def _unproved(self, node: Node, uuid: str, unreported: Sequence[str]) -> str:
         """Return the error text for a volume group whose only claim does not count yet.
 
-        `others` are the members of the cluster that may have the group, too.
+        `unreported` are the members of the cluster that may have the group, too.
         """
         return (
             f"node {node.name} alone claims volume group {node.groups[uuid]} ({uuid}), and that"
             " does not count yet for what has no PersistentVolume of its own:"
-            f" {self._unsettled(node, uuid, others)}"
+            f" {self._unsettled(node, uuid, unreported)}"
         )
 
-    def _deleted(self, parsed: VolumeId, what: str) -> str:
+    def _deleted(self, parsed: VolumeId, field_name: str) -> str:
         """Return the error text for an id whose PersistentVolume names a node that was deleted."""
-        claiming = sorted(self._claims.get(parsed.group_uuid, ()))
-        if not claiming:
-            return self._unknown(parsed, what)
+        claimants = sorted(self._claims.get(parsed.group_uuid, ()))
+        if not claimants:
+            return self._unknown(parsed, field_name)
         return (
-            f"{what}: the node that PersistentVolumes name for {parsed} was deleted, and its volume"
-            f" group is on node {' and '.join(claiming)} by now: write its PersistentVolumes anew"
-            " (docs/operations.md, Move a group to another node)"
+            f"{field_name}: the node that PersistentVolumes name for {parsed} was deleted, and its"
+            f" volume group is on node {' and '.join(claimants)} by now: write its"
+            " PersistentVolumes anew (docs/operations.md, Move a group to another node)"
         )
 
     def _named(self, uuid: str) -> frozenset[str]:
@@ -601,7 +605,7 @@ class Nodes:
         if former := self._former.get(uuid):
             former_nodes = tuple(former.items())
             named_nodes = named_nodes.union(
-                name for name, at in former_nodes if not self._record.is_newer(at)
+                name for name, moment in former_nodes if not self._record.is_newer(moment)
             )
         return frozenset(name for name in named_nodes if name in self._nodes)
 
@@ -629,10 +633,12 @@ class Nodes:
         again.
         """
         holders = self._lasting_holders if is_lasting else self._holders
-        disputed = [
+        disputed_groups = [
             (uuid, group) for uuid, group in sorted(node.groups.items()) if len(holders(uuid)) > 1
         ]
-        return "; ".join(self._dispute(group, uuid) for uuid, group in disputed[:_MOST_NAMED])
+        return "; ".join(
+            self._dispute(group, uuid) for uuid, group in disputed_groups[:_MOST_NAMED]
+        )
 
     def why_no_new_volumes(self, node: Node) -> str:
         """Return why no new volume may be made on a node; empty if one may be made.
@@ -647,9 +653,9 @@ class Nodes:
         """
         if problem := self.conflict(node):
             return problem
-        if self._has_own(node) or not (coming := self._new_unreported_members(node)):
+        if self._has_own(node) or not (unreported := self._new_unreported_members(node)):
             return ""
-        return self._unproved(node, min(node.groups), coming)
+        return self._unproved(node, min(node.groups), unreported)
 
     def has_no_capacity(self, node: Node) -> bool:
         """Whether a node's capacity is 0 because no new volume may be made on it.
@@ -696,47 +702,50 @@ class Nodes:
 
     def _dispute(self, group: str, uuid: str) -> str:
         """Return the error text for a volume group that several nodes may have, with its remedy."""
-        named_nodes, claiming = sorted(self._named(uuid)), sorted(self._claims.get(uuid, ()))
+        named_nodes, claimants = sorted(self._named(uuid)), sorted(self._claims.get(uuid, ()))
         text = f"PersistentVolumes name {' and '.join(named_nodes) or 'none of them'}"
-        if len(claiming) < 2:
+        if len(claimants) < 2:
             return (
-                f"volume group {group} ({uuid}) is on node {' and '.join(claiming) or 'none'}, but"
+                f"volume group {group} ({uuid}) is on node {' and '.join(claimants) or 'none'}, but"
                 f" {text}, where it is not known to be, and no volume is made in it: attach its"
                 " disks where they were, or write its PersistentVolumes anew (docs/operations.md,"
                 " Move a group to another node)"
             )
         return (
-            f"nodes {' and '.join(claiming)} both claim volume group {group} ({uuid}), {text}, and"
+            f"nodes {' and '.join(claimants)} both claim volume group {group} ({uuid}), {text}, and"
             " no volume is made on any of these nodes: one has a copy, as of a machine template"
             " or a restored disk. Find out which, and give the copy another UUID (vgchange"
             " --uuid, or vgimportclone); change nothing on a node that PersistentVolumes name"
             " (docs/operations.md, Machine templates and restored disks)"
         )
 
-    def require_undisputed(self, parsed: VolumeId, what: str) -> None:
+    def require_undisputed(self, parsed: VolumeId, subject: str) -> None:
         """Raise Refused for an id whose volume group several nodes may have.
 
         Refused is raised also if only one node claims the group, and the claim does not count yet.
         """
         holders = self._holders(uuid := parsed.group_uuid)
         if len(holders) > 1:
-            raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
+            raise unavailable(f"{subject}: {self._dispute(parsed.group, uuid)}")
         for holder in map(self._nodes.__getitem__, holders):
             if uuid in holder.groups and not self._is_own(holder, uuid):
                 raise unavailable(
-                    f"{what}: {self._unproved(holder, uuid, self._new_unreported_members(holder))}"
+                    f"{subject}:"
+                    f" {self._unproved(holder, uuid, self._new_unreported_members(holder))}"
                 )
 
-    def require_elsewhere(self, node: Node, identity: VolumeId, what: str) -> None:
+    def require_elsewhere(self, node: Node, identity: VolumeId, subject: str) -> None:
         """Raise Refused unless another node than `node` has the volume group of an id as its own.
 
         That is required where `node` leaves out a volume that the other node must list.
         """
         uuid = identity.group_uuid
-        others = [self._nodes[name] for name in self._claims.get(uuid, ()) if name != node.name]
-        if not any(self._is_own(other, uuid) for other in others):
-            self.require_undisputed(identity, what)
-            raise unavailable(f"{what}: {self._dispute(identity.group, uuid)}")
+        other_nodes = [
+            self._nodes[name] for name in self._claims.get(uuid, ()) if name != node.name
+        ]
+        if not any(self._is_own(other_node, uuid) for other_node in other_nodes):
+            self.require_undisputed(identity, subject)
+            raise unavailable(f"{subject}: {self._dispute(identity.group, uuid)}")
 
     def places(self, node: Node) -> frozenset[str]:
         """The volume groups that are a node's own, as volume ids name them: `group@uuid`."""
@@ -759,7 +768,7 @@ class Nodes:
             and not self._unsettled(node, uuid, self._new_unreported_members(node))
         )
 
-    async def moved_on(self, node: Node, identity: str, what: str) -> Node | None:
+    async def moved_on(self, node: Node, identity: str, field_name: str) -> Node | None:
         """Return the other node that now has an id's volume group; None if `node` may have it.
 
         `node` is asked again first. Raises NoOwner if neither `node` nor another node has the
@@ -772,8 +781,8 @@ class Nodes:
         if node.may_have_more or parsed.group_uuid in node.groups:
             return None
         await self._ask_all(fresh_seconds=0)
-        other = await self._owner(parsed, what)
-        return other if other is not node else None
+        owner = await self._owner(parsed, field_name)
+        return owner if owner is not node else None
 
     def is_elsewhere(self, node: Node, identity: VolumeId) -> bool:
         """Whether what an id names belongs, or may belong, to another node than `node`.
@@ -814,20 +823,21 @@ class Nodes:
         """
         if not self._record.forgets:
             return
-        gone = await self._asked(self._record.deleted, parsed, problem)
-        if gone is None:
+        deleted = await self._asked(self._record.deleted, parsed, problem)
+        if deleted is None:
             return
         # The record's members include those that are not in this list of nodes yet.
         members = self._record.members.union(self._nodes)
-        unsure = sorted(
+        unsure_nodes = sorted(
             name
             for name in members
             if (member := self._nodes.get(name)) is None or not member.has_all_named
         )
-        if unsure:
+        if unsure_nodes:
             raise unavailable(
-                f"node {gone.segment} was deleted, but {parsed} may be on another node by now"
-                f"{self._why_unsure(unsure)}; that it is gone is believed once all nodes answer"
+                f"node {deleted.segment} was deleted, but {parsed} may be on another node by now"
+                f"{self._why_unsure(unsure_nodes)}; that it is gone is believed once all nodes"
+                " answer"
             )
         uuid = parsed.group_uuid
         former = self._former.get(uuid, {})
@@ -836,15 +846,15 @@ class Nodes:
         if not all(map(self._record.is_newer, former.values())):
             self._record.request_early_refresh()
             raise unavailable(
-                f"node {gone.segment} was deleted, but volume group {parsed.group} ({uuid}) was on"
-                f" another node until a moment ago: {_several(sorted(former))}"
+                f"node {deleted.segment} was deleted, but volume group {parsed.group} ({uuid}) was"
+                f" on another node until a moment ago: {_several(sorted(former))}"
             )
-        if gone.seconds:
+        if deleted.seconds:
             raise unavailable(
-                f"node {gone.segment} was deleted, and {parsed} with it: that is believed in"
-                f" {gone.seconds:.0f} s, unless the node comes back"
+                f"node {deleted.segment} was deleted, and {parsed} with it: that is believed in"
+                f" {deleted.seconds:.0f} s, unless the node comes back"
             )
-        raise Forgotten(f"{parsed} is forgotten: its node {gone.segment} was deleted")
+        raise Forgotten(f"{parsed} is forgotten: its node {deleted.segment} was deleted")
 
     async def require_no_snapshots(self, identity: str) -> None:
         """Raise Refused if snapshots still need the PersistentVolume of a forgotten volume.
@@ -864,22 +874,22 @@ class Nodes:
             )
 
     async def _asked(
-        self, ask: Callable[[VolumeId, float], T], identity: VolumeId, problem: str = ""
+        self, question: Callable[[VolumeId, float], T], identity: VolumeId, problem: str = ""
     ) -> T:
         """Ask the API server about an id; one question per volume group is in flight at a time.
 
         Raises Refused if the API server does not answer. `problem` is put before that error.
         """
-        before = f"{problem}; and " if problem else ""
-        key, begun = f"volume group {identity.group_uuid}", self._record.now()
+        prefix = f"{problem}; and " if problem else ""
+        key, call_start = f"volume group {identity.group_uuid}", self._record.now()
         try:
-            return await self._questions.ask(key, ask, identity, begun)
+            return await self._questions.ask(key, question, identity, call_start)
         except NotInTime as error:
-            raise unavailable(f"{before}cannot look up {identity}: {error}; ask again") from None
+            raise unavailable(f"{prefix}cannot look up {identity}: {error}; ask again") from None
         except (errors.ClusterRefused, errors.ClusterSilent) as error:
-            raise unavailable(f"{before}the API server does not answer: {error}") from None
+            raise unavailable(f"{prefix}the API server does not answer: {error}") from None
         except WrongSource as error:
-            raise unavailable(f"{before}cannot look up {identity}: {error}") from None
+            raise unavailable(f"{prefix}cannot look up {identity}: {error}") from None
 
     def of_segments(self, segments: Mapping[str, str]) -> Node:
         """The node with these topology segments. Raises Refused if no such node answers."""
@@ -887,8 +897,10 @@ class Nodes:
             if node.segments and segments.items() <= node.segments.items():
                 node.require_answering()
                 return node
-        silent = [node.name for node in self if not node.segments]
-        raise unavailable(f"no node says that its topology is {dict(segments)}{_not_asked(silent)}")
+        silent_nodes = [node.name for node in self if not node.segments]
+        raise unavailable(
+            f"no node says that its topology is {dict(segments)}{_not_asked(silent_nodes)}"
+        )
 
     def answering(self) -> Sequence[Node]:
         """The nodes that answered their last GetPluginInfo call."""
@@ -900,11 +912,13 @@ class Nodes:
         At a controller's start these are all nodes; an earlier controller may have begun to make a
         volume on any of them.
         """
-        silent = [
+        silent_nodes = [
             node.name for node in self if not node.answered_seconds and self.is_new(node.name)
         ]
-        if silent:
-            raise unavailable(f"not all nodes have answered this controller{_not_asked(silent)}")
+        if silent_nodes:
+            raise unavailable(
+                f"not all nodes have answered this controller{_not_asked(silent_nodes)}"
+            )
 
     def require_all(self) -> Sequence[Node]:
         """All nodes. Raises Refused if one of them does not answer."""
@@ -915,11 +929,13 @@ class Nodes:
     async def _ask_all(self, fresh_seconds: float = _FRESH_SECONDS) -> None:
         """Ask all nodes for their volume groups, unless asked less than `fresh_seconds` ago."""
         since = time.monotonic() - fresh_seconds
-        reachable = [node for node in self if node.address]
-        due = [node for node in reachable if node.is_being_asked or node.asked_seconds <= since]
+        reachable_nodes = [node for node in self if node.address]
+        due_nodes = [
+            node for node in reachable_nodes if node.is_being_asked or node.asked_seconds <= since
+        ]
         # The exceptions are ignored: a GetPluginInfo call is cancelled if its node leaves the
         # cluster, and the answers of the other nodes count.
-        await asyncio.gather(*map(self.ask, due), return_exceptions=True)
+        await asyncio.gather(*map(self.ask, due_nodes), return_exceptions=True)
 
     async def _ask(self, node: Node) -> None:
         try:
@@ -945,19 +961,19 @@ class Nodes:
             _log.warning("node %s %s", node.name, problem or "answers")
         node.problem = problem
 
-    def _believe(self, node: Node, said: csi.GetPluginInfoResponse) -> None:
+    def _believe(self, node: Node, report: csi.GetPluginInfoResponse) -> None:
         """Take over a node's answer to GetPluginInfo. Raises ValueError if it cannot be true."""
-        manifest = said.manifest
+        manifest = report.manifest
         name = manifest.get(routes.NODE_ID)
-        node.version = _printable(said.vendor_version)
-        if said.name == self._driver_name and name is None:
+        node.version = _printable(report.vendor_version)
+        if report.name == self._driver_name and name is None:
             raise ValueError(
                 f"its Carver {node.version} is of a version without the controller's part:"
                 " update it"
             )
-        if (said.name, name) != (self._driver_name, node.name):
+        if (report.name, name) != (self._driver_name, node.name):
             raise ValueError(
-                f"it is node {name!r} of driver {said.name!r}, not {node.name!r}"
+                f"it is node {name!r} of driver {report.name!r}, not {node.name!r}"
                 f" of {self._driver_name!r}"
             )
         segments, groups = (_texts(manifest, key) for key in (routes.SEGMENTS, routes.GROUPS))
@@ -967,8 +983,8 @@ class Nodes:
             if VolumeId.parse(f"{group}@{uuid}/any") is None:
                 raise ValueError(f"{f'{group}@{uuid}'[:_MOST_SHOWN]!r} is no volume group")
         # An older version of Carver does not report whether these are all its volume groups.
-        whole = manifest.get(routes.IS_WHOLE)
-        is_whole = None if whole is None else whole == routes.YES
+        whole_text = manifest.get(routes.IS_WHOLE)
+        is_whole = None if whole_text is None else whole_text == routes.YES
         if is_whole is False:
             # Volume groups that the node named before may be on disks that it has not scanned.
             groups = {**node.groups, **groups}
@@ -976,14 +992,14 @@ class Nodes:
             raise ValueError(f"it has more than {_MOST_GROUPS} volume groups")
         # A node that scanned its disks, and found one that it cannot read, has reported all that it
         # can.
-        has_reported = node.has_reported or whole != ""
+        has_reported = node.has_reported or whole_text != ""
         if has_reported != node.has_reported:
             node.has_reported, self._unheard = has_reported, None
         node.is_whole = is_whole
-        given_up = node.groups.keys() - groups.keys()
-        if given_up:
+        lost_groups = node.groups.keys() - groups.keys()
+        if lost_groups:
             self._forget_former()
-        for uuid in given_up:
+        for uuid in lost_groups:
             self._give_up(node, uuid)
             node.claimed.pop(uuid, None)
             node.settled.discard(uuid)
@@ -1018,9 +1034,9 @@ class Nodes:
 
     def _give_up(self, node: Node, uuid: str) -> None:
         """Remove a node's claim to a volume group."""
-        claiming = self._claims.get(uuid, set())
-        claiming.discard(node.name)
-        if not claiming:
+        claimants = self._claims.get(uuid, set())
+        claimants.discard(node.name)
+        if not claimants:
             self._claims.pop(uuid, None)
             self._logged.pop(uuid, None)
 
@@ -1040,27 +1056,33 @@ class Nodes:
             self._give_up(node, uuid)
         self._later(node.close())
 
-    def _unknown(self, parsed: VolumeId, what: str) -> str:
-        unsure = [node.name for node in self if node.may_have_more]
+    def _unknown(self, parsed: VolumeId, field_name: str) -> str:
+        unsure_nodes = [node.name for node in self if node.may_have_more]
         return (
-            f"{what}: no node that answers has volume group {parsed.group} ({parsed.group_uuid})"
-            f"{self._why_unsure(unsure)}. Start Carver on its node, or attach its disks to one"
+            f"{field_name}: no node that answers has volume group {parsed.group}"
+            f" ({parsed.group_uuid}){self._why_unsure(unsure_nodes)}. Start Carver on its node, or"
+            " attach its disks to one"
         )
 
-    def _why_unsure(self, unsure: Sequence[str]) -> str:
+    def _why_unsure(self, unsure_nodes: Sequence[str]) -> str:
         """Return the names of nodes that may have volume groups they did not name, and why."""
-        looking = [name for name in unsure if (node := self._nodes.get(name)) and not node.problem]
-        silent = _not_asked([name for name in unsure if name not in looking])
-        if not looking:
-            return silent
-        return f"{silent}; nodes that have not looked at all their disks: {_several(looking)}"
+        scanning_nodes = [
+            name for name in unsure_nodes if (node := self._nodes.get(name)) and not node.problem
+        ]
+        silent_text = _not_asked([name for name in unsure_nodes if name not in scanning_nodes])
+        if not scanning_nodes:
+            return silent_text
+        return (
+            f"{silent_text}; nodes that have not looked at all their disks:"
+            f" {_several(scanning_nodes)}"
+        )
 
 
-def _not_an_id(identity: str, what: str) -> Refused:
+def _not_an_id(identity: str, field_name: str) -> Refused:
     """Return the error for a text that is no volume id; a node would answer the same."""
     if not identity:
-        return Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{what}: is required")
-    return Gone(f"{what}: there is no volume or snapshot {identity[:_MOST_SHOWN]!r}")
+        return Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field_name}: is required")
+    return Gone(f"{field_name}: there is no volume or snapshot {identity[:_MOST_SHOWN]!r}")
 
 
 def _texts(manifest: Mapping[str, str], key: str) -> Mapping[str, str]:
@@ -1079,8 +1101,8 @@ def _printable(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text[:_MOST_TEXT])
 
 
-def _not_asked(silent: Sequence[str]) -> str:
-    return f"; nodes that do not answer: {_several(silent)}" if silent else ""
+def _not_asked(silent_nodes: Sequence[str]) -> str:
+    return f"; nodes that do not answer: {_several(silent_nodes)}" if silent_nodes else ""
 
 
 def _several(names: Sequence[str]) -> str:

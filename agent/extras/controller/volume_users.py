@@ -45,10 +45,10 @@ class VolumeUsers:
         spec = volume["spec"]
         if segment and segment not in set(references.nodes_of(spec, self._topology_key)):
             return ()
-        bound = spec.get("claimRef") or {}
+        reference = spec.get("claimRef") or {}
         claim = Subject(
             "PersistentVolumeClaim",
-            *(str(bound.get(key) or "") for key in ("namespace", "name", "uid")),
+            *(str(reference.get(key) or "") for key in ("namespace", "name", "uid")),
         )
         if not claim.uid:
             return ()
@@ -85,8 +85,8 @@ class VolumeUsers:
     def _users(self, claim: Subject, node: str) -> Iterator[Subject]:
         """Yield the pods on a node that use a claim; none if kubelet writes to pods itself."""
         if node not in self._pods:
-            on_node = self._lists.whole(_PODS, "PodList", fieldSelector=f"spec.nodeName={node}")
-            self._pods[node] = on_node.items
+            listing = self._lists.whole(_PODS, "PodList", fieldSelector=f"spec.nodeName={node}")
+            self._pods[node] = listing.items
         if any(map(_has_health, self._pods[node])):
             return
         for pod in self._pods[node]:
