@@ -76,10 +76,10 @@ class Events:
             if error.reason != _EXISTS:
                 raise
             if is_new:
-                again: dict[str, object] = {"lastTimestamp": now, "message": event.message}
+                change: dict[str, object] = {"lastTimestamp": now, "message": event.message}
                 if event.times > 1:
-                    again["count"] = event.times
-                self._objects.merge(f"{path}/{name}", again)
+                    change["count"] = event.times
+                self._objects.merge(f"{path}/{name}", change)
 
     def _made(self, subject: Subject, event: Event, name: str, now: str) -> Object:
         return {

@@ -43,7 +43,8 @@ class Clock:
 class _Known:
     """The content of the history's file.
 
-    - `boot` is the id of the boot in which it was written, `seconds` the time since that boot.
+    - `boot` is the id of the boot in which the file was written, `seconds` the time since that
+      boot.
     - `versions` has the resource version of each of the cluster's lists at the last look.
     - `since` has, for each candidate's key, the time since that boot at which the candidate was
       first seen; every look since has seen it.
@@ -119,14 +120,14 @@ def _parse(content: bytes) -> _Known:
         return _Known()
 
 
-def _is_older(versions: Mapping[str, str], before: Mapping[str, str]) -> bool:
+def _is_older(versions: Mapping[str, str], earlier_versions: Mapping[str, str]) -> bool:
     """Return whether a list's resource version is older than before.
 
     Versions that are not decimal numbers are ignored.
     """
     return any(
         version.isdecimal()
-        and (previous := before.get(key, "")).isdecimal()
+        and (previous := earlier_versions.get(key, "")).isdecimal()
         and int(version) < int(previous)
         for key, version in versions.items()
     )
@@ -145,13 +146,18 @@ class Orphan:
 
 
 def judged(
-    found: Sequence[Candidate], history: History, wanted: References, grace_seconds: float
+    all_candidates: Sequence[Candidate],
+    history: History,
+    cluster_references: References,
+    grace_seconds: float,
 ) -> Sequence[Orphan]:
     """Record the candidates of a complete look; return them as orphans, the sure ones first."""
-    seen = history.record((candidate.key for candidate in found), wanted.versions)
+    seen = history.record(
+        (candidate.key for candidate in all_candidates), cluster_references.versions
+    )
     orphans = [
         Orphan(candidate, seen[candidate.key], seen[candidate.key] >= grace_seconds)
-        for candidate in found
+        for candidate in all_candidates
     ]
     return sorted(orphans, key=lambda orphan: (not orphan.sure, orphan.candidate.kind))
 
@@ -185,9 +191,9 @@ class Finder:
         raises is not recorded.
         """
         config = self._configuration.now
-        found_places = candidates.all_of(self._kernel, config.kubelet_dir, config.driver_name)
-        current = self._reports.fresh()
-        wanted = references.read(
+        kubelet_places = candidates.all_of(self._kernel, config.kubelet_dir, config.driver_name)
+        fresh_report = self._reports.fresh()
+        cluster_references = references.read(
             self._lists(),
             config.driver_name,
             config.topology_key,
@@ -195,12 +201,16 @@ class Finder:
             pods_on=config.node_id,
         )
         mounts = table.read(self._kernel)
-        found_candidates = [
-            *candidates.find_volumes(self._reports, current, wanted),
-            *candidates.candidates(found_places, mounts, current, config.groups, wanted),
-            *candidates.find_objects(wanted),
+        all_candidates = [
+            *candidates.find_volumes(self._reports, fresh_report, cluster_references),
+            *candidates.candidates(
+                kubelet_places, mounts, fresh_report, config.groups, cluster_references
+            ),
+            *candidates.find_objects(cluster_references),
         ]
-        return judged(found_candidates, self._history, wanted, config.orphan_grace_seconds)
+        return judged(
+            all_candidates, self._history, cluster_references, config.orphan_grace_seconds
+        )
 
     def _lists(self) -> Lists:
         # The connection is made anew for each look, as certificates and tokens change.
@@ -244,6 +254,11 @@ class OrphanWatch:
         )
         for candidate in sure:
             if candidate.key not in self._logged:
-                words = (candidate.kind, candidate.name, candidate.about, candidate.full_remedy)
-                _log.warning("orphan: %s %s: %s; %s", *words)
+                log_fields = (
+                    candidate.kind,
+                    candidate.name,
+                    candidate.about,
+                    candidate.full_remedy,
+                )
+                _log.warning("orphan: %s %s: %s; %s", *log_fields)
         self._logged = frozenset(candidate.key for candidate in sure)
