@@ -339,22 +339,26 @@ class Activations:
         now = time.monotonic()
         with self._guard:
             self._leases = {lease: entry for lease, entry in self._leases.items() if entry[1] > now}
-            read = {*self._readers, *(key for key, _ in self._leases.values())}
-        own = [
+            keys_in_use = {*self._readers, *(key for key, _ in self._leases.values())}
+        own_snapshots = [
             snapshot for snapshot in fresh_report.snapshots() if tag.ACTIVATED in snapshot.own_tags
         ]
-        unread = [snapshot for snapshot in own if (snapshot.group.name, snapshot.name) not in read]
+        unread = [
+            snapshot
+            for snapshot in own_snapshots
+            if (snapshot.group.name, snapshot.name) not in keys_in_use
+        ]
         if not unread:
             return []
         # A copy in progress opens its snapshot only for moments at a time, so the snapshot may be
         # closed now. The copy may be in another group, so all groups are searched for copies.
         all_groups = self._reports.every_group(fresh_report)
         all_groups.require_read()
-        copied = {copy.own_tags.get(tag.FROM) for copy in all_groups.copies()}
+        copied_ids = {copy.own_tags.get(tag.FROM) for copy in all_groups.copies()}
         return [
             snapshot.name
             for snapshot in unread
-            if str(snapshot.id) not in copied
+            if str(snapshot.id) not in copied_ids
             and not self._devices.is_open(snapshot.group.name, snapshot.name)
         ]
 

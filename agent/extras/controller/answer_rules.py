@@ -116,8 +116,8 @@ def equals_request_id(key: str) -> Rule:
     """Make a rule: the value equals the id in a field of the request, and is on the node."""
 
     def judge(value: str, call: Asked) -> str:
-        if value != (wanted := getattr(call.request, key)):
-            return f"asked for was {wanted!r}"
+        if value != (expected := getattr(call.request, key)):
+            return f"asked for was {expected!r}"
         return _not_there(value, call)
 
     return judge
@@ -145,8 +145,8 @@ def named_as_asked(prefix: str, sources: str = "") -> Rule:
         place, _, name = value.partition("/")
         if problem := _not_there(value, call):
             return problem
-        if name != (wanted := names.logical_volume(prefix, call.request.name)):
-            return f"the name that was asked for gives {wanted!r}"
+        if name != (expected := names.logical_volume(prefix, call.request.name)):
+            return f"the name that was asked for gives {expected!r}"
         if sources and place not in map(_place, routes.ids_in(call.request, sources)):
             return "it is in another volume group than its source"
         return ""
@@ -161,8 +161,8 @@ def member_as_asked(value: str, call: Asked) -> str:
     """
     source = call.part.source_volume_id
     name = ids.group_member(call.request.name, source)
-    wanted = f"{_place(source)}/{name}"
-    return "" if value == wanted else f"the name that was asked for gives {wanted!r}"
+    expected = f"{_place(source)}/{name}"
+    return "" if value == expected else f"the name that was asked for gives {expected!r}"
 
 
 def beside(key: str) -> Rule:
@@ -186,8 +186,8 @@ def nothing(value: Any, _call: Asked) -> str:
 
 def of_its_group_snapshot(value: str, call: Asked) -> str:
     """Require the id of the group snapshot that the answer is about."""
-    wanted = call.answer.group_snapshot.group_snapshot_id
-    return "" if value == wanted else f"the group snapshot is {wanted!r}"
+    expected = call.answer.group_snapshot.group_snapshot_id
+    return "" if value == expected else f"the group snapshot is {expected!r}"
 
 
 def group_snapshot_or_none(value: str, call: Asked) -> str:
@@ -214,8 +214,10 @@ def one_of_each(key: str, sources: str) -> Rule:
     """Make a rule: the list has one message for each id in a field of the request."""
 
     def judge(value: Sequence[Any], call: Asked) -> str:
-        wanted = set(getattr(call.request, sources))
-        is_whole = len(value) == len(wanted) and {getattr(entry, key) for entry in value} == wanted
+        expected = set(getattr(call.request, sources))
+        is_whole = (
+            len(value) == len(expected) and {getattr(entry, key) for entry in value} == expected
+        )
         return "" if is_whole else f"it must have one for each of {sources}"
 
     return judge
@@ -244,8 +246,8 @@ def of_itself(_value: Any, call: Asked) -> str:
 
     Only the node's own plugin reads the content.
     """
-    wanted = call.request.node_id
-    return "" if wanted == call.node else f"it was to be attached to node {wanted!r}"
+    expected = call.request.node_id
+    return "" if expected == call.node else f"it was to be attached to node {expected!r}"
 
 
 def each_of(*rules: Rule) -> Rule:
@@ -277,11 +279,12 @@ def not_negative(value: Any, _call: Asked) -> str:
 
 def asked_size(value: int, call: Asked) -> str:
     """Require a size within the request's capacity range."""
-    wanted = call.request.capacity_range
-    if SizeRange(wanted.required_bytes, wanted.limit_bytes).allows(value):
+    expected = call.request.capacity_range
+    if SizeRange(expected.required_bytes, expected.limit_bytes).allows(value):
         return ""
     return (
-        f"asked for were {wanted.required_bytes} to {wanted.limit_bytes or 'any number of'} bytes"
+        f"asked for were {expected.required_bytes} to"
+        f" {expected.limit_bytes or 'any number of'} bytes"
     )
 
 
@@ -292,11 +295,11 @@ def made_size(value: int, call: Asked) -> str:
     """
     if problem := asked_size(value, call):
         return problem
-    wanted = call.request.capacity_range
-    is_bound = wanted.limit_bytes or call.request.HasField("volume_content_source")
-    if is_bound or value <= wanted.required_bytes + _MOST_ROUNDING:
+    expected = call.request.capacity_range
+    is_bound = expected.limit_bytes or call.request.HasField("volume_content_source")
+    if is_bound or value <= expected.required_bytes + _MOST_ROUNDING:
         return ""
-    return f"asked for were {wanted.required_bytes} bytes"
+    return f"asked for were {expected.required_bytes} bytes"
 
 
 def a_context(value: Mapping[str, str], _call: Asked) -> str:
@@ -314,10 +317,10 @@ def a_context(value: Mapping[str, str], _call: Asked) -> str:
 
 def asked_source(value: csi.VolumeContentSource, call: Asked) -> str:
     """Require the request's content source, or none if the request has none."""
-    wanted, field = routes.source(call.request.volume_content_source)
-    if routes.source(value) == (wanted, field):
+    expected, field = routes.source(call.request.volume_content_source)
+    if routes.source(value) == (expected, field):
         return ""
-    return f"asked for was {field} {wanted!r}" if field else "no source was asked for"
+    return f"asked for was {field} {expected!r}" if field else "no source was asked for"
 
 
 def a_time(value: Any, _call: Asked) -> str:
@@ -518,16 +521,16 @@ class Row:
     @classmethod
     def of(cls, service: str, method: str) -> "Row":
         """Return the rules of an RPC's answer. Raises KeyError for an RPC without rules."""
-        parts: dict[tuple[str, ...], list[tuple[str, Rule]]] = {}
+        rules_by_path: dict[tuple[str, ...], list[tuple[str, Rule]]] = {}
         for path, rule in RULES[service][method].items():
             *steps, key = path.split(".")
             if rule is not any_value:
-                parts.setdefault(tuple(steps), []).append((key, rule))
+                rules_by_path.setdefault(tuple(steps), []).append((key, rule))
         request = routes.request_class(service, method).DESCRIPTOR
         identities = tuple(_identities(request, ()))
         answer = routes.response_class(service, method)
         is_list = "entries" in answer.DESCRIPTOR.fields_by_name
-        return cls(answer, identities, parts, MOST_PAGE_BYTES if is_list else _MOST_BYTES)
+        return cls(answer, identities, rules_by_path, MOST_PAGE_BYTES if is_list else _MOST_BYTES)
 
     def judge(self, call: Asked, data: bytes) -> Any:
         """Parse and check an answer, and return it. Raises Untrue.
@@ -588,9 +591,9 @@ def _leave_out(answer: csi.ControllerListVolumeHealthResponse, call: Asked) -> N
     call.left_out = [parsed for _, parsed in parsed_entries if call.is_elsewhere(parsed)]
     own_entries = [health for health, parsed in parsed_entries if parsed not in call.left_out]
     if len(own_entries) < len(answer.entries):
-        kept = [health.SerializeToString() for health in own_entries]
+        own_data = [health.SerializeToString() for health in own_entries]
         del answer.entries[:]
-        answer.entries.extend(map(csi.VolumeHealth.FromString, kept))
+        answer.entries.extend(map(csi.VolumeHealth.FromString, own_data))
 
 
 def _identities(message: Any, steps: Sequence[str]) -> Iterator[tuple[Sequence[str], str]]:

@@ -206,14 +206,14 @@ def run(config: Config) -> None:
     with (
         process_ender(_STOP_SECONDS) as ender,
         claimed(config.endpoint),
-        ExitStack() as ending,
+        ExitStack() as exit_stack,
     ):
         observers: list[Callable[[Call], None]] = []
         pages = {"/healthz": monitor.Page(monitor.healthz(config.endpoint))}
         controller = ClusterController(config, _source(config), lambda call: _tell(observers, call))
         orphans = orphan_watch(config)
         orphans.start()
-        ending.callback(orphans.stop)
+        exit_stack.callback(orphans.stop)
         if config.metrics_address is not None:
             from agent.extras.controller.controller_metrics import Metrics
 
@@ -224,7 +224,7 @@ def run(config: Config) -> None:
             if address is not None:
                 page_server = monitor.Monitor(address, pages)
                 page_server.start()
-                ending.callback(page_server.stop)
+                exit_stack.callback(page_server.stop)
         events = health_events(config, controller.nodes)
         asyncio.run(_serve(controller, config, ender, events))
 
@@ -276,10 +276,10 @@ def _tell(observers: Sequence[Callable[[Call], None]], call: Call) -> None:
 async def _serve(
     controller: ClusterController, config: Config, ender: ProcessEnder, events: Extra
 ) -> None:
-    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    end_event, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def end() -> None:
-        ended.set()
+        end_event.set()
         ender.is_stopping.set()
 
     for signal_number in (signal.SIGTERM, signal.SIGINT):
@@ -288,9 +288,9 @@ async def _serve(
     events.start()
     _log.info("serving %d nodes on %s", len(controller.nodes), config.endpoint)
     look_task: asyncio.Task[None] | None = None
-    while not ended.is_set():
+    while not end_event.is_set():
         try:
-            await asyncio.wait_for(ended.wait(), _LOOK_SECONDS)
+            await asyncio.wait_for(end_event.wait(), _LOOK_SECONDS)
         except TimeoutError:
             if look_task is None or look_task.done():
                 look_task = loop.create_task(controller.look())

@@ -439,10 +439,12 @@ class HealthEvents(Extra):
         return self._event(WARNING, condition.key.reason, message, condition)
 
     def _end(self, condition: _Condition, other_reasons: Sequence[str]) -> Event:
-        rest = (
+        remaining_text = (
             f"it still has {', '.join(other_reasons)}" if other_reasons else "the volume is healthy"
         )
-        return self._event(NORMAL, ENDED, f"{condition.key.reason} is over, {rest}", condition)
+        return self._event(
+            NORMAL, ENDED, f"{condition.key.reason} is over, {remaining_text}", condition
+        )
 
     def _event(self, kind: str, reason: str, message: str, condition: _Condition) -> Event:
         where = f"volume {condition.key.volume_id} on node {condition.node}"

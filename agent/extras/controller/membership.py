@@ -339,12 +339,12 @@ class ClusterRecord(Record):
 
     @property
     def _volumes_are_due(self) -> bool:
-        read = self._volumes_read
+        last_read = self._volumes_read
         seconds = min(
-            _VOLUMES_SECONDS if self._doubted >= read else float("inf"),
-            _CLAIM_SECONDS if self._claimed >= read else float("inf"),
+            _VOLUMES_SECONDS if self._doubted >= last_read else float("inf"),
+            _CLAIM_SECONDS if self._claimed >= last_read else float("inf"),
         )
-        return self._clock() - read >= seconds
+        return self._clock() - last_read >= seconds
 
     def look(self) -> None:
         """Read Nodes and PersistentVolumes, each if its time has come. Raises ClusterSilent.
@@ -520,9 +520,9 @@ class ClusterRecord(Record):
         # since it may have been replaced since the list was read. This read is without the lock,
         # for which calls about other volume groups and the list of Nodes wait.
         if name and self._segment_by(name, identity) != segment:
-            differed = self._clock()
+            differed_at = self._clock()
             with self._reading:
-                if self._volumes_read <= differed:
+                if self._volumes_read <= differed_at:
                     self._read_volumes()
                 _, segment = self._seen.placed.get(str(identity), ("", ""))
         return segment

@@ -422,19 +422,19 @@ class Nodes:
         Raises Refused for an empty id, if no node has the volume group, or if its node does not
         answer; Gone for a text that is no id; Forgotten if the node was deleted.
         """
-        parsed = VolumeId.parse(identity)
-        if parsed is None:
+        volume_id = VolumeId.parse(identity)
+        if volume_id is None:
             # The call is refused here and not passed on to any node, because the request may
             # contain another node's secrets.
             raise _not_an_id(identity, field_name)
-        node = self._agreed(parsed.group_uuid)
+        node = self._agreed(volume_id.group_uuid)
         if node is None:
-            if self._should_ask_again(parsed.group_uuid):
+            if self._should_ask_again(volume_id.group_uuid):
                 await self._ask_all()
             try:
-                node = await self._owner(parsed, field_name)
+                node = await self._owner(volume_id, field_name)
             except NoOwner as error:
-                await self._require_not_forgotten(parsed, str(error))
+                await self._require_not_forgotten(volume_id, str(error))
                 raise
         node.require_answering()
         return node
@@ -506,7 +506,7 @@ class Nodes:
             return not claimants
         return any(not self._nodes[name].problem for name in named_nodes - claimants)
 
-    async def _owner(self, parsed: VolumeId, field_name: str) -> Node:
+    async def _owner(self, volume_id: VolumeId, field_name: str) -> Node:
         """Return the node of the volume or snapshot that an id names.
 
         Raises Refused where the node is not certain.
@@ -523,50 +523,51 @@ class Nodes:
         7. Otherwise the id's node reports that it does not have the group. Raise NoOwner; or
            Refused if the group may be on a disk that the node has not scanned, or on another node.
         """
-        uuid = parsed.group_uuid
+        uuid = volume_id.group_uuid
         if (settled_owner := self._agreed(uuid)) is not None:
             return settled_owner
-        owner_name = await self._asked(self._record.node_of, parsed)
+        owner_name = await self._asked(self._record.node_of, volume_id)
         # Read again: nodes may have joined or left during the look-up.
         named_nodes, claimants = self._named(uuid), self._claims.get(uuid, set())
         self._record.doubt()
         if owner_name is None and not claimants and len(named_nodes) == 1:
             [owner_name] = named_nodes
         if owner_name is None and not self._record.names_deleted(uuid):
-            return self._only_holder(parsed, field_name)
+            return self._only_holder(volume_id, field_name)
         if not owner_name:
-            raise NoOwner(self._deleted(parsed, field_name))
+            raise NoOwner(self._deleted(volume_id, field_name))
         if (node := self._nodes.get(owner_name)) is None:
             raise unavailable(
-                f"{field_name}: node {owner_name}, which has {parsed}, is not known yet"
+                f"{field_name}: node {owner_name}, which has {volume_id}, is not known yet"
             )
         if owner_name in claimants or node.problem:
             return node
         if node.is_whole is False:
             raise unavailable(
                 f"{field_name}: node {owner_name} has not looked at all its disks by its last look,"
-                f" and volume group {parsed.group} ({uuid}) may be on one: see Carver's log there"
+                f" and volume group {volume_id.group} ({uuid}) may be on one: see Carver's log"
+                " there"
             )
         if claimants:
-            raise unavailable(f"{field_name}: {self._dispute(parsed.group, uuid)}")
-        raise NoOwner(self._unknown(parsed, field_name))
+            raise unavailable(f"{field_name}: {self._dispute(volume_id.group, uuid)}")
+        raise NoOwner(self._unknown(volume_id, field_name))
 
-    def _only_holder(self, parsed: VolumeId, field_name: str) -> Node:
+    def _only_holder(self, volume_id: VolumeId, field_name: str) -> Node:
         """Return the only node that can have the volume group of an id.
 
         The method is for ids that no PersistentVolume names.
 
         Raises Refused where another node may have the group, too.
         """
-        uuid = parsed.group_uuid
+        uuid = volume_id.group_uuid
         named_nodes, claimants = self._named(uuid), self._claims.get(uuid, set())
         if not named_nodes and not claimants:
-            raise NoOwner(self._unknown(parsed, field_name))
+            raise NoOwner(self._unknown(volume_id, field_name))
         is_possible = len(claimants) == 1 and (not named_nodes or claimants <= named_nodes)
         if not is_possible or not all(
             self._nodes[name].has_all_named for name in named_nodes - claimants
         ):
-            raise unavailable(f"{field_name}: {self._dispute(parsed.group, uuid)}")
+            raise unavailable(f"{field_name}: {self._dispute(volume_id.group, uuid)}")
         node = self._nodes[next(iter(claimants))]
         if self._unsettled(node, uuid, unreported := self._unreported(node)):
             raise unavailable(f"{field_name}: {self._unproved(node, uuid, unreported)}")
@@ -583,14 +584,14 @@ class Nodes:
             f" {self._unsettled(node, uuid, unreported)}"
         )
 
-    def _deleted(self, parsed: VolumeId, field_name: str) -> str:
+    def _deleted(self, volume_id: VolumeId, field_name: str) -> str:
         """Return the error text for an id whose PersistentVolume names a node that was deleted."""
-        claimants = sorted(self._claims.get(parsed.group_uuid, ()))
+        claimants = sorted(self._claims.get(volume_id.group_uuid, ()))
         if not claimants:
-            return self._unknown(parsed, field_name)
+            return self._unknown(volume_id, field_name)
         return (
-            f"{field_name}: the node that PersistentVolumes name for {parsed} was deleted, and its"
-            f" volume group is on node {' and '.join(claimants)} by now: write its"
+            f"{field_name}: the node that PersistentVolumes name for {volume_id} was deleted, and"
+            f" its volume group is on node {' and '.join(claimants)} by now: write its"
             " PersistentVolumes anew (docs/operations.md, Move a group to another node)"
         )
 
@@ -719,14 +720,14 @@ class Nodes:
             " (docs/operations.md, Machine templates and restored disks)"
         )
 
-    def require_undisputed(self, parsed: VolumeId, subject: str) -> None:
+    def require_undisputed(self, volume_id: VolumeId, subject: str) -> None:
         """Raise Refused for an id whose volume group several nodes may have.
 
         Refused is raised also if only one node claims the group, and the claim does not count yet.
         """
-        holders = self._holders(uuid := parsed.group_uuid)
+        holders = self._holders(uuid := volume_id.group_uuid)
         if len(holders) > 1:
-            raise unavailable(f"{subject}: {self._dispute(parsed.group, uuid)}")
+            raise unavailable(f"{subject}: {self._dispute(volume_id.group, uuid)}")
         for holder in map(self._nodes.__getitem__, holders):
             if uuid in holder.groups and not self._is_own(holder, uuid):
                 raise unavailable(
@@ -774,14 +775,14 @@ class Nodes:
         `node` is asked again first. Raises NoOwner if neither `node` nor another node has the
         group, and Refused where that is not certain.
         """
-        parsed = VolumeId.parse(identity)
-        if parsed is None:
+        volume_id = VolumeId.parse(identity)
+        if volume_id is None:
             return None
         await self.ask(node)
-        if node.may_have_more or parsed.group_uuid in node.groups:
+        if node.may_have_more or volume_id.group_uuid in node.groups:
             return None
         await self._ask_all(fresh_seconds=0)
-        owner = await self._owner(parsed, field_name)
+        owner = await self._owner(volume_id, field_name)
         return owner if owner is not node else None
 
     def is_elsewhere(self, node: Node, identity: VolumeId) -> bool:
@@ -807,7 +808,7 @@ class Nodes:
         """
         return node.name in self._holders(identity.group_uuid)
 
-    async def _require_not_forgotten(self, parsed: VolumeId, problem: str) -> None:
+    async def _require_not_forgotten(self, volume_id: VolumeId, problem: str) -> None:
         """Raise Forgotten if an id's node was deleted from the cluster.
 
         Raises Refused while that is not certain.
@@ -823,7 +824,7 @@ class Nodes:
         """
         if not self._record.forgets:
             return
-        deleted = await self._asked(self._record.deleted, parsed, problem)
+        deleted = await self._asked(self._record.deleted, volume_id, problem)
         if deleted is None:
             return
         # The record's members include those that are not in this list of nodes yet.
@@ -835,26 +836,26 @@ class Nodes:
         )
         if unsure_nodes:
             raise unavailable(
-                f"node {deleted.segment} was deleted, but {parsed} may be on another node by now"
+                f"node {deleted.segment} was deleted, but {volume_id} may be on another node by now"
                 f"{self._why_unsure(unsure_nodes)}; that it is gone is believed once all nodes"
                 " answer"
             )
-        uuid = parsed.group_uuid
+        uuid = volume_id.group_uuid
         former = self._former.get(uuid, {})
         if self._claims.get(uuid):
             raise unavailable(problem)
         if not all(map(self._record.is_newer, former.values())):
             self._record.request_early_refresh()
             raise unavailable(
-                f"node {deleted.segment} was deleted, but volume group {parsed.group} ({uuid}) was"
-                f" on another node until a moment ago: {_several(sorted(former))}"
+                f"node {deleted.segment} was deleted, but volume group {volume_id.group} ({uuid})"
+                f" was on another node until a moment ago: {_several(sorted(former))}"
             )
         if deleted.seconds:
             raise unavailable(
-                f"node {deleted.segment} was deleted, and {parsed} with it: that is believed in"
+                f"node {deleted.segment} was deleted, and {volume_id} with it: that is believed in"
                 f" {deleted.seconds:.0f} s, unless the node comes back"
             )
-        raise Forgotten(f"{parsed} is forgotten: its node {deleted.segment} was deleted")
+        raise Forgotten(f"{volume_id} is forgotten: its node {deleted.segment} was deleted")
 
     async def require_no_snapshots(self, identity: str) -> None:
         """Raise Refused if snapshots still need the PersistentVolume of a forgotten volume.
@@ -862,10 +863,10 @@ class Nodes:
         Snapshots are deleted before their volume, as on a node that exists: the PersistentVolume is
         the only proof that the snapshots, too, were on the node that was deleted.
         """
-        parsed = VolumeId.parse(identity)
-        if parsed is None:
+        volume_id = VolumeId.parse(identity)
+        if volume_id is None:
             return
-        contents = await self._asked(self._record.snapshots_of, parsed)
+        contents = await self._asked(self._record.snapshots_of, volume_id)
         if contents:
             raise Refused(
                 grpc.StatusCode.FAILED_PRECONDITION,
@@ -1056,12 +1057,12 @@ class Nodes:
             self._give_up(node, uuid)
         self._later(node.close())
 
-    def _unknown(self, parsed: VolumeId, field_name: str) -> str:
+    def _unknown(self, volume_id: VolumeId, field_name: str) -> str:
         unsure_nodes = [node.name for node in self if node.may_have_more]
         return (
-            f"{field_name}: no node that answers has volume group {parsed.group}"
-            f" ({parsed.group_uuid}){self._why_unsure(unsure_nodes)}. Start Carver on its node, or"
-            " attach its disks to one"
+            f"{field_name}: no node that answers has volume group {volume_id.group}"
+            f" ({volume_id.group_uuid}){self._why_unsure(unsure_nodes)}. Start Carver on its node,"
+            " or attach its disks to one"
         )
 
     def _why_unsure(self, unsure_nodes: Sequence[str]) -> str:

@@ -311,13 +311,13 @@ class Placement:
         # The node that has the volume counts, whatever other nodes fail to say.
         answers = await asyncio.gather(*questions, return_exceptions=True)
         node_answers = list(zip(nodes, answers, strict=True))
-        for node, has in node_answers:
-            if has is True:
+        for node, has_volume in node_answers:
+            if has_volume is True:
                 return node
         unknown = [
             (node, error) for node, error in node_answers if isinstance(error, BaseException)
         ]
-        nodes = [node for node, has in node_answers if has is False]
+        nodes = [node for node, has_volume in node_answers if has_volume is False]
         for node, error in unknown:
             # An earlier controller may have begun to make the volume on a new member. On other
             # nodes a volume group that hangs must not delay new volumes.

@@ -54,13 +54,13 @@ class SharedReading(Generic[_T]):
         """
         with self._lock:
             if self._begun <= moment:
-                begun = self._clock()
+                read_start = self._clock()
                 try:
                     self._found = self._read()
                 except errors.AgentError as error:
                     # Drop the traceback, whose frames would keep the partly read data in memory.
                     self._found = error.with_traceback(None)
-                self._begun = begun
+                self._begun = read_start
             result = self._found
         if isinstance(result, errors.AgentError):
             raise result

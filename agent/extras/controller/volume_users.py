@@ -74,8 +74,8 @@ class VolumeUsers:
         if not self._handle(volume):
             return {}
         spec = volume["spec"]
-        kept = {key: spec.get(key) for key in ("csi", "claimRef", "nodeAffinity")}
-        return {"spec": kept, "status": {"phase": (volume.get("status") or {}).get("phase")}}
+        kept_spec = {key: spec.get(key) for key in ("csi", "claimRef", "nodeAffinity")}
+        return {"spec": kept_spec, "status": {"phase": (volume.get("status") or {}).get("phase")}}
 
     def _handle(self, volume: Object) -> str:
         """Return the volume id in a PersistentVolume; empty for another driver's."""

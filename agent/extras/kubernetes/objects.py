@@ -69,12 +69,12 @@ def _all(item: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _labels(item: Mapping[str, Any]) -> Mapping[str, Any]:
     metadata = item["metadata"]
-    kept = {
+    kept_metadata = {
         "name": metadata["name"],
         "uid": metadata["uid"],
         "labels": metadata.get("labels") or {},
     }
-    return {"metadata": kept}
+    return {"metadata": kept_metadata}
 
 
 # Annotations that are kept of pods and claims: names of nodes and drivers, and a UID.
@@ -89,17 +89,20 @@ _READ_ANNOTATIONS = (
 def _some(source: Any, *keys: str) -> dict[str, Any]:
     """Return the entries of a table with these keys; texts longer than a name are left out."""
     table = source if isinstance(source, dict) else {}
-    chosen = {key: table[key] for key in keys if key in table}
+    entries = {key: table[key] for key in keys if key in table}
     return {
         key: value
-        for key, value in chosen.items()
+        for key, value in entries.items()
         if not isinstance(value, str) or len(value) <= _MOST_NAME
     }
 
 
 def _about(item: Mapping[str, Any]) -> dict[str, Any]:
-    kept = _some(item["metadata"], "name", "namespace", "uid", "deletionTimestamp")
-    return {**kept, "annotations": _some(item["metadata"].get("annotations"), *_READ_ANNOTATIONS)}
+    kept_metadata = _some(item["metadata"], "name", "namespace", "uid", "deletionTimestamp")
+    return {
+        **kept_metadata,
+        "annotations": _some(item["metadata"].get("annotations"), *_READ_ANNOTATIONS),
+    }
 
 
 def _pod(pod: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -63,13 +63,17 @@ class History:
         self._file = file
         self._clock = clock or Clock()
 
-    def record(self, seen: Iterable[str], versions: Mapping[str, str]) -> Mapping[str, float]:
+    def record(
+        self, candidate_keys: Iterable[str], versions: Mapping[str, str]
+    ) -> Mapping[str, float]:
         """Record a complete look; return for each candidate the seconds for which it was seen.
 
-        `seen` has the candidates' keys. A candidate that is new has 0 seconds. The history is
-        dropped, and begins again with this look, where the boot is another one, and where a list in
-        `versions`, which has the resource versions of the cluster's lists, is older than before:
-        the API server was then restored from a backup, or is not complete yet.
+        A candidate that is new has 0 seconds. `versions` has the resource versions of the cluster's
+        lists. The history is dropped, and begins again with this look, in two cases:
+
+        1. The machine was booted since the last look.
+        2. A list of the cluster has an older version than at the last look: the API server was
+           restored from a backup, or is not complete yet.
 
         Raises NotReady if the file cannot be used.
         """
@@ -82,13 +86,13 @@ class History:
                 or _is_older(versions, previous.versions)
             ):
                 previous = _Known()
-            since = {key: min(previous.since.get(key, now), now) for key in seen}
+            since = {key: min(previous.since.get(key, now), now) for key in candidate_keys}
             content = {"boot": boot, "seconds": now, "versions": dict(versions), "since": since}
             # The content is written in place, as this file is the locked one. The file is
             # truncated first: half a content is not valid JSON, and counts as an empty history.
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(content).encode(), 0)
-        return {key: now - first for key, first in since.items()}
+        return {key: now - first_seconds for key, first_seconds in since.items()}
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
@@ -152,11 +156,11 @@ def judged(
     grace_seconds: float,
 ) -> Sequence[Orphan]:
     """Record the candidates of a complete look; return them as orphans, the sure ones first."""
-    seen = history.record(
+    seen_seconds = history.record(
         (candidate.key for candidate in all_candidates), cluster_references.versions
     )
     orphans = [
-        Orphan(candidate, seen[candidate.key], seen[candidate.key] >= grace_seconds)
+        Orphan(candidate, seen_seconds[candidate.key], seen_seconds[candidate.key] >= grace_seconds)
         for candidate in all_candidates
     ]
     return sorted(orphans, key=lambda orphan: (not orphan.sure, orphan.candidate.kind))
@@ -247,12 +251,12 @@ class OrphanWatch:
 
     def _step(self) -> None:
         """Look for orphans once, count the sure ones, and log each that was not logged before."""
-        sure = [orphan.candidate for orphan in self._look() if orphan.sure]
+        sure_candidates = [orphan.candidate for orphan in self._look() if orphan.sure]
         self._counts, self.time_seconds = (
-            Counter(candidate.kind for candidate in sure),
+            Counter(candidate.kind for candidate in sure_candidates),
             self._clock(),
         )
-        for candidate in sure:
+        for candidate in sure_candidates:
             if candidate.key not in self._logged:
                 log_fields = (
                     candidate.kind,
@@ -261,4 +265,4 @@ class OrphanWatch:
                     candidate.full_remedy,
                 )
                 _log.warning("orphan: %s %s: %s; %s", *log_fields)
-        self._logged = frozenset(candidate.key for candidate in sure)
+        self._logged = frozenset(candidate.key for candidate in sure_candidates)

@@ -26,12 +26,14 @@ def show(orphans: Sequence[Orphan], grace_seconds: int, *, as_json: bool) -> Non
         return
     table = terminal.table("KIND", "NAME", "SEEN FOR", "WHAT", right=("SEEN FOR",))
     for orphan in orphans:
-        seen = (
+        seen_text = (
             _duration(orphan.seen_seconds)
             if orphan.sure
             else f"{_duration(orphan.seen_seconds)}, wait"
         )
-        table.add_row(orphan.candidate.kind, orphan.candidate.name, seen, orphan.candidate.about)
+        table.add_row(
+            orphan.candidate.kind, orphan.candidate.name, seen_text, orphan.candidate.about
+        )
     terminal.console().print(table)
     for orphan in orphans:
         if orphan.sure:
@@ -74,8 +76,8 @@ def _sure(orphans: Sequence[Orphan], name: str, grace_seconds: int) -> Candidate
         if orphan.candidate.name != name:
             continue
         if not orphan.sure:
-            seen = f"it was seen for {_duration(orphan.seen_seconds)}"
-            raise errors.NoOrphan(name, f"{seen}, and counts after {_duration(grace_seconds)}")
+            seen_text = f"it was seen for {_duration(orphan.seen_seconds)}"
+            raise errors.NoOrphan(name, f"{seen_text}, and counts after {_duration(grace_seconds)}")
         if not orphan.candidate.full_remedy.startswith("carver "):
             raise errors.NoOrphan(name, f"that is not Carver's; {orphan.candidate.full_remedy}")
         return orphan.candidate

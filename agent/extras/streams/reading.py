@@ -39,14 +39,14 @@ class Reader:
         expected_offset = self.header.offset_bytes
         rooms = form.rooms(form.MOST_BYTES)
         while True:
-            kind, frame, stored, self._proof = form.parsed(
+            kind, frame, payload_bytes, self._proof = form.parsed(
                 self._proof, self._take(form.HEADING_BYTES)
             )
-            if stored:
+            if payload_bytes:
                 # Only a frame with a payload takes a memory area. A frame of zeroes may never reach
                 # `form.ordered`, whose progress frees the areas.
                 room = next(rooms)
-                frame = replace(frame, payload=self._fill(room[:stored]), room=room)
+                frame = replace(frame, payload=self._fill(room[:payload_bytes]), room=room)
             if (
                 not expected_offset
                 <= frame.offset_bytes

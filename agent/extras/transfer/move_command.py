@@ -473,10 +473,10 @@ def _kept(transfer: TransferStub, volume_id: str) -> Iterator[str]:
     A thread of this process renews the hold, so the hold ends soon after this process does.
     """
     request = carver.HoldMoveRequest(volume_id=volume_id, token=_hold(transfer, volume_id))
-    ended = threading.Event()
+    end_event = threading.Event()
 
     def keep() -> None:
-        while not ended.wait(_KEEP_SECONDS):
+        while not end_event.wait(_KEEP_SECONDS):
             # A renewal that meets another call for the volume fails, and is repeated before the
             # hold ends. Where the hold is lost, CommitMove refuses the move.
             with suppress(grpc.RpcError):
@@ -487,7 +487,7 @@ def _kept(transfer: TransferStub, volume_id: str) -> Iterator[str]:
     try:
         yield request.token
     finally:
-        ended.set()
+        end_event.set()
         keeper.join()
         transfer.ReleaseMove(request)
 
