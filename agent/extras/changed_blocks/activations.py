@@ -118,6 +118,10 @@ class Reservations:
         return True
 
     def _join(self, pool_readers: MetadataReaders, group: str, pool: str) -> None:
+        """Wait for a metadata snapshot newer than this call; reserve the snapshot if needed.
+
+        Raises OperationPending at the caller's deadline.
+        """
         with pool_readers.changed:
             wanted_number = pool_readers.begun + 1
             while True:
@@ -141,6 +145,7 @@ class Reservations:
         self._changed(pool_readers, readers=1)
 
     def _leave(self, pool_readers: MetadataReaders, group: str, pool: str) -> None:
+        """Remove a reader; release the metadata snapshot after the last one, and log a failure."""
         with pool_readers.changed:
             pool_readers.readers -= 1
             if pool_readers.readers:
@@ -165,6 +170,7 @@ class Reservations:
 
     @staticmethod
     def _changed(pool_readers: MetadataReaders, readers: int) -> None:
+        """Record the end of a reservation or of a release, and wake all waiting threads."""
         with pool_readers.changed:
             pool_readers.begun += readers
             pool_readers.readers, pool_readers.is_changing = readers, False
@@ -198,6 +204,7 @@ class Reservations:
         volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
 
     def _has(self, group: str, pool: str) -> bool:
+        """Return whether an active thin pool has a metadata snapshot."""
         status = self._activator.status(group, pool)
         return any(
             isinstance(target, ThinPool) and target.has_metadata_snapshot for target in status

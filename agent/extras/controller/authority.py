@@ -92,7 +92,7 @@ class _Signer:
         return x509.load_pem_x509_certificate(self.certificate)
 
     def is_valid(self, now: datetime.datetime) -> bool:
-        """Whether the authority is valid at the time `now`: begun, and not expired."""
+        """Return whether the authority is valid at the time `now`: begun, and not expired."""
         parsed = self.parsed
         return parsed.not_valid_before_utc <= now < parsed.not_valid_after_utc
 

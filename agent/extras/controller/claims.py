@@ -89,12 +89,12 @@ class Claims:
         self._segments = SharedReading(self._read_segments, time.monotonic)
 
     def has_node(self, segment: str, since_seconds: float) -> bool:
-        """Whether the cluster has a Node whose name leads to this topology segment, ready or not.
+        """Return whether the cluster has a Node, ready or not, whose name gives a topology segment.
 
         Labels do not count: root on a node can write the labels of its Node. If the Node exists,
-        that is one request for a few bytes. Only the list of all Nodes proves that a Node does not
-        exist, or shows a name that was shortened. Concurrent calls share a list that was read after
-        they were asked, at `since_seconds` (monotonic, seconds).
+        the look-up is one request for a few bytes. Only the list of all Nodes proves that a Node
+        does not exist, or shows a name that was shortened. Concurrent calls share a list that was
+        read after `since_seconds` (monotonic), the time at which this call began.
         """
         if not ids.looks_shortened(segment):
             listing = self._lists.metadata(NODES, fieldSelector=f"metadata.name={segment}")
@@ -108,7 +108,7 @@ class Claims:
         return frozenset(ids.node_segment(node["metadata"]["name"]) for node in nodes)
 
     def is_scheduled(self, claim: ClaimName) -> bool:
-        """Whether the scheduler chose a node for a claim.
+        """Return whether the scheduler chose a node for a claim.
 
         The scheduler does so for a class with volumeBindingMode WaitForFirstConsumer.
 
@@ -258,7 +258,7 @@ class ClaimQuestions:
 
 
 def _is_for(reference: Object | None, namespace: str, name: str) -> bool:
-    """Whether a cluster-wide object refers to this object of a namespace.
+    """Return whether a cluster-wide object refers to this object of a namespace.
 
     A reference in the other direction proves nothing: anyone in a namespace may make an object that
     names another's PersistentVolume or content.

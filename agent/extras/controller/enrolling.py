@@ -120,7 +120,7 @@ class Enroller:
         _log.info("this node has a certificate until %s", certificate.not_valid_after_utc)
 
     def _needs_certificate(self) -> bool:
-        """Whether this node needs a new certificate.
+        """Return whether this node needs a new certificate.
 
         There are three reasons:
 
@@ -166,7 +166,7 @@ class Enroller:
 
 
 def _issued(authority: x509.Certificate, certificate: x509.Certificate) -> bool:
-    """Whether an authority issued a certificate, by its name and signature."""
+    """Return whether an authority issued a certificate, by its name and signature."""
     try:
         certificate.verify_directly_issued_by(authority)
     except (ValueError, TypeError, InvalidSignature):

@@ -181,7 +181,7 @@ class Enrolment:
                 self.certificates, self._own_made = self._authority.own(self.audience), now
 
     def _own_lasts(self) -> bool:
-        """Whether the controller's own certificate has begun, and lasts for 12 more hours."""
+        """Return whether the controller's own certificate has begun, and lasts 12 more hours."""
         certificate = x509.load_pem_x509_certificate(self.certificates.certificate)
         now = datetime.datetime.now(datetime.UTC)
         return (
@@ -274,7 +274,7 @@ class Enrolment:
         raise AssertionError
 
     def _counts(self, review: _Reviewed, digest: str) -> bool:
-        """Whether the review of a token need not be repeated."""
+        """Return whether the review of a token need not be repeated."""
         is_last = self._last.get(review.node) == digest
         is_same = self.record.uid_of(review.node) == review.uid
         return is_last and is_same and review.until > time.monotonic()

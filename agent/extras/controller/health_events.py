@@ -86,7 +86,10 @@ class _Fate(enum.Enum):
 
 @dataclass
 class _Condition:
-    """A condition that was found, and is not known to be over. Times are monotonic, in seconds."""
+    """A condition that a node reported, and that is not known to be over.
+
+    Times are monotonic, in seconds.
+    """
 
     key: _Key
     node: str
@@ -335,7 +338,7 @@ class HealthEvents(Extra):
             self._is_refused = False
 
     async def _found_conflicts(self) -> Mapping[str, str]:
-        """Return the error text for each node whose volume groups others have, too, by its name."""
+        """Return the error texts of nodes whose volume groups other nodes have, by node name."""
         conflicts = {node.name: self._nodes.conflict(node, is_lasting=True) for node in self._nodes}
         return {name: problem for name, problem in conflicts.items() if problem}
 

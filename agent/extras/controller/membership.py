@@ -112,11 +112,11 @@ class Record:
         return frozenset()
 
     def names_deleted(self, group_uuid: str) -> bool:
-        """Whether a PersistentVolume of a volume group names a node that has no Node object."""
+        """Return whether a PersistentVolume of a volume group names a node with no Node object."""
         return False
 
     def names_another(self, identity: VolumeId, node: str) -> bool:
-        """Whether a volume's PersistentVolume named another node than `node` when it was last read.
+        """Return whether a volume's PersistentVolume, as last read, named another node than `node`.
 
         Known only for volumes in volume groups that are named for several nodes, and for renamed
         PersistentVolumes.
@@ -128,7 +128,7 @@ class Record:
         return 0.0
 
     def is_newer(self, moment: float) -> bool:
-        """Whether the last read of PersistentVolumes began at `moment` or later."""
+        """Return whether the last read of PersistentVolumes began at `moment` or later."""
         return True
 
     def doubt(self) -> None:
@@ -141,10 +141,10 @@ class Record:
     # result that was read since, for any call, is used again.
 
     def node_of(self, identity: VolumeId, call_start: float) -> str | None:
-        """The node that a volume's own PersistentVolume names; None if it has none.
+        """The node that a volume's own PersistentVolume names; None if the volume has none.
 
-        The node is empty if it has no Node object. A snapshot has the node of its volume, a group
-        snapshot that of its volumes. Waits for the API server. Raises ClusterRefused,
+        The result is empty if that node has no Node object. A snapshot has the node of its volume,
+        a group snapshot that of its volumes. Waits for the API server. Raises ClusterRefused,
         ClusterSilent, WrongSource.
         """
         return None
@@ -166,9 +166,9 @@ class Record:
 
 
 class _Enrolled(NamedTuple):
-    """An enrolment: the node's address, the UID of its Node, and the time on the clock.
+    """The enrolment of a node: the node's address, the UID of the Node object, and the time.
 
-    The node proved the UID.
+    The node proved the UID. The time is on the Record's clock.
     """
 
     address: str
@@ -219,7 +219,7 @@ class _Reading:
         return frozenset(self.nodes[segment] for segment in segments if segment in self.nodes)
 
     def has(self, enrolled: _Enrolled, name: str) -> bool:
-        """Whether the node that enrolled is the present Node of that name, not an earlier one."""
+        """Return whether an enrolment is of the present Node of that name, not an earlier Node."""
         uid = self.uids.get(name, "")
         return bool(uid) and enrolled.uid == uid
 
@@ -282,7 +282,7 @@ class ClusterRecord(Record):
     def members(self) -> frozenset[str]:
         """The names of all members.
 
-        The object stays the same until the members change, as each call reads it.
+        The same object is returned until the members change: `Nodes` finds a change by identity.
         """
         cache_key = self._seen, self._change
         if (cached := self._members)[0] != cache_key:
@@ -456,11 +456,11 @@ class ClusterRecord(Record):
         return self._seen.names(self._seen.named.get(group_uuid, frozenset()))
 
     def names_deleted(self, group_uuid: str) -> bool:
-        """Whether a PersistentVolume of a volume group names a node that has no Node object."""
+        """Return whether a PersistentVolume of a volume group names a node with no Node object."""
         return not self._seen.nodes.keys() >= self._seen.named.get(group_uuid, frozenset())
 
     def names_another(self, identity: VolumeId, node: str) -> bool:
-        """Whether a volume's PersistentVolume named another node than `node` when it was last read.
+        """Return whether a volume's PersistentVolume, as last read, named another node than `node`.
 
         Known only for volumes in volume groups that are named for several nodes, and for renamed
         PersistentVolumes.
@@ -473,7 +473,7 @@ class ClusterRecord(Record):
         return self._clock()
 
     def is_newer(self, moment: float) -> bool:
-        """Whether the last read of PersistentVolumes began at `moment` or later."""
+        """Return whether the last read of PersistentVolumes began at `moment` or later."""
         return self._volumes_read >= moment
 
     def doubt(self) -> None:
@@ -485,7 +485,7 @@ class ClusterRecord(Record):
         self._claimed = self._clock()
 
     def node_of(self, identity: VolumeId, call_start: float) -> str | None:
-        """The node that a volume's own PersistentVolume names; None if it has none."""
+        """The node that a volume's own PersistentVolume names; None if the volume has none."""
         segment = self._segment_of(identity, call_start)
         return self._seen.nodes.get(segment, "") if segment else None
 
@@ -528,7 +528,10 @@ class ClusterRecord(Record):
         return segment
 
     def _segment_by(self, name: str, identity: VolumeId) -> str:
-        """The topology segment in the PersistentVolume of that name; empty if of another volume."""
+        """The topology segment in the PersistentVolume of that name.
+
+        Empty if the PersistentVolume is of another volume.
+        """
         volume = find_named(self._objects, VOLUMES, name, "PersistentVolume")
         handle, segment = (None, "") if volume is None else self._parsed(volume)
         return segment if handle == identity else ""
@@ -704,7 +707,7 @@ def _volumes(sources: Sequence[VolumeId], kind: str, content: str) -> Sequence[V
 
 
 def _needs(source: Object, identity: VolumeId) -> bool:
-    """Whether the source in a VolumeSnapshotContent is, or may be, the volume of that id."""
+    """Return whether the source in a VolumeSnapshotContent is, or may be, the volume of that id."""
     if of_volume := source.get("volumeHandle"):
         return bool(of_volume == str(identity))
     snapshot = VolumeId.parse(str(source.get("snapshotHandle")))

@@ -440,13 +440,13 @@ class Nodes:
         return node
 
     def _agreed(self, uuid: str) -> Node | None:
-        """The node that everything in a volume group belongs to; None if that is not certain."""
+        """The node that everything in a volume group belongs to; None if no node is certain."""
         claimants = self._claims.get(uuid, ())
         node = self._nodes[next(iter(claimants))] if len(claimants) == 1 else None
         return node if node is not None and self._is_settled(node, uuid) else None
 
     def _is_settled(self, node: Node, uuid: str) -> bool:
-        """Whether a node's claim to a volume group is settled, so everything in it is the node's.
+        """Return whether a node's claim to a volume group is settled: the whole group is its own.
 
         No other node may claim the group, and PersistentVolumes may name no other node, not even a
         deleted one. A settled claim stays settled for as long as these two conditions hold, also if
@@ -496,7 +496,7 @@ class Nodes:
         return [name for name in unreported if self.is_new(name)]
 
     def _should_ask_again(self, uuid: str) -> bool:
-        """Whether all nodes are to be asked for a volume group again, before a call is refused.
+        """Return whether to ask all nodes for a volume group again before a call is refused.
 
         True if no node claims the group and PersistentVolumes name none for it; or if a node that
         PersistentVolumes name answers, and does not claim the group.
@@ -659,7 +659,7 @@ class Nodes:
         return self._unproved(node, min(node.groups), unreported)
 
     def has_no_capacity(self, node: Node) -> bool:
-        """Whether a node's capacity is 0 because no new volume may be made on it.
+        """Return whether a node's capacity is 0 because no new volume may be made on it.
 
         Raises Refused where the reason may be over in a moment: the external-provisioner retries an
         error at once, but keeps a capacity of 0 for minutes.
@@ -670,7 +670,7 @@ class Nodes:
         return bool(problem)
 
     def _is_transient(self, node: Node) -> bool:
-        """Whether the reason why no new volume may be made on a node may be over in a moment.
+        """Return whether the reason that forbids new volumes on a node may be over in a moment.
 
         True if PersistentVolumes, once they are read again, may end the conflict; or if members
         that joined a moment ago have not reported their volume groups.
@@ -680,7 +680,7 @@ class Nodes:
         return bool(self._new_unreported_members(node))
 
     def is_new(self, name: str) -> bool:
-        """Whether a member joined less than two minutes ago.
+        """Return whether a member joined less than two minutes ago.
 
         True also for a member that is not in this list of nodes yet.
         """
@@ -755,7 +755,7 @@ class Nodes:
         )
 
     def _is_own(self, node: Node, uuid: str) -> bool:
-        """Whether a volume group is a node's own, for new volumes and for what the node lists.
+        """Return whether a volume group is a node's own, for new volumes and in the node's lists.
 
         Either PersistentVolumes name that node. Or they name no node, only this node claims the
         group, and no new member is expected to report that group. A node that PersistentVolumes
@@ -786,7 +786,7 @@ class Nodes:
         return owner if owner is not node else None
 
     def is_elsewhere(self, node: Node, identity: VolumeId) -> bool:
-        """Whether what an id names belongs, or may belong, to another node than `node`.
+        """Return whether what an id names belongs, or may belong, to another node than `node`.
 
         False if no node has the id's volume group. If PersistentVolumes of two nodes name the
         group, each volume belongs to the node that its own PersistentVolume names.
@@ -797,11 +797,11 @@ class Nodes:
         return self.is_anothers(node, identity)
 
     def is_anothers(self, node: Node, identity: VolumeId) -> bool:
-        """Whether a volume's own PersistentVolume named another node when it was last read."""
+        """Return whether a volume's own PersistentVolume, as last read, named another node."""
         return self._record.names_another(identity, node.name)
 
     def is_possible_holder(self, node: Node, identity: VolumeId) -> bool:
-        """Whether a node may have the volume group of an id.
+        """Return whether a node may have the volume group of an id.
 
         True if the node claims the group, or PersistentVolumes name, or may name, the node for the
         group.

@@ -202,7 +202,7 @@ class Placement:
     async def _is_scheduled(
         self, request: csi.CreateVolumeRequest, claim: ClaimName | None
     ) -> bool:
-        """Whether the first preferred node is the scheduler's choice.
+        """Return whether the first preferred node is the scheduler's choice.
 
         Otherwise it is only the first of several nodes in the order of a hash. If the API server
         refuses to say, the node counts as the scheduler's choice.
@@ -230,7 +230,7 @@ class Placement:
             ) from None
 
     async def _has_left(self, segments: Mapping[str, str], claim: ClaimName | None) -> bool:
-        """Whether the cluster has no node with these topology segments.
+        """Return whether the cluster has no node with these topology segments.
 
         With an API server: no Node object. Without: no node in the file of nodes, once all of these
         have answered.
@@ -337,7 +337,7 @@ class Placement:
         return node
 
     async def _has(self, node: Node, name: str) -> bool:
-        """Whether one of a node's volume groups has a logical volume of that name, finished or not.
+        """Return whether a node has a logical volume of that name, finished or not, in any group.
 
         Raises Refused if the node may have the volume.
         """

@@ -69,7 +69,7 @@ class VolumeUsers:
     def _own(self, volume: Object) -> Object:
         """Return what is kept of a PersistentVolume: the fields that `of` reads.
 
-        Empty for another driver's.
+        Empty for another driver's PersistentVolume.
         """
         if not self._handle(volume):
             return {}
@@ -96,7 +96,7 @@ class VolumeUsers:
 
 
 def _has_health(pod: Object) -> bool:
-    """Whether a kubelet with the feature CSIVolumeHealth wrote volume health to a pod's status.
+    """Return whether kubelet, by its feature CSIVolumeHealth, wrote health to a pod's status.
 
     The node reports that as well (`is_watched`), but not in the first minute after Carver started
     there. Kubelet calls NodeGetVolumeHealth for the volumes of all its pods, and an entry in the

@@ -259,7 +259,7 @@ class TooLong(Unproved):
 class Connection:
     """A connection to the API server, with limits of time and size for its answers.
 
-    Without an answer or a further part of it for `silence_seconds`, a request fails.
+    A request fails if no further part of its answer comes for `silence_seconds`.
     """
 
     def __init__(self, server: Server, silence_seconds: float) -> None:

@@ -69,7 +69,7 @@ def _snapshot_controller(lists: Lists, objects: Objects) -> Iterator[Seen]:
 
 
 def _is_carver_controller(container: Object) -> bool:
-    """Whether a container runs `carver controller`, as the chart defines it."""
+    """Return whether a container runs `carver controller`, as the chart defines it."""
     names = {variable.get("name") for variable in container.get("env", ())}
     return "CARVER_CONTROLLER_AUTHORITY" in names
 

@@ -247,12 +247,12 @@ class Lists:
 
 
 def _is_transient(status: int) -> bool:
-    """Whether the API server may answer differently when the request is repeated."""
+    """Return whether the API server may answer differently when the request is repeated."""
     return status == http.client.TOO_MANY_REQUESTS or status >= http.client.INTERNAL_SERVER_ERROR
 
 
 def _is_final(status: int) -> bool:
-    """Whether the API server refuses a request for good, because it lacks the object or the right.
+    """Return whether the API server refuses a request for good: an object or a right is missing.
 
     With 401 the API server does not know who asks, for instance while it starts or this account's
     token is renewed. Then its answer proves nothing about objects or rights.

@@ -207,7 +207,7 @@ def _of_claim(claim: str) -> str:
 
 
 def proves_absent(node_report: report.Report, handle: str, groups: tuple[str, ...]) -> bool:
-    """Return whether the report proves that no volume of that id, nor a remainder of one, exists.
+    """Return whether a report proves that no volume of that id, nor a part of one, exists.
 
     The id of an inline volume does not name its group. So for such an id, all of Carver's groups
     must be in the report.

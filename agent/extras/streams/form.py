@@ -287,7 +287,7 @@ def opening(header: Header) -> tuple[bytes, bytes]:
 def heading(
     proof: bytes, kind: bytes, offset_bytes: int, length_bytes: int, packed: Packed | None = None
 ) -> tuple[bytes, bytes]:
-    """Encode a frame's heading; return it, and the digest that the next frame chains to.
+    """Encode a frame's heading; return the heading and the digest the next frame chains to.
 
     `proof` is the digest that the frame before returned. The payload follows the heading.
     """
@@ -321,7 +321,7 @@ def header_bytes(prefix: bytes) -> int:
 
 
 def header(prefix: bytes, rest: bytes) -> tuple[Header, bytes]:
-    """Decode a header; return it and the digest that the first frame chains to.
+    """Decode a header; return the header and the digest that the first frame chains to.
 
     Raises BadStream.
     """
