@@ -70,7 +70,9 @@ class Reservations:
         self._volume_groups = context.volume_groups
         self._reports, self._activator = context.reports, context.activator
         self._devices = context.devices
-        self._turns: defaultdict[tuple[str, str], MetadataReaders] = defaultdict(MetadataReaders)
+        self._pool_readers: defaultdict[tuple[str, str], MetadataReaders] = defaultdict(
+            MetadataReaders
+        )
 
     @contextmanager
     def held(self, group: str, pool: str) -> Iterator[str]:
@@ -83,7 +85,7 @@ class Reservations:
         Runs two lvm2 commands, which set and remove the tag. Raises MetadataReserved where another
         program has reserved a metadata snapshot, OperationPending at the caller's deadline.
         """
-        pool_readers = self._turns[group, pool]
+        pool_readers = self._pool_readers[group, pool]
         self._join(pool_readers, group, pool)
         try:
             yield self._devices.pool_metadata(group, pool)
@@ -110,7 +112,7 @@ class Reservations:
 
         Does nothing while this process reads the pool's metadata.
         """
-        if self._turns[group, pool].readers:
+        if self._pool_readers[group, pool].readers:
             return False
         if not self._activator.is_active(group, pool):
             volumes.activate(self._volume_groups.lvm(group), group, pool)

@@ -132,7 +132,7 @@ class HealthEvents(Extra):
         self._loop: asyncio.AbstractEventLoop
         self._conditions: dict[_Key, _Condition] = {}
         # The names of the nodes whose volumes were listed before.
-        self._read_volume: frozenset[str] = frozenset()
+        self._listed_nodes: frozenset[str] = frozenset()
         # How often a condition was over, and when it last was.
         self._ends: dict[_Key, tuple[int, float]] = {}
         # The text of the last Event about nodes that share a volume group, by the node's name.
@@ -235,7 +235,7 @@ class HealthEvents(Extra):
                 segment,
                 _status(entry.status),
                 entry.message[:_MESSAGE_CHARACTERS],
-                is_new=node.name in self._read_volume,
+                is_new=node.name in self._listed_nodes,
             )
             for entry in health.health_statuses
         ]
@@ -254,8 +254,8 @@ class HealthEvents(Extra):
                     now,
                 )
         self._forget(reported)
-        listed_nodes = self._read_volume.union(reported)
-        self._read_volume = frozenset(
+        listed_nodes = self._listed_nodes.union(reported)
+        self._listed_nodes = frozenset(
             name for name in listed_nodes if self._nodes.get(name) is not None
         )
         oldest_end = now - _COUNTED_SECONDS

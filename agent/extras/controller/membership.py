@@ -251,7 +251,7 @@ class ClusterRecord(Record):
         # names, with the read and the marker that the names follow from.
         self._change = _Change()
         self._members: tuple[tuple[_Reading, _Change] | None, frozenset[str]] = None, frozenset()
-        self._seen = _Reading()
+        self._last_reading = _Reading()
         # When the Nodes and PersistentVolumes were last read: the times at which the reads began,
         # and for PersistentVolumes also the end.
         self._nodes_read = self._volumes_read = self._volumes_ended = float("-inf")
@@ -259,7 +259,7 @@ class ClusterRecord(Record):
         # agree with the nodes' reports; a claim to a volume group waits for a read; a node enrolled
         # that is not among the Nodes. A read that began later and succeeded removes the reason.
         self._doubted = self._claimed = self._strange = float("-inf")
-        self._reading = threading.RLock()
+        self._read_lock = threading.RLock()
         self._contents = SharedReading(self._read_contents, self.now)
         self._group_contents = SharedReading(self._read_group_contents, self.now)
 
@@ -284,7 +284,7 @@ class ClusterRecord(Record):
 
         The same object is returned until the members change: `Nodes` finds a change by identity.
         """
-        cache_key = self._seen, self._change
+        cache_key = self._last_reading, self._change
         if (cached := self._members)[0] != cache_key:
             reading, addresses = self._read_members()
             self._members = cached = (
@@ -295,7 +295,7 @@ class ClusterRecord(Record):
 
     def _read_members(self) -> tuple[_Reading, Mapping[str, str]]:
         """Return what was last read, and the addresses of the Nodes in it that enrolled."""
-        reading, enrolments = self._seen, dict(self._enrolled)
+        reading, enrolments = self._last_reading, dict(self._enrolled)
         return reading, {
             name: enrolment.address
             for name, enrolment in enrolments.items()
@@ -305,11 +305,11 @@ class ClusterRecord(Record):
     @property
     def named(self) -> frozenset[str]:
         """The names of the Nodes in the node affinity of any PersistentVolume of the driver."""
-        return self._seen.every_named
+        return self._last_reading.every_named
 
     def uid_of(self, name: str) -> str:
         """The UID of the Node of that name when the Nodes were last read; empty without one."""
-        return self._seen.uids.get(name, "")
+        return self._last_reading.uids.get(name, "")
 
     def enrol(self, name: str, address: str, uid: str) -> None:
         """Keep the address of a node that proved to be the Node with this UID.
@@ -333,7 +333,10 @@ class ClusterRecord(Record):
         now, seconds = self._clock(), _NODES_SECONDS
         if self._strange >= self._nodes_read:
             seconds = _SOON_SECONDS
-        elif any(now - since < (self._grace_seconds or 0) for since in self._seen.missing.values()):
+        elif any(
+            now - since < (self._grace_seconds or 0)
+            for since in self._last_reading.missing.values()
+        ):
             seconds = _GRACE_INTERVAL_SECONDS
         return now - self._nodes_read >= seconds
 
@@ -351,7 +354,7 @@ class ClusterRecord(Record):
 
         After an error, what was last read stays in use, and the reasons for another read stay.
         """
-        with self._reading:
+        with self._read_lock:
             try:
                 if self._volumes_are_due:
                     self._read_volumes()
@@ -375,7 +378,9 @@ class ClusterRecord(Record):
         )
         self._nodes_read = read_start
         self._take(
-            replace(self._seen, uids=uids, nodes=nodes, existing=existing, labelled=labelled)
+            replace(
+                self._last_reading, uids=uids, nodes=nodes, existing=existing, labelled=labelled
+            )
         )
         for name, enrolment in list(self._enrolled.items()):
             # A Node that was deleted and made again is another machine, which enrols itself.
@@ -400,9 +405,13 @@ class ClusterRecord(Record):
         # when it has no Node.
         all_named = frozenset[str]().union(*named_segments.values())
         missing = {
-            segment: since for segment, since in self._seen.missing.items() if segment in all_named
+            segment: since
+            for segment, since in self._last_reading.missing.items()
+            if segment in all_named
         }
-        self._take(replace(self._seen, named=named_segments, placed=placed, missing=missing))
+        self._take(
+            replace(self._last_reading, named=named_segments, placed=placed, missing=missing)
+        )
         self._volumes_read, self._volumes_ended = read_start, self._clock()
 
     def _place(self, volume: Object) -> Mapping[str, Any]:
@@ -447,17 +456,19 @@ class ClusterRecord(Record):
                 for segment in segments
                 if segment not in reading.existing
             }
-        self._seen = replace(reading, missing=missing)
+        self._last_reading = replace(reading, missing=missing)
 
     # The nodes of a volume group
 
     def nodes_of(self, group_uuid: str) -> frozenset[str]:
         """The names of the Nodes in the node affinity of a volume group's PersistentVolumes."""
-        return self._seen.names(self._seen.named.get(group_uuid, frozenset()))
+        return self._last_reading.names(self._last_reading.named.get(group_uuid, frozenset()))
 
     def names_deleted(self, group_uuid: str) -> bool:
         """Return whether a PersistentVolume of a volume group names a node with no Node object."""
-        return not self._seen.nodes.keys() >= self._seen.named.get(group_uuid, frozenset())
+        return not self._last_reading.nodes.keys() >= self._last_reading.named.get(
+            group_uuid, frozenset()
+        )
 
     def names_another(self, identity: VolumeId, node: str) -> bool:
         """Return whether a volume's PersistentVolume, as last read, named another node than `node`.
@@ -465,8 +476,8 @@ class ClusterRecord(Record):
         Known only for volumes in volume groups that are named for several nodes, and for renamed
         PersistentVolumes.
         """
-        _, segment = self._seen.placed.get(str(identity), ("", ""))
-        return self._seen.nodes.get(segment, node) != node
+        _, segment = self._last_reading.placed.get(str(identity), ("", ""))
+        return self._last_reading.nodes.get(segment, node) != node
 
     def now(self) -> float:
         """The time on this Record's clock, to compare by `is_newer`."""
@@ -487,7 +498,7 @@ class ClusterRecord(Record):
     def node_of(self, identity: VolumeId, call_start: float) -> str | None:
         """The node that a volume's own PersistentVolume names; None if the volume has none."""
         segment = self._segment_of(identity, call_start)
-        return self._seen.nodes.get(segment, "") if segment else None
+        return self._last_reading.nodes.get(segment, "") if segment else None
 
     def _segment_of(self, identity: VolumeId, call_start: float) -> str:
         """The topology segment in the PersistentVolume of a volume, or of a snapshot's volumes.
@@ -512,19 +523,19 @@ class ClusterRecord(Record):
         """
         if segment := self._segment_by(ids.readable_name(str(identity)), identity):
             return segment
-        with self._reading:
+        with self._read_lock:
             if self._volumes_ended <= self._clock() - _FRESH_SECONDS:
                 self._read_volumes()
-            name, segment = self._seen.placed.get(str(identity), ("", ""))
+            name, segment = self._last_reading.placed.get(str(identity), ("", ""))
         # The list gives the PersistentVolume's name. The PersistentVolume itself is read, too,
         # since it may have been replaced since the list was read. This read is without the lock,
         # for which calls about other volume groups and the list of Nodes wait.
         if name and self._segment_by(name, identity) != segment:
             differed_at = self._clock()
-            with self._reading:
+            with self._read_lock:
                 if self._volumes_read <= differed_at:
                     self._read_volumes()
-                _, segment = self._seen.placed.get(str(identity), ("", ""))
+                _, segment = self._last_reading.placed.get(str(identity), ("", ""))
         return segment
 
     def _segment_by(self, name: str, identity: VolumeId) -> str:
@@ -654,7 +665,7 @@ class ClusterRecord(Record):
             return None
         now = self._clock()
         segment = self._segment_of(identity, call_start)
-        with self._reading:
+        with self._read_lock:
             if not segment and self._volumes_ended <= now - _FRESH_SECONDS:
                 self._read_volumes()
             if self._nodes_read <= now - _FRESH_SECONDS:
@@ -676,13 +687,19 @@ class ClusterRecord(Record):
         return the one that was without a Node the shortest time.
         """
         segments = (
-            {own_segment} if own_segment else self._seen.named.get(identity.group_uuid, frozenset())
+            {own_segment}
+            if own_segment
+            else self._last_reading.named.get(identity.group_uuid, frozenset())
         )
-        if not segments or not self._seen.existing.isdisjoint(segments):
+        if not segments or not self._last_reading.existing.isdisjoint(segments):
             return None
         now = self._clock()
-        missing_since = {segment: self._seen.missing.get(segment, now) for segment in segments}
-        self._seen = replace(self._seen, missing={**self._seen.missing, **missing_since})
+        missing_since = {
+            segment: self._last_reading.missing.get(segment, now) for segment in segments
+        }
+        self._last_reading = replace(
+            self._last_reading, missing={**self._last_reading.missing, **missing_since}
+        )
         last_segment = max(missing_since, key=lambda segment: (missing_since[segment], segment))
         return Deleted(last_segment, max(0.0, missing_since[last_segment] + grace_seconds - now))
 

@@ -311,15 +311,15 @@ class Nodes:
         # The nodes that ceased to claim a volume group, each with the time at which it did so on
         # the clock of the Record, by the start of the group's UUID. PersistentVolumes that were
         # made since the last read may name these nodes.
-        self._former: dict[str, dict[str, float]] = {}
+        self._former_claimants: dict[str, dict[str, float]] = {}
         # A cache: the set of all members of the cluster, and the sorted names of those that have
         # reported no volume groups. Each check of a claim needs these names. None if a node may
         # have reported since.
-        self._unheard: tuple[frozenset[str], Sequence[str]] | None = None
+        self._unreported_members: tuple[frozenset[str], Sequence[str]] | None = None
         # The last error that was logged about a volume group of several nodes, by the start of its
         # UUID.
         self._logged: dict[str, str] = {}
-        self._turn = asyncio.Semaphore(_AT_ONCE)
+        self._limit = asyncio.Semaphore(_AT_ONCE)
         self._questions = Questions("owners", _QUESTION_SECONDS)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -481,10 +481,10 @@ class Nodes:
         Each such member may have any volume group.
         """
         members = self._record.members
-        if self._unheard is None or self._unheard[0] is not members:
+        if self._unreported_members is None or self._unreported_members[0] is not members:
             reported = (name for name, member in self._nodes.items() if member.has_reported)
-            self._unheard = members, sorted(members.difference(reported))
-        return [name for name in self._unheard[1] if name != node.name]
+            self._unreported_members = members, sorted(members.difference(reported))
+        return [name for name in self._unreported_members[1] if name != node.name]
 
     def _new_unreported_members(self, node: Node) -> Sequence[str]:
         """The other members that joined less than two minutes ago and reported no volume groups.
@@ -603,7 +603,7 @@ class Nodes:
         here.
         """
         named_nodes = self._record.nodes_of(uuid)
-        if former := self._former.get(uuid):
+        if former := self._former_claimants.get(uuid):
             former_nodes = tuple(former.items())
             named_nodes = named_nodes.union(
                 name for name, moment in former_nodes if not self._record.is_newer(moment)
@@ -841,7 +841,7 @@ class Nodes:
                 " answer"
             )
         uuid = volume_id.group_uuid
-        former = self._former.get(uuid, {})
+        former = self._former_claimants.get(uuid, {})
         if self._claims.get(uuid):
             raise unavailable(problem)
         if not all(map(self._record.is_newer, former.values())):
@@ -940,7 +940,7 @@ class Nodes:
 
     async def _ask(self, node: Node) -> None:
         try:
-            async with self._turn:
+            async with self._limit:
                 node.asked_seconds = time.monotonic()
                 address = node.address
                 answer = await unary(node, _INFO, b"", _PATIENCE_SECONDS)
@@ -995,7 +995,7 @@ class Nodes:
         # can.
         has_reported = node.has_reported or whole_text != ""
         if has_reported != node.has_reported:
-            node.has_reported, self._unheard = has_reported, None
+            node.has_reported, self._unreported_members = has_reported, None
         node.is_whole = is_whole
         lost_groups = node.groups.keys() - groups.keys()
         if lost_groups:
@@ -1004,7 +1004,7 @@ class Nodes:
             self._give_up(node, uuid)
             node.claimed.pop(uuid, None)
             node.settled.discard(uuid)
-            self._former.setdefault(uuid, {})[node.name] = self._record.now()
+            self._former_claimants.setdefault(uuid, {})[node.name] = self._record.now()
             self._record.doubt()
         node.segments, node.groups = segments, groups
         node.is_watched = manifest.get(routes.IS_WATCHED) == routes.YES
@@ -1018,7 +1018,7 @@ class Nodes:
             self._claims.setdefault(uuid, set()).add(node.name)
             # The node claims the volume group again, so it is no longer one that ceased to claim
             # it.
-            self._former.get(uuid, {}).pop(node.name, None)
+            self._former_claimants.get(uuid, {}).pop(node.name, None)
             self._note_conflict(uuid, groups[uuid])
             self._is_settled(node, uuid)
 
@@ -1043,16 +1043,16 @@ class Nodes:
 
     def _forget_former(self) -> None:
         """Forget claims to volume groups that ended before PersistentVolumes were last read."""
-        for uuid, former in list(self._former.items()):
+        for uuid, former in list(self._former_claimants.items()):
             for name, moment in list(former.items()):
                 if self._record.is_newer(moment):
                     del former[name]
             if not former:
-                del self._former[uuid]
+                del self._former_claimants[uuid]
 
     def _drop(self, node: Node) -> None:
         del self._nodes[node.name]
-        self._unheard = None
+        self._unreported_members = None
         for uuid in node.groups:
             self._give_up(node, uuid)
         self._later(node.close())

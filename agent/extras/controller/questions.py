@@ -45,7 +45,7 @@ class SharedReading(Generic[_T]):
         self._lock = threading.Lock()
         # When the last read began, and its result or its error.
         self._begun = float("-inf")
-        self._found: _T | errors.AgentError
+        self._result: _T | errors.AgentError
 
     def since(self, moment: float) -> _T:
         """Return the result of a read that began after `moment`, reading again if necessary.
@@ -56,12 +56,12 @@ class SharedReading(Generic[_T]):
             if self._begun <= moment:
                 read_start = self._clock()
                 try:
-                    self._found = self._read()
+                    self._result = self._read()
                 except errors.AgentError as error:
                     # Drop the traceback, whose frames would keep the partly read data in memory.
-                    self._found = error.with_traceback(None)
+                    self._result = error.with_traceback(None)
                 self._begun = read_start
-            result = self._found
+            result = self._result
         if isinstance(result, errors.AgentError):
             raise result
         return result

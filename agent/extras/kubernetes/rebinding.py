@@ -389,7 +389,7 @@ def _volume_at(place: Place, old: Object, claim: Object) -> dict[str, Any]:
 
     One of its annotations keeps the claim's manifest.
     """
-    volume = _recreate_claim(_VOLUME, old, moved_name(_name(old), place.handle))
+    volume = _copy_under_name(_VOLUME, old, moved_name(_name(old), place.handle))
     manifest = json.dumps(_claim_of(claim, _name(volume)), sort_keys=True)
     volume["metadata"].pop("ownerReferences", None)
     volume["metadata"]["annotations"] = {**_annotations(volume), place.claim_key: manifest}
@@ -410,13 +410,13 @@ def moved_name(old: str, handle: str) -> str:
 
 
 def _claim_of(claim: Object, volume: str) -> dict[str, Any]:
-    copy = _recreate_claim(_CLAIM, claim, _name(claim))
+    copy = _copy_under_name(_CLAIM, claim, _name(claim))
     copy["metadata"]["namespace"] = claim["metadata"]["namespace"]
     copy["spec"]["volumeName"] = volume
     return copy
 
 
-def _recreate_claim(kind: str, original: Object, name: str) -> dict[str, Any]:
+def _copy_under_name(kind: str, original: Object, name: str) -> dict[str, Any]:
     """Return a copy of an object under a name, without the fields that the cluster sets."""
     metadata = original["metadata"]
     fields = {

@@ -76,7 +76,7 @@ class Move:
         options: Options,
         tell: Callable[[str], None],
     ) -> None:
-        self._at, self._caller = verbs, verbs.caller
+        self._verbs, self._caller = verbs, verbs.caller
         self._transfer = verbs.caller.stub(TransferStub)
         self._remote = remote
         self._volume_id = volume_id
@@ -294,7 +294,7 @@ class Move:
 
     def _compare(self, snapshot_id: str) -> None:
         """Compare the checksums of all that both nodes hold; raises NotMoved if they differ."""
-        with streams_command.outgoing(self._at, snapshot_id) as source:
+        with streams_command.outgoing(self._verbs, snapshot_id) as source:
             own_checksum = source.checksum(as_json=self._options.as_json)
         self._require_same(own_checksum, self._ask("--checksum")["sha256"])
         self._proved = snapshot_id
@@ -347,8 +347,8 @@ class Move:
             arguments += ["--verify"]
         self._proved = ""
         with (
-            streams_command.outgoing(self._at, snapshot_id, base_id) as source,
-            streams_command.opened_spool(self._at) as parts,
+            streams_command.outgoing(self._verbs, snapshot_id, base_id) as source,
+            streams_command.opened_spool(self._verbs) as parts,
         ):
 
             def write(put: Callable[[Bytes], object]) -> None:
@@ -396,9 +396,9 @@ class Move:
         by_chain = {}
         for snapshot_id in self._snapshots():
             try:
-                by_chain[streams_command.chain_of(self._at, snapshot_id)] = snapshot_id
+                by_chain[streams_command.chain_of(self._verbs, snapshot_id)] = snapshot_id
             except grpc.RpcError:
-                if streams_command.is_ready(self._at, snapshot_id):
+                if streams_command.is_ready(self._verbs, snapshot_id):
                     raise
         return by_chain
 

@@ -90,7 +90,7 @@ ABSENT = "absent"
 class Outgoing:
     """An open snapshot and the header of its stream. An open snapshot cannot be removed."""
 
-    at: VolumeVerbs
+    verbs: VolumeVerbs
     header: Header
     device: Opened
 
@@ -118,7 +118,7 @@ class Outgoing:
             why = f"must be a multiple of {form.SECTOR_BYTES} up to {header.size_bytes}"
             raise errors.BadField("offset", why)
         snapshot_ids = header.snapshot_id, header.base_snapshot_id
-        ranges = extents(self.at.caller, *snapshot_ids, offset_bytes, is_compared=compare)
+        ranges = extents(self.verbs.caller, *snapshot_ids, offset_bytes, is_compared=compare)
         first_range = next(ranges, None)
         # Check both snapshots now: the service has the base open, so from here on the base cannot
         # be replaced.
@@ -127,7 +127,7 @@ class Outgoing:
         action = f"sending {ids.logical_name(header.snapshot_id)}"
         with (
             shown(action, offset_bytes, header.size_bytes, as_json=as_json) as tell,
-            paced(self.at.caller, header.snapshot_id, SEND, self.device) as device,
+            paced(self.verbs.caller, header.snapshot_id, SEND, self.device) as device,
         ):
             totals = sending.send(
                 write,
@@ -173,20 +173,20 @@ class Outgoing:
         A snapshot may have been deleted, and another one taken under its name.
         """
         header, base_id = self.header, self.header.base_snapshot_id
-        current_chain = chain_of(self.at, header.snapshot_id)
+        current_chain = chain_of(self.verbs, header.snapshot_id)
         if current_chain != header.chain or (
-            base_id and chain_of(self.at, base_id) != header.base_chain
+            base_id and chain_of(self.verbs, base_id) != header.base_chain
         ):
             why = "it, or its base, was deleted and taken anew; send it again"
             raise errors.SourceLost(header.snapshot_id, why)
 
     def _checked(self) -> AbstractContextManager[Opened]:
-        return paced(self.at.caller, self.header.snapshot_id, CHECKSUM, self.device)
+        return paced(self.verbs.caller, self.header.snapshot_id, CHECKSUM, self.device)
 
     def _prove(self) -> None:
         """Raise SourceLost where the snapshot became invalid: the data read may be wrong."""
         snapshot_id = self.header.snapshot_id
-        if not is_ready(self.at, snapshot_id):
+        if not is_ready(self.verbs, snapshot_id):
             raise errors.SourceLost(snapshot_id, "it was lost while it was read")
 
 
