@@ -272,12 +272,12 @@ class Autoextender:
         return more_bytes
 
 
-def _percent(kind: str, found: Sequence[Status]) -> float:
+def _percent(kind: str, statuses: Sequence[Status]) -> float:
     """Return how full a part is, in percent, by the kernel's status.
 
     The result is 0 if the part is inactive, or broken in a way that more room would not mend.
     """
-    for status in found:
+    for status in statuses:
         match status:
             case ThinPool(mode="rw" | "out_of_data_space", needs_check=False) if kind == DATA:
                 return status.data_percent

@@ -135,13 +135,13 @@ class Condition:
         return f"{cut}…{age}"
 
 
-def distinct(found: Iterable[Condition]) -> tuple[Condition, ...]:
+def distinct(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
     """Merge health conditions of the same reason, as CSI demands, and sort the worst ones first.
 
     A merged condition has the oldest age of its parts. At most 16 conditions are returned.
     """
     merged: dict[Reason, Condition] = {}
-    for condition in found:
+    for condition in conditions:
         if (earlier := merged.setdefault(condition.reason, condition)) is condition:
             continue
         message = earlier.message
@@ -169,9 +169,9 @@ def silent_condition(volume_group: VolumeGroup) -> Iterator[Condition]:
         )
 
 
-def aged(found: Iterable[Condition], seen_seconds: float) -> Iterator[Condition]:
+def aged(conditions: Iterable[Condition], seen_seconds: float) -> Iterator[Condition]:
     """Yield health conditions with `seen_seconds` set to this Unix time."""
-    return (replace(condition, seen_seconds=seen_seconds) for condition in found)
+    return (replace(condition, seen_seconds=seen_seconds) for condition in conditions)
 
 
 # Percentage of its data or metadata from which a thin pool counts as nearly full. Carver extends
@@ -311,20 +311,20 @@ class Diagnosis:
 
     def _waited(
         self,
-        what: str,
+        probe_key: str,
         place: str,
-        named: str,
+        description: str,
         look: Callable[[], KernelConditions],
         until_seconds: float,
     ) -> KernelConditions:
-        result = self._looks.probe(what, look, until_seconds, place)
+        result = self._looks.probe(probe_key, look, until_seconds, place)
         reported = result.value or KernelConditions()
         if result.hanging_seconds < _DEAD_SECONDS:
             return reported
         silent = Condition(
             Reason.DEVICE_NOT_RESPONDING,
-            f"the kernel has not answered about {named} for {result.hanging_seconds:.0f} s: a disk"
-            " under it may hang; look at `dmesg`",
+            f"the kernel has not answered about {description} for {result.hanging_seconds:.0f} s: a"
+            " disk under it may hang; look at `dmesg`",
         )
         return KernelConditions((*reported.conditions, silent), reported.has_status)
 
@@ -515,17 +515,17 @@ def has_all(group: report.Group, pool: str) -> bool:
 
 
 def by_device_mapper(
-    name: str, found: Sequence[Status], has_all: bool = False
+    name: str, statuses: Sequence[Status], has_all: bool = False
 ) -> Iterator[Condition]:
     """Yield the health conditions that device-mapper reports about an active volume.
 
-    `found` has the status of the volume's device and of the devices below it. `has_all` says that
-    the volume's pool has all the room that its volumes were promised.
+    `statuses` has the status of the volume's device and of the devices below it. `has_all` says
+    that the volume's pool has all the room that its volumes were promised.
     """
     cached, owner = name, f"logical volume {name}"
-    if any(isinstance(status, ThinPool) for status in found):
+    if any(isinstance(status, ThinPool) for status in statuses):
         cached, owner = "GROUP/POOL_tdata", f"the thin pool under {owner}"
-    for status in found:
+    for status in statuses:
         match status:
             case Raid():
                 yield from _of_raid(name, status)
@@ -551,46 +551,47 @@ def by_device_mapper(
                 )
 
 
-def _of_raid(name: str, seen: Raid) -> Iterator[Condition]:
-    if lost := sum(seen.failed):
+def _of_raid(name: str, raid_status: Raid) -> Iterator[Condition]:
+    if lost := sum(raid_status.failed):
         yield Condition(
-            Reason.RAID_DEGRADED if seen.survives else Reason.RAID_FAILED,
-            f"logical volume {name} is degraded: {lost} of the {len(seen.health)} images of its"
-            f" {seen.kind} failed; attach the disk again and run `lvchange --refresh {name}`, or"
-            f" replace it: `{VGEXTEND}`, then `carver volume repair`",
+            Reason.RAID_DEGRADED if raid_status.survives else Reason.RAID_FAILED,
+            f"logical volume {name} is degraded: {lost} of the {len(raid_status.health)} images of"
+            f" its {raid_status.kind} failed; attach the disk again and run `lvchange --refresh"
+            f" {name}`, or replace it: `{VGEXTEND}`, then `carver volume repair`",
         )
-    elif seen.is_syncing:
+    elif raid_status.is_syncing:
         yield Condition(
             Reason.RAID_RESYNCING,
-            f"logical volume {name} is resyncing ({seen.action}, {seen.synced_percent:.0f} % done):"
+            f"logical volume {name} is resyncing ({raid_status.action},"
+            f" {raid_status.synced_percent:.0f} % done):"
             " until it is in sync the loss of a disk may lose data; nothing is to be done but wait",
         )
-    if seen.mismatches:
+    if raid_status.mismatches:
         yield Condition(
             Reason.RAID_MISMATCHES,
-            f"the copies of logical volume {name} differ in {seen.mismatches} sectors; run"
+            f"the copies of logical volume {name} differ in {raid_status.mismatches} sectors; run"
             f" `lvchange --syncaction repair {name}`",
         )
 
 
-def _of_pool(pool: ThinPool, named: str, *, has_all: bool) -> Iterator[Condition]:
+def _of_pool(pool: ThinPool, description: str, *, has_all: bool) -> Iterator[Condition]:
     if pool.mode == FAILED or pool.needs_check:
         yield Condition(
             Reason.POOL_DATA_LOST,
-            f"{named} failed ({pool.mode}): look at `dmesg`, and {thin.DAMAGED}",
+            f"{description} failed ({pool.mode}): look at `dmesg`, and {thin.DAMAGED}",
         )
         return
-    for what, percent in (("data", pool.data_percent), ("metadata", pool.metadata_percent)):
-        if percent >= _FULL_PERCENT and not (what == "data" and has_all):
+    for part, percent in (("data", pool.data_percent), ("metadata", pool.metadata_percent)):
+        if percent >= _FULL_PERCENT and not (part == "data" and has_all):
             yield Condition(
                 Reason.POOL_NEARLY_FULL,
-                f"the {what} of {named} are {percent:.0f} % full, and writes fail when they are"
-                f" full: add a disk to the group (`{VGEXTEND}`), to which Carver extends the pool"
-                " (`lvextend`), or move volumes away (`carver volume move`)",
+                f"the {part} of {description} are {percent:.0f} % full, and writes fail when they"
+                f" are full: add a disk to the group (`{VGEXTEND}`), to which Carver extends the"
+                " pool (`lvextend`), or move volumes away (`carver volume move`)",
             )
     if pool.mode != "rw":
         yield Condition(
             Reason.POOL_READ_ONLY if pool.mode == "ro" else Reason.POOL_FULL,
-            f"{named} takes no more writes ({pool.mode}): make room as for a full one, then"
+            f"{description} takes no more writes ({pool.mode}): make room as for a full one, then"
             f" {errors.UNSTAGE}",
         )

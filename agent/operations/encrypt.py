@@ -315,18 +315,23 @@ class EncryptedDevices:
             self._record(volume, generation_tags)
 
     def _old_slots(
-        self, volume: Volume, path: str, slots: tuple[int, ...], fits: int, previous: Key | None
+        self,
+        volume: Volume,
+        path: str,
+        slots: tuple[int, ...],
+        present_slot: int,
+        previous: Key | None,
     ) -> list[int]:
         """Return the key slots that an unfinished change of keys left with older keys.
 
-        `fits` is the slot that the present key opens.
+        `present_slot` is the slot that the present key opens.
         """
         was_begun = bool(previous) or tag.ROTATING in volume.own_tags
-        other_slots = [slot for slot in slots if slot not in (fits, luks.RECOVERY)]
+        other_slots = [slot for slot in slots if slot not in (present_slot, luks.RECOVERY)]
         return [
             slot
             for slot in other_slots
-            if (was_begun and {slot, fits} <= {*_USUAL})
+            if (was_begun and {slot, present_slot} <= {*_USUAL})
             or (previous and self._cryptsetup.check(path, previous.data, slot))
         ]
 

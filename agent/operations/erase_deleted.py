@@ -46,14 +46,14 @@ def mark_for_erase(
     group: report.Group,
     disks: Collection[str] = (),
     *,
-    also: Mapping[str, str] = NO_TAGS,
+    further_tags: Mapping[str, str] = NO_TAGS,
 ) -> bool:
     """Tag a volume group so that free extents on these disks are zeroed before they are allocated.
 
     `disks` are UUIDs; none means all disks. Call the function before the extents are freed, with
     the group's lock held and a report that was read under that lock. The function runs one command,
-    which adds the tags of `also` as well, or none if the mark exists. Returns whether the mark was
-    added.
+    which adds the tags of `further_tags` as well, or none if the mark exists. Returns whether the
+    mark was added.
     """
     marks = erase_marks(group)
     if tag.SWEEP in marks:
@@ -63,15 +63,15 @@ def mark_for_erase(
     new_marks = {tag.SWEEP_DISKS: disk_list} if is_named else {tag.SWEEP: "yes"}
     if new_marks == marks:
         return False
-    groups.mark(lvm, group.name, old=marks, new={**new_marks, **also})
+    groups.mark(lvm, group.name, old=marks, new={**new_marks, **further_tags})
     return True
 
 
-def unmark_disk(lvm: Lvm, group: report.Group, disk: str, also: Mapping[str, str]) -> None:
+def unmark_disk(lvm: Lvm, group: report.Group, disk: str, further_tags: Mapping[str, str]) -> None:
     """Remove a disk from a volume group's erase marks, if no extents were freed on that disk.
 
-    `disk` is a UUID. The same command removes the tags of `also`. Call the function with the
-    group's lock held and a report that was read under that lock.
+    `disk` is a UUID. The same command removes the tags of `further_tags`. Call the function with
+    the group's lock held and a report that was read under that lock.
     """
     marks = erase_marks(group)
     if disk not in _marked_disks(marks):
@@ -81,7 +81,7 @@ def unmark_disk(lvm: Lvm, group: report.Group, disk: str, also: Mapping[str, str
     new_marks = (
         {**other_marks, tag.SWEEP_DISKS: remaining_disks} if remaining_disks else other_marks
     )
-    groups.mark(lvm, group.name, old={**marks, **also}, new=new_marks)
+    groups.mark(lvm, group.name, old={**marks, **further_tags}, new=new_marks)
 
 
 def unmark_if_erased(lvm: Lvm, group: report.Group) -> bool:
@@ -624,8 +624,8 @@ def _is_lost(volume: Volume, extent: int) -> bool | None:
     is_missing = {disk.name: disk.missing for disk in volume.group.disks}
     for piece in logical.ranges:
         disk, _, ends = piece.rpartition(":")
-        first, _, last = ends.partition("-")
-        extent -= int(last) - int(first) + 1
+        first_extent, _, last_extent = ends.partition("-")
+        extent -= int(last_extent) - int(first_extent) + 1
         if extent < 0:
             return is_missing.get(disk)
     return None

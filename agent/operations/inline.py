@@ -78,14 +78,15 @@ class PendingSizes:
                     self._sizes_bytes.clear()
 
     def admit(
-        self, volume_id: str, size_bytes: int, there: Mapping[str, int], limit_bytes: int
+        self, volume_id: str, size_bytes: int, reported_bytes: Mapping[str, int], limit_bytes: int
     ) -> None:
         """Add a volume that is about to be created to the total; raises InlineTotal.
 
-        `there` has the allocated bytes of the volumes in the caller's report, by their ids.
+        `reported_bytes` has the allocated bytes of the volumes in the caller's report, by their
+        ids.
         """
         with self._guard:
-            total_bytes = sum({**self._sizes_bytes, volume_id: 0, **there}.values())
+            total_bytes = sum({**self._sizes_bytes, volume_id: 0, **reported_bytes}.values())
             if total_bytes + size_bytes > limit_bytes:
                 raise errors.InlineTotal(size_bytes, total_bytes, limit_bytes)
             self._sizes_bytes[volume_id] = size_bytes
@@ -172,21 +173,21 @@ class InlineVolumes:
         self._check_place(call.volume_id, device, place, mounts)
         attempt = _Attempt()
 
-        def admit(here: EveryGroup, size_bytes: int) -> None:
-            extent = here.group(device_class.group).extent_size_bytes
+        def admit(all_groups: EveryGroup, size_bytes: int) -> None:
+            extent = all_groups.group(device_class.group).extent_size_bytes
             allocated = layout.allocated_bytes(size_bytes, extent, device_class.layout)
-            self._check_limits(call, here, allocated)
+            self._check_limits(call, all_groups, allocated)
             attempt.began = True
 
         def find() -> Volume:
             attempt.looked = True
             try:
                 with self._admitted.call():
-                    made = self._creator.create(request, admit)
+                    created = self._creator.create(request, admit)
             finally:
                 for sweep in list(self._sweeps.values()):
                     sweep.may_be_some = True
-            return self._creator.complete(made, nullcontext)
+            return self._creator.complete(created, nullcontext)
 
         try:
             self._stager.ensure_mounted(
@@ -247,7 +248,9 @@ class InlineVolumes:
             raise problems[0]
         return False
 
-    def _check_limits(self, call: PublishInline, known: EveryGroup, allocated_bytes: int) -> None:
+    def _check_limits(
+        self, call: PublishInline, all_groups: EveryGroup, allocated_bytes: int
+    ) -> None:
         """Raise BadField or InlineTotal if an inline volume exceeds the configured limits.
 
         BadField is for `inline_volume_limit`, which limits the requested size. InlineTotal is for
@@ -261,13 +264,13 @@ class InlineVolumes:
                 f"volume_context[{SIZE}]",
                 f"{requested} bytes are more than inline_volume_limit, {limit} bytes, allows",
             )
-        groups = known.groups.values()
+        groups = all_groups.groups.values()
         total = self._configuration.now.inline_total_limit
         limit = total.of(sum(Room(group).extents * group.extent_size_bytes for group in groups))
         if limit:
             # Count only volumes of groups that were read: a volume group that never answered must
             # not delay a pod.
-            inline_volumes = (volume for volume in known.shown() if volume.is_ephemeral)
+            inline_volumes = (volume for volume in all_groups.shown() if volume.is_ephemeral)
             present = {
                 volume.own_tags[tag.NAME]: _allocated_bytes(volume) for volume in inline_volumes
             }
@@ -324,9 +327,9 @@ class InlineVolumes:
                 except (errors.VolumeInUse, *errors.MUST_NOT_USE) as error:
                     _log.warning("%s", error)
 
-    def _all(self, known: Known, group: str = "") -> list[Volume]:
+    def _all(self, state: Known, group: str = "") -> list[Volume]:
         """Return the inline volumes of a volume group, or of all groups if none is named."""
-        inline_volumes = (volume for volume in known.volumes() if volume.is_ephemeral)
+        inline_volumes = (volume for volume in state.volumes() if volume.is_ephemeral)
         return [volume for volume in inline_volumes if group in ("", volume.group.name)]
 
     def _find(self, volume_id: str) -> Volume | None:
@@ -367,7 +370,7 @@ class InlineVolumes:
         return True
 
     def _check_place(
-        self, volume_id: str, device: Device | None, place: str, known: table.Table
+        self, volume_id: str, device: Device | None, place: str, mount_table: table.Table
     ) -> None:
         """Raise an error if a target is taken, or if the volume has another target.
 
@@ -375,14 +378,14 @@ class InlineVolumes:
         a second target.
         """
         number = None if device is None else device.number
-        for mount in known.at(place):
+        for mount in mount_table.at(place):
             if mount.device != number:
                 raise mount_errors.ForeignMount(place, str(mount))
         target.check_directory(self._kernel, place)
         if device is None:
             return
         targets = set(
-            users.targets(self._kernel, known, device, self._configuration.now.kubelet_dir)
+            users.targets(self._kernel, mount_table, device, self._configuration.now.kubelet_dir)
         )
         if other_targets := targets - {place}:
             elsewhere = ", ".join(sorted(other_targets))
@@ -391,14 +394,16 @@ class InlineVolumes:
             )
 
 
-def _allocated_bytes(one: Volume) -> int:
+def _allocated_bytes(volume: Volume) -> int:
     """Return the bytes that an inline volume allocates in its group.
 
     A mirrored volume allocates several times its size.
     """
     try:
-        return layout.allocated_bytes(one.size_bytes, one.group.extent_size_bytes, one.layout)
+        return layout.allocated_bytes(
+            volume.size_bytes, volume.group.extent_size_bytes, volume.layout
+        )
     except errors.LayoutUnknown:
         # Estimate the size of a volume whose layout tag is lost, so that it delays no other pod:
         # each image counts as a whole copy.
-        return one.size_bytes * max(1, len(one.group.volume(one.name).images))
+        return volume.size_bytes * max(1, len(volume.group.volume(volume.name).images))

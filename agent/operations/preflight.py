@@ -348,11 +348,11 @@ def _groups(node: Node) -> Iterator[Seen]:
 
 
 def _of_group(
-    node: Node, known: Report, definitions: GroupDefinitions, group: Group
+    node: Node, lvm_report: Report, definitions: GroupDefinitions, group: Group
 ) -> Iterator[Seen]:
     name, fill = group.name, groups.text_percent(group)
     try:
-        definitions.group(known, name)
+        definitions.group(lvm_report, name)
     except errors.GroupRefused as error:
         yield FAIL, str(error), "`vgrename` that group, or correct the list"
         return
@@ -476,10 +476,10 @@ def _hidden(name: str, group: Group | None, root: Path) -> Seen:
         why = "the filters in the node's lvm.conf reject (devices/filter, devices/global_filter)"
         remedy = "correct the filter, or name the disks in the setting `devices`"
     if group is None:
-        seen = f"is on disks that {why}, so lvm2 does not use it, and its classes have no room"
+        problem = f"is on disks that {why}, so lvm2 does not use it, and its classes have no room"
     else:
-        seen = f"misses {group.missing_disks} of its disks, some of which {why}"
-    return WARN, f"volume group {name} {seen}", remedy
+        problem = f"misses {group.missing_disks} of its disks, some of which {why}"
+    return WARN, f"volume group {name} {problem}", remedy
 
 
 def _blocks(kernel: Kernel, group: Group) -> Mapping[int, list[str]]:
@@ -491,12 +491,15 @@ def _blocks(kernel: Kernel, group: Group) -> Mapping[int, list[str]]:
     return disks_by_size
 
 
-def _unfiltered(node: Node, known: Report) -> Mapping[str, Group]:
+def _unfiltered(node: Node, lvm_report: Report) -> Mapping[str, Group]:
     """Return the groups that lvm2 finds without the node's devices file and filters.
 
-    Runs a command if the result may differ from the report `known`; else the result is empty.
+    Runs a command if the result may differ from the report `lvm_report`; else the result is empty.
     """
-    root, known_groups = node.lvm_root, [known.groups.get(name) for name in node.settings.groups]
+    root, known_groups = (
+        node.lvm_root,
+        [lvm_report.groups.get(name) for name in node.settings.groups],
+    )
     is_well = all(group is not None and not group.missing_disks for group in known_groups)
     has_any = lvm2.devices_file(root) is not None or candidate_devices.read(root) is not None
     # Skip the command with the setting `devices`, which overrides the devices file and the filters.

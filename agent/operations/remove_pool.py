@@ -74,17 +74,17 @@ class PoolRemover:
         # longer.
         self._kept_keys: set[str] = set()
 
-    def remove(self, thin_one: Volume | Snapshot) -> None:
+    def remove(self, thin_volume: Volume | Snapshot) -> None:
         """Remove a thin volume; the caller holds the group's lock, and read the report under it.
 
         If lvm2 fails, the volume may be gone all the same, and a repeated call would not find the
         volume. So the pool is checked after a failure, too.
         """
-        group = thin_one.group.name
+        group = thin_volume.group.name
         try:
-            volumes.remove(self._lvm(group), group, thin_one.name)
+            volumes.remove(self._lvm(group), group, thin_volume.name)
         except mount_errors.CommandError:
-            self.after(thin_one, wait_seconds=0)
+            self.after(thin_volume, wait_seconds=0)
             raise
 
     def after(self, removed: Volume | Snapshot, wait_seconds: float) -> None:
@@ -145,17 +145,17 @@ class PoolRemover:
                 self._kept_keys.discard(key)
                 self.remove_if_empty(group, pool)
 
-    def retry_holding(self, group: str, pool: str, make: Callable[[], _T]) -> _T:
-        """Return the result of `make`; if it raises Removing, call it again with the pool kept.
+    def retry_holding(self, group: str, pool: str, create: Callable[[], _T]) -> _T:
+        """Return the result of `create`; if it raises Removing, call it again with the pool kept.
 
         The first call is made without `kept`, so that a call that is refused anyway cancels no job.
         """
         try:
-            return make()
+            return create()
         except PoolBeingZeroed:
             pass
         with self.kept(group, pool):
-            return make()
+            return create()
 
     def require_kept(self, group: str, pool: str) -> None:
         """Raise Removing if a thin pool is being zeroed; called before anything is created."""
@@ -256,13 +256,13 @@ class PoolRemover:
             thin.create(self._lvm(group.name), group.name, pool.name, zeroing_volume)
         return self._activator.ensure_active(group.name, name).path
 
-    def _zero_pool(self, job: Job, pool: report.LogicalVolume, wiping: str) -> Steps:
+    def _zero_pool(self, job: Job, pool: report.LogicalVolume, thin_path: str) -> Steps:
         """Zero all that a thin pool ever allocated, by writing to a volume in the pool."""
         group_name, pool_name = job.key.split("/")
         chunk = chunk_bytes(pool)
         try:
             # Stop before a partial chunk at the end of the pool, which is never allocated.
-            yield from self._zero(job, wiping, pool.size_bytes // chunk * chunk)
+            yield from self._zero(job, thin_path, pool.size_bytes // chunk * chunk)
         except OSError:
             # Zero the pool's data device instead if the pool is full. The error is ENOSPC, after
             # the kernel waited a minute for room (no_space_timeout), or EIO.
@@ -276,24 +276,24 @@ class PoolRemover:
                     return
             data = self._devices.pool_data(group_name, pool_name)
             size_bytes = self._kernel.device_size_bytes(data)
-            yield from self._zero(job, data, size_bytes, below=wiping)
+            yield from self._zero(job, data, size_bytes, thin_path=thin_path)
 
     def _is_full(self, group: str, pool: str) -> bool:
         """Whether all chunks of an active thin pool are allocated or leaked; runs no command."""
         status = thin.status_of(self._activator.status(group, pool))
         return status is not None and 0 < status.data_blocks == status.used_data_blocks
 
-    def _zero(self, job: Job, device: str, size_bytes: int, *, below: str = "") -> Steps:
+    def _zero(self, job: Job, device: str, size_bytes: int, *, thin_path: str = "") -> Steps:
         """Zero the first `size_bytes` bytes of a device.
 
-        `below` is the path of a thin volume that is kept open meanwhile, if the device is the data
-        device of its pool.
+        `thin_path` is the path of a thin volume that is kept open meanwhile, if the device is the
+        data device of its pool.
         """
-        pace, is_held = self._paces.of(job.key.split("/")[0]), bool(below)
+        pace, is_held = self._paces.of(job.key.split("/")[0]), bool(thin_path)
         work = pace.work("erase", device, check=job.check, progress=job.progress)
 
         def writing() -> AbstractContextManager[object]:
-            return self._kernel.opened(below) if below else nullcontext()
+            return self._kernel.opened(thin_path) if thin_path else nullcontext()
 
         def zero(offset: int, length: int, by: By) -> None:
             self._kernel.zero_out(device, offset, length, held=is_held, by=by)

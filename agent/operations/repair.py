@@ -325,7 +325,7 @@ class AutoRepair:
             if is_own and volume.is_listed and is_raid and volume.missing_disks:
                 yield volume
 
-    def _repair(self, volume_id: str, seen: _Seen) -> None:
+    def _repair(self, volume_id: str, degraded_state: _Seen) -> None:
         try:
             with command.stall_limit(_PATIENCE_SECONDS):
                 message = self._repairer.repair(volume_id).message
@@ -333,6 +333,6 @@ class AutoRepair:
             # Log the error and go on, as the next volume may well be repaired.
             is_known = isinstance(error, errors.AgentError | mount_errors.CommandError)
             message = f"it is not repaired yet: {error if is_known else repr(error)}"
-        if seen.logged.get(volume_id) != message:
+        if degraded_state.logged.get(volume_id) != message:
             _log.warning("volume %s has lacked a disk for long: %s", volume_id, message)
-        seen.logged[volume_id] = message
+        degraded_state.logged[volume_id] = message
