@@ -110,16 +110,17 @@ def closed_to_new(group: report.Group) -> str:
     return why
 
 
-def full(group: report.Group, added: int = 1) -> str:
-    """Return why `added` logical volumes more would exceed a group's limit; empty if they do not.
+def full(group: report.Group, added_count: int = 1) -> str:
+    """Return why a group may not get further logical volumes; empty if it may get them.
 
-    The reason is the number of logical volumes, not a lack of free extents.
+    `added_count` is the number of further logical volumes. The reason is the number of logical
+    volumes, not a lack of free extents.
     """
-    if group.may_add(added):
+    if group.may_add(added_count):
         return ""
     return (
         f"while it has {len(group.volumes)} logical volumes, of {group.most_volumes} that it may"
-        f" have by its max_lv, and this takes {added} more; lift that limit by `vgchange"
+        f" have by its max_lv, and this takes {added_count} more; lift that limit by `vgchange"
         f" --logicalvolume 0 {group.name}`"
     )
 
@@ -157,12 +158,13 @@ class ThickAllocator:
         """Return the free space of a volume group that the device class may use."""
         return Room(group, self.kept(group))
 
-    def full(self, group: report.Group, beside: int = 0) -> str:
+    def full(self, group: report.Group, further_count: int = 0) -> str:
         """Return why a group has too many logical volumes for another volume; empty if it has not.
 
-        `beside` is the number of logical volumes that are created together with the volume.
+        `further_count` is the number of other logical volumes that are created together with the
+        volume.
         """
-        return full(group, 1 + beside)
+        return full(group, 1 + further_count)
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
         """Return the number of bytes by which a volume can grow, on its own disks."""
@@ -215,12 +217,12 @@ class Cached(ThickAllocator):
             return 0
         return caches.maximum_bytes(self.room(group), self.cache)
 
-    def full(self, group: report.Group, beside: int = 0) -> str:
+    def full(self, group: report.Group, further_count: int = 0) -> str:
         """Return why a group has too many logical volumes for another volume and its cache, or "".
 
         Until the cache is attached, it is a logical volume of its own.
         """
-        return full(group, 2 + beside)
+        return full(group, 2 + further_count)
 
     def purpose(self, group: report.Group) -> str:
         """Return a text for error messages: the cache, and the free space of the fast disks."""
@@ -282,12 +284,14 @@ class ThinAllocator:
         """
         return 0 if self.full(group) else self._maximum_bytes(group)
 
-    def full(self, group: report.Group, beside: int = 0) -> str:
+    def full(self, group: report.Group, further_count: int = 0) -> str:
         """Return why a group has too many logical volumes for another volume; empty if it has not.
 
-        The pool counts as well if it is missing. `beside` is as for `Thick.full`.
+        The pool counts as well if it is missing. `further_count` is as for `Thick.full`.
         """
-        return full(group, beside + (1 if pool_name(self.device_class) in group.volumes else 2))
+        return full(
+            group, further_count + (1 if pool_name(self.device_class) in group.volumes else 2)
+        )
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
         """Return the bytes by which a thin volume can grow: what its pool may still promise."""
@@ -475,12 +479,12 @@ class CachedThin(ThinAllocator):
             self._tag_cache(lvm, group, existing)
         caches.attach(lvm, group, pool.name, self.cache, self.cache.of_pool(group))
 
-    def _tag_cache(self, lvm: Lvm, group: report.Group, made: report.LogicalVolume) -> None:
+    def _tag_cache(self, lvm: Lvm, group: report.Group, pool: report.LogicalVolume) -> None:
         """Tag a pool with the cache that is about to be attached."""
-        own_tags, wanted = made.own_tags, self._cache_tags(group)
-        old_tags = {key: own_tags[key] for key in wanted if key in own_tags}
-        if old_tags != wanted:
-            volumes.mark(lvm, group.name, made.name, old=old_tags, new=wanted)
+        own_tags, new_tags = pool.own_tags, self._cache_tags(group)
+        old_tags = {key: own_tags[key] for key in new_tags if key in own_tags}
+        if old_tags != new_tags:
+            volumes.mark(lvm, group.name, pool.name, old=old_tags, new=new_tags)
 
     def _cache_tags(self, group: report.Group) -> Mapping[str, str]:
         """Return the tag of the pool's cache, with the size that the cache will have."""
@@ -503,19 +507,28 @@ class Allocators:
         """The device classes of the present configuration."""
         return self._configuration.now.classes
 
-    def of(self, one: DeviceClass) -> Allocator:
+    def of(self, device_class: DeviceClass) -> Allocator:
         """Return the allocator of a device class."""
-        kept = partial(self._kept, one)
-        match one.pool, one.cache:
+        kept_extents = partial(self._kept, device_class)
+        match device_class.pool, device_class.cache:
             case None, None:
-                return ThickAllocator(one.layout, kept)
+                return ThickAllocator(device_class.layout, kept_extents)
             case None, Cache() as cache:
-                return Cached(one.layout, kept, cache)
+                return Cached(device_class.layout, kept_extents, cache)
             case Policy() as policy, None:
-                return ThinAllocator(one.name, one.group, policy, kept, self._activator)
+                return ThinAllocator(
+                    device_class.name, device_class.group, policy, kept_extents, self._activator
+                )
             case Policy() as policy, Cache() as cache:
-                return CachedThin(one.name, one.group, policy, kept, self._activator, cache)
-        raise AssertionError(one)  # pragma: no cover - there is no other class
+                return CachedThin(
+                    device_class.name,
+                    device_class.group,
+                    policy,
+                    kept_extents,
+                    self._activator,
+                    cache,
+                )
+        raise AssertionError(device_class)  # pragma: no cover - there is no other class
 
     def of_volume(self, volume: Volume) -> Allocator:
         """Return the allocator that extends a volume, without limits if its device class is gone.
@@ -546,19 +559,19 @@ class Allocators:
         """
         return [self._of_pool(class_name, group.name) for class_name in self._pooled(group)]
 
-    def growing(self, group: str, seen: report.Group | None) -> list[ThinAllocator]:
+    def growing(self, group: str, last_state: report.Group | None) -> list[ThinAllocator]:
         """Return the allocators of the pools of a group that may have to grow.
 
-        These are the pools in the state `seen`, which may be old, and the pools of the group's
-        classes, which may be newer than that state.
+        These are the pools in `last_state`, a state of the group that may be old, and the pools of
+        the group's classes, which may be newer than that state.
         """
         class_names = {
             device_class.name
             for device_class in self._classes
             if device_class.pool is not None and device_class.group == group
         }
-        if seen is not None:
-            class_names |= {*self._pooled(seen)}
+        if last_state is not None:
+            class_names |= {*self._pooled(last_state)}
         return [self._of_pool(class_name, group) for class_name in sorted(class_names)]
 
     def _pooled(self, group: report.Group) -> Iterator[str]:
@@ -601,24 +614,26 @@ class Allocators:
         group = room.group
         if closed(room):
             return 0
-        kept = self.promised_extents(group)
+        kept_extents = self.promised_extents(group)
         for configured in self._classes:
             if configured.name == device_class:
-                kept += configured.reserve.extents(group)
-        return layout.maximum_bytes(room.keeping(kept))
+                kept_extents += configured.reserve.extents(group)
+        return layout.maximum_bytes(room.keeping(kept_extents))
 
-    def _kept(self, one: DeviceClass, group: report.Group) -> int:
+    def _kept(self, device_class: DeviceClass, group: report.Group) -> int:
         """Return the extents that a device class leaves free in a volume group.
 
         These are the class's reserve, and the extents that the pools of other classes have promised
         to volumes and do not have yet.
         """
-        return one.reserve.extents(group) + self.promised_extents(group, but=one.name)
+        return device_class.reserve.extents(group) + self.promised_extents(
+            group, excluded_class=device_class.name
+        )
 
-    def promised_extents(self, group: report.Group, but: str = "") -> int:
+    def promised_extents(self, group: report.Group, excluded_class: str = "") -> int:
         """Return the extents that a group's pools have promised to volumes and do not have yet.
 
-        The pool of the device class `but` is left out.
+        The pool of the device class `excluded_class` is left out.
         """
-        allocators = (pool for pool in self.thin(group) if pool.device_class != but)
+        allocators = (pool for pool in self.thin(group) if pool.device_class != excluded_class)
         return sum(pool.outstanding_extents(group) for pool in allocators)

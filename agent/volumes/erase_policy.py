@@ -94,13 +94,13 @@ class ErasePolicy:
         """Whether the setting has deleted data erased, encrypted or not."""
         return self._wipe.zeroes
 
-    def erases(self, one: Volume | Snapshot) -> bool:
+    def erases(self, deleted: Volume | Snapshot) -> bool:
         """Whether a deleted volume or snapshot is overwritten, all of it or only a LUKS header."""
-        return self.zeroes or one.is_encrypted
+        return self.zeroes or deleted.is_encrypted
 
-    def erases_any(self, every: Iterable[report.LogicalVolume]) -> bool:
+    def erases_any(self, logical_volumes: Iterable[report.LogicalVolume]) -> bool:
         """Whether the extents of any of these logical volumes must be zeroed before their reuse."""
-        return self.zeroes or any(is_encrypted(logical.own_tags) for logical in every)
+        return self.zeroes or any(is_encrypted(logical.own_tags) for logical in logical_volumes)
 
     def method(self, volume: Volume) -> str:
         """Return how a deleted volume is erased (one of classes.ERASURES).
@@ -204,16 +204,18 @@ class ErasePolicy:
             for piece in work.chunks(end_bytes, begin_bytes):
                 with piece as (offset, length):
                     is_first, is_last = offset == begin_bytes, offset + length == end_bytes
-                    first = sample(offset, offset + length, blocks) if is_first else []
+                    first_samples = sample(offset, offset + length, blocks) if is_first else []
                     if is_first and not by.is_proved:
                         with within():
-                            self._kernel.mark(device, sorted({*first, *all_samples}), held=held)
+                            self._kernel.mark(
+                                device, sorted({*first_samples, *all_samples}), held=held
+                            )
                     with within():
                         zero(offset, length, by)
                     if not by.is_proved and (is_first or is_last):
                         with within():
                             is_zero = self._kernel.are_zero(
-                                device, all_samples if is_last else first
+                                device, all_samples if is_last else first_samples
                             )
                 if not is_zero:
                     break
@@ -268,11 +270,11 @@ def sample(begin_bytes: int, end_bytes: int, blocks: int = _SAMPLE) -> Sequence[
 
     The blocks are spread evenly over the range.
     """
-    last = (end_bytes - begin_bytes) // SAMPLE_BYTES - 1
-    steps = min(blocks - 1, last)
+    last_block = (end_bytes - begin_bytes) // SAMPLE_BYTES - 1
+    steps = min(blocks - 1, last_block)
     if steps <= 0:
-        return [begin_bytes] * (last == 0)
-    return [begin_bytes + step * last // steps * SAMPLE_BYTES for step in range(steps + 1)]
+        return [begin_bytes] * (last_block == 0)
+    return [begin_bytes + step * last_block // steps * SAMPLE_BYTES for step in range(steps + 1)]
 
 
 def way_on(config: Config, kernel: Kernel, disk: str) -> tuple[By | None, str]:

@@ -70,10 +70,10 @@ class Holds:
         with self._guard:
             self._why.pop(volume_id, None)
 
-    def hold(self, volume_id: str, node: str, seconds: float, word: str = "") -> str:
+    def hold(self, volume_id: str, node: str, seconds: float, secret: str = "") -> str:
         """Hold a volume for `seconds`, or renew its hold; return the secret that renews the hold.
 
-        `word` is the secret of the hold to renew, or empty for a new hold. Raises Receiving or
+        `secret` is the secret of the hold to renew, or empty for a new hold. Raises Receiving or
         Moved if the volume is held already, or if the hold to renew has ended.
         """
         why = errors.Moved(volume_id, node, "is being sent for the last time")
@@ -81,34 +81,34 @@ class Holds:
             now, lease = time.monotonic(), self._lease(volume_id)
             if final := self._why.get(volume_id):
                 raise final[1].with_traceback(None)
-            if (lease.word if lease else "") != word:
+            if (lease.word if lease else "") != secret:
                 raise why
             if lease is None:
                 lease = _Lease(secrets.token_hex(8), now + seconds, why)
             self._held[volume_id] = replace(lease, until_seconds=now + seconds)
             return lease.word
 
-    def release(self, volume_id: str, word: str) -> None:
-        """End the hold of a volume that has the secret `word`, if it has not ended already."""
+    def release(self, volume_id: str, secret: str) -> None:
+        """End the hold of a volume that has the secret `secret`, if it has not ended already."""
         with self._guard:
-            if self._lease(volume_id, word) is not None:
+            if self._lease(volume_id, secret) is not None:
                 del self._held[volume_id]
 
-    def note(self, volume_id: str, word: str, before: frozenset[str]) -> None:
+    def note(self, volume_id: str, secret: str, logical_uuids: frozenset[str]) -> None:
         """Note that a held volume is unused, and the LVM UUIDs of its group's logical volumes."""
         with self._guard:
-            lease = self._lease(volume_id, word)
+            lease = self._lease(volume_id, secret)
             if lease is not None and lease.before is None:
-                self._held[volume_id] = replace(lease, before=before)
+                self._held[volume_id] = replace(lease, before=logical_uuids)
 
-    def has_all(self, volume_id: str, word: str, snapshot_uuid: str) -> bool:
+    def has_all(self, volume_id: str, secret: str, snapshot_uuid: str) -> bool:
         """Whether a snapshot was taken during an uninterrupted hold of a volume.
 
         The snapshot must be missing among the group's logical volumes that `note` recorded. Times
         are not compared, because clocks may be set.
         """
         with self._guard:
-            lease = self._lease(volume_id, word)
+            lease = self._lease(volume_id, secret)
             if lease is None or lease.before is None:
                 return False
             return snapshot_uuid not in lease.before
@@ -124,16 +124,16 @@ class Holds:
             self._note(str(volume.id), volume.ended_by, volume.own_tags)
         return len(noted)
 
-    def _lease(self, volume_id: str, word: str | None = None) -> _Lease | None:
+    def _lease(self, volume_id: str, secret: str | None = None) -> _Lease | None:
         """Return the present hold of a volume, or None if the volume is not held.
 
-        If `word` is given, only the hold with that secret is returned.
+        If `secret` is given, only the hold with that secret is returned.
         """
         lease = self._held.get(volume_id)
         if (
             lease is None
             or time.monotonic() >= lease.until_seconds
-            or word not in (None, lease.word)
+            or secret not in (None, lease.word)
         ):
             return None
         return lease

@@ -283,8 +283,8 @@ class EveryGroup(Current):
         If no group is named, all groups count.
         """
         if silent := self.unanswered(*groups):
-            named = ", ".join(sorted(silent))
-            raise errors.GroupBusy(f"volume group {named}", "it has not answered")
+            group_names = ", ".join(sorted(silent))
+            raise errors.GroupBusy(f"volume group {group_names}", "it has not answered")
 
     def require_read(self) -> None:
         """Raise GroupBusy while a volume group was never read.
@@ -293,8 +293,10 @@ class EveryGroup(Current):
         also in a group that hangs, are known by their jobs.
         """
         if self.unread:
-            named = ", ".join(sorted(self.unread))
-            raise errors.GroupBusy(f"volume group {named}", "it has not answered since the start")
+            group_names = ", ".join(sorted(self.unread))
+            raise errors.GroupBusy(
+                f"volume group {group_names}", "it has not answered since the start"
+            )
 
 
 @dataclass(frozen=True)

@@ -46,14 +46,16 @@ def places(kernel: Kernel, mounts: Table, device: Device) -> list[Mount]:
     return [*whole, *(mounted for mounted, number in bound if number in own_numbers)]
 
 
-def targets(kernel: Kernel, mounts: Table, device: Device, inside: Sequence[str]) -> Iterator[str]:
-    """Yield the paths at which an active volume is mounted in the CO's directories `inside`.
+def targets(
+    kernel: Kernel, mounts: Table, device: Device, directories: Sequence[str]
+) -> Iterator[str]:
+    """Yield the paths at which an active volume is mounted in the CO's directories `directories`.
 
     If kubelet's directory is visible at another path, so are its mounts (mount_namespaces(7),
     shared subtrees); these copies do not count.
     """
     for mounted in places(kernel, mounts, device):
-        if target.is_inside(kernel, mounted.path, inside):
+        if target.is_inside(kernel, mounted.path, directories):
             yield mounted.path
 
 

@@ -404,9 +404,9 @@ def _by_tags(own_tags: Mapping[str, str]) -> set[State]:
     return {by_tag(own_tags)} | ({State.INLINE} if tag.EPHEMERAL in own_tags else set())
 
 
-def meets(call: Call, volume: Recorded, wanted: Outcome) -> bool:
+def meets(call: Call, volume: Recorded, expected: Outcome) -> bool:
     """Whether a call has this outcome because of one of the states in a volume's record."""
-    return any(STATES[state].calls[call] is wanted for state in of(volume))
+    return any(STATES[state].calls[call] is expected for state in of(volume))
 
 
 def require(call: Call, volume: Recorded) -> None:
@@ -435,10 +435,10 @@ def tags_for(ender: EndedBy) -> Mapping[str, str]:
     return {tag.STATE: word_of(ender)}
 
 
-def hand_over(lvm: Lvm, group: str, name: str, own_tags: Mapping[str, str], to: EndedBy) -> None:
-    """Record, by one command, that a logical volume is now in the state that is ended by `to`.
+def hand_over(lvm: Lvm, group: str, name: str, own_tags: Mapping[str, str], ender: EndedBy) -> None:
+    """Record, by one command, that a logical volume is now in the state that is ended by `ender`.
 
-    `to` is an `EndedBy`. `own_tags` are the present tags of the logical volume.
+    `ender` is an `EndedBy`. `own_tags` are the present tags of the logical volume.
     """
     old_tags = {tag.STATE: str(by_tag(own_tags))}
-    volumes.mark(lvm, group, name, old=old_tags, new=tags_for(to))
+    volumes.mark(lvm, group, name, old=old_tags, new=tags_for(ender))
