@@ -182,8 +182,8 @@ class MetadataCache:
             cached = None
         if cached is not None and not self._may_have_moved(cached):
             mark = self._fingerprint(cached.location)
-            if (kept := self._kept(cached, mark)) is not None:
-                return kept
+            if (unchanged := self._kept(cached, mark)) is not None:
+                return unchanged
             # lvm2 sees only the disks known so far. If a commit added or removed disks, the report
             # differs from the location, and the disks are scanned below.
             group = None if mark is None else self._shown(cached.location)
@@ -196,9 +196,9 @@ class MetadataCache:
             return None
         mark = self._fingerprint(location)
         if cached is not None and location == cached.location:
-            kept = self._kept(cached, mark)
-            if kept is not None:
-                return kept
+            unchanged = self._kept(cached, mark)
+            if unchanged is not None:
+                return unchanged
         group = self._shown(location)
         if group is None and self._renew and not is_refused:
             # The group is on the disks, but lvm2 did not show it. A new shell of lvm2's is asked
@@ -209,12 +209,12 @@ class MetadataCache:
             raise errors.GroupRefused(self.name, _why_hidden(location))
         return self._remembered(group, location, mark, generation)
 
-    def _may_have_moved(self, known: _Known) -> bool:
+    def _may_have_moved(self, cached: _Known) -> bool:
         """Whether disks of the group may have been connected or disconnected since the report."""
         is_old = time.monotonic() - self._located >= _BLIND_SECONDS
-        return self.is_outdated or is_old or bool(known.location.missing)
+        return self.is_outdated or is_old or bool(cached.location.missing)
 
-    def _kept(self, known: _Known, mark: Fingerprint | None) -> report.Group | None:
+    def _kept(self, cached: _Known, mark: Fingerprint | None) -> report.Group | None:
         """Return the cached group if it is still true, else None.
 
         The group may be outdated because of the fingerprint of its disks, because of its age, or
@@ -222,30 +222,30 @@ class MetadataCache:
         Snapshots whose COW store overflowed since the report, which takes no commit, are marked in
         the result.
         """
-        is_old = time.monotonic() - known.time_seconds >= _LASTS_SECONDS
-        lost = None if mark != known.fingerprint or is_old else self._lost(known)
+        is_old = time.monotonic() - cached.time_seconds >= _LASTS_SECONDS
+        lost = None if mark != cached.fingerprint or is_old else self._lost(cached)
         if lost is None:
             return None
         if lost:
-            group = known.group
+            group = cached.group
             changed = {name: replace(group.volumes[name], overflowed=True) for name in lost}
-            known = replace(known, group=replace(group, volumes={**group.volumes, **changed}))
-        self._known = known
-        return known.group
+            cached = replace(cached, group=replace(group, volumes={**group.volumes, **changed}))
+        self._known = cached
+        return cached.group
 
-    def _lost(self, known: _Known) -> list[str] | None:
+    def _lost(self, cached: _Known) -> list[str] | None:
         """Return the names of the copy-on-write snapshots that overflowed since the report.
 
         None if the kernel has no status of a snapshot. One ioctl reads the events of all devices,
         and one more ioctl the status of each snapshot that had an event.
         """
-        if not known.group.readable_copy_on_write:
+        if not cached.group.readable_copy_on_write:
             return []
         events, lost = self._devices.events(self.name), []
-        for name in known.group.readable_copy_on_write:
+        for name in cached.group.readable_copy_on_write:
             if (had := events.get(name)) is None:
                 return None
-            if known.whole.get(name) == had:
+            if cached.whole.get(name) == had:
                 continue
             status = self._devices.own_status(self.name, name)
             if not status:
@@ -253,7 +253,7 @@ class MetadataCache:
             if devicemapper.has_overflowed(status):
                 lost.append(name)
             else:
-                known.whole[name] = had
+                cached.whole[name] = had
         return lost
 
     def _locate(self) -> Location | None:
@@ -284,11 +284,11 @@ class MetadataCache:
         self._before = location or self._before
         return location
 
-    def _ignore(self, found: Iterable[tuple[str, str]]) -> None:
+    def _ignore(self, ignored_disks: Iterable[tuple[str, str]]) -> None:
         """Log each disk that claims to be the group's but is not, once for each reason."""
-        before, self.ignored = set(self.ignored), tuple(found)
+        logged, self.ignored = set(self.ignored), tuple(ignored_disks)
         for path, why in self.ignored:
-            if (path, why) not in before:
+            if (path, why) not in logged:
                 _log.warning("volume group %s: %s is ignored: it %s", self.name, path, why)
 
     def _shown(self, location: Location) -> report.Group | None:

@@ -174,7 +174,7 @@ class VolumeGroup:
 
     def _read(self) -> report.Group | None:
         """Read the state, and note the result in this object; the caller holds `_readers`."""
-        before, self._changed = self.status, False
+        previous_status, self._changed = self.status, False
         if self._unanswered_since is None:
             self._unanswered_since = time.monotonic()
         # The unwritten tags are copied before the read. Tags that are written during the read are
@@ -200,7 +200,7 @@ class VolumeGroup:
                 self.last_seen, self.last_seen_seconds = self.cached, self.time_seconds
         finally:
             self.tried_seconds = time.time()
-            self._log_change(before)
+            self._log_change(previous_status)
         return self.cached
 
     def refresh(self) -> "Future[report.Group | None]":
@@ -277,8 +277,8 @@ class VolumeGroup:
         if volume is None:
             raise lvm_errors.VolumeMissing(self.name, name)
         with self._guard:
-            before = self._unwritten_tags.get(volume.uuid, frozenset())
-            self._unwritten_tags[volume.uuid] = before | frozenset(tags.encode(own_tags))
+            earlier_tags = self._unwritten_tags.get(volume.uuid, frozenset())
+            self._unwritten_tags[volume.uuid] = earlier_tags | frozenset(tags.encode(own_tags))
         self.wake()
 
     def refresh_later(self) -> None:
@@ -345,9 +345,9 @@ class VolumeGroup:
             raise errors.GroupAwaited(self.name)
         return group
 
-    def _log_change(self, before: Status) -> None:
+    def _log_change(self, previous_status: Status) -> None:
         """Log a change of the group's status between the previous read and the last one."""
-        match before, self.status:
+        match previous_status, self.status:
             case "absent" | "refused", "ready" | "partial":
                 _log.warning("volume group %s is on this node again", self.name)
             case (("unknown" | "ready" | "partial"), "absent"):
@@ -391,7 +391,7 @@ class VolumeGroup:
             if is_change:
                 self._changed = self._is_stale = True
 
-    def _require_none_stuck(self, words: tuple[str, ...]) -> None:
+    def _require_none_stuck(self, command_words: tuple[str, ...]) -> None:
         """Raise StillRunning or CommandStuck if a command that hangs forbids this command.
 
         A command that changes the group is refused with StillRunning while any command hangs. A
@@ -403,7 +403,7 @@ class VolumeGroup:
         with self._guard:
             self._stuck = tuple(running for running in self._stuck if not running.ended())
             stuck = self._stuck
-        if stuck and not is_report(words):
+        if stuck and not is_report(command_words):
             raise lvm_errors.StillRunning(stuck[0].words[1], stuck[0].seconds)
         for running in stuck:
             if is_report(running.words):
