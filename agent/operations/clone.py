@@ -315,7 +315,7 @@ class Copier:
     def source_of(self, state: Known, volume: Volume) -> Snapshot | None:
         """Return the snapshot from which an incomplete volume is copied; None if it needs none.
 
-        `state` has the source's group. Raises NoSuchSnapshot, OtherGroup or SourceLost if the
+        `state` includes the source's group. Raises NoSuchSnapshot, OtherGroup or SourceLost if the
         volume can never be completed.
         """
         source_id = _source_id(volume)

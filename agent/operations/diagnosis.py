@@ -131,8 +131,8 @@ class Condition:
         if len(message) <= most_bytes:
             return self.message + age
         # Cut a long message between two characters of its UTF-8.
-        cut = message[: most_bytes - len("…".encode())].decode(errors="ignore")
-        return f"{cut}…{age}"
+        shortened = message[: most_bytes - len("…".encode())].decode(errors="ignore")
+        return f"{shortened}…{age}"
 
 
 def distinct(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
@@ -551,25 +551,25 @@ def by_device_mapper(
                 )
 
 
-def _of_raid(name: str, raid_status: Raid) -> Iterator[Condition]:
-    if lost := sum(raid_status.failed):
+def _of_raid(name: str, status: Raid) -> Iterator[Condition]:
+    if lost_count := sum(status.failed):
         yield Condition(
-            Reason.RAID_DEGRADED if raid_status.survives else Reason.RAID_FAILED,
-            f"logical volume {name} is degraded: {lost} of the {len(raid_status.health)} images of"
-            f" its {raid_status.kind} failed; attach the disk again and run `lvchange --refresh"
+            Reason.RAID_DEGRADED if status.survives else Reason.RAID_FAILED,
+            f"logical volume {name} is degraded: {lost_count} of the {len(status.health)} images of"
+            f" its {status.kind} failed; attach the disk again and run `lvchange --refresh"
             f" {name}`, or replace it: `{VGEXTEND}`, then `carver volume repair`",
         )
-    elif raid_status.is_syncing:
+    elif status.is_syncing:
         yield Condition(
             Reason.RAID_RESYNCING,
-            f"logical volume {name} is resyncing ({raid_status.action},"
-            f" {raid_status.synced_percent:.0f} % done):"
+            f"logical volume {name} is resyncing ({status.action},"
+            f" {status.synced_percent:.0f} % done):"
             " until it is in sync the loss of a disk may lose data; nothing is to be done but wait",
         )
-    if raid_status.mismatches:
+    if status.mismatches:
         yield Condition(
             Reason.RAID_MISMATCHES,
-            f"the copies of logical volume {name} differ in {raid_status.mismatches} sectors; run"
+            f"the copies of logical volume {name} differ in {status.mismatches} sectors; run"
             f" `lvchange --syncaction repair {name}`",
         )
 

@@ -533,8 +533,8 @@ class Eraser:
                 self._mappings.erase(volume)
         are_lost = [True]
 
-        def zero_present(offset: int, length: int, by: By) -> None:
-            are_lost.append(self._zero_present(volume, device, offset, length, by))
+        def zero_present(offset: int, length: int, way: By) -> None:
+            are_lost.append(self._zero_present(volume, device, offset, length, way))
 
         work = self._paces.of(volume.group.name).work(
             "erase",
@@ -557,7 +557,7 @@ class Eraser:
                 self._kernel.discard(device, size_bytes, whole_bytes - size_bytes)
         return all(are_lost)
 
-    def _zero_present(self, volume: Volume, device: str, offset: int, length: int, by: By) -> bool:
+    def _zero_present(self, volume: Volume, device: str, offset: int, length: int, way: By) -> bool:
         """Zero the extents of a range that are on present disks; raise if one of these disks fails.
 
         Returns whether all extents that failed are certainly on missing disks.
@@ -566,7 +566,7 @@ class Eraser:
         while offset < end:
             size = min(extent - offset % extent, end - offset)
             try:
-                self._kernel.zero_out(device, offset, size, by=by)
+                self._kernel.zero_out(device, offset, size, by=way)
             except OSError as error:
                 is_lost = _is_lost(volume, offset // extent)
                 if error.errno != errno.EIO or is_lost is False:
@@ -637,8 +637,11 @@ def _about_disks(volume: Volume) -> str:
     holder = volume.group.volumes.get(root, volume.on_disks)
     path = f"{volume.group.name}/{holder.pool or holder.name}"
     if not volume.missing_disks:
-        gone = ", ".join(volume.group.missing_uuids)
-        return f"lvm2 takes nothing apart while the disk {gone} is missing; it goes on afterwards"
+        missing_uuids = ", ".join(volume.group.missing_uuids)
+        return (
+            f"lvm2 takes nothing apart while the disk {missing_uuids} is missing; it goes on"
+            " afterwards"
+        )
     return (
         f"a part of it lies on the missing disk {', '.join(volume.missing_disks)}. It goes on when"
         " the disk is back, or the volume is repaired. If the disk is lost for good, give that part"

@@ -246,16 +246,16 @@ class GroupSnapshotter:
         self._snapshotter.require_free(state, *planned)
         suspended = self._choose_held(sources)
         # Check the free space before the volumes are suspended.
-        needed, members = Counter[str](), Counter[str]()
+        needed_bytes, member_counts = Counter[str](), Counter[str]()
         for volume in sources:
-            needed[volume.group.name] += self._snapshotter.needed_bytes(
+            needed_bytes[volume.group.name] += self._snapshotter.needed_bytes(
                 volume,
                 call.size,
                 copy_on_write=str(volume.id) in suspended,
-                further_bytes=needed[volume.group.name],
-                further_count=members[volume.group.name],
+                further_bytes=needed_bytes[volume.group.name],
+                further_count=member_counts[volume.group.name],
             )
-            members[volume.group.name] += 1
+            member_counts[volume.group.name] += 1
         self._snapshotter.make_room(*sources)
         own_tags = {
             tag.NAME: call.name,
@@ -392,9 +392,9 @@ class GroupSnapshotter:
             config.endpoint.parent,
             *(definition.file.path for definition in definitions if definition.file),
         ]
-        needed = {mounts.holding(self._kernel.real_path(str(path))) for path in own_paths}
+        own_mounts = {mounts.holding(self._kernel.real_path(str(path))) for path in own_paths}
         for mount in mounts.of_device(device.number):
-            if mount in needed or not mount.path.startswith(tuple(kubelet_dirs)):
+            if mount in own_mounts or not mount.path.startswith(tuple(kubelet_dirs)):
                 raise errors.NotTogether(
                     str(volume.id),
                     f"it is mounted at {mount.path}, where Carver or lvm2 may have to write",

@@ -77,7 +77,7 @@ def bounded(
 ) -> Tuning:
     """Return the parameters of a new volume of a class, with the limit on RAID recovery.
 
-    `requested` are the requested parameters, and `device_class` is the device class.
+    `requested` are the mutable parameters that the caller asked for.
     """
     if not device_class.layout.is_raid:
         return requested
@@ -112,8 +112,10 @@ def bound(context: Context, group: Group) -> int:
     return sum(len(volume_names) for volume_names in volumes_by_change.values())
 
 
-def _change(lvm: Lvm, group: str, lacking: Tuning, present: Tuning, names: Sequence[str]) -> None:
-    tuning.change(lvm, group, names, lacking, present)
+def _change(
+    lvm: Lvm, group: str, lacking: Tuning, present_tuning: Tuning, names: Sequence[str]
+) -> None:
+    tuning.change(lvm, group, names, lacking, present_tuning)
 
 
 def resume(context: Context, *groups: str) -> int:
@@ -132,10 +134,10 @@ def resume(context: Context, *groups: str) -> int:
     return count
 
 
-def check(requested: Tuning, shape: Layout, present: Tuning = PLAIN) -> None:
+def check(requested: Tuning, shape: Layout, present_tuning: Tuning = PLAIN) -> None:
     """Raise BadField for mutable parameters that a volume with a layout cannot have.
 
-    `present` are the parameters that the volume has; those of `requested` are added to them.
+    `present_tuning` are the parameters that the volume has; those of `requested` are added to them.
     """
     if not (raid_parts := requested.of_raid):
         return
@@ -148,5 +150,5 @@ def check(requested: Tuning, shape: Layout, present: Tuning = PLAIN) -> None:
             f"{MUTABLE_FIELD}[{keys[raid_parts[-1]]}]",
             f"is for a RAID's layouts, this volume is {shape.kind}; allowed: {', '.join(allowed)}",
         )
-    if why := requested.over(present).refusal:
+    if why := requested.over(present_tuning).refusal:
         raise errors.BadField(MUTABLE_FIELD, why)

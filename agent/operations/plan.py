@@ -141,33 +141,38 @@ def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dic
     One of the tags marks the volume as incomplete. Raises BadField if the contents cannot be used
     as requested, TagsDamaged.
     """
-    source_id, source = str(origin.id), origin.own_tags
-    copied = {**volume_states.tags_for(EndedBy.COPIER), tag.FROM: source_id}
+    source_id, source_tags = str(origin.id), origin.own_tags
+    copied_tags = {**volume_states.tags_for(EndedBy.COPIER), tag.FROM: source_id}
     # Refuse to change the encryption: data are copied as they are on the disk.
-    if own_tags.get(tag.ENCRYPTION, "") != (has := source.get(tag.ENCRYPTION, "")):
+    if own_tags.get(tag.ENCRYPTION, "") != (
+        source_encryption := source_tags.get(tag.ENCRYPTION, "")
+    ):
         raise errors.BadField(
             "volume_content_source",
-            f"{source_id!r} {'is encrypted' if has else 'is not encrypted'}, and what is made of it"
-            f" must be so, too: ask for carver/encryption={has or 'nothing'}",
+            f"{source_id!r} {'is encrypted' if source_encryption else 'is not encrypted'}, and what"
+            " is made of it must be so, too: ask for"
+            f" carver/encryption={source_encryption or 'nothing'}",
         )
     # Copy the tag of a change of keys that is under way, since the copied header may have both
     # keys.
-    copied |= {key: source[key] for key in (tag.SEALED, tag.ROTATING) if key in source}
+    copied_tags |= {
+        key: source_tags[key] for key in (tag.SEALED, tag.ROTATING) if key in source_tags
+    }
     fs_type = own_tags.get(tag.FS_TYPE, "")
     if not fs_type:
         # Check no contents for a raw block volume, which may hold anything.
-        return copied
-    if records.is_block(source_id, source):
+        return copied_tags
+    if records.is_block(source_id, source_tags):
         raise errors.BadField(
             "volume_capabilities",
             f"mount: {source_id!r} is of a raw block volume; what it holds is not Carver's",
         )
-    formatted = source.get(tag.FORMATTED, "")
+    formatted = source_tags.get(tag.FORMATTED, "")
     if formatted and formatted != fs_type:
         raise errors.BadField(
             "volume_content_source", f"{source_id!r} holds {formatted}, not {fs_type}"
         )
-    return copied | ({tag.FORMATTED: formatted} if formatted else {})
+    return copied_tags | ({tag.FORMATTED: formatted} if formatted else {})
 
 
 def _planned(

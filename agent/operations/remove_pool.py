@@ -118,9 +118,9 @@ class PoolRemover:
                 # key.
                 job = self.jobs.start(Job(key))
             except Stopping:
-                done = Future[None]()
-                done.set_result(None)
-                return done
+                done_future = Future[None]()
+                done_future.set_result(None)
+                return done_future
         if job.cancelled.is_set():
             # The present job was cancelled, and has not ended because its disk does not answer:
             # start another one when it ends.
@@ -146,9 +146,10 @@ class PoolRemover:
                 self.remove_if_empty(group, pool)
 
     def retry_holding(self, group: str, pool: str, create: Callable[[], _T]) -> _T:
-        """Return the result of `create`; if it raises Removing, call it again with the pool kept.
+        """Return the result of `create`; on PoolBeingZeroed, call it again with the pool kept.
 
-        The first call is made without `kept`, so that a call that is refused anyway cancels no job.
+        The first attempt does not keep the pool, so that a request that is refused anyway cancels
+        no job.
         """
         try:
             return create()
@@ -158,7 +159,7 @@ class PoolRemover:
             return create()
 
     def require_kept(self, group: str, pool: str) -> None:
-        """Raise Removing if a thin pool is being zeroed; called before anything is created."""
+        """Raise PoolBeingZeroed, before anything is created, if a thin pool is being zeroed."""
         if self.jobs.has(f"{group}/{pool}"):
             raise PoolBeingZeroed(pool)
 
@@ -295,8 +296,8 @@ class PoolRemover:
         def writing() -> AbstractContextManager[object]:
             return self._kernel.opened(thin_path) if thin_path else nullcontext()
 
-        def zero(offset: int, length: int, by: By) -> None:
-            self._kernel.zero_out(device, offset, length, held=is_held, by=by)
+        def zero(offset: int, length: int, way: By) -> None:
+            self._kernel.zero_out(device, offset, length, held=is_held, by=way)
             # Flush the device; on a thin volume this also commits the pool's mapping of the zeroed
             # chunks.
             self._kernel.flush(device)

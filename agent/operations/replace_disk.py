@@ -69,36 +69,39 @@ class Replacement:
         # watcher, by the UUID of the old disk.
         self._watched: dict[str, float] = {}
 
-    def replace(self, old: str, new: str) -> Progress:
+    def replace(self, old_name: str, new_path: str) -> Progress:
         """Take the next step of replacing a disk, and return the progress.
 
-        `old` is the path of a disk, or the UUID of a missing disk; `new` is a path. Raises
-        NoSuchDisk, WouldBeLost, DiskTooSmall, NotVacant, BadField, and the errors of repairing a
-        volume.
+        `old_name` is the path of a disk, or the UUID of a missing disk; `new_path` is a path.
+        Raises NoSuchDisk, WouldBeLost, DiskTooSmall, NotVacant, BadField, and the errors of
+        repairing a volume.
         """
-        name = self._group_of(old, new)
+        name = self._group_of(old_name, new_path)
         with self._volume_groups.hold(name):
             group = self._look(name)
-            old_disk, new_disk = self._find(group, old), self._find(group, new)
+            old_disk, new_disk = self._find(group, old_name), self._find(group, new_path)
             if old_disk is None and new_disk is None:
                 # Neither disk is in the group any more: both were removed after the group was
                 # found.
-                raise _no_such_disk(old, [group])
+                raise _no_such_disk(old_name, [group])
             if old_disk is None:
                 return self._settled(group)
             if old_disk == new_disk:
-                raise errors.BadField("new_disk", f"{new} is the disk that it is to replace")
+                raise errors.BadField("new_disk", f"{new_path} is the disk that it is to replace")
             if old_disk.missing:
                 _require_copies(group, old_disk)
-            elif gone := ", ".join(group.missing_uuids):
-                why = f"lvm2 moves nothing while the disk {gone} is missing; replace that one first"
+            elif missing_uuids := ", ".join(group.missing_uuids):
+                why = (
+                    f"lvm2 moves nothing while the disk {missing_uuids} is missing; replace that"
+                    " one first"
+                )
                 raise errors.NotRepairable(old_disk.name, why)
             if new_disk is None:
-                self._add(group, old_disk, new)
+                self._add(group, old_disk, new_path)
                 group = self._look(name)
-                old_disk, new_disk = _by_uuid(group, old_disk.uuid), self._find(group, new)
+                old_disk, new_disk = _by_uuid(group, old_disk.uuid), self._find(group, new_path)
             if new_disk is None:
-                raise errors.NoSuchDisk(new, [disk.name for disk in group.disks], [])
+                raise errors.NoSuchDisk(new_path, [disk.name for disk in group.disks], [])
             if old_disk.fast and not new_disk.fast:
                 groups.mark_fast(self._lvm(name), [new_disk.name])
             if old_disk.missing:
@@ -120,7 +123,7 @@ class Replacement:
                     groups.watch_moves(self._lvm(group.name))
         return len(moving_groups)
 
-    def _group_of(self, old: str, new: str) -> str:
+    def _group_of(self, old_name: str, new_path: str) -> str:
         """Return the name of the volume group that has the old disk, or else the new disk.
 
         Only the new disk is found if the old one was removed already. The cached state decides
@@ -129,17 +132,17 @@ class Replacement:
         that cannot be read. Raises GroupBusy if the old disk may be in a group that was never read.
         """
         known_groups = list(self._reports.hint().groups.values())
-        if (group := self._having(known_groups, old)) is not None:
+        if (group := self._having(known_groups, old_name)) is not None:
             return group.name
-        if (group := self._having(known_groups, new)) is not None:
+        if (group := self._having(known_groups, new_path)) is not None:
             all_groups = self._reports.every_group(self._reports.fresh(group.name))
             all_groups.require_read()
             known_groups = list(all_groups.groups.values())
         else:
             known_groups = list(self._reports.fresh().groups.values())
-        group = self._having(known_groups, old) or self._having(known_groups, new)
+        group = self._having(known_groups, old_name) or self._having(known_groups, new_path)
         if group is None:
-            raise _no_such_disk(old, known_groups)
+            raise _no_such_disk(old_name, known_groups)
         return group.name
 
     def _having(self, groups: Iterable[Group], disk: str) -> Group | None:
@@ -178,22 +181,22 @@ class Replacement:
         except OSError:
             return None
 
-    def _add(self, group: Group, old_disk: PhysicalVolume, new: str) -> None:
+    def _add(self, group: Group, old_disk: PhysicalVolume, new_path: str) -> None:
         """Add a vacant disk to a volume group.
 
         Raises BadField for a disk that Carver may not use, NotVacant for a disk that is in use, and
         DiskTooSmall if the extents of `old_disk` do not fit.
         """
-        if not self._volume_groups.allows(new):
+        if not self._volume_groups.allows(new_path):
             why = "is not among the configured `devices`, or a filter of lvm.conf rejects it"
-            raise errors.BadField("new_disk", f"{new} {why}")
-        path = self._kernel.real_path(new)
+            raise errors.BadField("new_disk", f"{new_path} {why}")
+        path = self._kernel.real_path(new_path)
         label = self._volume_groups.scan().get(path)
         if isinstance(label, PhysicalLabel) and (label.is_used or label.group is not None):
             name = label.group.name if label.group is not None else "another group"
-            raise mount_errors.NotVacant(new, f"is a disk of {name}", "name another")
-        size_bytes = self._vacant_bytes(new, is_labelled=isinstance(label, PhysicalLabel))
-        self._require_equal_blocks(group, new)
+            raise mount_errors.NotVacant(new_path, f"is a disk of {name}", "name another")
+        size_bytes = self._vacant_bytes(new_path, is_labelled=isinstance(label, PhysicalLabel))
+        self._require_equal_blocks(group, new_path)
         extent = group.extent_size_bytes
         # Give the new disk the largest metadata area that leaves room for the extents, so that a
         # small metadata area of another disk no longer limits the size of the group's metadata.
@@ -203,13 +206,13 @@ class Replacement:
                 break
         else:
             raise errors.DiskTooSmall(
-                new, free_extents * extent, old_disk.allocated_extents * extent
+                new_path, free_extents * extent, old_disk.allocated_extents * extent
             )
         lvm = self._volume_groups.lvm_with(group.name, path)
         groups.extend(lvm, group.name, path, area_bytes)
         self._volume_groups.outdate()
 
-    def _vacant_bytes(self, new: str, *, is_labelled: bool) -> int:
+    def _vacant_bytes(self, new_path: str, *, is_labelled: bool) -> int:
         """Return the size, in bytes, of a vacant disk.
 
         Reading the disk has a time limit, because the group's lock is held. Raises NotVacant,
@@ -217,20 +220,20 @@ class Replacement:
         """
 
         def look() -> int:
-            mounts.require_unused(self._kernel, new)
+            mounts.require_unused(self._kernel, new_path)
             if not is_labelled:
-                mounts.require_blank(self._kernel, new)
-            return self._kernel.device_size_bytes(new)
+                mounts.require_blank(self._kernel, new_path)
+            return self._kernel.device_size_bytes(new_path)
 
         deadline = time.monotonic() + command.patience_seconds(_LOOK_SECONDS, 0.5)
         # Read the disk anew under a key of its own: the result of an earlier call may be outdated.
-        result = self._looks.probe(f"{new} {next(self._numbers)}", look, deadline, new)
+        result = self._looks.probe(f"{new_path} {next(self._numbers)}", look, deadline, new_path)
         if result.value is None or result.hanging_seconds:
             problem = f"has not answered for {result.hanging_seconds:.0f} s"
-            raise mount_errors.NotVacant(new, problem, "see `dmesg`, and name another")
+            raise mount_errors.NotVacant(new_path, problem, "see `dmesg`, and name another")
         return result.value
 
-    def _require_equal_blocks(self, group: Group, new: str) -> None:
+    def _require_equal_blocks(self, group: Group, new_path: str) -> None:
         """Raise NotVacant if a disk's logical block size, 512 bytes or 4 KiB, is not the group's.
 
         lvm2 refuses such a disk, too, but only after it has labelled the disk.
@@ -240,11 +243,11 @@ class Replacement:
             # Skip a disk that is missing, or that was just removed.
             with suppress(OSError):
                 group_sizes.add(self._kernel.logical_block_bytes(disk.name))
-        size = self._kernel.logical_block_bytes(new)
+        size = self._kernel.logical_block_bytes(new_path)
         if group_sizes and size not in group_sizes:
             sizes = " and ".join(str(block_bytes) for block_bytes in sorted(group_sizes))
             problem = f"has logical blocks of {size} bytes, and {group.name}'s disks have {sizes}"
-            raise mount_errors.NotVacant(new, problem, "name a disk with blocks like theirs")
+            raise mount_errors.NotVacant(new_path, problem, "name a disk with blocks like theirs")
 
     def _move(self, group: Group, old_disk: PhysicalVolume, new_disk: PhysicalVolume) -> Progress:
         """Stop allocation on a present disk, move its extents, and remove it from the group.

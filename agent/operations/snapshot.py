@@ -183,21 +183,26 @@ class Snapshotter:
         if is_thin:
             allocator = self._allocators.of_volume(volume)
             limited = allocator.full(group, further_count)
-            needed, free_bytes = volume.size_bytes, 0 if limited else allocator.maximum_bytes(group)
+            needed_bytes, free_bytes = (
+                volume.size_bytes,
+                0 if limited else allocator.maximum_bytes(group),
+            )
             purpose = limited or allocator.purpose(group)
         else:
             device_class = self._configuration.now.device_class(
                 class_name := volume.own_tags.get(tag.CLASS, "")
             )
-            wish = size or (SNAPSHOT_SIZE if device_class is None else device_class.snapshot_size)
-            needed = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
+            store_size = size or (
+                SNAPSHOT_SIZE if device_class is None else device_class.snapshot_size
+            )
+            needed_bytes = layout.copy_on_write_bytes(volume.size_bytes, store_size, group)
             closed = closed_to_new(group) or full(group, 1 + further_count)
             free_bytes = 0 if closed else self._allocators.beside_bytes(Room(group), class_name)
             purpose = f"for a snapshot of {volume.name} {closed}".rstrip()
         free_bytes = max(0, free_bytes - further_bytes)
-        if needed > free_bytes:
-            raise errors.NoRoom(group.name, needed, free_bytes, purpose)
-        return needed
+        if needed_bytes > free_bytes:
+            raise errors.NoRoom(group.name, needed_bytes, free_bytes, purpose)
+        return needed_bytes
 
     def delete(self, snapshot_id: str) -> None:
         """Split a snapshot from its origin, erase and remove it; a missing snapshot is no error.

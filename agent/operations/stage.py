@@ -400,16 +400,16 @@ class Stager:
         is_open = device.below is not None or not volume.is_encrypted
         return volume if is_open and tag.REMOUNT in volume.own_tags else None
 
-    def _tag_remount(self, volume: Volume, new: dict[str, str]) -> None:
-        self._tag_writer.replace(volume.backing, (tag.REMOUNT,), new)
+    def _tag_remount(self, volume: Volume, new_tags: dict[str, str]) -> None:
+        self._tag_writer.replace(volume.backing, (tag.REMOUNT,), new_tags)
 
-    def _record_later(self, volume: Volume, tags: dict[str, str]) -> None:
+    def _record_later(self, volume: Volume, own_tags: dict[str, str]) -> None:
         """Write tags to a volume after the response.
 
         If the tags are lost, the next NodeStageVolume call finds the same tags.
         """
-        if tags:
-            self._volume_groups.add_tags_later(volume.group.name, volume.name, tags)
+        if own_tags:
+            self._volume_groups.add_tags_later(volume.group.name, volume.name, own_tags)
 
     @contextmanager
     def _closing_on_failure(self, volume: Volume, device: Device) -> Iterator[None]:

@@ -141,8 +141,11 @@ class VolumesHealth:
             if volume is None:
                 conditions = [*diagnosis.silent_condition(volume_group)]
             else:
-                away = _away(volume_group)
-                conditions = [*away, *self._conditions(volume_group, volume, mounts, deadline)]
+                group_conditions = _away(volume_group)
+                conditions = [
+                    *group_conditions,
+                    *self._conditions(volume_group, volume, mounts, deadline),
+                ]
             if conditions:
                 yield volume_id, VolumeHealth(volume_id, diagnosis.distinct(conditions))
 
@@ -205,14 +208,14 @@ class VolumesHealth:
             conditions = self._by_kernel(volume_group, volume_id)
         else:
             conditions = self._conditions(volume_group, volume)
-        away = _away(volume_group) or (
+        group_conditions = _away(volume_group) or (
             Condition(
                 Reason.GROUP_MISSING,
                 f"its volume group is not on this node; another has its name, {volume_group.name}",
                 volume_group.time_seconds,
             ),
         )
-        return VolumeHealth(volume_id, diagnosis.distinct([*away, *conditions]))
+        return VolumeHealth(volume_id, diagnosis.distinct([*group_conditions, *conditions]))
 
     def _inline(self, volume_id: str) -> VolumeHealth:
         """Return the health of an inline volume.
