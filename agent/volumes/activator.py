@@ -129,8 +129,8 @@ class Activator:
         """
         # A copy-on-write snapshot is activated by its origin's name. By the snapshot's name, lvm2
         # would ask whether to activate the origin as well.
-        by = "" if snapshot.is_thin else snapshot.origin
-        return self.ensure_active(snapshot.group.name, snapshot.name, by)
+        activated_name = "" if snapshot.is_thin else snapshot.origin
+        return self.ensure_active(snapshot.group.name, snapshot.name, activated_name)
 
     def _deactivate_stranded(self, group: str, name: str) -> bool:
         """Deactivate a volume that uses the old device of a disk that went away and came back.
@@ -179,8 +179,9 @@ class Activator:
         # The status is read as well, since a pool may be active without a device of its own name.
         leftovers = [
             part
-            for part, whole in sorted(parts.items())
-            if whole in whole_names - active and not self._devices.status(group.name, whole)
+            for part, whole_name in sorted(parts.items())
+            if whole_name in whole_names - active
+            and not self._devices.status(group.name, whole_name)
         ]
         if not leftovers:
             return False

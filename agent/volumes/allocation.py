@@ -93,8 +93,10 @@ def closed(room: Room) -> str:
     if not room.group.missing_disks:
         is_closed = room.is_unclean and not room.takes_unclean
         return "while what is free in it is being overwritten" * is_closed
-    gone = ", ".join(room.group.missing_uuids)
-    return f"while its disk {gone} is missing; see `A disk is replaced` in docs/operations.md"
+    missing_uuids = ", ".join(room.group.missing_uuids)
+    return (
+        f"while its disk {missing_uuids} is missing; see `A disk is replaced` in docs/operations.md"
+    )
 
 
 def closed_to_new(group: report.Group) -> str:
@@ -146,7 +148,7 @@ class ThickAllocator:
     """
 
     layout: Layout
-    kept: Kept
+    kept_extents: Kept
 
     def maximum_bytes(self, group: report.Group) -> int:
         """Return the size of the largest volume that can be created now."""
@@ -156,7 +158,7 @@ class ThickAllocator:
 
     def room(self, group: report.Group) -> Room:
         """Return the free space of a volume group that the device class may use."""
-        return Room(group, self.kept(group))
+        return Room(group, self.kept_extents(group))
 
     def full(self, group: report.Group, further_count: int = 0) -> str:
         """Return why a group has too many logical volumes for another volume; empty if it has not.
@@ -180,14 +182,16 @@ class ThickAllocator:
         room = self.room(group)
         disks = sum(1 for disk in room.slow if room.free_on(disk))
         unclean = ", ".join(disk.name for disk in group.disks if disk.unclean)
-        beside = f" ({unclean} is overwritten first where it is free)" if unclean else ""
-        need = f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room{beside}"
-        return f"{need}{_of_policy(group)}"
+        remark = f" ({unclean} is overwritten first where it is free)" if unclean else ""
+        purpose = (
+            f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room{remark}"
+        )
+        return f"{purpose}{_of_policy(group)}"
 
-    def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
+    def create(self, lvm: Lvm, group: report.Group, new_volume: New) -> None:
         """Create a volume by one command."""
         disks = layout.placement(Room(group), self.layout)
-        volumes.create(lvm, group.name, new, layout=self.layout, disks=disks)
+        volumes.create(lvm, group.name, new_volume, layout=self.layout, disks=disks)
 
     def extend(self, lvm: Lvm, volume: Volume, size_bytes: int) -> None:
         """Extend a volume on its own disks, by one command."""
@@ -234,9 +238,9 @@ class Cached(ThickAllocator):
             " free,"
         )
 
-    def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
+    def create(self, lvm: Lvm, group: report.Group, new_volume: New) -> None:
         """Create a volume and its cache by one command."""
-        caches.create(lvm, group, new, self.cache)
+        caches.create(lvm, group, new_volume, self.cache)
 
     def finish(self, lvm: Lvm, volume: Volume) -> None:
         """Attach a volume's cache if it is missing.
@@ -260,7 +264,7 @@ class ThinAllocator:
     device_class: str
     group: str
     policy: Policy
-    kept: Kept
+    kept_extents: Kept
     activator: Activator
 
     def pool(self, group: report.Group) -> Pool:
@@ -287,7 +291,7 @@ class ThinAllocator:
     def full(self, group: report.Group, further_count: int = 0) -> str:
         """Return why a group has too many logical volumes for another volume; empty if it has not.
 
-        The pool counts as well if it is missing. `further_count` is as for `Thick.full`.
+        The pool counts as well if it is missing. `further_count` is as for `ThickAllocator.full`.
         """
         return full(
             group, further_count + (1 if pool_name(self.device_class) in group.volumes else 2)
@@ -305,7 +309,7 @@ class ThinAllocator:
 
     def room(self, group: report.Group) -> Room:
         """Return the free space of a volume group that the device class may use."""
-        return Room(group, self.kept(group))
+        return Room(group, self.kept_extents(group))
 
     def purpose(self, group: report.Group) -> str:
         """Return a text for error messages: the pool's limit, or why the pool takes no volume."""
@@ -314,11 +318,11 @@ class ThinAllocator:
         times += _of_policy(group)
         return f"for thin volumes: {why or times}"
 
-    def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
+    def create(self, lvm: Lvm, group: report.Group, new_volume: New) -> None:
         """Create a volume by one command, and the pool by another one if it is missing."""
         pool = self.pool(group)
         self._ensure_made(lvm, group, pool)
-        thin.create(lvm, group.name, pool.name, new)
+        thin.create(lvm, group.name, pool.name, new_volume)
 
     def extend(self, lvm: Lvm, volume: Volume, size_bytes: int) -> None:
         """Extend a volume by one command; first extend the pool if it is too full.
@@ -363,7 +367,7 @@ class ThinAllocator:
         group, extent = room.group, room.group.extent_size_bytes
         if not (pool := self.pool(group)).promised_bytes:
             return None
-        growth = pools.room_extents(room.keeping(self.kept(group)), pool)
+        growth = pools.room_extents(room.keeping(self.kept_extents(group)), pool)
         most_extents = 0 if closed(room) else growth
         more_extents = min(
             most_extents, pools.wanted_extents(pool.data_extents, percent, self.policy)
@@ -382,7 +386,7 @@ class ThinAllocator:
         group, extent = room.group, room.group.extent_size_bytes
         if not (pool := self.pool(group)).promised_bytes:
             return None
-        growth = pools.metadata_growth_extents(room.keeping(self.kept(group)), pool)
+        growth = pools.metadata_growth_extents(room.keeping(self.kept_extents(group)), pool)
         most_extents = 0 if closed(room) else growth
         more_extents = min(
             most_extents, pools.wanted_extents(pool.metadata_extents, percent, self.policy)
@@ -548,8 +552,8 @@ class Allocators:
                 # The allocator has no cache: only the volume's data grow, on slow disks.
                 return self.of(replace(device_class, layout=shape, cache=None))
         policy = Policy() if shape.is_thin else None
-        gone = volume.own_tags.get(tag.CLASS, "")
-        return self.of(DeviceClass(gone, volume.group.name, layout=shape, pool=policy))
+        class_name = volume.own_tags.get(tag.CLASS, "")
+        return self.of(DeviceClass(class_name, volume.group.name, layout=shape, pool=policy))
 
     def thin(self, group: report.Group) -> list[ThinAllocator]:
         """Return the allocators of the pools in a volume group, whatever the present classes say.

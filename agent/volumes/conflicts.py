@@ -66,9 +66,11 @@ class Conflicts:
         """
         self._queues[work] = _Queue(jobs.of, jobs, key_of, aborted)
 
-    def add_mkfs(self, detached: DetachedTasks) -> None:
+    def add_mkfs(self, detached_tasks: DetachedTasks) -> None:
         """Register the mkfs that outlive their calls."""
-        self._queues[Work.FORMAT] = _Queue(detached.mkfs_of, None, str, lambda task: task.problem())
+        self._queues[Work.FORMAT] = _Queue(
+            detached_tasks.mkfs_of, None, str, lambda task: task.problem()
+        )
 
     def require(self, call: Call, volume: Recorded) -> None:
         """Raise the error of a call that must not use a volume.

@@ -212,8 +212,10 @@ class Volume:
         computed from a requested capacity.
         """
         if self.is_encrypted and not self.header_bytes:
-            lost = f"no `{tag.HEADER}`, which a stage of a volume that has been used writes again"
-            raise errors.TagsDamaged(str(self.id), {lost})
+            lost_tag = (
+                f"no `{tag.HEADER}`, which a stage of a volume that has been used writes again"
+            )
+            raise errors.TagsDamaged(str(self.id), {lost_tag})
 
     @property
     def capacity_bytes(self) -> int:
@@ -498,8 +500,8 @@ def _guarded(
     group: report.Group, logical: report.LogicalVolume, record: _Record
 ) -> _Record | MadeByNewerVersion[_Record]:
     """Return the record; a `MadeByNewerVersion` if this version must not use volume or pool."""
-    needs, wrong = _needs(group, logical), faults(logical)
-    return MadeByNewerVersion(record, needs, wrong) if needs or wrong else record
+    needs, faulty_tags = _needs(group, logical), faults(logical)
+    return MadeByNewerVersion(record, needs, faulty_tags) if needs or faulty_tags else record
 
 
 def _needs(group: report.Group, logical: report.LogicalVolume) -> frozenset[str]:
@@ -583,8 +585,8 @@ def volumes_of(group: report.Group) -> Sequence[Volume | MadeByNewerVersion[Volu
 def named(group: report.Group, name: str, prefix: str = ids.VOLUME_PREFIX) -> Volume | None:
     """Return the volume of a group that the CO calls `name`; raise NeedsOther or TagsDamaged."""
     logical = group.volumes.get(names.logical_volume(prefix, name))
-    either = None if logical is None else volume(group, logical)
-    return None if either is None else to_use(either)
+    record = None if logical is None else volume(group, logical)
+    return None if record is None else to_use(record)
 
 
 def remains(

@@ -122,8 +122,8 @@ class Current(Contents):
         leaves out the snapshots of incomplete group snapshots.
         """
         place = self._find(snapshot_id)
-        either = None if place is None else records.snapshot(*place)
-        snapshot = None if either is None else to_use(either)
+        record = None if place is None else records.snapshot(*place)
+        snapshot = None if record is None else to_use(record)
         if snapshot is None or snapshot.is_bridge:
             raise errors.NoSuchSnapshot(snapshot_id)
         return snapshot
@@ -148,8 +148,8 @@ class Current(Contents):
     def doomed_volume(self, identity: str) -> Volume:
         """Return the volume with an id that is recorded as deleted; raise as `volume` does."""
         place = self._find(identity)
-        either = None if place is None else records.volume(*place) or records.remains(*place)
-        volume = None if either is None else to_use(either)
+        record = None if place is None else records.volume(*place) or records.remains(*place)
+        volume = None if record is None else to_use(record)
         if volume is None or not volume.is_doomed:
             raise errors.NoSuchVolume(identity)
         return volume

@@ -201,9 +201,11 @@ class Reports:
         Left out are groups that no class names any more, and groups that were replaced by another
         group of the same name.
         """
-        away = self._away(all_groups, members)
+        absent_groups = self._away(all_groups, members)
         return sorted(
-            group for group in away if (group in self._groups) != self._volume_groups.has(group)
+            group
+            for group in absent_groups
+            if (group in self._groups) != self._volume_groups.has(group)
         )
 
     def _away(self, all_groups: EveryGroup, members: Sequence[Snapshot]) -> set[str]:
@@ -215,26 +217,26 @@ class Reports:
         places = {records.place_of(snapshot.group_snapshot_id) for snapshot in members}
         for snapshot in members:
             places |= set(filter(None, snapshot.own_tags.get(tag.MEMBER_GROUPS, "").split(",")))
-        away = {place.partition("@")[0] for place in places - present}
+        absent_groups = {place.partition("@")[0] for place in places - present}
         if any(tag.MEMBER_GROUPS not in snapshot.own_tags for snapshot in members):
             # Snapshots of older versions lack the tag with the groups, so further snapshots may be
             # in any group.
-            away |= set(self._groups) - set(all_groups.groups)
-        return away
+            absent_groups |= set(self._groups) - set(all_groups.groups)
+        return absent_groups
 
-    def seen(self, max_age: float) -> Seen:
-        """Return the cached state, in which each group is at most `max_age` seconds old.
+    def seen(self, max_age_seconds: float) -> Seen:
+        """Return the cached state, in which each group is at most `max_age_seconds` old.
 
         Each group is read at most once in that time, however many callers ask, and not at all if
         calls read it anyway. A group that does not answer has its last state. If no group answers,
-        the error of a read is raised, and raised again to each caller for `max_age` seconds. Raises
+        the error of a read is raised, and raised again to each caller for `max_age_seconds`. Raises
         GroupSilent, and CommandTimedOut after five seconds.
         """
         groups = list(self._volume_groups)
         refreshing = [
             group.refresh()
             for group in groups
-            if not 0 <= time.time() - group.tried_seconds < max_age
+            if not 0 <= time.time() - group.tried_seconds < max_age_seconds
         ]
         wait(refreshing, _MONITOR_WAIT_SECONDS)
         # The error of a refused group does not count: the group was read, and is like an absent
@@ -276,20 +278,21 @@ class Reports:
         """Note that a caller uses the cached state of all groups, so that `refresh` reads them."""
         self._in_use.update(self._groups)
 
-    def outdate(self, written: str | None = None) -> None:
+    def outdate(self, written_path: str | None = None) -> None:
         """Have all disks scanned at the next read (`VolumeGroups.outdate`)."""
-        self._volume_groups.outdate(written)
+        self._volume_groups.outdate(written_path)
 
-    def refresh(self, max_age: float) -> "list[Future[report.Group | None]]":
-        """Begin to read each group whose cached state is in use and older than `max_age` seconds.
+    def refresh(self, max_age_seconds: float) -> "list[Future[report.Group | None]]":
+        """Begin to read each group whose cached state is in use and too old.
 
-        Returns at once. A read that failed counts as a read, so that it is not repeated at once.
-        Also starts deferred work for which no thread was available.
+        A cached state is too old after `max_age_seconds`. Returns at once. A read that failed
+        counts as a read, so that it is not repeated at once. Also starts deferred work for which no
+        thread was available.
         """
         self._volume_groups.catch_up()
         refreshing = []
         for group in self._volume_groups:
-            is_due = abs(time.time() - group.tried_seconds) >= max_age
+            is_due = abs(time.time() - group.tried_seconds) >= max_age_seconds
             if is_due and group.name in self._in_use:
                 refreshing.append(group.refresh())
                 self._in_use.discard(group.name)
