@@ -264,12 +264,12 @@ class _Labels:
         families = [family for family in self._families() if self._is_believed(family)]
         if not families:
             return None
-        best = min(map(self._rank_of, families))
-        meant = [family for family in families if self._rank_of(family) == best]
-        trusted = [path for family in meant for path in self._trusted(family)]
+        best_rank = min(map(self._rank_of, families))
+        best_families = [family for family in families if self._rank_of(family) == best_rank]
+        trusted = [path for family in best_families for path in self._trusted(family)]
         if len({self._texts[path].uuid for path in trusted}) > 1:
             places: defaultdict[str, list[str]] = defaultdict(list)
-            for path in sorted(path for family in meant for path in family):
+            for path in sorted(path for family in best_families for path in family):
                 places[self._texts[path].uuid].append(path)
             groups = "; ".join(
                 f"{uuid} on {', '.join(paths)}" for uuid, paths in sorted(places.items())
@@ -283,7 +283,7 @@ class _Labels:
         # The newest metadata count, since a disk that was missing may bear older metadata. Among
         # disks with equally new metadata the best proved counts.
         newest = min(trusted, key=lambda path: (-self._texts[path].seqno, self._ranks[path], path))
-        if self._known is None and best[_TRUST - 1] > Kind.LOCAL:
+        if self._known is None and best_rank[_TRUST - 1] > Kind.LOCAL:
             self._require_agreed(newest, trusted)
         return self._texts[newest]
 
@@ -364,13 +364,15 @@ class _Labels:
         candidates = [path for path in bearers if self._may_be_of(group, path)]
         if not candidates:
             return ()
-        best = self._best(candidates)
-        single = [paths[0] for paths in self._bearers.values() if len(paths) == 1]
-        if len(best) == 1 or not any(self._texts.get(path) == group for path in single):
-            return best
+        best_paths = self._best(candidates)
+        uncopied_paths = [paths[0] for paths in self._bearers.values() if len(paths) == 1]
+        if len(best_paths) == 1 or not any(
+            self._texts.get(path) == group for path in uncopied_paths
+        ):
+            return best_paths
         # Disks with the group's present metadata are the originals: they were written together with
         # the group's other disks, and a copy was not.
-        return tuple(path for path in best if self._texts.get(path) == group) or best
+        return tuple(path for path in best_paths if self._texts.get(path) == group) or best_paths
 
     def _may_be_of(self, group: Group, path: str) -> bool:
         """Whether a disk may be in the group, by the disk's label and how the disk is connected.
@@ -424,8 +426,8 @@ class _Labels:
 
     def _best(self, paths: Sequence[str]) -> tuple[str, ...]:
         """Return the paths with the best rank."""
-        best = min(self._ranks[path] for path in paths)
-        return tuple(path for path in paths if self._ranks[path] == best)
+        best_rank = min(self._ranks[path] for path in paths)
+        return tuple(path for path in paths if self._ranks[path] == best_rank)
 
     def _families(self) -> list[set[str]]:
         """Group the disks that name the volume group into sets.
@@ -438,10 +440,12 @@ class _Labels:
                 if (text := self._texts.get(path)) is None:
                     continue
                 members = {(text.uuid, uuid) for uuid in text.disk_uuids}
-                joined = [family for family in families if family[1] & members]
+                joined_families = [family for family in families if family[1] & members]
                 families = [family for family in families if not family[1] & members]
-                whole = set[str]({path}).union(*(family[0] for family in joined))
-                families.append((whole, members.union(*(family[1] for family in joined))))
+                paths_of_family = set[str]({path}).union(*(family[0] for family in joined_families))
+                families.append(
+                    (paths_of_family, members.union(*(family[1] for family in joined_families)))
+                )
         return [family[0] for family in families]
 
     def _is_believed(self, family: Collection[str]) -> bool:
@@ -464,8 +468,8 @@ class _Labels:
                 )
                 for path in family
             )
-        worst = Kind.LOCAL if self._listed else Kind.ATTACHED
-        return any(self._labels[path].kind <= worst for path in family)
+        worst_kind = Kind.LOCAL if self._listed else Kind.ATTACHED
+        return any(self._labels[path].kind <= worst_kind for path in family)
 
     def _rank_of(self, family: Collection[str]) -> _Rank:
         """Return the rank of a set of disks: for each proof, the best of any disk."""
@@ -484,10 +488,10 @@ class _Labels:
            with active volumes if there are any, else all.
         4. Add each disk that the metadata of the result name, until no more is added.
         """
-        best = min(self._ranks[path][:_TRUST] for path in family)
-        trusted = [path for path in family if self._ranks[path][:_TRUST] == best]
+        best_proof = min(self._ranks[path][:_TRUST] for path in family)
+        trusted = [path for path in family if self._ranks[path][:_TRUST] == best_proof]
         copied = [path for path in trusted if len(self._bearers[self._labels[path].uuid]) > 1]
-        if not copied and best[-1] is Kind.LOCAL:
+        if not copied and best_proof[-1] is Kind.LOCAL:
             return trusted
         trusted = [path for path in trusted if path not in copied] or trusted
         best_rank = min(self._ranks[path][: _TRUST + 1] for path in trusted)
@@ -498,8 +502,10 @@ class _Labels:
             remaining = [path for path in remaining if path not in joining]
         return counted
 
-    def _is_named(self, path: str, by: Iterable[str]) -> bool:
-        return any(self._labels[path].uuid in self._texts[namer].disk_uuids for namer in by)
+    def _is_named(self, path: str, naming_paths: Iterable[str]) -> bool:
+        return any(
+            self._labels[path].uuid in self._texts[namer].disk_uuids for namer in naming_paths
+        )
 
 
 # Advice in messages about a disk that is ignored, and left unchanged.
@@ -536,19 +542,19 @@ def _was_given_up(
     disks were removed from the group. A blank disk proves this as well; an unreadable or missing
     disk does not.
     """
-    labels, away = _labels(scanned_disks), False
+    labels, is_any_away = _labels(scanned_disks), False
     for path, uuid in zip(last_location.disks, last_location.disk_uuids, strict=False):
         _, sequence, _ = last_location.attached.get(uuid, (None, sequences.get(path), path))
         if path not in sequences or sequences[path] != sequence:
-            away = True
+            is_any_away = True
             continue
-        away = away or isinstance(scanned_disks.get(path), Unreadable | Damaged)
+        is_any_away = is_any_away or isinstance(scanned_disks.get(path), Unreadable | Damaged)
         label = labels.get(path)
         if label is None or label.group is None or label.group.uuid != last_location.uuid:
             continue
         # The metadata on a disk of the group have the group's present name.
         return label.group.name != name
-    return not away
+    return not is_any_away
 
 
 def _require_usable(group: Group) -> None:

@@ -158,7 +158,9 @@ def begin(definitions: GroupDefinitions, volume_groups: VolumeGroups) -> None:
             if (volume_group := volume_groups.known(name)) is not None:
                 volume_group.is_awaited = False
         still_defined = {
-            name: listed for name, listed in definitions.devices.items() if name in defined
+            name: group_devices
+            for name, group_devices in definitions.devices.items()
+            if name in defined
         }
         definitions.devices = still_defined
         _confine(definitions, volume_groups)
@@ -294,9 +296,9 @@ def _require_equal_blocks(kernel: Kernel, devices: Sequence[str]) -> None:
     """
     sizes = {device: kernel.logical_block_bytes(device) for device in devices}
     if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{device}: {size}" for device, size in sizes.items())
+        sizes_text = ", ".join(f"{device}: {size}" for device, size in sizes.items())
         raise errors.NotReady(
-            f"the devices' logical blocks differ ({listed} bytes): a group is of disks with"
+            f"the devices' logical blocks differ ({sizes_text} bytes): a group is of disks with"
             " blocks of one size; list the others for a group of their own"
         )
 
@@ -408,7 +410,9 @@ def _confined(
     }
     if not config.devices and not on_files.issuperset(config.groups):
         return ()
-    own_paths = [kernel.real_path(device) for listed in devices.values() for device in listed]
+    own_paths = [
+        kernel.real_path(device) for group_devices in devices.values() for device in group_devices
+    ]
     # A path that is no disk stands for an empty list, with which lvm2 would scan all devices.
     return (*config.devices, *own_paths) or (_NO_DISK,)
 

@@ -80,7 +80,7 @@ class _Known:
     generation: object
     # The number of device-mapper events of each copy-on-write snapshot, up to the last check that
     # found the snapshot's COW store not overflowed.
-    whole: dict[str, Events] = field(default_factory=dict)
+    snapshot_events: dict[str, Events] = field(default_factory=dict)
 
 
 class MetadataCache:
@@ -223,12 +223,12 @@ class MetadataCache:
         the result.
         """
         is_old = time.monotonic() - cached.time_seconds >= _LASTS_SECONDS
-        lost = None if mark != cached.fingerprint or is_old else self._lost(cached)
-        if lost is None:
+        overflowed = None if mark != cached.fingerprint or is_old else self._lost(cached)
+        if overflowed is None:
             return None
-        if lost:
+        if overflowed:
             group = cached.group
-            changed = {name: replace(group.volumes[name], overflowed=True) for name in lost}
+            changed = {name: replace(group.volumes[name], overflowed=True) for name in overflowed}
             cached = replace(cached, group=replace(group, volumes={**group.volumes, **changed}))
         self._known = cached
         return cached.group
@@ -241,20 +241,20 @@ class MetadataCache:
         """
         if not cached.group.readable_copy_on_write:
             return []
-        events, lost = self._devices.events(self.name), []
+        events, overflowed = self._devices.events(self.name), []
         for name in cached.group.readable_copy_on_write:
-            if (had := events.get(name)) is None:
+            if (present_events := events.get(name)) is None:
                 return None
-            if cached.whole.get(name) == had:
+            if cached.snapshot_events.get(name) == present_events:
                 continue
             status = self._devices.own_status(self.name, name)
             if not status:
                 return None
             if devicemapper.has_overflowed(status):
-                lost.append(name)
+                overflowed.append(name)
             else:
-                cached.whole[name] = had
-        return lost
+                cached.snapshot_events[name] = present_events
+        return overflowed
 
     def _locate(self) -> Location | None:
         """Scan all disks and locate the volume group anew; return None if the group is absent."""
@@ -319,12 +319,14 @@ class MetadataCache:
         # would not notice it.
         is_suspended = any(volume.suspended for volume in group.volumes.values())
         if mark is not None and mark == self._fingerprint(location) and not is_suspended:
-            whole = {
+            snapshot_events = {
                 name: self._events[name]
                 for name in group.readable_copy_on_write
                 if name in self._events and group.volumes[name].active
             }
-            self._known = _Known(group, location, mark, time.monotonic(), generation, whole)
+            self._known = _Known(
+                group, location, mark, time.monotonic(), generation, snapshot_events
+            )
         return group
 
     def _fingerprint(self, location: Location) -> Fingerprint | None:
@@ -350,10 +352,10 @@ def _memory(text_bytes: int) -> tuple[str, ...]:
     The text may double in length until the next report. The memory is a power of two, so that the
     setting changes rarely: lvm2's shell is restarted for another setting.
     """
-    needed, have = 2 * text_bytes + _BESIDE_TEXT_BYTES, _IO_BYTES
-    while have < needed:
-        have *= 2
-    return (f"global/io_memory_size={have >> 10}",) if have > _IO_BYTES else ()
+    needed_bytes, memory_bytes = 2 * text_bytes + _BESIDE_TEXT_BYTES, _IO_BYTES
+    while memory_bytes < needed_bytes:
+        memory_bytes *= 2
+    return (f"global/io_memory_size={memory_bytes >> 10}",) if memory_bytes > _IO_BYTES else ()
 
 
 def _is_whole_on(group: report.Group, location: Location) -> bool:

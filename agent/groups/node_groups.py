@@ -56,7 +56,7 @@ class HeldGroups:
     def keep(self, group: str, future: Future[None]) -> None:
         """Have the lock of a volume group released only when `future` is done.
 
-        Until then no other caller changes the group.
+        Before `future` is done, no other caller changes the group.
         """
         self._kept[group].append(future)
 
@@ -232,7 +232,7 @@ class VolumeGroups:
             held_groups.release()
 
     def unknown_disks(self) -> Sequence[tuple[str, str]]:
-        """Return the disks that may have volumes in a group that is not among `uuids`, and why.
+        """Return the disks that may hold volumes in a group that is not in use here, and why.
 
         Included are disks that only lack an entry in the devices file (lvmdevices(8)), such as a
         disk that was just connected. Left out are disks that the setting `devices` or filters of
@@ -262,10 +262,10 @@ class VolumeGroups:
         root = self.node.root
         if root is None:
             return disks
-        if (listed := lvm2.listed_disks(root)) is not None:
+        if (listed_uuids := lvm2.listed_disks(root)) is not None:
             # With a devices file lvm2 ignores filters. A listed disk is trusted less than a disk of
             # the setting `devices`, since a copy of the disk has the listed UUID as well.
-            listed_paths = {path for path, disk in disks.items() if _is_listed(disk, listed)}
+            listed_paths = {path for path, disk in disks.items() if _is_listed(disk, listed_uuids)}
             chosen = {
                 path: disk for path, disk in disks.items() if with_unlisted or path in listed_paths
             }
@@ -313,15 +313,15 @@ class VolumeGroups:
         """
         self.workers.replace_hanging_threads()
 
-    def outdate(self, written: str | None = None) -> None:
+    def outdate(self, written_path: str | None = None) -> None:
         """Have all disks scanned at the next read of each group.
 
         Called when a disk was, or may have been, connected or disconnected, or when the disk with
-        the path `written` got other contents. A disk of a group is an exception: the group itself
-        notices a write to its own disks at its next read.
+        the path `written_path` got other contents. A disk of a group is an exception: the group
+        itself notices a write to its own disks at its next read.
         """
         groups = list(self._volume_groups.values())
-        if written is not None and any(group.metadata.has(written) for group in groups):
+        if written_path is not None and any(group.metadata.has(written_path) for group in groups):
             return
         for group in groups:
             group.metadata.is_outdated = True
@@ -369,7 +369,7 @@ class VolumeGroups:
 
 
 def _when_done(futures: Sequence[Future[None]], releases: ExitStack) -> None:
-    """Close `releases`, which releases a lock, once all of these futures are done."""
+    """Close `releases`, which releases the lock of a volume group, when all futures are done."""
     if futures:
         futures[0].add_done_callback(lambda _: _when_done(futures[1:], releases))
     else:
@@ -383,6 +383,6 @@ def _trusted(disk: Found, kind: Kind) -> Found:
     return replace(disk, kind=min(disk.kind, kind))
 
 
-def _is_listed(disk: Found, listed: frozenset[str]) -> bool:
+def _is_listed(disk: Found, listed_uuids: frozenset[str]) -> bool:
     """Whether a scanned disk is, or may be, in the node's devices file (lvmdevices(8))."""
-    return not isinstance(disk, PhysicalLabel) or disk.uuid.replace("-", "") in listed
+    return not isinstance(disk, PhysicalLabel) or disk.uuid.replace("-", "") in listed_uuids

@@ -63,14 +63,14 @@ class Resumer:
             if under_way is not None and not under_way.done():
                 return under_way
             with suppress(RuntimeError):
-                ended = self._under_way[volume] = command.begin("hold", partial(self._do, volume))
-                return ended
+                future = self._under_way[volume] = command.begin("hold", partial(self._do, volume))
+                return future
         # Without a thread for the resume, the volume is resumed in the present thread: otherwise
         # the users of the volume would wait for ever.
         self._do(volume)
-        ended = Future[None]()
-        ended.set_result(None)
-        return ended
+        future = Future[None]()
+        future.set_result(None)
+        return future
 
     def _do(self, volume: Held) -> None:
         try:
@@ -147,8 +147,8 @@ class Quiesce:
             raise
         with self._guard:
             self._held.append(volume)
-            over = self._over
-        if over:
+            is_over = self._over
+        if is_over:
             # The timer has resumed the other volumes before this volume was suspended, so no other
             # thread resumes this one.
             self._end()
@@ -158,8 +158,8 @@ class Quiesce:
         with self._guard:
             self._over = True
             suspended, self._held = self._held, []
-        for volume, ended in self._resumer.resume(suspended).items():
-            ended.add_done_callback(partial(_follow, self._free[volume]))
+        for volume, resumed in self._resumer.resume(suspended).items():
+            resumed.add_done_callback(partial(_follow, self._free[volume]))
 
 
 @contextmanager

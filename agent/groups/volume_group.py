@@ -427,7 +427,7 @@ def begin_states(
     groups = tuple(volume_groups)
     began = time.monotonic()
     most_seconds = command.patience_seconds(_SHORT_WAIT_SECONDS * _NEEDED_WAIT_TIMES, 0.5)
-    begun = [(volume_group, volume_group._begin(complete)) for volume_group in groups]
+    pending_states = [(volume_group, volume_group._begin(complete)) for volume_group in groups]
 
     def wait_for(refreshing: Iterable["Future[report.Group | None]"], seconds: float) -> None:
         left_seconds = began + min(seconds, most_seconds) - time.monotonic()
@@ -435,17 +435,20 @@ def begin_states(
 
     def end() -> dict[str, report.Group | None]:
         with trace.step(trace.WAIT, "refresh"):
-            wait_for((future for _, future in begun if future is not None), _SHORT_WAIT_SECONDS)
+            wait_for(
+                (future for _, future in pending_states if future is not None), _SHORT_WAIT_SECONDS
+            )
             # Staleness is checked after the first wait, since a change may have ended during that
             # wait.
-            needed = [
+            needed_futures = [
                 future
-                for volume_group, future in begun
+                for volume_group, future in pending_states
                 if complete and future is not None and not future.done() and volume_group._may_lack
             ]
-            wait_for(needed, most_seconds)
+            wait_for(needed_futures, most_seconds)
         return {
-            volume_group.name: volume_group._end(future, complete) for volume_group, future in begun
+            volume_group.name: volume_group._end(future, complete)
+            for volume_group, future in pending_states
         }
 
     return end
