@@ -245,10 +245,10 @@ class Copier:
 
     @contextmanager
     def promised(self, source: Snapshot, name: str) -> Iterator[None]:
-        """Keep a snapshot from being removed within the `with`, for the volume called `name`.
+        """Keep a snapshot, from which a volume is to be copied, from being removed in the `with`.
 
-        The volume is created within the `with`. To be entered with the snapshot's group locked,
-        like `prepare`, and left with no group locked.
+        The volume is called `name`, and is created within the `with`. To be entered with the
+        snapshot's group locked, like `prepare`, and left with no group locked.
         """
         promise = (str(source.id), name)
         self._promised.add(promise)
@@ -472,7 +472,10 @@ class Copier:
                 volumes.extend(lvm, group, volume.name, size_bytes=size_bytes)
 
     def _copy_all(self, job: Copy, volume: Volume) -> Generator[float, None, Snapshot]:
-        """Copy all of a volume's source; return the source, which stays while the job exists."""
+        """Copy a volume's source to the volume; return the source.
+
+        The source exists as long as the job.
+        """
         group = ids.group_of(job.source_id)
         with self._volume_groups.hold(group):
             if (source := job.source) is None:

@@ -424,7 +424,7 @@ def change(
     """Replace a volume's key, and return the slot of the new key.
 
     `old_key` is the volume's key or its recovery key. Crash points: before each `kill` the volume
-    opens by both keys. Raises WrongKey if `old_key` opens no slot.
+    can be opened by both keys. Raises WrongKey if `old_key` opens no slot.
     """
     free_slot = next((slot for slot in _USUAL if slot not in slots), None)
     if free_slot is None:

@@ -269,7 +269,7 @@ class Eraser:
         return True
 
     def pending(self, volume: Volume) -> errors.OperationPending:
-        """Return the error of a call that must wait until a volume is erased, with the progress."""
+        """Return the error, with the progress, for a call that has to wait for an erasure."""
         job = self.jobs.of(str(volume.id))
         if job is None:
             return errors.OperationPending(f"{volume.id} (being erased)")
@@ -519,7 +519,7 @@ class Eraser:
             yield self.look_seconds
 
     def _overwrite(self, job: EraseJob, volume: Volume) -> Generator[float, None, bool]:
-        """Overwrite a volume; return whether all that failed is certainly on missing disks."""
+        """Overwrite a volume; return whether every failed extent is surely on a missing disk."""
         device = self._activator.activate(volume).path
         purpose = self.policy.purpose(job.volume)
         is_partial = purpose is Purpose.PARTIAL

@@ -94,7 +94,7 @@ class GroupSnapshotter:
 
     @staticmethod
     def logical_name(name: str) -> str:
-        """Return the name that calls on a group snapshot lock; no logical volume has this name."""
+        """Return the name by which calls lock a group snapshot; no logical volume has the name."""
         return names.logical_volume(ids.GROUP_SNAPSHOT_PREFIX, name)
 
     def create(self, call: CreateGroupSnapshot) -> GroupSnapshot:
@@ -318,7 +318,7 @@ class GroupSnapshotter:
         """Raise NotWhole for a group snapshot that may be complete, or was complete.
 
         Such a group snapshot must be neither removed nor answered as missing. The method returns
-        for one that was never complete, and for one without snapshots.
+        for a group snapshot that was never complete, and for a group snapshot without snapshots.
         """
         if not snapshots or self._reports.is_half_made(all_groups, snapshots):
             return
@@ -493,7 +493,7 @@ class GroupSnapshotter:
     def _is_to_be_undone(self, snapshots: list[Snapshot]) -> bool:
         """Whether a failed call of this process left these snapshots, so that they must be removed.
 
-        The snapshots may be all of the group snapshot, but perhaps not of one moment.
+        All snapshots of the group snapshot may exist, but perhaps they do not show one moment.
         """
         is_recorded = any(tag.COMMITTED in snapshot.own_tags for snapshot in snapshots)
         return self.undone.has(snapshots[0].group_snapshot_id) and not is_recorded
@@ -559,7 +559,7 @@ def _same(existing: GroupSnapshot, call: CreateGroupSnapshot) -> GroupSnapshot:
 
 
 def _compare(call: KnownGroupSnapshot, snapshots: list[Snapshot]) -> None:
-    """Raise BadField if a request names other snapshots than those of the group snapshot."""
+    """Raise BadField if a request names other snapshots than the group snapshot has."""
     snapshot_ids = {str(snapshot.id) for snapshot in snapshots}
     if not call.snapshot_ids:
         raise errors.BadField("snapshot_ids", f"is required: {', '.join(sorted(snapshot_ids))}")

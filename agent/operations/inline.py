@@ -56,7 +56,7 @@ _PATIENCE_SECONDS = 60.0
 class PendingSizes:
     """Sizes of the inline volumes that calls are creating, which reports of other calls may lack.
 
-    The sizes are kept until no call is under way that may have read such a report.
+    A size is kept until each call has ended that may have read a report without the volume.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class PendingSizes:
             self._sizes_bytes[volume_id] = size_bytes
 
     def forget(self, volume_id: str) -> None:
-        """Remove a volume from the total that was not created, or that is deleted."""
+        """Remove a volume that was not created, or that is deleted, from the total."""
         with self._guard:
             self._sizes_bytes.pop(volume_id, None)
 

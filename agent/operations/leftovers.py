@@ -106,7 +106,7 @@ class Leftovers:
         return _callers(fresh_groups[name] for name in groups if name in fresh_groups)
 
     def _every(self, group: str) -> EveryGroup:
-        """Return all volume groups, as CreateVolume itself reads them to find its volume.
+        """Return a report of all volume groups, read as CreateVolume reads them to find its volume.
 
         The state of the named group is fresh.
         """

@@ -239,7 +239,7 @@ _FAILURE = "volume group %s: cannot look for volumes to repair: %s"
 
 @dataclass
 class _Seen:
-    """Degraded volumes of a volume group at the last check, by their ids.
+    """Notes about the volumes of a volume group that lacked a disk at the last check.
 
     `logged` has the last message that was logged about each volume.
     """

@@ -239,7 +239,7 @@ class Snapshotter:
             raise errors.VolumeInUse(snapshot_id, f"{', '.join(copies)} is copied from it")
 
     def go_on(self, state: Known, snapshot_id: str) -> None:
-        """Erase in the background what is left of a snapshot that was split from its origin.
+        """Erase, in the background, the rest of a snapshot that was split from its origin.
 
         Raises NeedsOther or TagsDamaged for a snapshot that must not be erased.
         """

@@ -301,7 +301,7 @@ class Stager:
         )
 
     def _in_unformatted(self, volume: Volume, device: Device) -> filesystem.Signature | None:
-        """Return the contents of a volume that is not formatted by its tags; None if blank."""
+        """Return the contents of a volume without the tag `formatted`; None for a blank volume."""
         made_bytes = volume.made_bytes - volume.header_bytes
         if volume.own_tags.keys() & _USED:
             return filesystem.probe(self._kernel, device.path)
@@ -392,7 +392,7 @@ class Stager:
         return table.read(self._kernel)
 
     def _to_be_remounted(self, volume_id: str, device: Device) -> Volume | None:
-        """Return a volume if an earlier call unmounted it to mount it again, else None."""
+        """Return a volume that an earlier call unmounted in order to mount it again, else None."""
         try:
             volume = self._mender.mended_volume(volume_id, Call.USE)
         except _LOOKUP_ERRORS:
@@ -423,7 +423,7 @@ class Stager:
             raise
 
     def check_keys(self, volume_id: str, parameters: Parameters, keys: Keys) -> None:
-        """Raise the error of staging without a key, before the volume exists."""
+        """Raise, before the volume exists, the error that staging without a key would raise."""
         is_encrypted = parameters.is_encrypted
         self._encrypted.check_keys(volume_id, parameters.device_class, keys, encrypted=is_encrypted)
 
