@@ -47,10 +47,11 @@ class Activator:
         self._held: frozenset[tuple[str, str]] = frozenset()
 
     def device(self, volume: Backing) -> active_devices.Device | None:
-        """Return the device of an active volume, without a command; None proves nothing.
+        """Return the device of an active volume, without a command.
 
-        For an open encrypted volume it is the dm-crypt device. For a closed encrypted volume it is
-        the logical volume's device, which callers must not publish.
+        The result None does not prove that the volume is inactive. For an open encrypted
+        volume it is the dm-crypt device. For a closed encrypted volume it is the logical volume's
+        device, which callers must not publish.
         """
         devices = (self._devices.find(group, volume.name) for group in self._groups_of(volume))
         device = next(filter(None, devices), None)

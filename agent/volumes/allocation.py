@@ -142,7 +142,8 @@ def _of_policy(group: report.Group) -> str:
 class ThickAllocator:
     """Allocator of volumes that have all their extents from the start.
 
-    `layout` is that of the volumes, `kept` the number of extents to keep free. Sizes are in bytes,
+    `layout` is the layout of the volumes. `kept_extents` returns the number of extents that must
+    stay free in a group. Sizes are in bytes,
     of whole extents. For `create` and `extend` the caller holds the group's lock, and has read the
     report under that lock. `finish` completes a volume whose `create` was killed.
     """
@@ -381,7 +382,8 @@ class ThinAllocator:
     def extend_metadata(self, lvm: Lvm, room: Room, percent: float) -> int | None:
         """Extend the metadata of a pool that is `percent` full; return the bytes, 0 if none.
 
-        In all else it is as `extend_data`.
+        The class's reserve is kept free, beside what `room` keeps free. Returns None for a pool
+        without volumes, which is being zeroed before its removal.
         """
         group, extent = room.group, room.group.extent_size_bytes
         if not (pool := self.pool(group)).promised_bytes:

@@ -91,7 +91,7 @@ class ErasePolicy:
 
     @property
     def zeroes(self) -> bool:
-        """Whether the setting has deleted data erased, encrypted or not."""
+        """Whether the setting `wipe` demands that deleted data are zeroed, even encrypted data."""
         return self._wipe.zeroes
 
     def erases(self, deleted: Volume | Snapshot) -> bool:
@@ -251,7 +251,7 @@ class ErasePolicy:
             self._distrust(device, way, disks)
 
     def _distrust(self, device: str, way: By, disks: Iterable[str]) -> None:
-        """Never ask these disks again to zero in this way; log each disk once."""
+        """Never again use this way to zero these disks; log each disk once."""
         if newly_distrusted := self._kernel.distrust(disks, way):
             _log.error(
                 "%s: data were still there after %s on %s, which reported success; they are"

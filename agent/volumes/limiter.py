@@ -215,7 +215,7 @@ class Limiter:
         return sum(1 for volume in present if any(self._of(volume.backing)))
 
     def _lift_others(self, own_volumes: Sequence[Volume]) -> None:
-        """Remove limits of these volumes that no tag has: a killed process left them."""
+        """Remove I/O limits that a killed process left on volumes and that no tag records."""
         try:
             present = self._cgroups.limits()
         except mount_errors.NoCgroup:
@@ -283,7 +283,7 @@ class Limiter:
         return [] if limited is None else [limited]
 
     def _set_own(self, limited: Limited) -> None:
-        """Set the limits of a volume, unless a caller has lifted them: then they are set later."""
+        """Set the I/O limits of a volume, unless the limits are lifted at the moment (`lifted`)."""
         if not self._lifted[limited.number]:
             self._set(limited, limited.io_max)
 

@@ -373,7 +373,7 @@ class Snapshot:
 
 
 def requested(required_bytes: int, size_bytes: int, header_bytes: int) -> dict[str, str]:
-    """Return the tag of a volume that has more capacity than its caller asked for, else none.
+    """Return the tag with the requested size if a volume has more capacity than requested.
 
     The capacity is the volume's size without its LUKS2 header.
     """
@@ -383,7 +383,7 @@ def requested(required_bytes: int, size_bytes: int, header_bytes: int) -> dict[s
 
 
 def requested_bytes(own_tags: Mapping[str, str], size_bytes: int) -> int:
-    """Return the bytes that were asked for and rounded up to this size; 0 if no tag says so."""
+    """Return the requested bytes that were rounded up to `size_bytes`; 0 if no tag records them."""
     requested_text, _, size_text = own_tags.get(tag.REQUESTED, "").partition("/")
     return tags.number(requested_text) or 0 if size_text == str(size_bytes) else 0
 
@@ -499,7 +499,11 @@ def unknown_needs(logical: report.LogicalVolume) -> frozenset[str]:
 def _guarded(
     group: report.Group, logical: report.LogicalVolume, record: _Record
 ) -> _Record | MadeByNewerVersion[_Record]:
-    """Return the record; a `MadeByNewerVersion` if this version must not use volume or pool."""
+    """Return a record, wrapped in `MadeByNewerVersion` if this version of Carver must not use it.
+
+    This version must not use a volume if it does not know a property of the volume or of its thin
+    pool, or if tags of the volume were lost or changed by hand.
+    """
     needs, faulty_tags = _needs(group, logical), faults(logical)
     return MadeByNewerVersion(record, needs, faulty_tags) if needs or faulty_tags else record
 
@@ -567,7 +571,7 @@ _last_volumes: dict[str, tuple[report.Group, Sequence[Volume | MadeByNewerVersio
 
 
 def volumes_of(group: report.Group) -> Sequence[Volume | MadeByNewerVersion[Volume]]:
-    """Return the volumes of a group; cached for the group's last state, as lists are frequent.
+    """Return the volumes of a group, from a cache if the group has not changed since the last call.
 
     The state of a group is the same object until something changes in the group.
     """

@@ -176,8 +176,9 @@ class Reports:
     def half_made(self, all_groups: EveryGroup) -> set[str]:
         """Return the ids of the group snapshots that never were complete.
 
-        Callers do not get the snapshots of these. Two facts prove it: no snapshot has the tag that
-        all were taken, and no group is absent that may hold another snapshot.
+        Callers do not get the snapshots of such a group snapshot. Two facts prove that it never was
+        complete: none of its snapshots has the tag `committed`, and no group is absent that may
+        hold a further snapshot of it.
         """
         return {
             identity
@@ -259,7 +260,7 @@ class Reports:
     def cached(self, volume_id: str) -> Volume | None:
         """Return a volume by the cached state, and have that state refreshed when it is due.
 
-        None proves nothing.
+        The result None does not prove that the volume is absent.
         """
         self.keep_fresh()
         logical = backing.of_id(volume_id)

@@ -45,7 +45,7 @@ class TagWriter:
 
 @contextmanager
 def logging_refusals(volume_id: str, key: str) -> Iterator[None]:
-    """Log lvm2's refusal to change a tag without which the call can succeed, and go on.
+    """Log lvm2's refusal to change a tag that the call does not depend on, and go on.
 
     lvm2 writes no tag in a group that is full or that lacks a disk. An error that leaves the
     outcome unknown is raised: the caller repeats the call.

@@ -127,7 +127,8 @@ def _holders(kernel: Kernel, activator: Activator, volume: Volume) -> str:
 def holders(kernel: Kernel, device: Device) -> str:
     """Return a text for error messages: which devices or processes have a device open.
 
-    Devices that stand on the device are named, or else the processes. Runs no command.
+    The devices on top of the device are named, or else the processes that have it open. Runs no
+    command.
     """
     names: list[str] = []
     with suppress(OSError, mount_errors.MountError):
