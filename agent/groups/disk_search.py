@@ -449,7 +449,7 @@ class _Labels:
         return [family[0] for family in families]
 
     def _is_believed(self, family: Collection[str]) -> bool:
-        """Whether a set of disks may be the group's at all.
+        """Whether a set of disks may belong to the volume group at all.
 
         That depends on where the group was found before, on what the operator listed, and on who
         may have written the disks.
@@ -472,7 +472,7 @@ class _Labels:
         return any(self._labels[path].kind <= worst_kind for path in family)
 
     def _rank_of(self, family: Collection[str]) -> _Rank:
-        """Return the rank of a set of disks: for each proof, the best of any disk."""
+        """Return the rank of a set of disks: for each proof, the best rank among the disks."""
         ranks = [self._ranks[path] for path in family]
         was_known, listed, kind, active, backed_up, has_tags = zip(*ranks, strict=True)
         return (min(was_known), min(listed), min(kind), min(active), min(backed_up), min(has_tags))
@@ -480,7 +480,7 @@ class _Labels:
     def _trusted(self, family: Collection[str]) -> list[str]:
         """Return the disks of a set whose metadata count.
 
-        Others may have forged metadata that make a disk one of the set, so:
+        A tenant may have forged metadata that make a disk one of the set, so:
 
         1. Take the disks that are best proved by who may have written their metadata.
         2. If these are local disks without copies, they are the result.

@@ -236,8 +236,8 @@ class MetadataCache:
     def _lost(self, cached: _Known) -> list[str] | None:
         """Return the names of the copy-on-write snapshots that overflowed since the report.
 
-        None if the kernel has no status of a snapshot. One ioctl reads the events of all devices,
-        and one more ioctl the status of each snapshot that had an event.
+        The result is None if the kernel has no status of a snapshot. One ioctl reads the events of
+        all devices, and one more ioctl the status of each snapshot that had an event.
         """
         if not cached.group.readable_copy_on_write:
             return []
@@ -294,7 +294,7 @@ class MetadataCache:
     def _shown(self, location: Location) -> report.Group | None:
         """Return lvm2's report of the volume group on these disks.
 
-        None if lvm2 shows no group of the name, or a group with another UUID.
+        The result is None if lvm2 shows no group of the name, or a group with another UUID.
         """
         # The events are read before the report. A snapshot that overflows during the report is
         # either reported as overflowed, or has one more event at the next check.

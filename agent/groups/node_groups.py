@@ -115,8 +115,8 @@ class VolumeGroups:
     def known(self, name: str) -> VolumeGroup | None:
         """Return a volume group by its name, without a scan of disks.
 
-        None for a group that no device class of the configuration names and that `of` has not found
-        yet.
+        The result is None for a group that no device class of the configuration names and that `of`
+        has not found yet.
         """
         volume_group = self._volume_groups.get(name)
         return self._ensure(name) if volume_group is None and name in self.names else volume_group
@@ -124,7 +124,8 @@ class VolumeGroups:
     def changed_at(self, name: str) -> float:
         """Return the time of Carver's last change of a volume group (monotonic, seconds).
 
-        The present time while the group's lock is held; minus infinity for an unknown group.
+        The result is the present time while the group's lock is held, and minus infinity for an
+        unknown group.
         """
         volume_group = self.known(name)
         return -math.inf if volume_group is None else volume_group.lock.held_at

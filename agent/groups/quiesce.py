@@ -201,5 +201,8 @@ def _held(devices: Devices, groups: Sequence[str]) -> Iterator[Held]:
 
 
 def _follow(resumed: Future[None], _: Future[None]) -> None:
-    """Mark a volume as no longer suspended, when the future of its resume is done."""
+    """Complete `resumed`, the future that says that a volume is no longer suspended.
+
+    Called when the future of the volume's resume is done.
+    """
     resumed.set_result(None)
