@@ -181,22 +181,22 @@ class MetadataCache:
         if cached is not None and cached.generation is not generation:
             cached = None
         if cached is not None and not self._may_have_moved(cached):
-            mark = self._fingerprint(cached.location)
-            if (unchanged := self._kept(cached, mark)) is not None:
+            fingerprint = self._fingerprint(cached.location)
+            if (unchanged := self._kept(cached, fingerprint)) is not None:
                 return unchanged
             # lvm2 sees only the disks known so far. If a commit added or removed disks, the report
             # differs from the location, and the disks are scanned below.
-            group = None if mark is None else self._shown(cached.location)
+            group = None if fingerprint is None else self._shown(cached.location)
             # lvm2 also shows a group that was exported since. Such a group is located anew below,
             # where the labels of its disks say whose it is.
             if group is not None and group.is_one_node_s and _is_whole_on(group, cached.location):
-                return self._remembered(group, cached.location, mark, generation)
+                return self._remembered(group, cached.location, fingerprint, generation)
         location = self._locate()
         if location is None:
             return None
-        mark = self._fingerprint(location)
+        fingerprint = self._fingerprint(location)
         if cached is not None and location == cached.location:
-            unchanged = self._kept(cached, mark)
+            unchanged = self._kept(cached, fingerprint)
             if unchanged is not None:
                 return unchanged
         group = self._shown(location)
@@ -207,14 +207,14 @@ class MetadataCache:
             group = self._shown(location)
         if group is None:
             raise errors.GroupRefused(self.name, _why_hidden(location))
-        return self._remembered(group, location, mark, generation)
+        return self._remembered(group, location, fingerprint, generation)
 
     def _may_have_moved(self, cached: _Known) -> bool:
         """Whether disks of the group may have been connected or disconnected since the report."""
         is_old = time.monotonic() - self._located >= _BLIND_SECONDS
         return self.is_outdated or is_old or bool(cached.location.missing)
 
-    def _kept(self, cached: _Known, mark: Fingerprint | None) -> report.Group | None:
+    def _kept(self, cached: _Known, fingerprint: Fingerprint | None) -> report.Group | None:
         """Return the cached group if it is still true, else None.
 
         The group may be outdated because of the fingerprint of its disks, because of its age, or
@@ -223,7 +223,7 @@ class MetadataCache:
         the result.
         """
         is_old = time.monotonic() - cached.time_seconds >= _LASTS_SECONDS
-        overflowed = None if mark != cached.fingerprint or is_old else self._lost(cached)
+        overflowed = None if fingerprint != cached.fingerprint or is_old else self._lost(cached)
         if overflowed is None:
             return None
         if overflowed:
@@ -307,7 +307,7 @@ class MetadataCache:
         self,
         group: report.Group,
         location: Location,
-        mark: Fingerprint | None,
+        fingerprint: Fingerprint | None,
         generation: object,
     ) -> report.Group:
         """Cache the group if lvm2 committed nothing while it was read; return the group."""
@@ -318,14 +318,18 @@ class MetadataCache:
         # A group with a suspended device is not cached: a resume writes no metadata, so the cache
         # would not notice it.
         is_suspended = any(volume.suspended for volume in group.volumes.values())
-        if mark is not None and mark == self._fingerprint(location) and not is_suspended:
+        if (
+            fingerprint is not None
+            and fingerprint == self._fingerprint(location)
+            and not is_suspended
+        ):
             snapshot_events = {
                 name: self._events[name]
                 for name in group.readable_copy_on_write
                 if name in self._events and group.volumes[name].active
             }
             self._known = _Known(
-                group, location, mark, time.monotonic(), generation, snapshot_events
+                group, location, fingerprint, time.monotonic(), generation, snapshot_events
             )
         return group
 

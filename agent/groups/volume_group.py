@@ -216,9 +216,9 @@ class VolumeGroup:
 
     def _refresh(self) -> report.Group | None:
         """Read the state once no other thread reads it; runs in the background thread."""
-        with command.time_limit(_BACKGROUND_SECONDS), ExitStack() as turn:
+        with command.time_limit(_BACKGROUND_SECONDS), ExitStack() as lock:
             try:
-                turn.enter_context(self._readers.hold())
+                lock.enter_context(self._readers.hold())
             finally:
                 with self._guard:
                     self._next = None

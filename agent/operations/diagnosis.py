@@ -275,8 +275,8 @@ class Diagnosis:
         self, group: report.Group, name: str, until_seconds: float
     ) -> tuple[Condition, ...]:
         """Return the health conditions that device-mapper reports about a thin pool itself."""
-        place = f"{group.name}/{name}"
-        description = f"thin pool {place}"
+        pool_path = f"{group.name}/{name}"
+        description = f"thin pool {pool_path}"
 
         def look() -> KernelConditions:
             status = thin.status_of(self._activator.status(group.name, name))
@@ -286,7 +286,9 @@ class Diagnosis:
                 tuple(_of_pool(status, description, has_all=has_all(group, name)))
             )
 
-        return self._waited(f"pool {place}", place, description, look, until_seconds).conditions
+        return self._waited(
+            f"pool {pool_path}", pool_path, description, look, until_seconds
+        ).conditions
 
     def _by_kernel(
         self,
@@ -305,19 +307,19 @@ class Diagnosis:
         # Group the probes by pool, or by volume group, since all volumes in one of these hang
         # together.
         pool = _pool_of(volume)
-        place = f"{logical.group}/{pool}" if pool else logical.group
+        pool_or_group = f"{logical.group}/{pool}" if pool else logical.group
         description = f"logical volume {logical.name}"
-        return self._waited(volume_id, place, description, look, until_seconds)
+        return self._waited(volume_id, pool_or_group, description, look, until_seconds)
 
     def _waited(
         self,
         probe_key: str,
-        place: str,
+        pool_or_group: str,
         description: str,
         look: Callable[[], KernelConditions],
         until_seconds: float,
     ) -> KernelConditions:
-        result = self._looks.probe(probe_key, look, until_seconds, place)
+        result = self._looks.probe(probe_key, look, until_seconds, pool_or_group)
         reported = result.value or KernelConditions()
         if result.hanging_seconds < _DEAD_SECONDS:
             return reported

@@ -150,15 +150,17 @@ class InlineVolumes:
         The call continues from whatever step an earlier call reached. Runs five commands at most: a
         report, lvcreate, and the commands of staging. Runs none if the volume is mounted.
         """
-        place = target.resolve(self._kernel, call.target_path, self._configuration.now.kubelet_dir)
+        target_path = target.resolve(
+            self._kernel, call.target_path, self._configuration.now.kubelet_dir
+        )
         device_class = self._creator.class_for(
             call.volume_id, call.parameters, "volume_context", is_ephemeral=True
         )
         parameters = plan.with_defaults(call.parameters, [call.capability], device_class)
         self._stager.check_keys(call.volume_id, parameters, call.keys)
         about = {**parameters.about, tag.EPHEMERAL: "true"}
-        if tags.fits(tag.TARGET, place):
-            about[tag.TARGET] = place
+        if tags.fits(tag.TARGET, target_path):
+            about[tag.TARGET] = target_path
         request = CreateVolume(
             name=call.volume_id,
             size=SizeRange(call.size_bytes),
@@ -170,7 +172,7 @@ class InlineVolumes:
         )
         device = self._activator.device(backing.of_id(call.volume_id))
         mounts = table.read(self._kernel)
-        self._check_place(call.volume_id, device, place, mounts)
+        self._check_place(call.volume_id, device, target_path, mounts)
         attempt = _Attempt()
 
         def admit(all_groups: EveryGroup, size_bytes: int) -> None:
@@ -191,7 +193,7 @@ class InlineVolumes:
 
         try:
             self._stager.ensure_mounted(
-                StageVolume(call.volume_id, place, call.capability, parameters, call.keys),
+                StageVolume(call.volume_id, target_path, call.capability, parameters, call.keys),
                 device,
                 find,
                 mounts,
@@ -349,13 +351,13 @@ class InlineVolumes:
         The volume's target is in the directory of its pod, which is in the directory of all pods.
         The pod is gone if its directory is missing and the directory of all pods exists.
         """
-        place = volume.own_tags.get(tag.TARGET, "")
-        if volume.is_doomed or not volume.is_ephemeral or not place:
+        target_path = volume.own_tags.get(tag.TARGET, "")
+        if volume.is_doomed or not volume.is_ephemeral or not target_path:
             return False
         for kubelet_dir in self._configuration.now.kubelet_dir:
             root = self._kernel.real_path(kubelet_dir).rstrip("/") + "/"
-            all_pods, *below = place.removeprefix(root).split("/")
-            if place.startswith(root) and len(below) > 1 and self._is_there(root + all_pods):
+            all_pods, *below = target_path.removeprefix(root).split("/")
+            if target_path.startswith(root) and len(below) > 1 and self._is_there(root + all_pods):
                 return not self._is_there(f"{root}{all_pods}/{below[0]}")
         return False
 
@@ -370,7 +372,7 @@ class InlineVolumes:
         return True
 
     def _check_place(
-        self, volume_id: str, device: Device | None, place: str, mount_table: table.Table
+        self, volume_id: str, device: Device | None, target_path: str, mount_table: table.Table
     ) -> None:
         """Raise an error if a target is taken, or if the volume has another target.
 
@@ -378,16 +380,16 @@ class InlineVolumes:
         a second target.
         """
         number = None if device is None else device.number
-        for mount in mount_table.at(place):
+        for mount in mount_table.at(target_path):
             if mount.device != number:
-                raise mount_errors.ForeignMount(place, str(mount))
-        target.check_directory(self._kernel, place)
+                raise mount_errors.ForeignMount(target_path, str(mount))
+        target.check_directory(self._kernel, target_path)
         if device is None:
             return
         targets = set(
             users.targets(self._kernel, mount_table, device, self._configuration.now.kubelet_dir)
         )
-        if other_targets := targets - {place}:
+        if other_targets := targets - {target_path}:
             elsewhere = ", ".join(sorted(other_targets))
             raise errors.VolumeInUse(
                 volume_id, f"it is published at {elsewhere}, and an inline volume has one target"

@@ -150,21 +150,24 @@ def _kubelet_directory(node: Node) -> Iterator[Seen]:
         volume_paths = [
             f"{directory.rstrip('/')}/{subdirectory}" for subdirectory in ("pods", "plugins")
         ]
-        holders = {place: mounts.holding(node.kernel.real_path(place)) for place in volume_paths}
+        holders = {
+            volume_path: mounts.holding(node.kernel.real_path(volume_path))
+            for volume_path in volume_paths
+        }
         private = {
-            place: holder
-            for place, holder in holders.items()
+            volume_path: holder
+            for volume_path, holder in holders.items()
             if holder is None
             or not any(option.startswith("shared:") for option in holder.propagation)
         }
-        for place, holder in private.items():
+        for volume_path, holder in private.items():
             mount = "/" if holder is None else holder.path
             yield (
                 # Only warn if the directory does not exist: without kubelet nothing else needs to
                 # see the mounts.
-                FAIL if node.at(place).exists() else WARN,
-                f"{place} is in a mount that is not shared ({mount}): kubelet and pods would not"
-                " see what Carver mounts there",
+                FAIL if node.at(volume_path).exists() else WARN,
+                f"{volume_path} is in a mount that is not shared ({mount}): kubelet and pods would"
+                " not see what Carver mounts there",
                 f"`mount --make-rshared {mount}`; in a container, mountPropagation: Bidirectional;"
                 " under systemd, nothing that gives the unit mounts of its own (systemd.exec(5))",
             )

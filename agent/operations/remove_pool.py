@@ -87,19 +87,21 @@ class PoolRemover:
             self.after(thin_volume, wait_seconds=0)
             raise
 
-    def after(self, removed: Volume | Snapshot, wait_seconds: float) -> None:
+    def after(self, removed_volume: Volume | Snapshot, wait_seconds: float) -> None:
         """Remove the thin pool of a removed volume if the volume was the last one in the pool.
 
         Waits up to `wait_seconds` for the job that removes the pool. The caller held the group's
         lock from the volume's report until the removal.
         """
-        pool = removed.group.volume(removed.name).pool
+        pool = removed_volume.group.volume(removed_volume.name).pool
         other_volumes = [
-            volume for volume in removed.group.in_pool(pool) if volume.name != removed.name
+            volume
+            for volume in removed_volume.group.in_pool(pool)
+            if volume.name != removed_volume.name
         ]
         if all(_is_zeroing_volume(volume) for volume in other_volumes):
-            self.remove_if_empty(removed.group.name, pool)
-            if (job := self.jobs.of(f"{removed.group.name}/{pool}")) is not None:
+            self.remove_if_empty(removed_volume.group.name, pool)
+            if (job := self.jobs.of(f"{removed_volume.group.name}/{pool}")) is not None:
                 self.jobs.wait(job, wait_seconds)
 
     def remove_if_empty(self, group: str, pool: str) -> Future[None]:
@@ -186,12 +188,12 @@ class PoolRemover:
             pool = group.volume(pool_name)
             cache = self._detached_cache(group, pool)
             if self._policy.zeroes:
-                wiping = self._wiping_device(group, pool)
-                detached = self._activator.ensure_active(group_name, cache).path if cache else ""
+                thin_path = self._wiping_device(group, pool)
+                cache_path = self._activator.ensure_active(group_name, cache).path if cache else ""
         if self._policy.zeroes:
-            yield from self._zero_pool(job, pool, wiping)
-            if detached:
-                yield from self._zero(job, detached, self._kernel.device_size_bytes(detached))
+            yield from self._zero_pool(job, pool, thin_path)
+            if cache_path:
+                yield from self._zero(job, cache_path, self._kernel.device_size_bytes(cache_path))
         with self._volume_groups.hold(group_name):
             job.check()
             # Read the group again: no other volume than the zeroing one may be removed with the
@@ -307,7 +309,7 @@ class PoolRemover:
             device,
             size_bytes,
             purpose=Purpose.DELETED,
-            held=is_held,
+            is_held=is_held,
             zero=zero,
             within=writing,
         )

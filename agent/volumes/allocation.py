@@ -143,9 +143,9 @@ class ThickAllocator:
     """Allocator of volumes that have all their extents from the start.
 
     `layout` is the layout of the volumes. `kept_extents` returns the number of extents that must
-    stay free in a group. Sizes are in bytes,
-    of whole extents. For `create` and `extend` the caller holds the group's lock, and has read the
-    report under that lock. `finish` completes a volume whose `create` was killed.
+    stay free in a group. Sizes are in bytes, of whole extents. For `create` and `extend` the caller
+    holds the group's lock, and has read the report under that lock. `finish` completes a volume
+    whose `create` was killed.
     """
 
     layout: Layout

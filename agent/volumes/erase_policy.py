@@ -172,7 +172,7 @@ class ErasePolicy:
         begin_bytes: int = 0,
         *,
         purpose: Purpose,
-        held: bool = False,
+        is_held: bool = False,
         zero: Callable[[int, int, By], None] | None = None,
         within: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> Steps:
@@ -188,12 +188,12 @@ class ErasePolicy:
            all pieces are zeroed again by the next way.
 
         Each operation on the device is done in the context `within`. `zero` is called with a
-        piece's offset and length in bytes, and the way; the default is Kernel.zero_out, with
-        `held`.
+        piece's offset and length in bytes, and the way; the default is Kernel.zero_out. With
+        `is_held`, the device may be in use by another device of device-mapper, such as a thin pool.
         """
         if end_bytes <= begin_bytes:
             return
-        zero = zero or partial(self._zero, device, held)
+        zero = zero or partial(self._zero, device, is_held)
         stack = self._kernel.stack(device)
         for way in self._ways(device, stack, purpose):
             disks = frozenset[str]() if way.is_proved else stack.disks
@@ -208,7 +208,7 @@ class ErasePolicy:
                     if is_first and not way.is_proved:
                         with within():
                             self._kernel.mark(
-                                device, sorted({*first_samples, *all_samples}), held=held
+                                device, sorted({*first_samples, *all_samples}), held=is_held
                             )
                     with within():
                         zero(offset, length, way)
@@ -226,9 +226,9 @@ class ErasePolicy:
             self._proved -= tried
             self._distrust(device, way, disks)
 
-    def _zero(self, device: str, held: bool, offset: int, length: int, way: By) -> None:
+    def _zero(self, device: str, is_held: bool, offset: int, length: int, way: By) -> None:
         """Zero one piece of a device, in one of the kernel's ways."""
-        self._kernel.zero_out(device, offset, length, held=held, by=way)
+        self._kernel.zero_out(device, offset, length, held=is_held, by=way)
 
     def prove(self, device: str, size_bytes: int) -> None:
         """Prove that a device zeroes by itself, before a copy onto the device leaves holes.
