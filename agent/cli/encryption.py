@@ -133,7 +133,7 @@ class Headers:
             else:
                 self._forget_key()
                 encrypt.change(self._program, slots, device, old_key, new_key)
-        self._copies.keep(self._device, anew=True)
+        self._copies.keep(self._device, overwrite=True)
         print(f"{self._name} has {'a recovery' if recovery else 'a new'} key")
 
     def _require_settled(self, header: Header) -> None:
