@@ -206,14 +206,14 @@ class Devices:
     def events(self, group: str) -> Mapping[str, Events]:
         """The event counters of a group's active volumes, by name. One ioctl."""
         all_events = self._mapper.events()
-        before, own = self._events.get(group, ({}, {}))
+        before, events_by_name = self._events.get(group, ({}, {}))
         if all_events is not before:
             named = (
                 (names.of_device(group, dm_name), events) for dm_name, events in all_events.items()
             )
-            own = {name: events for name, events in named if name}
-            self._events[group] = all_events, own
-        return own
+            events_by_name = {name: events for name, events in named if name}
+            self._events[group] = all_events, events_by_name
+        return events_by_name
 
     def written(self, group: str) -> Mapping[str, Written]:
         """The sectors written to the COW store of each active snapshot of a group, by its name.

@@ -69,11 +69,11 @@ def read(root: Path) -> Callable[[str], bool] | None:
 def _patterns(value: str) -> Iterator[Pattern]:
     """Parse the entries of a filter: `a` or `r`, then an expression between two delimiters."""
     for text in labels.strings(value):
-        kind, opening, rest = text[:1], text[1:2], text[2:]
+        kind, opening, delimited = text[:1], text[1:2], text[2:]
         closing = _CLOSING.get(opening, opening)
-        if kind in ("a", "r") and opening and rest.endswith(closing):
+        if kind in ("a", "r") and opening and delimited.endswith(closing):
             try:
-                yield kind == "a", re.compile(rest.removesuffix(closing))
+                yield kind == "a", re.compile(delimited.removesuffix(closing))
             except re.error:
                 continue
 
@@ -98,10 +98,10 @@ def _names(root: Path, path: str) -> Sequence[str]:
         names.append(f"/dev/mapper/{mapper}")
     if number := attribute(f"{device}/dev"):
         try:
-            kept = (root / "run/udev/data" / f"b{number}").read_text(errors="replace")
+            udev_data = (root / "run/udev/data" / f"b{number}").read_text(errors="replace")
         except OSError:
             return names
-        names += [f"/dev/{link}" for link in _LINK.findall(kept)]
+        names += [f"/dev/{link}" for link in _LINK.findall(udev_data)]
     return names
 
 
@@ -174,16 +174,16 @@ class BlockDevices:
         for the loop devices returned. The search does not go on below a loop device: a loop device
         over any block device is excluded anyway.
         """
-        level, seen = [name for name in names if name in self._devices], set()
+        level, visited = [name for name in names if name in self._devices], set()
         while level:
-            seen.update(level)
+            visited.update(level)
             devices = [self._devices[name] for name in level]
             below = {name for device in devices for name in (device.disk, *device.slaves)}
-            level = [name for name in below if name in self._devices and name not in seen]
+            level = [name for name in below if name in self._devices and name not in visited]
         loops = (
             name for name, device in self._devices.items() if device.is_loop and device.has_size
         )
-        return tuple(name for name in loops if name in seen)
+        return tuple(name for name in loops if name in visited)
 
     def excluded(self, backings: Mapping[str, int]) -> Mapping[str, Excluded]:
         """The devices that cannot be physical volumes, by their names.
@@ -336,17 +336,17 @@ class _Stacks:
             devices += [of_loop] if of_loop else []
         return devices
 
-    def first(self, name: str, wanted: Callable[[_Device], bool]) -> _Device | None:
-        """The first device, from the top of a device's stack, for which `wanted` is true."""
-        return next(filter(wanted, self.every(name)), None)
+    def first(self, name: str, condition: Callable[[_Device], bool]) -> _Device | None:
+        """The first device, from the top of a device's stack, for which `condition` is true."""
+        return next(filter(condition, self.every(name)), None)
 
     def every(self, name: str) -> Iterator[_Device]:
         """Yield a device and all devices below it, from the top."""
-        stack, seen = [self._devices[name]], {name}
+        stack, visited = [self._devices[name]], {name}
         for device in stack:
             yield device
-            added = [below for below in self.below(device) if below.name not in seen]
-            seen |= {below.name for below in added}
+            added = [below for below in self.below(device) if below.name not in visited]
+            visited |= {below.name for below in added}
             stack += added
 
     def is_opaque(self, device: _Device) -> bool:

@@ -166,9 +166,9 @@ class Raid:
     @classmethod
     def parse(cls, size_bytes: int, line: str) -> Self:
         """Parse the status line of a RAID volume."""
-        kind, _, health, ratio, *more = line.split()
+        kind, _, health, ratio, *newer_fields = line.split()
         # The line of a dm-raid before 1.5 ends here.
-        action, mismatches = more[:2] or ("idle", "0")
+        action, mismatches = newer_fields[:2] or ("idle", "0")
         return cls(size_bytes, kind, health, *_fraction(ratio), action, int(mismatches))
 
 

@@ -289,10 +289,10 @@ class DiskErrors:
             grew = now_monotonic_seconds if number > before.last else before.grew_monotonic_seconds
             # Errors older than an hour are left out of the growth that is counted from now on.
             over = grew is not None and now_monotonic_seconds - grew >= _LASTS_SECONDS
-            first = number if over or number < before.last else before.first
-            self._counts[disk] = _Count(first, number, None if over else grew)
-            if number > first:
+            first_count = number if over or number < before.last else before.first
+            self._counts[disk] = _Count(first_count, number, None if over else grew)
+            if number > first_count:
                 problems.append(
-                    f"{number - first} command(s) to {disk} failed within the last hour"
+                    f"{number - first_count} command(s) to {disk} failed within the last hour"
                 )
         return problems

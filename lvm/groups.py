@@ -162,12 +162,12 @@ def make_alike(lvm: Lvm, group: str, name: str) -> None:
     lvm("lvchange", "--syncaction", "repair", "--", f"{group}/{name}")
 
 
-def move(lvm: Lvm, old: str, new: str) -> None:
+def move(lvm: Lvm, old_disk: str, new_disk: str) -> None:
     """Start or continue to move all extents of a disk to another (pvmove(8)).
 
     The command does not wait: a background process of lvm2's remains and commits each moved piece.
     """
-    lvm("pvmove", "--background", "--", old, new, settings=_WATCHED_BY_ITSELF)
+    lvm("pvmove", "--background", "--", old_disk, new_disk, settings=_WATCHED_BY_ITSELF)
 
 
 def watch_moves(lvm: Lvm) -> None:

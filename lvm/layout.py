@@ -239,9 +239,13 @@ def maximum_growth_bytes(room: Room, volume: LogicalVolume, layout: Layout = LIN
     extent = room.group.extent_size_bytes
     if layout.is_linear:
         return min(room.available_extents, room.linear_extents) * extent
-    own = [room.free_on(disk) for disk in room.group.disks if disk.uuid in volume.disks]
+    free_extents = [room.free_on(disk) for disk in room.group.disks if disk.uuid in volume.disks]
     # A degraded or converted volume may have fewer disks than its layout, and cannot grow.
-    on_each = min(*own, room.available_extents // layout.disks) if len(own) == layout.disks else 0
+    on_each = (
+        min(*free_extents, room.available_extents // layout.disks)
+        if len(free_extents) == layout.disks
+        else 0
+    )
     return on_each * layout.stripes * extent
 
 

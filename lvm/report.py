@@ -272,8 +272,8 @@ class Group:
 
     def only(self, *names: str) -> "Group":
         """A copy of the group with these volumes alone, to be kept without the whole report."""
-        kept = {name: self.volumes[name] for name in names if name in self.volumes}
-        return replace(self, volumes=kept)
+        volumes = {name: self.volumes[name] for name in names if name in self.volumes}
+        return replace(self, volumes=volumes)
 
     def volume(self, name: str) -> LogicalVolume:
         """The volume of a name. Raises VolumeMissing."""
@@ -488,8 +488,11 @@ def _beginnings(part: Mapping[str, Any], extent_size_bytes: int) -> Mapping[str,
     for row in part["seg"]:
         disk, _, extents = row["seg_pe_ranges"].partition(":")
         if row["seg_start"] == "0" and disk in starts:
-            first, _, _ = extents.partition("-")
-            beginnings[row["lv_name"]] = (disk, starts[disk] + int(first) * extent_size_bytes)
+            first_extent, _, _ = extents.partition("-")
+            beginnings[row["lv_name"]] = (
+                disk,
+                starts[disk] + int(first_extent) * extent_size_bytes,
+            )
     return beginnings
 
 

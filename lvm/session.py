@@ -168,30 +168,32 @@ class Line:
         """Turn the words of a `Run` into a line; None for a command that must be a process."""
         if words[0] != "lvm" or words[1:2] == () or words[1] not in _REPORTS | _CHANGES:
             return None
-        kept, options = _parted(words[1:])
-        if kept[0] in _REPORTS and options.get("--reportformat") != "json":
+        command_words, options = _parted(words[1:])
+        if command_words[0] in _REPORTS and options.get("--reportformat") != "json":
             return None  # the shell's settings have it print each report as JSON
         confinement = Confinement(options.get("--devices", ""), options.get("--config", ""))
-        quoted = [quoted_word for word in kept if (quoted_word := _quoted(word))]
+        quoted = [quoted_word for word in command_words if (quoted_word := _quoted(word))]
         text = " ".join(quoted)
-        can_be_said = len(quoted) == len(kept) < _TOO_MANY_WORDS and len(text) <= _LONGEST_BYTES
+        can_be_said = (
+            len(quoted) == len(command_words) < _TOO_MANY_WORDS and len(text) <= _LONGEST_BYTES
+        )
         can_be_set = all(_PATH.fullmatch(path) for path in confinement.paths)
-        return cls(text, kept[0], confinement) if can_be_said and can_be_set else None
+        return cls(text, command_words[0], confinement) if can_be_said and can_be_set else None
 
 
 def _parted(words: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
     """Separate a command's words from the options of the shell (OF_A_SHELL) among them."""
     options = dict.fromkeys(OF_A_SHELL, "")
-    kept: list[str] = []
-    rest = iter(words)
-    for word in rest:
+    command_words: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
         if word == "--":
-            return [*kept, word, *rest], options
+            return [*command_words, word, *remaining], options
         if word in options:
-            options[word] = next(rest, "")
+            options[word] = next(remaining, "")
         else:
-            kept.append(word)
-    return kept, options
+            command_words.append(word)
+    return command_words, options
 
 
 def _quoted(word: str) -> str | None:
@@ -258,21 +260,21 @@ def prepare(directory: Path, root: Path, confinement: Confinement) -> None:
     of the shell appended. `root` is where lvm2's root directory is seen; `directory` has the same
     path for lvm2. Raises OSError, also where the node has settings that would overrule the shell's.
     """
-    own = root / "etc/lvm"
+    etc_directory = root / "etc/lvm"
     settings = "lvmlocal.conf"
-    if tagged := sorted(own.glob("lvm_*.conf")):
+    if tagged := sorted(etc_directory.glob("lvm_*.conf")):
         raise OSError(f"{tagged[0]} would be over the shell's own settings")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     # lvm2 would make these directories, but not through a link. Where making them fails here, lvm2
     # itself reports the failure.
     for name in ("archive", "backup"):
         with suppress(OSError):
-            (own / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-    for path in own.iterdir():
+            (etc_directory / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in etc_directory.iterdir():
         link = directory / path.name
         if path.name != settings and not link.is_symlink():
             link.symlink_to(Path("/etc/lvm") / path.name)
-    local = own / settings
+    local = etc_directory / settings
     # The file is read as bytes: lvm2 requires no encoding, so a comment may have any bytes.
     text = local.read_bytes() if local.exists() else b""
     lines = "\n".join(confinement.lines())

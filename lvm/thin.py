@@ -108,9 +108,9 @@ def missing_metadata_extents(group: Group, pool: Pool) -> int:
     (`suitable_metadata_extents`). lvm2 keeps one spare volume in the group, as large as the largest
     metadata of its pools.
     """
-    wanted = suitable_metadata_extents(group, pool.chunk_size_bytes)
-    spare = max(wanted, pool.metadata_extents) - group.spare_extents
-    return max(0, wanted - pool.metadata_extents) + max(0, spare)
+    suitable_extents = suitable_metadata_extents(group, pool.chunk_size_bytes)
+    spare = max(suitable_extents, pool.metadata_extents) - group.spare_extents
+    return max(0, suitable_extents - pool.metadata_extents) + max(0, spare)
 
 
 def growth_extents(room: Room, pool: Pool) -> int:
@@ -140,8 +140,8 @@ def metadata_growth_extents(room: Room, pool: Pool) -> int:
     alone = max(0, group.spare_extents - pool.metadata_extents)
     behind = max(0, pool.metadata_extents - group.spare_extents)
     growth = free if free <= alone else (free - behind + alone) // 2
-    most = _MOST_METADATA_BYTES // group.extent_size_bytes - pool.metadata_extents
-    return max(0, min(growth, most))
+    maximum_growth = _MOST_METADATA_BYTES // group.extent_size_bytes - pool.metadata_extents
+    return max(0, min(growth, maximum_growth))
 
 
 def wanted_extents(extents: int, percent: float, policy: Policy) -> int:
@@ -158,8 +158,8 @@ def wanted_extents(extents: int, percent: float, policy: Policy) -> int:
 def first_extents(room: Room, pool: Pool, policy: Policy) -> int:
     """The number of extents of a new pool's data."""
     one_chunk = _ceil(pool.chunk_size_bytes, room.group.extent_size_bytes)
-    asked = max(policy.size.extents(room.group), one_chunk)
-    return min(asked, growth_extents(room, pool))
+    requested_extents = max(policy.size.extents(room.group), one_chunk)
+    return min(requested_extents, growth_extents(room, pool))
 
 
 def maximum_bytes(room: Room, pool: Pool, policy: Policy) -> int:
@@ -254,15 +254,15 @@ def create_pool(
     )
 
 
-def create(lvm: Lvm, group: str, pool: str, new: New) -> None:
+def create(lvm: Lvm, group: str, pool: str, volume: New) -> None:
     """Make, tag and activate a thin volume in a pool (lvcreate(8)). Raises NameTaken.
 
     The volume takes room in the pool only as it is written.
     """
     lvm(
         "lvcreate",
-        *("--yes", "--type", "thin", "--virtualsize", f"{new.size_bytes}b", "--thinpool", pool),
-        *new.words(),
+        *("--yes", "--type", "thin", "--virtualsize", f"{volume.size_bytes}b", "--thinpool", pool),
+        *volume.words(),
         *("--", group),
     )
 

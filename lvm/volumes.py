@@ -44,7 +44,7 @@ _IN_PIECES = ("--alloc", "normal")
 def create(
     lvm: Lvm,
     group: str,
-    new: New,
+    volume: New,
     *,
     layout: Layout = LINEAR,
     disks: Sequence[str] = (),
@@ -60,8 +60,8 @@ def create(
         *("--yes", "--wipesignatures", "y", "--zero", "y"),
         *(_IN_PIECES if in_pieces else ()),
         *layout.words(),
-        *("--size", f"{new.size_bytes}b"),
-        *new.words(),
+        *("--size", f"{volume.size_bytes}b"),
+        *volume.words(),
         *("--", group, *disks),
     )
 
@@ -114,9 +114,9 @@ def mark_all(
         lvm("lvchange", *changes, "--", *(f"{group}/{name}" for group, name in named))
 
 
-def add_tags(lvm: Lvm, group: str, names: Iterable[str], new: Iterable[str]) -> None:
+def add_tags(lvm: Lvm, group: str, names: Iterable[str], encoded_tags: Iterable[str]) -> None:
     """Add encoded tags to volumes of a group, by one lvchange(8)."""
-    if added := [word for tag in sorted(new) for word in ("--addtag", tag)]:
+    if added := [word for tag in sorted(encoded_tags) for word in ("--addtag", tag)]:
         lvm("lvchange", *added, "--", *(f"{group}/{name}" for name in names))
 
 
@@ -138,9 +138,9 @@ def extend(
     lvm("lvextend", *policy, "--size", f"{size_bytes}b", "--", f"{group}/{name}", *disks)
 
 
-def rename(lvm: Lvm, group: str, name: str, new: str) -> None:
+def rename(lvm: Lvm, group: str, name: str, new_name: str) -> None:
     """Rename a volume and its device, also an active one (lvrename(8)). Raises NameTaken."""
-    lvm("lvrename", "--", group, name, new)
+    lvm("lvrename", "--", group, name, new_name)
 
 
 def remove(lvm: Lvm, group: str, *names: str) -> None:

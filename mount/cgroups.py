@@ -162,9 +162,9 @@ class Cgroups:
                 if "populated 1" in _read(candidate / "cgroup.events")
             ]
         if len(candidates) != 1:
-            seen = ", ".join(map(str, candidates)) or "none"
+            candidate_paths = ", ".join(map(str, candidates)) or "none"
             raise mount_errors.NoCgroup(
-                f"one cgroup of pods is looked for below {self._root}: {seen}"
+                f"one cgroup of pods is looked for below {self._root}: {candidate_paths}"
             )
         return candidates[0]
 

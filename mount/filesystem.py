@@ -40,8 +40,8 @@ class Unfinished:
 
     def is_on(self, block: bytes, identity: str) -> bool:
         """Whether a device's first block is of an unfinished file system with this UUID."""
-        own = uuid.UUID(identity).bytes
-        is_own = block.startswith(self.magic) and block[self.uuid_at :].startswith(own)
+        uuid_bytes = uuid.UUID(identity).bytes
+        is_own = block.startswith(self.magic) and block[self.uuid_at :].startswith(uuid_bytes)
         return is_own and block[self.flag_at] == 1
 
 
@@ -494,12 +494,12 @@ def check_mount_options(fs_type: str, options: Sequence[str], mount_options: Seq
     """
     file_system, chosen = supported(fs_type), check_options(fs_type, options)
     keys = {word.partition("=")[0] for word in mount_options}
-    for first, second in file_system.only_with:
-        if first in keys and second not in keys:
-            raise mount_errors.BadOption(first, f"needs {second} as well")
-    for first, second in file_system.never_with:
-        if {first, second} <= set(mount_options):
-            raise mount_errors.BadOption(first, f"contradicts {second}; give one of them")
+    for option_name, other_name in file_system.only_with:
+        if option_name in keys and other_name not in keys:
+            raise mount_errors.BadOption(option_name, f"needs {other_name} as well")
+    for option_name, other_name in file_system.never_with:
+        if {option_name, other_name} <= set(mount_options):
+            raise mount_errors.BadOption(option_name, f"contradicts {other_name}; give one of them")
     for word in mount_options:
         key, _, value = word.partition("=")
         if value and not re.fullmatch(file_system.values.get(key, ".*"), value):
@@ -614,9 +614,9 @@ def fixed_uuid(fs_type: str, options: Sequence[str]) -> str:
     return ""
 
 
-def _without_unknown(features: Sequence[Feature], said: str) -> Sequence[Feature]:
+def _without_unknown(features: Sequence[Feature], stderr: str) -> Sequence[Feature]:
     """The features that an mkfs knows, by its error message about the first unknown one."""
-    unknown = _UNKNOWN_OPTION.search(said)
+    unknown = _UNKNOWN_OPTION.search(stderr)
     for index, feature in enumerate(features):
         if unknown is not None and unknown.groups() == (feature.option, feature.name):
             return features[:index]
@@ -642,8 +642,8 @@ def _merged(
     return [word for option, value in options.items() for word in (option, value) if word]
 
 
-def _merged_list(ours: str, theirs: str) -> str:
-    """Merge two comma lists; for a key in both, the user's (`theirs`) replaces Carver's.
+def _merged_list(own_list: str, user_list: str) -> str:
+    """Merge two comma lists; for a key in both, the user's (`user_list`) replaces Carver's.
 
     mkfs.xfs refuses a key that is given twice.
     """
@@ -651,9 +651,9 @@ def _merged_list(ours: str, theirs: str) -> str:
     def key(word: str) -> str:
         return word.removeprefix("^").partition("=")[0]
 
-    keys = {key(word) for word in theirs.split(",")}
-    kept = [word for word in ours.split(",") if key(word) not in keys]
-    return ",".join([*kept, theirs])
+    keys = {key(word) for word in user_list.split(",")}
+    kept_words = [word for word in own_list.split(",") if key(word) not in keys]
+    return ",".join([*kept_words, user_list])
 
 
 # Size of a btrfs superblock, in bytes. The positions below are of fields in struct

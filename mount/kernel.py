@@ -62,12 +62,12 @@ class Growth:
         EBUSY while a balance or the like runs or is paused: btrfs then does nothing, and answers
         with a positive number of its own, which ioctl(2) does not treat as an error.
         """
-        wanted = bytearray(_BTRFS_VOL_ARGS.pack(0, b"max"))
+        argument = bytearray(_BTRFS_VOL_ARGS.pack(0, b"max"))
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         with block_io.closing(descriptor):
             # A resize gets a single code of enum btrfs_err_code (<linux/btrfs.h>): that of a
             # running exclusive operation.
-            if calls.ioctl_of(descriptor, path, _BTRFS_RESIZE, wanted):
+            if calls.ioctl_of(descriptor, path, _BTRFS_RESIZE, argument):
                 why = "a balance, or another operation like it, is under way or paused"
                 raise OSError(errno.EBUSY, why, path)
 
@@ -406,8 +406,10 @@ def _set_attributes(tree: int, attributes: Set[str], *, private: bool) -> None:
 def _remount_2(descriptor: int, attributes: Set[str]) -> None:
     # A bind remount clears all flags that are not given again (mount(2), MS_REMOUNT).
     flags_before = os.statvfs(descriptor).f_flag
-    kept = flags_before & _KEPT_BY_REMOUNT | bool(flags_before & _ST_NOSYMFOLLOW) * _MS_NOSYMFOLLOW
-    flags = _MS_REMOUNT | _MS_BIND | kept | _flags(attributes)
+    kept_flags = (
+        flags_before & _KEPT_BY_REMOUNT | bool(flags_before & _ST_NOSYMFOLLOW) * _MS_NOSYMFOLLOW
+    )
+    flags = _MS_REMOUNT | _MS_BIND | kept_flags | _flags(attributes)
     calls.mount("none", _descriptor(descriptor), None, flags)
 
 

@@ -119,7 +119,7 @@ def digest(data: bytes, kind: str) -> bytes:
 
 def _header(uuid: str, metadata: Mapping[str, Any]) -> Header:
     data = [segment for segment in metadata["segments"].values() if _is_data(segment)]
-    first = min(data, key=lambda segment: int(segment["offset"]))
+    first_segment = min(data, key=lambda segment: int(segment["offset"]))
     areas = {int(number): slot for number, slot in metadata["keyslots"].items()}
     slots = {number: slot for number, slot in areas.items() if slot["type"] == "luks2"}
     digests = [key_digest for key_digest in metadata["digests"].values() if key_digest["segments"]]
@@ -130,9 +130,9 @@ def _header(uuid: str, metadata: Mapping[str, Any]) -> Header:
     return Header(
         uuid,
         tuple(sorted(bound)),
-        int(first["offset"]),
-        str(first["encryption"]),
-        int(first["sector_size"]),
+        int(first_segment["offset"]),
+        str(first_segment["encryption"]),
+        int(first_segment["sector_size"]),
         tuple(sorted({str(slot["kdf"]["type"]) for slot in slots.values()})),
         any(requirement.startswith(_REENCRYPTION) for requirement in required),
         _reading(data, digests),
@@ -206,9 +206,9 @@ def _runs(
     Each run is its start and its length in bytes, from `offset_bytes` on.
     """
     whole_bytes = size_bytes // _BLOCK_BYTES * _BLOCK_BYTES
-    first = min(_END_BYTES, whole_bytes)
-    last = max(first, whole_bytes - _END_BYTES)
-    for begin, length_bytes in ((0, first), (last, whole_bytes - last)):
+    head_bytes = min(_END_BYTES, whole_bytes)
+    tail_offset = max(head_bytes, whole_bytes - _END_BYTES)
+    for begin, length_bytes in ((0, head_bytes), (tail_offset, whole_bytes - tail_offset)):
         start = begin
         # This read bypasses the page cache, which may have older contents.
         data = below.read(offset_bytes + begin, length_bytes) if length_bytes else b""
@@ -328,22 +328,22 @@ class Cryptsetup:
         """Grow an open dm-crypt device to the size of the device below it. Raises WrongKey."""
         self._with_key("resize", device, key, "--", name)
 
-    def add(self, device: str, key: bytearray, new: bytearray, slot: int) -> None:
-        """Add the key `new` in a key slot, which must be free; `key` must open the device.
+    def add(self, device: str, key: bytearray, new_key: bytearray, slot: int) -> None:
+        """Add the key `new_key` in a key slot, which must be free; `key` must open the device.
 
         Raises WrongKey, CryptFailed.
         """
         words = (
             *("--keyfile-size", str(len(key)), "--new-keyfile", "-"),
-            *("--new-keyfile-size", str(len(new)), "--new-key-slot", str(slot), *_PBKDF),
+            *("--new-keyfile-size", str(len(new_key)), "--new-key-slot", str(slot), *_PBKDF),
         )
         # cryptsetup reads both keys from standard input, one after the other, each of the length
         # that its option gives.
-        both = key + new
+        both_keys = key + new_key
         try:
-            self._with_key("luksAddKey", device, both, *words, "--", device)
+            self._with_key("luksAddKey", device, both_keys, *words, "--", device)
         finally:
-            both[:] = bytes(len(both))
+            both_keys[:] = bytes(len(both_keys))
 
     def kill(self, device: str, key: bytearray, slot: int) -> None:
         """Remove the key of a slot; `key` must open another slot. Raises WrongKey, CryptFailed."""

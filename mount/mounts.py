@@ -38,14 +38,14 @@ def ensure_mounted(
     file_system = filesystem.supported(fs_type)
     number = device_number(kernel, device)
     attributes = options.attributes | ({"ro"} if read_only else set())
-    wanted = _words(attributes, {"relatime"})
+    expected_options = _words(attributes, {"relatime"})
     before = table.read(kernel) if before is None else before
-    if _is_mounted(before, path, number, wanted):
+    if _is_mounted(before, path, number, expected_options):
         _check_context(before.at(path)[-1], options.context)
         return
     # The kernel returns a bare EINVAL for a different context, and for any context without SELinux.
-    for other in before.of_device(number):
-        _require_context(other, options.context)
+    for mount in before.of_device(number):
+        _require_context(mount, options.context)
     if options.context and not kernel.has_selinux():
         raise mount_errors.BadOption(
             f"{CONTEXT}{options.context}", "is for SELinux, which is off on this node"
@@ -69,7 +69,7 @@ def ensure_mounted(
             raise mount_errors.Busy(device) from error
         raise mount_errors.MountFailed(device, path, _why(error)) from error
     with _undoing(kernel, device, path):
-        if not _is_mounted(table.read(kernel), path, number, wanted):
+        if not _is_mounted(table.read(kernel), path, number, expected_options):
             raise mount_errors.MountFailed(device, path, "the mount table does not show it")
 
 
@@ -93,9 +93,9 @@ def ensure_bound(
     if holder is None:
         raise mount_errors.NotMounted(source)
     attributes = options.attributes | ({"ro"} if read_only else set())
-    wanted = _words(attributes, frozenset(holder.options))
+    expected_options = _words(attributes, frozenset(holder.options))
     root = _root_of(holder, source)
-    if _is_bound(kernel, before, path, source, holder, root, wanted):
+    if _is_bound(kernel, before, path, source, holder, root, expected_options):
         if options.context:
             _check_context(before.at(path)[-1], options.context)
         return
@@ -107,7 +107,7 @@ def ensure_bound(
     except OSError as error:
         raise mount_errors.MountFailed(source, path, _why(error)) from error
     with _undoing(kernel, source, path):
-        if not _is_bound(kernel, table.read(kernel), path, source, holder, root, wanted):
+        if not _is_bound(kernel, table.read(kernel), path, source, holder, root, expected_options):
             raise mount_errors.MountFailed(source, path, "the mount table does not show it")
 
 
@@ -168,10 +168,10 @@ def _mount(
         # xfs returns a bare EINVAL if a file system with the same UUID is mounted (xfs_uuid_mount):
         # the origin of this snapshot or clone. If the reason is another one, the second mount fails
         # with the same error.
-        more = [word for word in duplicate_data if word not in parameters]
-        if error.errno != errno.EINVAL or not more:
+        missing_options = [word for word in duplicate_data if word not in parameters]
+        if error.errno != errno.EINVAL or not missing_options:
             raise
-        kernel.mount(device, path, fs_type, attributes, (*parameters, *more))
+        kernel.mount(device, path, fs_type, attributes, (*parameters, *missing_options))
 
 
 def _unmount(kernel: Kernel, path: str) -> None:
@@ -198,7 +198,9 @@ def _try_to_unmount(kernel: Kernel, path: str) -> bool:
     return True
 
 
-def _is_mounted(mounts: table.Table, path: str, number: DeviceNumber, wanted: Set[str]) -> bool:
+def _is_mounted(
+    mounts: table.Table, path: str, number: DeviceNumber, expected_options: Set[str]
+) -> bool:
     """Whether a device's file system is mounted at `path` with the wanted options.
 
     Raises ForeignMount, MountConflict.
@@ -208,7 +210,7 @@ def _is_mounted(mounts: table.Table, path: str, number: DeviceNumber, wanted: Se
         if mount.device != number or mount.root != "/":
             raise mount_errors.ForeignMount(path, str(mount))
     if stack:
-        _check_words(stack[-1], wanted)
+        _check_words(stack[-1], expected_options)
     return bool(stack)
 
 
@@ -219,17 +221,17 @@ def _is_bound(
     origin: str,
     holder: Mount,
     root: str,
-    wanted: Set[str],
+    expected_options: Set[str],
 ) -> bool:
     stack = mounts.at(path)
     if not stack:
         return False
     top = stack[-1]
-    same = (top.device, top.root) == (holder.device, root)
+    is_same_mount = (top.device, top.root) == (holder.device, root)
     # A node of the same device may be in another devtmpfs, or may have been made anew since.
-    if not same and node(kernel, path) != (node(kernel, origin) or (-1, -1)):
+    if not is_same_mount and node(kernel, path) != (node(kernel, origin) or (-1, -1)):
         raise mount_errors.ForeignMount(path, str(top))
-    _check_words(top, wanted)
+    _check_words(top, expected_options)
     return True
 
 
@@ -263,14 +265,17 @@ def _root_of(holder: Mount, path: str) -> str:
 def _words(attributes: Set[str], inherited: Set[str]) -> frozenset[str]:
     """The options that mountinfo will show for a mount with given and inherited attributes."""
     times = attributes & ATIME or inherited & ATIME
-    rest = (attributes | inherited) - ATIME
-    return frozenset((rest | times) - {"strictatime"})
+    other_options = (attributes | inherited) - ATIME
+    return frozenset((other_options | times) - {"strictatime"})
 
 
-def _check_words(mount: Mount, wanted: Set[str]) -> None:
+def _check_words(mount: Mount, expected_options: Set[str]) -> None:
     words = set(mount.options) | ({"ro"} if mount.read_only else set())
-    if ("ro" in words, words & _COMPARED) != ("ro" in wanted, wanted & _COMPARED):
-        raise mount_errors.MountConflict(mount.path, _shown(words), _shown(wanted))
+    if ("ro" in words, words & _COMPARED) != (
+        "ro" in expected_options,
+        expected_options & _COMPARED,
+    ):
+        raise mount_errors.MountConflict(mount.path, _shown(words), _shown(expected_options))
 
 
 def _check_context(mount: Mount, context: str) -> None:
@@ -321,12 +326,12 @@ def processes(kernel: Kernel, path: str) -> tuple[str, ...]:
     """
     stack = table.Table(kernel.mountinfo()).at(path)
     shown = (stack[-1].device, stack[-1].root) if stack else None
-    own = os.readlink(_PROC / "self/ns/mnt")  # noqa: PTH115
+    own_namespace = os.readlink(_PROC / "self/ns/mnt")  # noqa: PTH115
     users = []
     for process in psutil.process_iter(["name"]):
         directory = _PROC / str(process.pid)
         with suppress(OSError, ValueError):
-            is_here = os.readlink(directory / "ns/mnt") == own  # noqa: PTH115
+            is_here = os.readlink(directory / "ns/mnt") == own_namespace  # noqa: PTH115
             paths = {path} if is_here else _showing(directory, shown)
             if paths and any(_is_in(link, paths) for link in _links(directory)):
                 users.append(f"{process.info['name']} ({process.pid})")

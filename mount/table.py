@@ -219,18 +219,18 @@ def _stacked(mounts: Iterable[Mount]) -> tuple[Mount, ...]:
     1. A mount whose parent is not among the rest is the lowest.
     2. Move it from the rest to the result, and repeat until nothing is left.
     """
-    rest = list(mounts)
-    if len(rest) < 2:
-        return tuple(rest)
+    remaining = list(mounts)
+    if len(remaining) < 2:
+        return tuple(remaining)
     ordered: list[Mount] = []
-    while rest:
-        ids = {mount.mount_id for mount in rest}
+    while remaining:
+        ids = {mount.mount_id for mount in remaining}
         # A mount that is its own parent is the root of the namespace.
         lowest = [
             mount
-            for mount in rest
+            for mount in remaining
             if mount.parent_id not in ids or mount.parent_id == mount.mount_id
         ]
-        ordered += lowest or rest
-        rest = [mount for mount in rest if mount not in ordered]
+        ordered += lowest or remaining
+        remaining = [mount for mount in remaining if mount not in ordered]
     return tuple(ordered)

@@ -54,9 +54,9 @@ class Argument:
     def __init__(self, *flags: str, complete: str = "", **options: Any) -> None:
         self._flags, self._complete, self._options = flags, complete, options
 
-    def add(self, made: argparse._ActionsContainer) -> None:
+    def add(self, parser: argparse._ActionsContainer) -> None:
         """Add the argument to a parser, or to a group of exclusive arguments."""
-        action = made.add_argument(*self._flags, **self._options)
+        action = parser.add_argument(*self._flags, **self._options)
         if self._complete:
             # Set the attribute from which shtab takes the shell functions of the completion.
             vars(action)["complete"] = dict.fromkeys(SHELLS, self._complete)

@@ -279,13 +279,13 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         config = self._configuration.now
         return capabilities(expand=config.controller_expand, attach=config.attach)
 
-    def _attached_to(self, one: Volume) -> Sequence[str]:
+    def _attached_to(self, volume: Volume) -> Sequence[str]:
         """The ids of the nodes to which a volume is attached: this node's id, or none."""
         node_id = self._configuration.now.node_id
-        return () if one.attachment_to(node_id) is None else (node_id,)
+        return () if volume.attachment_to(node_id) is None else (node_id,)
 
-    def _snapshot(self, one: Snapshot) -> csi.Snapshot:
-        return messages.snapshot(one, self._configuration.now.here)
+    def _snapshot(self, snapshot: Snapshot) -> csi.Snapshot:
+        return messages.snapshot(snapshot, self._configuration.now.here)
 
-    def _volume(self, one: Volume) -> csi.Volume:
-        return messages.volume(one, self._configuration.now.here)
+    def _volume(self, volume: Volume) -> csi.Volume:
+        return messages.volume(volume, self._configuration.now.here)

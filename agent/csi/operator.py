@@ -136,10 +136,10 @@ class Operator(carver_pb2_grpc.OperatorServicer):
         with self._locks.hold(adoption.name, adoption.new_name):
             return self._adoption(self._adopter.undo(adoption))
 
-    def _adoption(self, made: Adoption) -> carver.AdoptVolumeResponse:
+    def _adoption(self, adoption: Adoption) -> carver.AdoptVolumeResponse:
         segments = self._configuration.now.here
-        volume = None if made.volume is None else messages.volume(made.volume, segments)
-        return carver.AdoptVolumeResponse(volume=volume, changes=made.changes)
+        volume = None if adoption.volume is None else messages.volume(adoption.volume, segments)
+        return carver.AdoptVolumeResponse(volume=volume, changes=adoption.changes)
 
 
 def _asked(request: carver.AdoptVolumeRequest) -> Asked:
@@ -173,14 +173,14 @@ def require(request: Message, *required: str, max_characters: int = _MAX_CHARACT
             raise errors.BadField(field.name, problem)
 
 
-def _progress(found: Progress) -> carver.Progress:
-    return carver.Progress(done=found.done, message=found.message)
+def _progress(progress: Progress) -> carver.Progress:
+    return carver.Progress(done=progress.done, message=progress.message)
 
 
-def _keys(found: Iterable[Volume | Snapshot]) -> dict[str, str]:
+def _keys(volumes_or_snapshots: Iterable[Volume | Snapshot]) -> dict[str, str]:
     """The name of the encryption key of each encrypted volume or snapshot, by its id."""
     return {
         str(record.id): records.key_generation(record.own_tags)
-        for record in found
+        for record in volumes_or_snapshots
         if record.is_encrypted
     }

@@ -38,7 +38,7 @@ class Watch:
         self,
         reports: Reports,
         listen: Callable[[], DiskEvents | None] = DiskEvents.open,
-        then: Callable[[], None] = lambda: None,
+        retry_groups: Callable[[], None] = lambda: None,
     ) -> None:
         self._reports = reports
         self._listen = listen
@@ -52,7 +52,7 @@ class Watch:
             self._udev,
             PeriodicTask("refresh", self._refresh, _INTERVAL_SECONDS, failure % "LVM"),
             PeriodicTask(
-                "volume groups", then, _INTERVAL_SECONDS, "volume groups are not tried: %s"
+                "volume groups", retry_groups, _INTERVAL_SECONDS, "volume groups are not tried: %s"
             ),
         )
 

@@ -296,7 +296,7 @@ class PoolRemover:
             return self._kernel.opened(below) if below else nullcontext()
 
         def zero(offset: int, length: int, by: By) -> None:
-            self._kernel.zero_out(device, offset, length, held=is_held, by=by)
+            self._kernel.zero_out(device, offset, length, allow_in_use=is_held, by=by)
             # Flush the device; on a thin volume this also commits the pool's mapping of the zeroed
             # chunks.
             self._kernel.flush(device)

@@ -195,29 +195,32 @@ class ListPage(Generic[T]):
     next_token: str
 
 
-def part(found: Mapping[str, T], page: Page) -> ListPage[T]:
+def part(entries_by_id: Mapping[str, T], page: Page) -> ListPage[T]:
     """The requested page of a list of volumes or snapshots, sorted by ids.
 
-    `found` has all entries of the list by their ids. The token is the first id of the next page, so
-    it stays valid when volumes are created or deleted between the requests for two pages.
+    `entries_by_id` has all entries of the list by their ids. The token is the first id of the next
+    page. So the token stays valid when volumes are created or deleted between the requests for two
+    pages.
     """
-    entries = [(key, found[key]) for key in sorted(found) if key >= page.starting_token]
+    entries = [
+        (key, entries_by_id[key]) for key in sorted(entries_by_id) if key >= page.starting_token
+    ]
     return first(entries, page)
 
 
 def first(
-    rest: Iterable[tuple[str, T]], page: Page, weigh_bytes: Callable[[T], int] = lambda _: 0
+    remaining: Iterable[tuple[str, T]], page: Page, weigh_bytes: Callable[[T], int] = lambda _: 0
 ) -> ListPage[T]:
     """The requested page of a list that is already sorted by ids.
 
-    `rest` has the ids and entries of the list from the page's token on. `rest` is consumed up to
-    the first entry of the next page. `weigh_bytes` estimates the size of an entry in the message,
-    in bytes.
+    `remaining` has the ids and entries of the list from the page's token on. `remaining` is
+    consumed up to the first entry of the next page. `weigh_bytes` estimates the size of an entry in
+    the message, in bytes.
     """
     maximum_entries = min(page.maximum_entries or MOST_ENTRIES, MOST_ENTRIES)
     entries: list[T] = []
     size_bytes = 0
-    for key, entry in rest:
+    for key, entry in remaining:
         size_bytes += weigh_bytes(entry)
         if len(entries) == maximum_entries or (entries and size_bytes > MOST_BYTES):
             return ListPage(tuple(entries), key)
@@ -269,10 +272,15 @@ class Topology:
             tuple(dict(topology.segments) for topology in wire.preferred),
         )
 
-    def includes(self, here: Mapping[str, str]) -> bool:
-        """Whether a node with the segments `here` is allowed; without a requirement any node is."""
+    def includes(self, node_segments: Mapping[str, str]) -> bool:
+        """Whether a node with the topology segments `node_segments` is allowed.
+
+        Without a requirement any node is allowed.
+        """
         topologies = self.requisite or self.preferred
-        return not topologies or any(segments.items() <= here.items() for segments in topologies)
+        return not topologies or any(
+            segments.items() <= node_segments.items() for segments in topologies
+        )
 
 
 @dataclass(frozen=True)

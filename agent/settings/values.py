@@ -243,9 +243,9 @@ def parse_read_ahead(value: object) -> int | Literal["auto"]:
         size = parse_size(value)
     except ValueError as error:
         raise ValueError(f"{tuning.AUTO}, 0 for none, or a size: {error}") from None
-    unit, most = tuning.READ_AHEAD_UNIT_BYTES, tuning.MOST_READ_AHEAD_BYTES
-    if size > most or size % unit:
-        raise ValueError(f"{tuning.AUTO}, or 0 to {most >> 30}GiB in steps of {unit >> 10}KiB")
+    unit, largest = tuning.READ_AHEAD_UNIT_BYTES, tuning.MOST_READ_AHEAD_BYTES
+    if size > largest or size % unit:
+        raise ValueError(f"{tuning.AUTO}, or 0 to {largest >> 30}GiB in steps of {unit >> 10}KiB")
     return size
 
 
@@ -285,9 +285,9 @@ def parse_bandwidth_per_gib(value: object) -> int:
     return _limit(parse_size(str(value).removesuffix("/s")), 0, tuning.MOST_BANDWIDTH_BYTES)
 
 
-def _limit(limit: int, least: int, most: int) -> int:
-    if limit and not least <= limit <= most:
-        raise ValueError(f"0 for no limit, or {least} to {most} a second")
+def _limit(limit: int, smallest: int, largest: int) -> int:
+    if limit and not smallest <= limit <= largest:
+        raise ValueError(f"0 for no limit, or {smallest} to {largest} a second")
     return limit
 
 
@@ -311,8 +311,8 @@ def parse_ratio(value: object) -> float:
 def parse_chunk_size(value: object) -> int:
     """Parse the chunk size of a thin pool into bytes."""
     size = parse_size(value)
-    least, most = thin.LEAST_CHUNK_BYTES, thin.MOST_CHUNK_BYTES
-    if not least <= size <= most or size & (size - 1):
+    smallest, largest = thin.LEAST_CHUNK_BYTES, thin.MOST_CHUNK_BYTES
+    if not smallest <= size <= largest or size & (size - 1):
         raise ValueError("a power of two from 64KiB to 1GiB")
     return size
 

@@ -207,7 +207,9 @@ class ErasePolicy:
                     first = sample(offset, offset + length, blocks) if is_first else []
                     if is_first and not by.is_proved:
                         with within():
-                            self._kernel.mark(device, sorted({*first, *all_samples}), held=held)
+                            self._kernel.mark(
+                                device, sorted({*first, *all_samples}), allow_in_use=held
+                            )
                     with within():
                         zero(offset, length, by)
                     if not by.is_proved and (is_first or is_last):
@@ -226,7 +228,7 @@ class ErasePolicy:
 
     def _zero(self, device: str, held: bool, offset: int, length: int, by: By) -> None:
         """Zero one piece of a device, in one of the kernel's ways."""
-        self._kernel.zero_out(device, offset, length, held=held, by=by)
+        self._kernel.zero_out(device, offset, length, allow_in_use=held, by=by)
 
     def prove(self, device: str, size_bytes: int) -> None:
         """Prove that a device zeroes by itself, before a copy onto the device leaves holes.

@@ -619,25 +619,25 @@ class GroupWorker:
         with self.guard:
             self._threads.discard(me)
 
-    def _begin(self, found: _Found) -> None:
+    def _begin(self, task: _Found) -> None:
         """Note that a thread does a step of a job now."""
-        found.job.at_work, found.job.due_seconds = True, math.inf
-        self._under_way.append(found.kind.kind)
+        task.job.at_work, task.job.due_seconds = True, math.inf
+        self._under_way.append(task.kind.kind)
 
-    def _do(self, found: _Found) -> None:
+    def _do(self, task: _Found) -> None:
         """Do a step of a job, then end the job if it was cancelled during the step."""
         try:
-            found.kind.do_step(self, found.job)
+            task.kind.do_step(self, task.job)
         finally:
             with self.guard:
-                found.job.at_work = False
-                self._under_way.remove(found.kind.kind)
-                if is_called_off := found.job.cancelled.is_set():
-                    found.job.due_seconds = math.inf
+                task.job.at_work = False
+                self._under_way.remove(task.kind.kind)
+                if is_called_off := task.job.cancelled.is_set():
+                    task.job.due_seconds = math.inf
                 # Wake the leader, which may be another thread by now, and may wait for this job.
                 self.guard.notify_all()
             if is_called_off:
-                found.job.end(Stopping(found.job.key))
+                task.job.end(Stopping(task.job.key))
 
     def _next(self, me: threading.Thread) -> _Found | None:
         """Wait for the next job with a step due; return None if the thread is no longer needed."""

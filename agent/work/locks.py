@@ -30,14 +30,14 @@ TIMES_LEFT = 3
 class Slots:
     """A number of slots that the calls on all volume groups share.
 
-    `places` is the number of slots, `most` the limit for one group. A group may hold at most
+    `slots` is the number of slots, `group_limit` the limit for one group. A group may hold at most
     TIMES_LEFT times as many slots as are free: the more slots are taken, the fewer a further group
     gets. No call waits for a slot.
     """
 
-    def __init__(self, places: int, most: int | None = None) -> None:
-        self._places = self.left = places
-        self._most = places if most is None else most
+    def __init__(self, slots: int, group_limit: int | None = None) -> None:
+        self._slots = self.left = slots
+        self._group_limit = slots if group_limit is None else group_limit
         # The number of taken slots that count for each group.
         self.taken: Counter[str] = Counter()
         self._guard = threading.Lock()
@@ -62,7 +62,7 @@ class Slots:
         """Take a slot that counts for no group yet. Raises TooManyCalls if no slot is free."""
         with self._guard:
             if not self.left:
-                raise errors.TooManyCalls(self._places)
+                raise errors.TooManyCalls(self._slots)
             self.left -= 1
 
     def count_for(self, group: str) -> None:
@@ -72,8 +72,10 @@ class Slots:
         """
         with self._guard:
             # The call's own slot counts as free, hence the 1.
-            if (taken := self.taken[group]) >= min(self._most, TIMES_LEFT * (self.left + 1)):
-                raise errors.TooManyCalls(taken, group)
+            if (taken_slots := self.taken[group]) >= min(
+                self._group_limit, TIMES_LEFT * (self.left + 1)
+            ):
+                raise errors.TooManyCalls(taken_slots, group)
             self.taken[group] += 1
 
     def give_back(self, groups: Iterable[str] = ()) -> None:
@@ -378,16 +380,18 @@ def holding(names: Iterable[str]) -> Iterator[None]:
         _held.reset(token)
 
 
-def require_none_held(doing: str) -> None:
+def require_none_held(operation: str) -> None:
     """Raise AssertionError if this thread holds the lock of a volume group.
 
     Called before an operation that may hang: a read or a write of a device, a program other than
     lvm2, or a wait for another group. Each other call to the locked group would hang with it.
-    `doing` names the operation. Tests call this function before each operation of the kernel and
-    each program (tests/support/unheld.py).
+    `operation` names the operation. Tests call this function before each operation of the kernel
+    and each program (tests/support/unheld.py).
     """
-    if held := _held.get():
-        raise AssertionError(f"{doing} while volume group {', '.join(sorted(held))} is held")
+    if held_groups := _held.get():
+        raise AssertionError(
+            f"{operation} while volume group {', '.join(sorted(held_groups))} is held"
+        )
 
 
 class GroupLock:
@@ -398,9 +402,9 @@ class GroupLock:
     only, and never over mkfs, an erase, a copy or a read of a device (`require_none_held`).
     """
 
-    def __init__(self, what: str, most: float = MOST_WAITING, *, places: int = 1) -> None:
-        self._what = what
-        self._most, self._left = most, places
+    def __init__(self, name: str, waiter_limit: float = MOST_WAITING, *, places: int = 1) -> None:
+        self._name = name
+        self._waiter_limit, self._free_places = waiter_limit, places
         self._guard = threading.Lock()
         self._released_at = -math.inf
         # An event for each waiter, in the order of the queue, set when the waiter gets the lock.
@@ -421,12 +425,12 @@ class GroupLock:
                 if self._waiting:
                     self._waiting.popleft().set()
                 else:
-                    self._left += 1
+                    self._free_places += 1
 
     @property
     def is_taken(self) -> bool:
         """Whether a further caller would have to wait for the lock."""
-        return not self._left
+        return not self._free_places
 
     @property
     def held_at(self) -> float:
@@ -439,22 +443,24 @@ class GroupLock:
         Raises GroupBusy at the deadline, or if too many callers wait already.
         """
         with self._guard:
-            if self._left:
-                self._left -= 1
+            if self._free_places:
+                self._free_places -= 1
                 return False
-            if len(self._waiting) >= self._most:
-                raise errors.GroupBusy(self._what, f"{self._most} calls wait for it already")
+            if len(self._waiting) >= self._waiter_limit:
+                raise errors.GroupBusy(
+                    self._name, f"{self._waiter_limit} calls wait for it already"
+                )
             mine = threading.Event()
             self._waiting.append(mine)
         limit = command.remaining_seconds()
-        with trace.step(trace.WAIT, self._what):
+        with trace.step(trace.WAIT, self._name):
             mine.wait(limit)
         if mine.is_set():
             return True
         with self._guard:
             if not mine.is_set():
                 self._waiting.remove(mine)
-                raise errors.GroupBusy(self._what, "another call was at work on it all the time")
+                raise errors.GroupBusy(self._name, "another call was at work on it all the time")
         # The waiter got the lock at the moment of the deadline. Its first command will fail because
         # of the deadline.
         return True

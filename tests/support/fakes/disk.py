@@ -27,7 +27,7 @@ class Disk:
         offset_bytes: int,
         length_bytes: int,
         *,
-        held: bool = False,
+        allow_in_use: bool = False,
         by: By | None = None,
     ) -> None:
         self.reached.set()
@@ -35,5 +35,5 @@ class Disk:
         once, self.fail_once = self.fail_once, None
         if error := once or self.error:
             raise error
-        self._real(device, offset_bytes, length_bytes, held=held, by=by)
+        self._real(device, offset_bytes, length_bytes, allow_in_use=allow_in_use, by=by)
         self.written.append((device, offset_bytes, length_bytes))
