@@ -66,8 +66,8 @@ class Cache:
 
     def extents(self, volume_extents: int, extent_size_bytes: int) -> int:
         """The size of a volume's cache, in extents."""
-        wish = self.size.of(volume_extents * extent_size_bytes)
-        return -(-max(wish, LEAST_BYTES) // extent_size_bytes)
+        wished_bytes = self.size.of(volume_extents * extent_size_bytes)
+        return -(-max(wished_bytes, LEAST_BYTES) // extent_size_bytes)
 
     def of_pool(self, group: Group) -> int:
         """The size of a pool's cache, in extents.
@@ -152,10 +152,10 @@ def clean(lvm: Lvm, volume: LogicalVolume) -> None:
     From then on the cache takes no further writes. The command does not wait: `is_clean` says
     when the writeback has ended.
     """
-    how = ("--cachepolicy", "cleaner")
+    policy_words = ("--cachepolicy", "cleaner")
     if WRITECACHE in volume.layout:
-        how = ("--cachesettings", "cleaner=1")
-    lvm("lvchange", "--yes", *how, "--", f"{volume.group}/{volume.name}")
+        policy_words = ("--cachesettings", "cleaner=1")
+    lvm("lvchange", "--yes", *policy_words, "--", f"{volume.group}/{volume.name}")
 
 
 def is_clean(status: Sequence[Status]) -> bool:
@@ -223,5 +223,5 @@ def _with_mode(lvm: Lvm, cache: Cache) -> Lvm:
 def _on_fast(group: Group, extents: int) -> Sequence[str]:
     room = Room(group)
     disks = room.names(disk for disk in room.fast if disk.unallocated_extents)
-    named = [word for disk in disks for word in ("--cachedevice", disk)]
-    return (*named, "--cachesize", f"{extents * group.extent_size_bytes}b")
+    device_words = [word for disk in disks for word in ("--cachedevice", disk)]
+    return (*device_words, "--cachesize", f"{extents * group.extent_size_bytes}b")

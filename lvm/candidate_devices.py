@@ -178,8 +178,8 @@ class BlockDevices:
         while level:
             visited.update(level)
             devices = [self._devices[name] for name in level]
-            below = {name for device in devices for name in (device.disk, *device.slaves)}
-            level = [name for name in below if name in self._devices and name not in visited]
+            lower_names = {name for device in devices for name in (device.disk, *device.slaves)}
+            level = [name for name in lower_names if name in self._devices and name not in visited]
         loops = (
             name for name, device in self._devices.items() if device.is_loop and device.has_size
         )

@@ -354,8 +354,8 @@ class Session:
             return self._run(*words)
         with self._locked(words):
             self._look_at_stuck(changes=line.changes)
-            ready = self._ready(line.confinement, words)
-            result = self._ask(ready, line, words) if ready else None
+            conversation = self._ready(line.confinement, words)
+            result = self._ask(conversation, line, words) if conversation else None
         return self._run(*words) if result is None else result
 
     def renew(self) -> None:
@@ -395,7 +395,7 @@ class Session:
             if self._stuck is not None and self._stuck[0].end(_GRACE_SECONDS):
                 self._stuck = None
 
-    def _ask(self, ready: Conversation, line: Line, words: tuple[str, ...]) -> Result | None:
+    def _ask(self, conversation: Conversation, line: Line, words: tuple[str, ...]) -> Result | None:
         """Run a command in the shell; None where the shell failed at a report.
 
         The caller then repeats the report in a process.
@@ -403,7 +403,7 @@ class Session:
         started = self._last_monotonic_seconds = time.monotonic()
         self._commands += 1
         try:
-            reported = ready.exchange(line.text, remaining_seconds())
+            reported = conversation.exchange(line.text, remaining_seconds())
             result = answer(line.subcommand, reported)
             if result.exit_code and lvm_errors.lacks_memory(result.stderr):
                 # The shell would lack memory at the next command, too; a process need not.
@@ -475,23 +475,23 @@ class Session:
         self._rests_until_monotonic_seconds = time.monotonic() + self._rest_seconds
         self._hang_up(line.subcommand)
 
-    def _hang_up(self, doing: str = "what it did last") -> None:
-        """End the shell; if it does not end in time, remember it as stuck at `doing`."""
+    def _hang_up(self, last_command: str = "what it did last") -> None:
+        """End the shell; if it does not end in time, remember it as stuck at `last_command`."""
         if self._shell is not None:
             since_monotonic_seconds = time.monotonic()
             if not self._shell.end(_GRACE_SECONDS):
-                self._stuck = (self._shell, doing, since_monotonic_seconds)
+                self._stuck = (self._shell, last_command, since_monotonic_seconds)
             self._shell, self._commands = None, 0
 
     def _look_at_stuck(self, *, changes: bool) -> None:
         """Raise StillRunning for a change while a shell that got SIGTERM may still change LVM."""
         if self._stuck is None:
             return
-        conversation, doing, since_monotonic_seconds = self._stuck
+        conversation, last_command, since_monotonic_seconds = self._stuck
         if conversation.end(0):
             self._stuck = None
         elif changes:
-            raise lvm_errors.StillRunning(doing, time.monotonic() - since_monotonic_seconds)
+            raise lvm_errors.StillRunning(last_command, time.monotonic() - since_monotonic_seconds)
 
     @contextmanager
     def _locked(self, words: tuple[str, ...], longest_seconds: float = math.inf) -> Iterator[None]:

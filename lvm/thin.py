@@ -68,7 +68,10 @@ class Pool:
 
 
 def find(group: Group, name: str, chunk_size_bytes: int, ignored: str = "") -> Pool:
-    """The pool of a name; the size of the volume `ignored` is not among what it has promised."""
+    """The pool with this name, by a group's report.
+
+    If `ignored` names a volume of the pool, `promised_bytes` leaves out the size of this volume.
+    """
     volume = group.volumes.get(name)
     if volume is None:
         return Pool(name, chunk_size_bytes)
@@ -137,9 +140,9 @@ def metadata_growth_extents(room: Room, pool: Pool) -> int:
     free, group = room.available_extents, room.group
     # While the spare is larger than the metadata, growth by an extent takes one free extent; from
     # then on it takes two, as the spare grows too.
-    alone = max(0, group.spare_extents - pool.metadata_extents)
-    behind = max(0, pool.metadata_extents - group.spare_extents)
-    growth = free if free <= alone else (free - behind + alone) // 2
+    spare_lead = max(0, group.spare_extents - pool.metadata_extents)
+    spare_lag = max(0, pool.metadata_extents - group.spare_extents)
+    growth = free if free <= spare_lead else (free - spare_lag + spare_lead) // 2
     maximum_growth = _MOST_METADATA_BYTES // group.extent_size_bytes - pool.metadata_extents
     return max(0, min(growth, maximum_growth))
 
@@ -357,9 +360,9 @@ def _runs(printed: BinaryIO, holder: str, elements: Mapping[str, tuple[str, str]
             block_bytes = int(attributes["data_block_size"]) * _SECTOR_BYTES
         holders += name == holder
         if (keys := elements.get(name)) is not None:
-            where, length = keys
+            start_key, length = keys
             blocks = int(attributes[length]) if length else 1
-            runs.append(Run(int(attributes[where]) * block_bytes, blocks * block_bytes))
+            runs.append(Run(int(attributes[start_key]) * block_bytes, blocks * block_bytes))
 
     parser = expat.ParserCreate()
     parser.StartElementHandler = start

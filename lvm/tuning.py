@@ -97,16 +97,16 @@ class Tuning:
         A bound is raised to the volume's minimum rate, as lvm2 would refuse a lower one. The bound
         is 0 where the volume's own maximum is as low as the bound.
         """
-        after = self.over(present)
+        applied = self.over(present)
         if bound_kib:
-            bound_kib = max(bound_kib, after.minimum_recovery_kib or 0)
-        is_lower = not after.maximum_recovery_kib or bound_kib < after.maximum_recovery_kib
+            bound_kib = max(bound_kib, applied.minimum_recovery_kib or 0)
+        is_lower = not applied.maximum_recovery_kib or bound_kib < applied.maximum_recovery_kib
         return replace(self, bound_recovery_kib=bound_kib if is_lower else 0)
 
     def lacking_in(self, present: Self) -> Self:
         """The specified settings in which a volume with the settings `present` differs."""
-        changed = {key: value for key, value in self._said().items() if value != vars(present)[key]}
-        return type(self)(**changed)
+        changes = {key: value for key, value in self._said().items() if value != vars(present)[key]}
+        return type(self)(**changes)
 
     def for_new(self) -> Self:
         """The settings that lvcreate(8) accepts for a new volume.
@@ -256,8 +256,8 @@ def change(
     present_tags, parts = present.tags(), set(tuning._said())
     if parts & _MAXIMUM_PARTS:
         # The value of the option, and whether there is a tag, depend on maximum and bound together.
-        after = tuning.over(present)
-        tuning = replace(tuning, **{part: vars(after)[part] for part in _MAXIMUM_PARTS})
+        applied = tuning.over(present)
+        tuning = replace(tuning, **{part: vars(applied)[part] for part in _MAXIMUM_PARTS})
     old_tags = {
         setting.tag: present_tags[setting.tag]
         for setting in SETTINGS

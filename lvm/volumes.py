@@ -92,7 +92,10 @@ def allow_writing(lvm: Lvm, group: str, name: str) -> None:
 
 
 def mark(lvm: Lvm, group: str, name: str, *, old: tags.Tags, new: Mapping[str, str]) -> None:
-    """Replace tags of a volume in one metadata write: all change, or none (lvchange(8))."""
+    """Delete the tags `old` of a volume and add the tags `new` (lvchange(8)).
+
+    One write of the metadata changes all tags, so either all tags change or none.
+    """
     # lvchange(8) refuses a command line that changes nothing.
     if changes := [*tags.words("--deltag", old), *tags.words("--addtag", new)]:
         lvm("lvchange", *changes, "--", f"{group}/{name}")
@@ -100,18 +103,19 @@ def mark(lvm: Lvm, group: str, name: str, *, old: tags.Tags, new: Mapping[str, s
 
 def mark_all(
     lvm: Lvm,
-    named: Iterable[tuple[str, str]],
+    volume_names: Iterable[tuple[str, str]],
     *,
     old: Mapping[str, str] = NO_TAGS,
     new: Mapping[str, str] = NO_TAGS,
 ) -> None:
-    """Replace tags of several volumes, given as pairs of group and name, by one lvchange(8).
+    """Delete the tags `old` and add the tags `new` at several volumes, by one lvchange(8).
 
-    A killed command has changed some of the volumes. Deleting a tag that a volume lacks, or adding
-    a tag that it has, is no error.
+    `volume_names` has a pair of the group and the name of each volume. A killed command has changed
+    some of the volumes. Deleting a tag that a volume lacks, or adding a tag that it has, is no
+    error.
     """
     if changes := [*tags.words("--deltag", old), *tags.words("--addtag", new)]:
-        lvm("lvchange", *changes, "--", *(f"{group}/{name}" for group, name in named))
+        lvm("lvchange", *changes, "--", *(f"{group}/{name}" for group, name in volume_names))
 
 
 def add_tags(lvm: Lvm, group: str, names: Iterable[str], encoded_tags: Iterable[str]) -> None:

@@ -305,14 +305,14 @@ class BlockDevices(Calls):
             return By.ZEROES
         return By.WRITES if self.is_distrusted(stack, By.HOLE) else By.HOLE
 
-    def is_distrusted(self, stack: stacks.Stack, by: By) -> bool:
+    def is_distrusted(self, stack: stacks.Stack, method: By) -> bool:
         """Whether a disk of the stack was seen not to zero by a method."""
-        return any((disk, by) in self._distrusted for disk in stack.disks)
+        return any((disk, method) in self._distrusted for disk in stack.disks)
 
-    def distrust(self, disks: Iterable[str], by: By) -> Sequence[str]:
+    def distrust(self, disks: Iterable[str], method: By) -> Sequence[str]:
         """Never use a method on these disks again in this process; returns the newly added ones."""
-        new_disks = sorted(disk for disk in disks if (disk, by) not in self._distrusted)
-        self._distrusted.update((disk, by) for disk in new_disks)
+        new_disks = sorted(disk for disk in disks if (disk, method) not in self._distrusted)
+        self._distrusted.update((disk, method) for disk in new_disks)
         return new_disks
 
     def zero_out(
@@ -326,8 +326,9 @@ class BlockDevices(Calls):
     ) -> None:
         """Zero a range of a device, by the method of `zeroing` unless another is given.
 
-        See blocks.zero_out. EBUSY for a device that is mounted or used by another driver; with
-        `allow_in_use` this is allowed, as for a device below another one of device-mapper.
+        See block_io.zero_out. EBUSY for a device that is mounted or used by another driver; with
+        `allow_in_use` such a device is zeroed, too, as is the device below a device of
+        device-mapper.
         """
         by = by or self.zeroing(device)
         mode = os.O_WRONLY | (os.O_DIRECT if by.is_direct else 0)

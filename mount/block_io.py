@@ -255,13 +255,13 @@ class Reader:
 
     def read_to_end(self, offset_bytes: int, length_bytes: int) -> bytes:
         """Read a range up to the end of the device. Raises OSError."""
-        before = offset_bytes % _BLOCK_BYTES
-        whole_bytes = -(-(before + length_bytes) // _BLOCK_BYTES) * _BLOCK_BYTES
+        leading_bytes = offset_bytes % _BLOCK_BYTES
+        whole_bytes = -(-(leading_bytes + length_bytes) // _BLOCK_BYTES) * _BLOCK_BYTES
         if whole_bytes > len(self._buffer):
             self._buffer = mmap.mmap(-1, whole_bytes)
         with memoryview(self._buffer) as view, view[:whole_bytes] as part:
-            read_bytes = os.preadv(self._descriptor, [part], offset_bytes - before)
-        return self._buffer[before : min(read_bytes, before + length_bytes)]
+            read_bytes = os.preadv(self._descriptor, [part], offset_bytes - leading_bytes)
+        return self._buffer[leading_bytes : min(read_bytes, leading_bytes + length_bytes)]
 
 
 @contextmanager

@@ -99,11 +99,11 @@ class Cgroups:
         if self._found is not None and (self._found / "io.max").exists():
             return self._found
         cgroup = self.look()
-        above = [
+        ancestors = [
             self._root / ancestor for ancestor in reversed(cgroup.relative_to(self._root).parents)
         ]
         for is_again in (False, True):
-            for parent in above:
+            for parent in ancestors:
                 # Another process may be enabling the controller: `io` is shown before io.max
                 # exists. A second write waits for the other process's write
                 # (cgroup_subtree_control_write() in kernel/cgroup/cgroup.c).

@@ -57,9 +57,9 @@ def standing_on(kernel: Kernel, device: str) -> list[str]:
     names: list[str] = []
     remaining = [device]
     while remaining:
-        below = remaining.pop(0)
-        device_number = os.makedev(*kernel.device_number(below))
-        uppers = [f"/dev/{upper}" for upper in kernel.device_holders(below)]
+        lower_device = remaining.pop(0)
+        device_number = os.makedev(*kernel.device_number(lower_device))
+        uppers = [f"/dev/{upper}" for upper in kernel.device_holders(lower_device)]
         for upper in kernel.loop_devices():
             status = _status(kernel, upper)
             if status is not None and status.backing_device == device_number:

@@ -88,11 +88,11 @@ def bears_any(kernel: Kernel, device: str) -> bool:
 
 def _newest(read: Callable[[int, int], bytes]) -> Header | None:
     """The header in the newer one of the undamaged copies; `read` takes an offset and a length."""
-    copies = (
+    header_copies = (
         _copy(read(number * METADATA_BYTES, METADATA_BYTES), magic)
         for number, magic in enumerate(_MAGICS)
     )
-    newest = max((copy for copy in copies if copy), key=lambda copy: copy[0], default=None)
+    newest = max((copy for copy in header_copies if copy), key=lambda copy: copy[0], default=None)
     return None if newest is None else newest[1]
 
 
@@ -179,9 +179,9 @@ def erase(kernel: Kernel, device: str, offset_bytes: int) -> None:
     """
     with _probing(device):
         size_bytes = kernel.device_size_bytes(device) - offset_bytes
-        with kernel.opened(device, to_write=True) as below:
-            for start, length_bytes in _runs(below, offset_bytes, size_bytes, blank=False):
-                below.zero_out(offset_bytes + start, length_bytes)
+        with kernel.opened(device, to_write=True) as opened_device:
+            for start, length_bytes in _runs(opened_device, offset_bytes, size_bytes, blank=False):
+                opened_device.zero_out(offset_bytes + start, length_bytes)
 
 
 def blank(kernel: Kernel, device: str, offset_bytes: int, mapping: str) -> None:
@@ -192,14 +192,17 @@ def blank(kernel: Kernel, device: str, offset_bytes: int, mapping: str) -> None:
     """
     with _probing(mapping):
         size_bytes = kernel.device_size_bytes(mapping)
-        with kernel.opened(device) as below, kernel.opened(mapping, to_write=True) as inside:
-            for start, length_bytes in _runs(below, offset_bytes, size_bytes, blank=True):
-                inside.zero_out(start, length_bytes)
-            inside.flush()
+        with (
+            kernel.opened(device) as opened_device,
+            kernel.opened(mapping, to_write=True) as opened_mapping,
+        ):
+            for start, length_bytes in _runs(opened_device, offset_bytes, size_bytes, blank=True):
+                opened_mapping.zero_out(start, length_bytes)
+            opened_mapping.flush()
 
 
 def _runs(
-    below: Opened, offset_bytes: int, size_bytes: int, *, blank: bool
+    opened_device: Opened, offset_bytes: int, size_bytes: int, *, blank: bool
 ) -> Iterator[tuple[int, int]]:
     """The runs of zero blocks at both ends of a device, or with `blank` false of other blocks.
 
@@ -211,7 +214,7 @@ def _runs(
     for begin, length_bytes in ((0, head_bytes), (tail_offset, whole_bytes - tail_offset)):
         start = begin
         # This read bypasses the page cache, which may have older contents.
-        data = below.read(offset_bytes + begin, length_bytes) if length_bytes else b""
+        data = opened_device.read(offset_bytes + begin, length_bytes) if length_bytes else b""
         blocks = [data[at : at + _BLOCK_BYTES] for at in range(0, length_bytes, _BLOCK_BYTES)]
         for is_blank, run in groupby(blocks, _ZEROES.__eq__):
             run_bytes = len(list(run)) * _BLOCK_BYTES

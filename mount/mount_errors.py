@@ -150,9 +150,9 @@ class Busy(MountError):
     """A mount or device is in use."""
 
     def __init__(self, path: str, users: Sequence[str] = ()) -> None:
-        shown = [*users[:8], "and others"][: len(users)]
-        by = f" by {', '.join(shown)}" if shown else ""
-        super().__init__(f"{path} is in use{by}; try again when its last user has ended")
+        shown_users = [*users[:8], "and others"][: len(users)]
+        by_text = f" by {', '.join(shown_users)}" if shown_users else ""
+        super().__init__(f"{path} is in use{by_text}; try again when its last user has ended")
 
 
 class ForeignMount(MountError):
@@ -323,13 +323,13 @@ class CommandTimedOut(OutcomeUnknown):
 class CommandStuck(CommandTimedOut):
     """A command got SIGTERM at the deadline and still runs; `ended()` says whether it has ended."""
 
-    def __init__(self, words: Sequence[str], seconds: float, ended: Callable[[], bool]) -> None:
+    def __init__(self, words: Sequence[str], seconds: float, has_ended: Callable[[], bool]) -> None:
         super().__init__(words, seconds)
         self.args = (
             f"{' '.join(words[:2])} got SIGTERM after {seconds:.1f} s, and still runs: see"
             " `dmesg` for a disk that does not answer",
         )
-        self.ended = ended
+        self.ended = has_ended
 
 
 class CommandFailed(CommandError):

@@ -28,23 +28,23 @@ def ensure_mounted(
     fs_type: str,
     options: Options,
     read_only: bool = False,
-    before: table.Table | None = None,
+    mount_table: table.Table | None = None,
 ) -> None:
     """Mount the file system on `device` at the directory `path`, unless it is mounted there.
 
-    `before` is the mount table if the caller has read it. Raises BadOption, Busy, Damaged,
+    `mount_table` is the mount table if the caller has read it. Raises BadOption, Busy, Damaged,
     DeviceMissing, ForeignMount, MountConflict, MountFailed, OtherContext, UnsupportedFileSystem.
     """
     file_system = filesystem.supported(fs_type)
     number = device_number(kernel, device)
     attributes = options.attributes | ({"ro"} if read_only else set())
     expected_options = _words(attributes, {"relatime"})
-    before = table.read(kernel) if before is None else before
-    if _is_mounted(before, path, number, expected_options):
-        _check_context(before.at(path)[-1], options.context)
+    mount_table = table.read(kernel) if mount_table is None else mount_table
+    if _is_mounted(mount_table, path, number, expected_options):
+        _check_context(mount_table.at(path)[-1], options.context)
         return
     # The kernel returns a bare EINVAL for a different context, and for any context without SELinux.
-    for mount in before.of_device(number):
+    for mount in mount_table.of_device(number):
         _require_context(mount, options.context)
     if options.context and not kernel.has_selinux():
         raise mount_errors.BadOption(
@@ -79,25 +79,25 @@ def ensure_bound(
     path: str,
     options: Options,
     read_only: bool = False,
-    before: table.Table | None = None,
+    mount_table: table.Table | None = None,
 ) -> None:
     """Bind `source`, a directory or block device node, to `path`, unless it is bound there.
 
     Both paths are resolved. A read-only bind is read-only from its first moment, and no bind is
-    stacked on another mount. A given context must equal the context of the file system. `before` is
-    the mount table if the caller has read it. Raises NotMounted, ForeignMount, MountConflict,
-    MountFailed, OtherContext.
+    stacked on another mount. A given context must equal the context of the file system.
+    `mount_table` is the mount table if the caller has read it. Raises NotMounted,
+    ForeignMount, MountConflict, MountFailed, OtherContext.
     """
-    before = table.read(kernel) if before is None else before
-    holder = before.holding(source)
+    mount_table = table.read(kernel) if mount_table is None else mount_table
+    holder = mount_table.holding(source)
     if holder is None:
         raise mount_errors.NotMounted(source)
     attributes = options.attributes | ({"ro"} if read_only else set())
     expected_options = _words(attributes, frozenset(holder.options))
     root = _root_of(holder, source)
-    if _is_bound(kernel, before, path, source, holder, root, expected_options):
+    if _is_bound(kernel, mount_table, path, source, holder, root, expected_options):
         if options.context:
-            _check_context(before.at(path)[-1], options.context)
+            _check_context(mount_table.at(path)[-1], options.context)
         return
     if options.context:
         _require_context(holder, options.context)
@@ -201,7 +201,7 @@ def _try_to_unmount(kernel: Kernel, path: str) -> bool:
 def _is_mounted(
     mounts: table.Table, path: str, number: DeviceNumber, expected_options: Set[str]
 ) -> bool:
-    """Whether a device's file system is mounted at `path` with the wanted options.
+    """Whether a device's file system is mounted at `path` with the expected options.
 
     Raises ForeignMount, MountConflict.
     """
@@ -226,26 +226,26 @@ def _is_bound(
     stack = mounts.at(path)
     if not stack:
         return False
-    top = stack[-1]
-    is_same_mount = (top.device, top.root) == (holder.device, root)
+    top_mount = stack[-1]
+    is_same_mount = (top_mount.device, top_mount.root) == (holder.device, root)
     # A node of the same device may be in another devtmpfs, or may have been made anew since.
     if not is_same_mount and node(kernel, path) != (node(kernel, origin) or (-1, -1)):
-        raise mount_errors.ForeignMount(path, str(top))
-    _check_words(top, expected_options)
+        raise mount_errors.ForeignMount(path, str(top_mount))
+    _check_words(top_mount, expected_options)
     return True
 
 
 def _is_of(
-    kernel: Kernel, mount: Mount, top: Mount, devices: Collection[DeviceNumber] | None
+    kernel: Kernel, mount: Mount, top_mount: Mount, devices: Collection[DeviceNumber] | None
 ) -> bool:
     if devices is None:
-        return mount.device == top.device
+        return mount.device == top_mount.device
     if mount.device in devices:
         return True
     # The mount table has a bound device node as a mount of devtmpfs. The topmost node is opened to
     # find its device; mounts of the same node below it are of the same device.
-    same_node = (mount.device, mount.root) == (top.device, top.root)
-    return same_node and node(kernel, top.path) in devices
+    is_same_node = (mount.device, mount.root) == (top_mount.device, top_mount.root)
+    return is_same_node and node(kernel, top_mount.path) in devices
 
 
 def node(kernel: Kernel, path: str) -> DeviceNumber | None:
@@ -258,8 +258,8 @@ def node(kernel: Kernel, path: str) -> DeviceNumber | None:
 
 def _root_of(holder: Mount, path: str) -> str:
     """The path of `path` within the file system of the mount `holder` that it is in."""
-    inside = path[len(holder.path.rstrip("/")) :]
-    return (holder.root.rstrip("/") + inside) or "/"
+    path_inside = path[len(holder.path.rstrip("/")) :]
+    return (holder.root.rstrip("/") + path_inside) or "/"
 
 
 def _words(attributes: Set[str], inherited: Set[str]) -> frozenset[str]:
@@ -325,28 +325,29 @@ def processes(kernel: Kernel, path: str) -> tuple[str, ...]:
     `hostPID` sees its own processes alone.
     """
     stack = table.Table(kernel.mountinfo()).at(path)
-    shown = (stack[-1].device, stack[-1].root) if stack else None
+    device_and_root = (stack[-1].device, stack[-1].root) if stack else None
     own_namespace = os.readlink(_PROC / "self/ns/mnt")  # noqa: PTH115
     users = []
     for process in psutil.process_iter(["name"]):
         directory = _PROC / str(process.pid)
         with suppress(OSError, ValueError):
             is_here = os.readlink(directory / "ns/mnt") == own_namespace  # noqa: PTH115
-            paths = {path} if is_here else _showing(directory, shown)
+            paths = {path} if is_here else _showing(directory, device_and_root)
             if paths and any(_is_in(link, paths) for link in _links(directory)):
                 users.append(f"{process.info['name']} ({process.pid})")
     return tuple(users)
 
 
-def _showing(process: Path, shown: tuple[DeviceNumber, str] | None) -> set[str]:
+def _showing(process: Path, device_and_root: tuple[DeviceNumber, str] | None) -> set[str]:
     """The paths of a mount in the mount namespace of another process.
 
-    `shown` is the device of the mount, and its root within the file system; None for no mount.
+    `device_and_root` has the device of the mount and the root of the mount within the file system;
+    None for no mount.
     """
     text = (process / "mountinfo").read_bytes().decode("utf-8", "surrogateescape")
-    if shown is None:
+    if device_and_root is None:
         return set()
-    device, root = shown
+    device, root = device_and_root
     return {mount.path for mount in table.Table(text).of_device(device) if mount.root == root}
 
 

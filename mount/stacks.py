@@ -71,12 +71,12 @@ LoopFile = Callable[[str, str], int]
 
 def leaves(directory: str) -> Iterator[str]:
     """Yield the directories of the whole disks and loop devices at the bottom of a stack."""
-    whole = _whole(directory)
-    below = _below(whole)
-    for child in below:
+    whole_disk = _whole(directory)
+    lower_devices = _below(whole_disk)
+    for child in lower_devices:
         yield from leaves(child)
-    if not below:
-        yield whole
+    if not lower_devices:
+        yield whole_disk
 
 
 def discard_doubts(directory: Path, file_system: LoopFile) -> Mapping[str, str]:

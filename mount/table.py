@@ -77,8 +77,8 @@ class Mount:
         return (match[1] or match[2]) if match else ""
 
     def __str__(self) -> str:
-        inside = "" if self.root == "/" else f"[{self.root}]"
-        return f"{self.source}{inside} ({self.fs_type}, {'ro' if self.read_only else 'rw'})"
+        root_text = "" if self.root == "/" else f"[{self.root}]"
+        return f"{self.source}{root_text} ({self.fs_type}, {'ro' if self.read_only else 'rw'})"
 
 
 class Table:

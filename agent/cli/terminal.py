@@ -64,8 +64,8 @@ def bar(part: float, whole: float) -> Text:
     """Format the share `part / whole` as a bar and a percentage."""
     share = part / whole if whole else 0.0
     eighths = round(min(share, 1.0) * _BAR_CELLS * 8)
-    full, remainder = divmod(eighths, 8)
-    filled = "█" * full + (_EIGHTHS[remainder] if remainder else "")
+    full_cells, remainder = divmod(eighths, 8)
+    filled = "█" * full_cells + (_EIGHTHS[remainder] if remainder else "")
     style = "red" if share >= _VERY_FULL else "yellow" if share >= _FULL else "green"
     return Text.assemble((filled.ljust(_BAR_CELLS, "░"), style), f" {share * 100:3.0f} %")
 
@@ -207,12 +207,12 @@ def doctor(findings: Sequence[preflight.Finding]) -> RenderableType:
     return Group(grid, "", Text(summary))
 
 
-def watch(look: Callable[[], RenderableType], seconds: float) -> None:
-    """Show the result of `look`, refreshed at an interval in seconds, until Ctrl-C."""
-    with suppress(KeyboardInterrupt), Live(look(), console=console(), auto_refresh=False) as live:
+def watch(render: Callable[[], RenderableType], seconds: float) -> None:
+    """Show the result of `render`, refreshed at an interval in seconds, until Ctrl-C."""
+    with suppress(KeyboardInterrupt), Live(render(), console=console(), auto_refresh=False) as live:
         while True:
             time.sleep(seconds)
-            live.update(look(), refresh=True)
+            live.update(render(), refresh=True)
 
 
 def confirmed(question: str) -> bool:

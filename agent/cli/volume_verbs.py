@@ -282,8 +282,8 @@ class VolumeVerbs:
         device = self._device(volume)
         if device is None:
             logical = backing.of_id(volume.volume_id)
-            where = f"{logical.group}/{logical.name}"
-            remedy = f"publish it, or activate that alone: `lvchange -ay -K {where}`"
+            volume_path = f"{logical.group}/{logical.name}"
+            remedy = f"publish it, or activate that alone: `lvchange -ay -K {volume_path}`"
             raise errors.NotStaged(name, "its logical volume is not active", remedy)
         return device
 
@@ -364,10 +364,10 @@ class VolumeVerbs:
             titles = ("SNAPSHOT", "VOLUME", "TAKEN", "SIZE", "READY", "KEY")
             grid = terminal.table(*titles, right=("SIZE",))
             for row in rows:
-                ready = "yes" if row["ready"] else "no"
+                ready_text = "yes" if row["ready"] else "no"
                 size = terminal.human(row["size_bytes"])
                 key = row.get("key_generation", "")
-                grid.add_row(row["name"], row["volume"], row["taken"], size, ready, key)
+                grid.add_row(row["name"], row["volume"], row["taken"], size, ready_text, key)
             terminal.console().print(grid)
 
     def drop(self, name: str, *, confirmed: bool) -> None:
@@ -392,11 +392,11 @@ class VolumeVerbs:
             return
         for call in calls:
             began = strftime("%H:%M:%S", localtime(call.time_seconds))
-            about = f" {call.volume}" if call.volume else ""
-            print(f"{began} {call.method}{about} {call.code} {_ms(call.seconds)}")
+            volume_text = f" {call.volume}" if call.volume else ""
+            print(f"{began} {call.method}{volume_text} {call.code} {_ms(call.seconds)}")
             for step in call.steps:
-                after, took = _ms(step.after_seconds), _ms(step.seconds)
-                print(f"  at {after}: {step.kind} {step.what} {took}")
+                after_text, duration_text = _ms(step.after_seconds), _ms(step.seconds)
+                print(f"  at {after_text}: {step.kind} {step.what} {duration_text}")
 
     def find(self, name: str) -> csi.Volume:
         """The volume whose name, logical volume's name or id is `name`.
@@ -473,10 +473,10 @@ def _retry_while_aborted(call: Callable[[], T]) -> T:
             sleep(_AGAIN_SECONDS)
 
 
-def _print_absent(away: Mapping[str, str]) -> None:
+def _print_absent(reasons_by_group: Mapping[str, str]) -> None:
     """Print, to standard error, why each of the missing groups is missing."""
-    for group in sorted(away):
-        print(away[group], file=sys.stderr)
+    for group in sorted(reasons_by_group):
+        print(reasons_by_group[group], file=sys.stderr)
 
 
 def _named(name: str, listing: carver.VolumesHereResponse) -> csi.Volume:
@@ -492,11 +492,13 @@ def _named(name: str, listing: carver.VolumesHereResponse) -> csi.Volume:
     raise errors.NoSuchVolume(name)
 
 
-def _require_all_here(kind: str, name: str, away: Mapping[str, str]) -> None:
+def _require_all_here(kind: str, name: str, reasons_by_group: Mapping[str, str]) -> None:
     """Raise AbsenceNotProved if a missing group may have the volume or snapshot `name`."""
     volume_id = VolumeId.parse(name)
     reasons = {
-        group: why for group, why in away.items() if volume_id is None or group == volume_id.group
+        group: why
+        for group, why in reasons_by_group.items()
+        if volume_id is None or group == volume_id.group
     }
     if reasons:
         raise errors.AbsenceNotProved(kind, name, (why for _, why in sorted(reasons.items())))

@@ -78,10 +78,10 @@ class AbsenceNotProved(AgentError):
     The object is a volume or a snapshot; its absence is not proved.
     """
 
-    def __init__(self, kind: str, name: str, away: Iterable[str]) -> None:
+    def __init__(self, kind: str, name: str, reasons: Iterable[str]) -> None:
         super().__init__(
             f"cannot prove that there is no {kind} {name!r}: a missing volume group may have it:"
-            f" {'; '.join(away)}"
+            f" {'; '.join(reasons)}"
         )
 
 
@@ -228,10 +228,12 @@ class NoRoom(AgentError):
 class NoSuchDisk(AgentError):
     """Raised when a disk is a physical volume of no configured volume group."""
 
-    def __init__(self, disk: str, present: Iterable[str], missing: Iterable[str]) -> None:
-        missing_ones = f"; missing are {', '.join(missing)}" if missing else ""
+    def __init__(
+        self, disk: str, present_disks: Iterable[str], missing_disks: Iterable[str]
+    ) -> None:
+        missing_ones = f"; missing are {', '.join(missing_disks)}" if missing_disks else ""
         super().__init__(
-            f"cannot find disk {disk}: the configured groups have {', '.join(present)}"
+            f"cannot find disk {disk}: the configured groups have {', '.join(present_disks)}"
             f"{missing_ones}; name a missing one by its UUID"
         )
 
@@ -417,11 +419,11 @@ class ContentsLost(AgentError):
 class KeyMissing(AgentError):
     """Raised when a call has no key for an encrypted volume; nothing was changed.
 
-    `gone` is the volume's device class if the configuration has no such class any more, else empty.
+    `removed_class` is the volume's device class if the configuration has no such class any more, else empty.
     """
 
     def __init__(self, volume_id: str, removed_class: str = "") -> None:
-        lost = (
+        class_sentence = (
             f" The configuration has no class {removed_class!r} any more, which may have had a"
             " key_file"
         )
@@ -430,7 +432,7 @@ class KeyMissing(AgentError):
             " have the StorageClass name a secret with `passphrase`"
             " (csi.storage.k8s.io/node-stage-secret-name and -namespace), or its class a"
             " key_file; by hand, `carver volume publish --key-file`"
-            f"{f'.{lost}' if removed_class else ''}"
+            f"{f'.{class_sentence}' if removed_class else ''}"
         )
 
 
@@ -732,9 +734,9 @@ class TooManyCalls(AgentError):
     """
 
     def __init__(self, places: int, group: str = "") -> None:
-        where = f"volume group {group}" if group else "volume groups"
+        scope = f"volume group {group}" if group else "volume groups"
         super().__init__(
-            f"{places} calls are at work on {where} already; call again. If it stays, look for a"
+            f"{places} calls are at work on {scope} already; call again. If it stays, look for a"
             " disk that does not answer"
         )
 

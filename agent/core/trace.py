@@ -91,12 +91,12 @@ class Traces:
         self._ended: deque[Trace] = deque(maxlen=_MOST_CALLS)
         self._guard = threading.Lock()
 
-    def end(self, ended: Trace, code: str) -> None:
+    def end(self, trace: Trace, code: str) -> None:
         """Keep the trace of a call that ended with this code, if the trace has any steps."""
-        ended.seconds, ended.code = time.monotonic() - ended.began_seconds, code
-        if ended.steps:
+        trace.seconds, trace.code = time.monotonic() - trace.began_seconds, code
+        if trace.steps:
             with self._guard:
-                self._ended.append(ended)
+                self._ended.append(trace)
 
     def slowest(self, maximum_traces: int) -> Sequence[Trace]:
         """Return the traces of the slowest calls, the slowest call first.

@@ -34,7 +34,7 @@ def capabilities(*, expand: bool, attach: bool = False) -> csi.ControllerGetCapa
 
     `expand` adds the capability to expand volumes, `attach` those to attach and detach volumes.
     """
-    offered = [
+    types = [
         _Rpc.CREATE_DELETE_VOLUME,
         _Rpc.LIST_VOLUMES,
         _Rpc.GET_CAPACITY,
@@ -49,14 +49,14 @@ def capabilities(*, expand: bool, attach: bool = False) -> csi.ControllerGetCapa
         _Rpc.MODIFY_VOLUME,
     ]
     if expand:
-        offered.append(_Rpc.EXPAND_VOLUME)
+        types.append(_Rpc.EXPAND_VOLUME)
     if attach:
-        offered += (
+        types += (
             _Rpc.PUBLISH_UNPUBLISH_VOLUME,
             _Rpc.PUBLISH_READONLY,
             _Rpc.LIST_VOLUMES_PUBLISHED_NODES,
         )
-    supported = [csi.ControllerServiceCapability(rpc=_Rpc(type=rpc)) for rpc in offered]
+    supported = [csi.ControllerServiceCapability(rpc=_Rpc(type=rpc)) for rpc in types]
     return csi.ControllerGetCapabilitiesResponse(capabilities=supported)
 
 

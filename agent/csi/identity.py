@@ -71,5 +71,5 @@ class Identity(csi_pb2_grpc.IdentityServicer):
         The function ProbeForever of the sidecars (csi-lib-utils, rpc) retries while start-up is not
         complete, and gives up if the RPC fails.
         """
-        ready = self._readiness.probe()
-        return csi.ProbeResponse(ready=wrappers_pb2.BoolValue(value=ready))
+        is_ready = self._readiness.probe()
+        return csi.ProbeResponse(ready=wrappers_pb2.BoolValue(value=is_ready))

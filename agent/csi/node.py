@@ -130,7 +130,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         self, request: csi.NodeGetCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetCapabilitiesResponse:
         """Return the optional RPCs that the Node service implements."""
-        offered = (
+        types = (
             _Rpc.STAGE_UNSTAGE_VOLUME,
             _Rpc.GET_VOLUME_STATS,
             _Rpc.GET_VOLUME_HEALTH,
@@ -138,7 +138,7 @@ class Node(csi_pb2_grpc.NodeServicer):
             _Rpc.EXPAND_VOLUME,
             _Rpc.SINGLE_NODE_MULTI_WRITER,
         )
-        capabilities = [csi.NodeServiceCapability(rpc=_Rpc(type=rpc)) for rpc in offered]
+        capabilities = [csi.NodeServiceCapability(rpc=_Rpc(type=rpc)) for rpc in types]
         return csi.NodeGetCapabilitiesResponse(capabilities=capabilities)
 
     def NodeGetInfo(

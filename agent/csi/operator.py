@@ -99,27 +99,27 @@ class Operator(carver_pb2_grpc.OperatorServicer):
     def VolumesHere(
         self, request: Empty, context: grpc.ServicerContext
     ) -> carver.VolumesHereResponse:
-        listed = self._listing.volumes()
+        listing = self._listing.volumes()
         return carver.VolumesHereResponse(
             entries=[
-                messages.volume(volume, self._configuration.now.here) for volume in listed.entries
+                messages.volume(volume, self._configuration.now.here) for volume in listing.entries
             ],
-            away=listed.away,
-            claims={str(volume.id): volume.claim for volume in listed.entries if volume.claim},
-            keys=_keys(listed.entries),
+            away=listing.away,
+            claims={str(volume.id): volume.claim for volume in listing.entries if volume.claim},
+            keys=_keys(listing.entries),
         )
 
     def SnapshotsHere(
         self, request: Empty, context: grpc.ServicerContext
     ) -> carver.SnapshotsHereResponse:
-        listed = self._listing.snapshots()
+        listing = self._listing.snapshots()
         return carver.SnapshotsHereResponse(
             entries=[
                 messages.snapshot(snapshot, self._configuration.now.here)
-                for snapshot in listed.entries
+                for snapshot in listing.entries
             ],
-            away=listed.away,
-            keys=_keys(listed.entries),
+            away=listing.away,
+            keys=_keys(listing.entries),
         )
 
     def AdoptVolume(

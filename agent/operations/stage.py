@@ -329,7 +329,7 @@ class Stager:
             fs_type,
             options.parse(flags, fs_type),
             read_only=call.capability.read_only,
-            before=before,
+            mount_table=before,
         )
 
     def without_errors(self, call: StageVolume, device: Device, known: table.Table) -> table.Table:

@@ -104,8 +104,8 @@ def _of_layout(key: str, read: Callable[[str], Any], part: str) -> Parameter:
             device_class.layout, part
         ):
             raise ValueError("cannot be set for a class that is thin or has a cache")
-        changed: dict[str, Any] = {part: value}
-        return replace(device_class, layout=replace(device_class.layout, **changed))
+        layout_fields: dict[str, Any] = {part: value}
+        return replace(device_class, layout=replace(device_class.layout, **layout_fields))
 
     return Parameter(key, read, tag.LAYOUT, None, part, apply)
 
@@ -345,8 +345,8 @@ def snapshot_parameters(
     """
     field = "parameters"
     _check_map(field, wire)
-    about = _about(field, wire, names)
-    return _read(field, _without_kubernetes(wire), SNAPSHOT).get(SIZE), about
+    object_tags = _about(field, wire, names)
+    return _read(field, _without_kubernetes(wire), SNAPSHOT).get(SIZE), object_tags
 
 
 def tuning_of(wire: Mapping[str, str]) -> Tuning:
@@ -415,9 +415,9 @@ def _without_kubernetes(wire: Mapping[str, str]) -> dict[str, str]:
 
 def _about(field: str, wire: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
     """The tags that keep the names of Kubernetes objects in a map of parameters."""
-    about = {names[key]: text for key, text in wire.items() if key in names}
-    require_object_names(field, about)
-    return about
+    object_tags = {names[key]: text for key, text in wire.items() if key in names}
+    require_object_names(field, object_tags)
+    return object_tags
 
 
 def require_object_names(field: str, own_tags: Mapping[str, str]) -> None:

@@ -439,13 +439,13 @@ class GetCapacity:
         Invalid capabilities are no error: the capacity for them is 0.
         """
         segments = dict(wire.accessible_topology.segments)
-        where = segments if wire.HasField("accessible_topology") else None
+        requested_segments = segments if wire.HasField("accessible_topology") else None
         parameters = Parameters.from_proto(wire.parameters)
         try:
             capabilities = Capability.several(wire.volume_capabilities)
         except errors.BadField:
-            return cls((), parameters, where, unsupported=True)
-        return cls(capabilities, parameters, where, unsupported=False)
+            return cls((), parameters, requested_segments, unsupported=True)
+        return cls(capabilities, parameters, requested_segments, unsupported=False)
 
 
 @dataclass(frozen=True)
@@ -466,9 +466,9 @@ class CreateSnapshot:
         """Read and check a CreateSnapshot request; raises BadField."""
         _check_name("name", wire.name)
         source_id = required(wire, "source_volume_id")
-        size, about = snapshot_parameters(wire.parameters, OF_SNAPSHOT)
+        size, object_tags = snapshot_parameters(wire.parameters, OF_SNAPSHOT)
         topology = Topology.from_proto(wire.accessibility_requirements)
-        return cls(wire.name, source_id, size, about, topology)
+        return cls(wire.name, source_id, size, object_tags, topology)
 
 
 @dataclass(frozen=True)
@@ -491,8 +491,8 @@ class CreateGroupSnapshot:
                 raise errors.Missing(f"{field}[{index}]")
             if source_id in sources[:index]:
                 raise errors.BadField(f"{field}[{index}]", f"{source_id!r} is named twice")
-        size, about = snapshot_parameters(wire.parameters, OF_GROUP_SNAPSHOT)
-        return cls(wire.name, tuple(sorted(sources)), size, about)
+        size, object_tags = snapshot_parameters(wire.parameters, OF_GROUP_SNAPSHOT)
+        return cls(wire.name, tuple(sorted(sources)), size, object_tags)
 
 
 @dataclass(frozen=True)
@@ -756,11 +756,11 @@ def keys_of(secrets: Mapping[str, str]) -> Keys:
 
     Raises BadField. Keys with an invalid name are overwritten before the error is raised.
     """
-    present, previous = (
+    present_key, previous_key = (
         secret.of_text(f"secrets[{name}]", secrets[name]) if name in secrets else None
         for name in (secret.PASSPHRASE, secret.PREVIOUS_PASSPHRASE)
     )
-    keys = Keys(present, previous, secrets.get(secret.GENERATION, ""))
+    keys = Keys(present_key, previous_key, secrets.get(secret.GENERATION, ""))
     try:
         _check_generation(keys)
     except errors.BadField:

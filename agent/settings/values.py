@@ -341,19 +341,22 @@ def read(
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise errors.BadConfig(source, name, f"is a list of tables: [[{name}]]")
     for index, table in enumerate(tables):
-        where = f"{name}[{index}]"
+        position = f"{name}[{index}]"
         for key in table:
             if key in removed:
-                raise errors.BadConfig(source, f"{where}.{key}", removed[key])
+                raise errors.BadConfig(source, f"{position}.{key}", removed[key])
             if key not in keys:
                 allowed = ", ".join(keys)
                 raise errors.BadConfig(
-                    source, f"{where}.{key}", f"is not a key; allowed: {allowed}"
+                    source, f"{position}.{key}", f"is not a key; allowed: {allowed}"
                 )
         for key in required:
             if key not in table:
-                raise errors.BadConfig(source, f"{where}.{key}", "is required")
+                raise errors.BadConfig(source, f"{position}.{key}", "is required")
         yield (
-            where,
-            {key: checked(source, f"{where}.{key}", keys[key], raw) for key, raw in table.items()},
+            position,
+            {
+                key: checked(source, f"{position}.{key}", keys[key], raw)
+                for key, raw in table.items()
+            },
         )

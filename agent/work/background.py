@@ -33,10 +33,10 @@ def run_all(works: Mapping[str, Callable[[], object]], seconds: float) -> None:
     """
     begun = {name: _begun(name, work) for name, work in works.items()}
     wait(begun.values(), seconds)
-    for name, ended in begun.items():
-        if not ended.done():
+    for name, future in begun.items():
+        if not future.done():
             _log.warning("%s has not ended after %g s, and is left to itself", name, seconds)
-        elif (error := ended.exception()) is not None:
+        elif (error := future.exception()) is not None:
             _log.error("%s has not ended well: %s", name, error)
 
 
@@ -79,9 +79,9 @@ def _begun(name: str, work: Callable[[], object]) -> Future[object]:
     except RuntimeError as error:
         # Without a thread the function is not run: in the present thread it could hang, and delay
         # the other functions.
-        ended = Future[object]()
-        ended.set_exception(error)
-        return ended
+        future = Future[object]()
+        future.set_exception(error)
+        return future
 
 
 # Errors whose message says all; their stack trace is not logged.
@@ -169,21 +169,21 @@ class PeriodicTask:
             pause_seconds = self.run_once()
 
 
-def all_or_each(names: Sequence[str], act: Callable[[Sequence[str]], object]) -> None:
+def all_or_each(names: Sequence[str], action: Callable[[Sequence[str]], object]) -> None:
     """Act on several volumes by one command; if lvm2 refuses that, act on each volume by itself.
 
     So a volume that lvm2 refuses does not keep the action from the other volumes. Raises an
     ExceptionGroup of the errors for single volumes.
     """
     try:
-        act(names)
+        action(names)
     except mount_errors.CommandFailed:
         if len(names) == 1:
             raise
         with Attempts() as attempts:
             for name in names:
                 with attempts.one():
-                    act([name])
+                    action([name])
 
 
 T = TypeVar("T")
@@ -269,9 +269,9 @@ class Probes(Generic[T]):
         with self._guard:
             if (running := self._running.get(target)) is not None:
                 return [running], False
-            same_place = [probe for probe in self._running.values() if probe.place == place]
-            if len(same_place) >= _MOST_AT_ONCE:
-                return same_place, False
+            probes_of_place = [probe for probe in self._running.values() if probe.place == place]
+            if len(probes_of_place) >= _MOST_AT_ONCE:
+                return probes_of_place, False
             began_seconds = time.monotonic()
             result = command.begin("probe", lambda: self._do(target, work))
             probe = self._running[target] = _Probe(target, place, began_seconds, result)

@@ -349,9 +349,9 @@ class Jobs(Generic[J]):
         try:
             with command.time_limit(_LOOKING_SECONDS):
                 for job in self._due(_group_of(failed.key)):
-                    if (before := remaining.pop(job.key, None)) is not None:
-                        job.logged, job.failures = before.logged, before.failures
-                        self._replace(worker, before, job)
+                    if (failed_job := remaining.pop(job.key, None)) is not None:
+                        job.logged, job.failures = failed_job.logged, failed_job.failures
+                        self._replace(worker, failed_job, job)
         except BaseException as error:
             self._log(failed, error)
             with worker.guard:
@@ -362,11 +362,11 @@ class Jobs(Generic[J]):
                 worker.drop(self, old_job)
                 self._gone(old_job)
 
-    def _replace(self, worker: "GroupWorker", before: J, job: J) -> None:
+    def _replace(self, worker: "GroupWorker", failed_job: J, job: J) -> None:
         """Replace a failed job by a new one, unless a call has halted or forgotten the old job."""
         with worker.guard:
             place = (self.kind, job.key)
-            if worker.jobs.get(place) is before and place not in worker.barred:
+            if worker.jobs.get(place) is failed_job and place not in worker.barred:
                 job.due_seconds = -math.inf
                 worker.put(self, job)
                 worker.guard.notify()
@@ -534,13 +534,15 @@ class GroupWorker:
         """
         with self.guard:
             self._is_ending = True
-            before = dict(self.jobs)
-            self.jobs = {place: job for place, job in before.items() if self._kinds[place[0]].last}
+            old_jobs = dict(self.jobs)
+            self.jobs = {
+                place: job for place, job in old_jobs.items() if self._kinds[place[0]].last
+            }
             for job in self.jobs.values():
                 if job.due_seconds < math.inf:
                     job.due_seconds = -math.inf
             self.guard.notify_all()
-        for place, job in before.items():
+        for place, job in old_jobs.items():
             if place not in self.jobs:
                 self.cancel(job)
 
@@ -601,23 +603,23 @@ class GroupWorker:
             is_here = self.jobs.get((kind.kind, job.key)) is job and not job.ended.done()
             if not is_here or job.at_work or job.due_seconds > time.monotonic():
                 return False
-            self._begin(chosen := _Found(kind, job))
-        self._do(chosen)
+            self._begin(task := _Found(kind, job))
+        self._do(task)
         return True
 
     def _run(self) -> None:
         """Run the loop in this thread while the thread is the leader."""
-        me = threading.current_thread()
+        this_thread = threading.current_thread()
         with self.guard:
-            self._threads.add(me)
-        while (chosen := self._next(me)) is not None:
+            self._threads.add(this_thread)
+        while (task := self._next(this_thread)) is not None:
             try:
-                self._do(chosen)
+                self._do(task)
             except BaseException:
                 # An error here is a fault of the loop itself. The loop continues with other jobs.
-                _log.exception("%s %s is not seen to", chosen.kind.kind, chosen.job.key)
+                _log.exception("%s %s is not seen to", task.kind.kind, task.job.key)
         with self.guard:
-            self._threads.discard(me)
+            self._threads.discard(this_thread)
 
     def _begin(self, task: _Found) -> None:
         """Note that a thread does a step of a job now."""
@@ -639,16 +641,16 @@ class GroupWorker:
             if is_called_off:
                 task.job.end(Stopping(task.job.key))
 
-    def _next(self, me: threading.Thread) -> _Found | None:
+    def _next(self, this_thread: threading.Thread) -> _Found | None:
         """Wait for the next job with a step due; return None if the thread is no longer needed."""
         with self.guard:
-            while self._leader is me:
+            while self._leader is this_thread:
                 now_seconds = time.monotonic()
-                if ready := self._ready(now_seconds):
-                    chosen = self._most_urgent(ready)
-                    self._begin(chosen)
+                if ready_tasks := self._ready(now_seconds):
+                    task = self._most_urgent(ready_tasks)
+                    self._begin(task)
                     self._since_seconds = now_seconds
-                    return chosen
+                    return task
                 self._since_seconds = math.inf
                 if not self._wait(now_seconds):
                     self._leader = None
@@ -676,17 +678,17 @@ class GroupWorker:
             and self._under_way.count(kind) < _MOST_HANGING
         ]
 
-    def _most_urgent(self, ready: list[_Found]) -> _Found:
+    def _most_urgent(self, ready_tasks: list[_Found]) -> _Found:
         """Return the job that gets the next step.
 
         Among urgent jobs it is the one that is due first. Otherwise the oldest job and the job with
         the fewest bytes left are chosen alternately.
         """
-        if urgent := [entry for entry in ready if entry.kind.urgent]:
+        if urgent := [entry for entry in ready_tasks if entry.kind.urgent]:
             return min(urgent, key=lambda entry: entry.job.due_seconds)
         if next(self._turns) % 2:
-            return min(ready, key=lambda entry: entry.job.number)
-        return min(ready, key=lambda entry: (entry.job.left_bytes, entry.job.number))
+            return min(ready_tasks, key=lambda entry: entry.job.number)
+        return min(ready_tasks, key=lambda entry: (entry.job.left_bytes, entry.job.number))
 
 
 class GroupWorkers:
@@ -703,7 +705,7 @@ class GroupWorkers:
         return self._is_ending
 
     def of(self, group: str) -> GroupWorker:
-        """Return the loop of a volume group, which no class need name."""
+        """Return the loop of a volume group, even of a group that no class names."""
         with self._guard:
             if group not in self._workers:
                 self._workers[group] = GroupWorker(group)

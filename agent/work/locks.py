@@ -307,21 +307,21 @@ class VolumeLocks:
                 self._held.difference_update(names)
                 self._changed.notify_all()
 
-    def wait_until(self, is_so: Callable[[], bool]) -> None:
+    def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait up to five seconds, holding no lock, for a condition that other calls bring about.
 
-        `is_so` is polled ten times a second, so it must be cheap. Returns at once if too many calls
-        wait already.
+        `condition` is polled ten times a second, so it must be cheap. The method returns at once if
+        too many calls wait already.
         """
         end = time.monotonic() + command.patience_seconds(self.grace_seconds, _PART)
-        if is_so():
+        if condition():
             return
         with self._changed:
             if len(self._waiting) >= MOST_CALLS_WAITING:
                 return
             ticket = self._line_up([])
         try:
-            while not is_so() and time.monotonic() < end:
+            while not condition() and time.monotonic() < end:
                 time.sleep(_LOOK_SECONDS)
         finally:
             with self._changed:
@@ -356,8 +356,10 @@ class VolumeLocks:
 
         Only calls that came before the waiting call with the ticket `turn` count, if it is given.
         """
-        before = takewhile(lambda ticket: ticket is not turn, self._waiting)
-        return self._held.union(*(self._waiting[ticket] for ticket in before)).intersection(names)
+        earlier_tickets = takewhile(lambda ticket: ticket is not turn, self._waiting)
+        return self._held.union(
+            *(self._waiting[ticket] for ticket in earlier_tickets)
+        ).intersection(names)
 
 
 # Maximum numbers of calls that wait for the lock of one volume group: to change the group, and to
@@ -450,16 +452,16 @@ class GroupLock:
                 raise errors.GroupBusy(
                     self._name, f"{self._waiter_limit} calls wait for it already"
                 )
-            mine = threading.Event()
-            self._waiting.append(mine)
+            own_event = threading.Event()
+            self._waiting.append(own_event)
         limit = command.remaining_seconds()
         with trace.step(trace.WAIT, self._name):
-            mine.wait(limit)
-        if mine.is_set():
+            own_event.wait(limit)
+        if own_event.is_set():
             return True
         with self._guard:
-            if not mine.is_set():
-                self._waiting.remove(mine)
+            if not own_event.is_set():
+                self._waiting.remove(own_event)
                 raise errors.GroupBusy(self._name, "another call was at work on it all the time")
         # The waiter got the lock at the moment of the deadline. Its first command will fail because
         # of the deadline.

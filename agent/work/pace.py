@@ -251,10 +251,10 @@ class _GivingWay:
             self._pass_over(work)
             pause(_FIRST_SECONDS)
         for disk, load in self._loads(work).items():
-            before = self._seen[disk]
-            completed = load.completed - before.completed
+            previous_load = self._seen[disk]
+            completed = load.completed - previous_load.completed
             if completed > 0:
-                waited_milliseconds = load.waited_milliseconds - before.waited_milliseconds
+                waited_milliseconds = load.waited_milliseconds - previous_load.waited_milliseconds
                 measured = waited_milliseconds / completed / 1000
                 self._others_take_seconds = _mean(self._others_take_seconds, measured)
             if completed > 0 or load.in_flight:
@@ -320,9 +320,12 @@ class _Unlimited:
 _UNLIMITED = _Unlimited()
 
 
-def _mean(before: float, measured: float) -> float:
-    """Return a mean in which the latest measurements count most; `before` is 0 if there is none."""
-    return before + (measured - before) * _NEW_PART if before else measured
+def _mean(previous_mean: float, measured: float) -> float:
+    """Return a mean in which the latest measurements count most.
+
+    `previous_mean` is 0 if there is no earlier measurement.
+    """
+    return previous_mean + (measured - previous_mean) * _NEW_PART if previous_mean else measured
 
 
 def _rounded(length_bytes: int, most_bytes: int = MOST_BYTES) -> int:
@@ -506,8 +509,8 @@ class Pace:
 
     def _pause(self, check: Callable[[], None], seconds: float) -> None:
         """Sleep for some seconds, checking now and then whether the work was cancelled."""
-        until = self.clock() + seconds
-        while (left_seconds := until - self.clock()) > 0:
+        until_seconds = self.clock() + seconds
+        while (left_seconds := until_seconds - self.clock()) > 0:
             check()
             self._sleep(min(left_seconds, _CHECK_SECONDS))
         check()
@@ -532,7 +535,7 @@ class Paces:
         self._paces: dict[str, Pace] = {}
 
     def of(self, group: str) -> Pace:
-        """Return the pace of a volume group, which no class need name."""
+        """Return the pace of a volume group, even of a group that no class names."""
         with self._guard:
             if group not in self._paces:
                 self._paces[group] = Pace(
@@ -543,6 +546,6 @@ class Paces:
             return self._paces[group]
 
     def every(self) -> Mapping[str, Pace]:
-        """Return the paces that `of` was asked for, by their groups' names."""
+        """Return the paces that `of` has returned until now, by the names of the groups."""
         with self._guard:
             return dict(self._paces)
