@@ -208,10 +208,10 @@ class Devices:
         all_events = self._mapper.events()
         previous_events, events_by_name = self._events.get(group, ({}, {}))
         if all_events is not previous_events:
-            named = (
+            events_of_group = (
                 (names.of_device(group, dm_name), events) for dm_name, events in all_events.items()
             )
-            events_by_name = {name: events for name, events in named if name}
+            events_by_name = {name: events for name, events in events_of_group if name}
             self._events[group] = all_events, events_by_name
         return events_by_name
 

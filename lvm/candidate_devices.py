@@ -220,12 +220,12 @@ class BlockDevices:
                 yield name, Excluded(Why.EMPTY)
             elif device.is_volume:
                 yield name, Excluded(Why.VOLUME, device.mapper_name)
-            elif volume := stacks.first(name, lambda below: below.is_volume):
+            elif volume := stacks.first(name, lambda lower: lower.is_volume):
                 yield name, Excluded(Why.ON_A_VOLUME, volume.mapper_name)
             elif loop := stacks.first(name, stacks.is_opaque):
                 yield name, Excluded(Why.UNKNOWN, loop.name)
-            elif device.is_loop and (below := stacks.below(device)):
-                yield name, Excluded(Why.SECOND_VIEW, below[0].name)
+            elif device.is_loop and (lower_devices := stacks.below(device)):
+                yield name, Excluded(Why.SECOND_VIEW, lower_devices[0].name)
             elif device.is_path:
                 yield name, Excluded(Why.PATH)
             elif device.is_no_disk:
@@ -345,8 +345,8 @@ class _Stacks:
         stack, visited = [self._devices[name]], {name}
         for device in stack:
             yield device
-            added = [below for below in self.below(device) if below.name not in visited]
-            visited |= {below.name for below in added}
+            added = [lower for lower in self.below(device) if lower.name not in visited]
+            visited |= {lower.name for lower in added}
             stack += added
 
     def is_opaque(self, device: _Device) -> bool:

@@ -270,8 +270,8 @@ class DeviceMapper:
         except OSError:
             return {}
         self._list_bytes = len(answer)
-        before, events = self._last
-        if answer != before:
+        previous_answer, events = self._last
+        if answer != previous_answer:
             events = dict(_listed(answer))
             self._last = bytes(answer), events
         return events

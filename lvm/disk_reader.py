@@ -235,11 +235,14 @@ _LASTS_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class _Count:
-    """A disk's counter of failed commands; the growth reported is `last` less `first`."""
+    """Two readings of a disk's counter of failed commands.
 
-    first: int
-    last: int
-    # When the counter grew last (monotonic); None if it has not grown since `first`.
+    The growth that is reported is `last_count` less `first_count`.
+    """
+
+    first_count: int
+    last_count: int
+    # When the counter grew last (monotonic); None if it has not grown since `first_count`.
     grew_monotonic_seconds: float | None = None
 
 
@@ -290,7 +293,7 @@ class DiskErrors:
             previous_count = self._counts.get(disk, _Count(number, number))
             grew_monotonic_seconds = (
                 now_monotonic_seconds
-                if number > previous_count.last
+                if number > previous_count.last_count
                 else previous_count.grew_monotonic_seconds
             )
             # Errors older than an hour are left out of the growth that is counted from now on.
@@ -298,7 +301,11 @@ class DiskErrors:
                 grew_monotonic_seconds is not None
                 and now_monotonic_seconds - grew_monotonic_seconds >= _LASTS_SECONDS
             )
-            first_count = number if is_old or number < previous_count.last else previous_count.first
+            first_count = (
+                number
+                if is_old or number < previous_count.last_count
+                else previous_count.first_count
+            )
             self._counts[disk] = _Count(
                 first_count, number, None if is_old else grew_monotonic_seconds
             )

@@ -134,9 +134,9 @@ def settings(text: str) -> Iterator[tuple[tuple[str, ...], str]]:
     `devices { filter = "a" }` gives `("devices", "filter"), '"a"'`.
     """
     sections: list[str] = []
-    at = 0
-    while statement := _STATEMENT.match(text, at):
-        at = statement.end()
+    offset = 0
+    while statement := _STATEMENT.match(text, offset):
+        offset = statement.end()
         word, value = statement["word"], statement["value"]
         if value is not None:
             yield (*sections, word), value
@@ -146,7 +146,7 @@ def settings(text: str) -> Iterator[tuple[tuple[str, ...], str]]:
             sections.pop()
         else:
             raise Damage("the metadata end what was not begun")
-    if sections or not _ONLY_BLANK.fullmatch(text, at):
+    if sections or not _ONLY_BLANK.fullmatch(text, offset):
         raise Damage("the metadata are not in lvm2's form")
 
 

@@ -55,7 +55,10 @@ class RaidLevel(SegmentType):
         # images. validate_raid_redundancy (drivers/md/dm-raid.c) and lv_raid_replace
         # (lib/metadata/raid_manip.c of lvm2) check the same pairs before activation and repair.
         copies = 2 if self.striped else len(is_lost)
-        mirrors = (is_lost[at : at + copies] for at in range(0, len(is_lost), copies))
+        mirrors = (
+            is_lost[first_image : first_image + copies]
+            for first_image in range(0, len(is_lost), copies)
+        )
         return not any(map(all, mirrors))
 
 

@@ -107,19 +107,27 @@ class Confinement:
     # Settings of lvm.conf(5) as `key=value`, separated by blanks.
     settings: str = ""
 
-    def covers(self, other: "Confinement") -> bool:
-        """Whether a shell with this confinement can run the commands of a shell with `other`.
+    def covers(self, other_confinement: "Confinement") -> bool:
+        """Whether a shell with this confinement can run the commands for another confinement.
 
         Additional settings do no harm, as each command uses only the settings that concern it.
         """
-        return self.devices == other.devices and other._pairs().items() <= self._pairs().items()
+        return (
+            self.devices == other_confinement.devices
+            and other_confinement._pairs().items() <= self._pairs().items()
+        )
 
-    def joined(self, other: "Confinement") -> "Confinement":
-        """The settings of both confinements, if one shell can have both; else those of `other`."""
-        pairs = {**self._pairs(), **other._pairs()}
-        if self.devices != other.devices or not self._pairs().items() <= pairs.items():
-            return other
-        return Confinement(other.devices, " ".join(f"{key}={pairs[key]}" for key in pairs))
+    def joined(self, other_confinement: "Confinement") -> "Confinement":
+        """A confinement with the settings of both, if one shell can have both.
+
+        Otherwise the result is `other_confinement`.
+        """
+        pairs = {**self._pairs(), **other_confinement._pairs()}
+        if self.devices != other_confinement.devices or not self._pairs().items() <= pairs.items():
+            return other_confinement
+        return Confinement(
+            other_confinement.devices, " ".join(f"{key}={pairs[key]}" for key in pairs)
+        )
 
     def lines(self) -> list[str]:
         """The settings as lines of lvm.conf(5).

@@ -188,8 +188,12 @@ def _read_ahead(column: str) -> int | str:
     return AUTO if column == AUTO else int(column)
 
 
-def _sectors(ahead: int | str) -> str:
-    return ahead if isinstance(ahead, str) else str(ahead // _SECTOR_BYTES)
+def _sectors(read_ahead_bytes: int | str) -> str:
+    return (
+        read_ahead_bytes
+        if isinstance(read_ahead_bytes, str)
+        else str(read_ahead_bytes // _SECTOR_BYTES)
+    )
 
 
 def _rate(column: str) -> int:

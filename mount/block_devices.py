@@ -322,7 +322,7 @@ class BlockDevices(Calls):
         length_bytes: int,
         *,
         allow_in_use: bool = False,
-        by: By | None = None,
+        method: By | None = None,
     ) -> None:
         """Zero a range of a device, by the method of `zeroing` unless another is given.
 
@@ -330,10 +330,10 @@ class BlockDevices(Calls):
         `allow_in_use` such a device is zeroed, too, as is the device below a device of
         device-mapper.
         """
-        by = by or self.zeroing(device)
-        mode = os.O_WRONLY | (os.O_DIRECT if by.is_direct else 0)
+        method = method or self.zeroing(device)
+        mode = os.O_WRONLY | (os.O_DIRECT if method.is_direct else 0)
         with self._writing(device, mode, allow_in_use=allow_in_use) as descriptor:
-            block_io.zero_out(descriptor, device, offset_bytes, length_bytes, by)
+            block_io.zero_out(descriptor, device, offset_bytes, length_bytes, method)
 
     def mark(self, device: str, offsets: Iterable[int], *, allow_in_use: bool = False) -> None:
         """Overwrite the blocks of 4 KiB at these offsets that are zero, bypassing the page cache.
@@ -435,7 +435,7 @@ class BlockDevices(Calls):
         `blank`. EBUSY for a target that is mounted or used by another driver. The write is hidden
         from udev, which would probe the target after each range.
         """
-        reading, by = os.open(source, os.O_RDONLY | os.O_CLOEXEC), self.zeroing(target)
+        reading, method = os.open(source, os.O_RDONLY | os.O_CLOEXEC), self.zeroing(target)
         with (
             block_io.closing(reading),
             self._writing(target, os.O_WRONLY, allow_in_use=False) as writing,
@@ -450,12 +450,12 @@ class BlockDevices(Calls):
                     zeroes += len(data)
                 else:
                     if not blank:
-                        block_io.zero_out(writing, target, offset - zeroes, zeroes, by)
+                        block_io.zero_out(writing, target, offset - zeroes, zeroes, method)
                     block_io.write(writing, target, offset, data)
                     zeroes = 0
                 offset += len(data)
             if not blank:
-                block_io.zero_out(writing, target, end - zeroes, zeroes, by)
+                block_io.zero_out(writing, target, end - zeroes, zeroes, method)
             os.fsync(writing)
             # Drop the pages of both devices from the page cache, in favour of the workloads' pages.
             for descriptor in (reading, writing):
@@ -467,14 +467,14 @@ class BlockDevices(Calls):
 
         For writing, EBUSY for a device that is mounted or used by another driver.
         """
-        by = By.ZEROES
+        method = By.ZEROES
         if to_write:
-            by = self.zeroing(device)
+            method = self.zeroing(device)
             descriptor = block_io.open_exclusively(device, mode=os.O_RDWR | os.O_DIRECT)
         else:
             descriptor = os.open(device, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         with block_io.closing(descriptor):
-            yield Opened(device, descriptor, by)
+            yield Opened(device, descriptor, method)
 
     def _sysfs(self, device: str) -> Path:
         major, minor = self.device_number(device)

@@ -369,7 +369,7 @@ def discard_unfinished(kernel: Kernel, device: str, fs_type: str, identity: str)
             return False
         if not unfinished.is_on(kernel.read(device, 0, _FIRST_BYTES), identity):
             return False
-        kernel.zero_out(device, 0, _FIRST_BYTES, by=By.WRITES)
+        kernel.zero_out(device, 0, _FIRST_BYTES, method=By.WRITES)
         kernel.flush(device)
     except OSError as error:
         raise mount_errors.ProbeFailed(device, str(error.strerror)) from error

@@ -82,7 +82,7 @@ def read(kernel: Kernel, device: str) -> Header | None:
 
 def bears_any(kernel: Kernel, device: str) -> bool:
     """Whether a device has a copy of a LUKS2 header, be it whole or damaged."""
-    starts = (kernel.read(device, at * METADATA_BYTES, 6) for at in range(len(_MAGICS)))
+    starts = (kernel.read(device, number * METADATA_BYTES, 6) for number in range(len(_MAGICS)))
     return any(start in _MAGICS for start in starts)
 
 
@@ -215,7 +215,10 @@ def _runs(
         start = begin
         # This read bypasses the page cache, which may have older contents.
         data = opened_device.read(offset_bytes + begin, length_bytes) if length_bytes else b""
-        blocks = [data[at : at + _BLOCK_BYTES] for at in range(0, length_bytes, _BLOCK_BYTES)]
+        blocks = [
+            data[block_offset : block_offset + _BLOCK_BYTES]
+            for block_offset in range(0, length_bytes, _BLOCK_BYTES)
+        ]
         for is_blank, run in groupby(blocks, _ZEROES.__eq__):
             run_bytes = len(list(run)) * _BLOCK_BYTES
             if is_blank == blank:

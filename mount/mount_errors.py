@@ -169,7 +169,7 @@ class MountConflict(MountError):
     """The volume is mounted at a path already, with other options than requested."""
 
     def __init__(self, path: str, found_options: str, requested_options: str) -> None:
-        self.found = found_options
+        self.found_options = found_options
         super().__init__(
             f"{path} is already mounted {found_options}, asked for {requested_options};"
             " unmount it first"

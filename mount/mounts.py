@@ -150,7 +150,9 @@ def _undoing(kernel: Kernel, source: str, path: str) -> Iterator[None]:
         yield
     except mount_errors.MountConflict as error:
         kernel.unmount(path)
-        raise mount_errors.MountFailed(source, path, f"the kernel made it {error.found}") from error
+        raise mount_errors.MountFailed(
+            source, path, f"the kernel made it {error.found_options}"
+        ) from error
 
 
 def _mount(

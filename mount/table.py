@@ -171,10 +171,10 @@ def read(kernel: Kernel) -> Table:
 
 def _lines_with(text: str, word: str) -> Iterator[int]:
     """Yield the start of each line of a text that contains a word."""
-    at = text.find(word)
-    while at >= 0:
-        yield text.rfind("\n", 0, at) + 1
-        at = text.find(word, text.index("\n", at))
+    position = text.find(word)
+    while position >= 0:
+        yield text.rfind("\n", 0, position) + 1
+        position = text.find(word, text.index("\n", position))
 
 
 def _word(path: str, end: str = " ") -> str:

@@ -419,7 +419,8 @@ class ContentsLost(AgentError):
 class KeyMissing(AgentError):
     """Raised when a call has no key for an encrypted volume; nothing was changed.
 
-    `removed_class` is the volume's device class if the configuration has no such class any more, else empty.
+    `removed_class` is the volume's device class if the configuration has no such class any more,
+    else empty.
     """
 
     def __init__(self, volume_id: str, removed_class: str = "") -> None:

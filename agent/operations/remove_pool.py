@@ -66,7 +66,7 @@ class PoolRemover:
             "reclaim",
             self._erase_and_remove,
             "pool %s is empty, but not removed yet: %s",
-            due=self._due,
+            due_jobs=self._due,
         )
         self._conflicts = context.conflicts
         self._conflicts.add(Work.EMPTY_POOL, self.jobs)
@@ -296,7 +296,7 @@ class PoolRemover:
             return self._kernel.opened(below) if below else nullcontext()
 
         def zero(offset: int, length: int, by: By) -> None:
-            self._kernel.zero_out(device, offset, length, allow_in_use=is_held, by=by)
+            self._kernel.zero_out(device, offset, length, allow_in_use=is_held, method=by)
             # Flush the device; on a thin volume this also commits the pool's mapping of the zeroed
             # chunks.
             self._kernel.flush(device)

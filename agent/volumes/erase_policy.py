@@ -228,7 +228,7 @@ class ErasePolicy:
 
     def _zero(self, device: str, held: bool, offset: int, length: int, by: By) -> None:
         """Zero one piece of a device, in one of the kernel's ways."""
-        self._kernel.zero_out(device, offset, length, allow_in_use=held, by=by)
+        self._kernel.zero_out(device, offset, length, allow_in_use=held, method=by)
 
     def prove(self, device: str, size_bytes: int) -> None:
         """Prove that a device zeroes by itself, before a copy onto the device leaves holes.
@@ -244,7 +244,7 @@ class ErasePolicy:
         length = min(size_bytes, PROVED_BYTES)
         places = sample(0, length)
         self._kernel.mark(device, places)
-        self._kernel.zero_out(device, 0, length, by=by)
+        self._kernel.zero_out(device, 0, length, method=by)
         if self._kernel.are_zero(device, places):
             self._proved |= tried
         else:

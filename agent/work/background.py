@@ -31,9 +31,9 @@ def run_all(works: Mapping[str, Callable[[], object]], seconds: float) -> None:
     The wait is at most `seconds`. An error of a function is logged, and so is a function that has
     not ended by then; neither delays the other functions.
     """
-    begun = {name: _begun(name, work) for name, work in works.items()}
-    wait(begun.values(), seconds)
-    for name, future in begun.items():
+    futures = {name: _begun(name, work) for name, work in works.items()}
+    wait(futures.values(), seconds)
+    for name, future in futures.items():
         if not future.done():
             _log.warning("%s has not ended after %g s, and is left to itself", name, seconds)
         elif (error := future.exception()) is not None:

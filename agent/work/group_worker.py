@@ -1,8 +1,8 @@
 """One loop for each volume group: it does the group's background work, one step at a time.
 
 The state in LVM's metadata, as tags, says what work is due. A kind of work (`Jobs`) has two
-functions: `due` finds the jobs that are due in a group by a fresh report, and `steps` does one job
-in steps. The loop repeats:
+functions: `due_jobs` finds the jobs that are due in a group by a fresh report, and `steps` does one
+job in steps. The loop repeats:
 
 1. Take the most urgent job that has a step due.
 2. Do one step of that job.
@@ -132,15 +132,15 @@ J = TypeVar("J", bound=Job)
 class Jobs(Generic[J]):
     """The jobs of one kind of work: one job for each key, done by the loop of the key's group.
 
-    `steps` does a job; a plain function does a job that has one step only. `due` returns an
+    `steps` does a job; a plain function does a job that has one step only. `due_jobs` returns an
     iterator of the jobs that are due in a group by its fresh state, or raises if the state cannot
     be read, for instance because the group is not on this node. Each job is taken before the
-    iterator is asked for the next one, so `due` may hold a lock in between.
+    iterator is asked for the next one, so `due_jobs` may hold a lock in between.
 
-    `gone` is called with a failed job that is no longer due by the state. Without `due`, a failed
-    job is retried unchanged. `failure` is the log line of an error, with %s for the key and for the
-    error. `urgent` jobs are done before all other jobs. `last` jobs are still done when the service
-    ends.
+    `clear_failed` is called with a failed job that is no longer due by the state. Without
+    `due_jobs`, a failed job is retried unchanged. `failure` is the log line of an error, with %s
+    for the key and for the error. `urgent` jobs are done before all other jobs. Jobs of a kind with
+    `survives_halt` are still done when the service ends.
     """
 
     def __init__(
@@ -150,15 +150,15 @@ class Jobs(Generic[J]):
         steps: Callable[[J], Steps | None],
         failure: str,
         *,
-        due: Callable[[str], Iterable[J]] | None = None,
-        gone: Callable[[J], None] = lambda _job: None,
+        due_jobs: Callable[[str], Iterable[J]] | None = None,
+        clear_failed: Callable[[J], None] = lambda _job: None,
         urgent: bool = False,
-        last: bool = False,
+        survives_halt: bool = False,
         retry_seconds: float = 60.0,
         level: int = logging.ERROR,
     ) -> None:
-        self.kind, self.steps, self.urgent, self.last = kind, steps, urgent, last
-        self._workers, self._due, self._gone = workers, due, gone
+        self.kind, self.steps, self.urgent, self.survives_halt = kind, steps, urgent, survives_halt
+        self._workers, self._due_jobs, self._clear_failed = workers, due_jobs, clear_failed
         self._failure, self._level = failure, level
         # Time until the retry of a failed job, in seconds, and the shorter time after an unknown
         # outcome: the fresh state shows the outcome.
@@ -281,7 +281,7 @@ class Jobs(Generic[J]):
         """
         number = 0
         with Attempts() as attempts, attempts.one():
-            for job in () if self._due is None else self._due(group):
+            for job in () if self._due_jobs is None else self._due_jobs(group):
                 with attempts.one():
                     self.start(job)
                 number += 1
@@ -343,12 +343,12 @@ class Jobs(Generic[J]):
                 and job.ended.done()
                 and (job is failed or (not job.at_work and job.due_seconds <= until_seconds))
             }
-        if self._due is None:
+        if self._due_jobs is None:
             self._replace(worker, failed, replace(failed))
             return
         try:
             with command.time_limit(_LOOKING_SECONDS):
-                for job in self._due(_group_of(failed.key)):
+                for job in self._due_jobs(_group_of(failed.key)):
                     if (failed_job := remaining.pop(job.key, None)) is not None:
                         job.logged, job.failures = failed_job.logged, failed_job.failures
                         self._replace(worker, failed_job, job)
@@ -360,7 +360,7 @@ class Jobs(Generic[J]):
         else:
             for old_job in remaining.values():
                 worker.drop(self, old_job)
-                self._gone(old_job)
+                self._clear_failed(old_job)
 
     def _replace(self, worker: "GroupWorker", failed_job: J, job: J) -> None:
         """Replace a failed job by a new one, unless a call has halted or forgotten the old job."""
@@ -389,7 +389,7 @@ class PeriodicJobs:
     """Work that is repeated at an interval in each of several volume groups, as one job for each.
 
     `groups` returns the groups' names at each moment; the job of a group that is no longer among
-    them ends at its next run. `look` is called with a group's name `interval_seconds` after the
+    them ends at its next run. `work` is called with a group's name `interval_seconds` after the
     start, then `interval_seconds` after each run, or at once after a run that returned True.
     `failure` is logged with %s for the group and for the error.
     """
@@ -399,11 +399,11 @@ class PeriodicJobs:
         workers: "GroupWorkers",
         kind: str,
         groups: Callable[[], Iterable[str]],
-        look: Callable[[str], bool | None],
+        work: Callable[[str], bool | None],
         interval_seconds: float,
         failure: str,
     ) -> None:
-        self.kind, self._groups, self._look = kind, groups, look
+        self.kind, self._groups, self._work = kind, groups, work
         self._interval_seconds = interval_seconds
         self._jobs: Jobs[Job] = Jobs(
             workers, kind, self._steps, failure, urgent=True, retry_seconds=interval_seconds
@@ -432,9 +432,9 @@ class PeriodicJobs:
             self._jobs.forget(job.key)
 
     def _steps(self, job: Job) -> Steps:
-        """Call `look` at the interval while the job's group is among the groups."""
+        """Call `work` at the interval while the job's group is among the groups."""
         while job.key in self._groups():
-            is_due = self._look(job.key)
+            is_due = self._work(job.key)
             if job.failures:
                 _log.warning(
                     "%s %s: well again after %d failures", self.kind, job.key, job.failures
@@ -489,7 +489,7 @@ class GroupWorker:
         """Have a job done at a time (monotonic, seconds) or earlier; it is added if need be.
 
         If no thread can be started, raises RuntimeError after the job was added. While the service
-        ends, jobs of a kind that is `last` (see `Jobs`) can still be woken.
+        ends, jobs of a kind with `survives_halt` (see `Jobs`) can still be woken.
         """
         if due_seconds >= job.due_seconds:
             return
@@ -528,7 +528,7 @@ class GroupWorker:
             self._relieve()
 
     def halt(self) -> None:
-        """Cancel all jobs except those of a kind that is `last` (see `Jobs`); let no job begin.
+        """Cancel all jobs except those of kinds with `survives_halt`; let no job begin.
 
         The jobs that remain are due at once, unless they wait for a wake.
         """
@@ -536,7 +536,7 @@ class GroupWorker:
             self._is_ending = True
             old_jobs = dict(self.jobs)
             self.jobs = {
-                place: job for place, job in old_jobs.items() if self._kinds[place[0]].last
+                place: job for place, job in old_jobs.items() if self._kinds[place[0]].survives_halt
             }
             for job in self.jobs.values():
                 if job.due_seconds < math.inf:
@@ -566,7 +566,7 @@ class GroupWorker:
         """Whether the loop needs a thread.
 
         While the service ends, a thread is needed only if a job is due: the remaining jobs are
-        those of a kind that is `last` (see `Jobs`).
+        those of a kind with `survives_halt` (see `Jobs`).
         """
         return bool(self._ready(time.monotonic()) if self._is_ending else self.jobs)
 
@@ -714,8 +714,8 @@ class GroupWorkers:
     def let_go(self, group: str) -> None:
         """Cancel the jobs of a volume group at their next safe points, and drop the group's loop.
 
-        Jobs of a kind that is `last` (see `Jobs`) are not cancelled. A call that names the group
-        later begins a new loop.
+        Jobs of a kind with `survives_halt` (see `Jobs`) are not cancelled. A call that names the
+        group later begins a new loop.
         """
         with self._guard:
             worker = self._workers.pop(group, None)
@@ -737,7 +737,7 @@ class GroupWorkers:
             worker.replace_hanging_threads()
 
     def halt(self) -> None:
-        """Cancel all jobs at their next safe points, except those of a kind that is `last`.
+        """Cancel all jobs at their next safe points, except those of a kind with `survives_halt`.
 
         `Jobs` says what such a kind is.
         """

@@ -36,7 +36,7 @@ class Slots:
     """
 
     def __init__(self, slots: int, group_limit: int | None = None) -> None:
-        self._slots = self.left = slots
+        self._slots = self.free_slots = slots
         self._group_limit = slots if group_limit is None else group_limit
         # The number of taken slots that count for each group.
         self.taken: Counter[str] = Counter()
@@ -61,9 +61,9 @@ class Slots:
     def take(self) -> None:
         """Take a slot that counts for no group yet. Raises TooManyCalls if no slot is free."""
         with self._guard:
-            if not self.left:
+            if not self.free_slots:
                 raise errors.TooManyCalls(self._slots)
-            self.left -= 1
+            self.free_slots -= 1
 
     def count_for(self, group: str) -> None:
         """Count a slot that was taken for a group.
@@ -73,7 +73,7 @@ class Slots:
         with self._guard:
             # The call's own slot counts as free, hence the 1.
             if (taken_slots := self.taken[group]) >= min(
-                self._group_limit, TIMES_LEFT * (self.left + 1)
+                self._group_limit, TIMES_LEFT * (self.free_slots + 1)
             ):
                 raise errors.TooManyCalls(taken_slots, group)
             self.taken[group] += 1
@@ -81,7 +81,7 @@ class Slots:
     def give_back(self, groups: Iterable[str] = ()) -> None:
         """Give back a slot that counts for these groups."""
         with self._guard:
-            self.left += 1
+            self.free_slots += 1
             self.taken.subtract(groups)
             # Groups without slots are removed, since callers may send ids with arbitrary names of
             # groups.

@@ -28,12 +28,12 @@ class Disk:
         length_bytes: int,
         *,
         allow_in_use: bool = False,
-        by: By | None = None,
+        method: By | None = None,
     ) -> None:
         self.reached.set()
         assert self.free.wait(expect.PATIENCE_SECONDS)
         once, self.fail_once = self.fail_once, None
         if error := once or self.error:
             raise error
-        self._real(device, offset_bytes, length_bytes, allow_in_use=allow_in_use, by=by)
+        self._real(device, offset_bytes, length_bytes, allow_in_use=allow_in_use, method=method)
         self.written.append((device, offset_bytes, length_bytes))

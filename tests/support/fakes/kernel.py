@@ -333,7 +333,7 @@ class FakeKernel(Kernel):
         length_bytes: int,
         *,
         allow_in_use: bool = False,
-        by: By | None = None,
+        method: By | None = None,
     ) -> None:
         found = self._writable(device, held=allow_in_use)
         if (offset_bytes | length_bytes) % 512 or offset_bytes + length_bytes > found.size_bytes:
@@ -341,7 +341,7 @@ class FakeKernel(Kernel):
         if found.is_missing(offset_bytes, length_bytes):
             _fail(errno.EIO, device)
         found.media.zeroed.append((offset_bytes, length_bytes))
-        if (by or self.zeroing(device)) in found.lies:
+        if (method or self.zeroing(device)) in found.lies:
             return
         found.media.erase(offset_bytes, length_bytes)
         if offset_bytes == 0:
