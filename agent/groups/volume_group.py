@@ -111,7 +111,7 @@ class VolumeGroup:
             self._deferred_steps,
             "volume group %s, deferred work: %s",
             urgent=True,
-            last=True,
+            survives_halt=True,
             level=logging.WARNING,
         )
         # Whether a command that changes the group has ended since the last read began.

@@ -176,8 +176,8 @@ class Copier:
             "copy",
             self._copy,
             "cannot complete volume %s: %s",
-            due=self._due,
-            gone=self._clear_failed,
+            due_jobs=self._due,
+            clear_failed=self._clear_failed,
         )
         context.conflicts.add(
             EndedBy.COPIER, self.jobs, aborted=lambda job: errors.Copying(job.key, str(job))

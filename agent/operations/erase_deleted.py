@@ -210,7 +210,7 @@ class Eraser:
             "wipe",
             self._steps,
             "volume %s is deleted, but not erased and removed yet: %s",
-            due=self._due,
+            due_jobs=self._due,
         )
         conflicts = context.conflicts
         conflicts.add(EndedBy.ERASER, self.jobs, aborted=_being_erased)
@@ -566,7 +566,7 @@ class Eraser:
         while offset < end:
             size = min(extent - offset % extent, end - offset)
             try:
-                self._kernel.zero_out(device, offset, size, by=way)
+                self._kernel.zero_out(device, offset, size, method=way)
             except OSError as error:
                 is_lost = _is_lost(volume, offset // extent)
                 if error.errno != errno.EIO or is_lost is False:

@@ -66,7 +66,7 @@ class PoolRemover:
             "reclaim",
             self._erase_and_remove,
             "pool %s is empty, but not removed yet: %s",
-            due=self._due,
+            due_jobs=self._due,
         )
         self._conflicts = context.conflicts
         self._conflicts.add(Work.EMPTY_POOL, self.jobs)
@@ -299,7 +299,7 @@ class PoolRemover:
             return self._kernel.opened(thin_path) if thin_path else nullcontext()
 
         def zero(offset: int, length: int, way: By) -> None:
-            self._kernel.zero_out(device, offset, length, held=is_held, by=way)
+            self._kernel.zero_out(device, offset, length, allow_in_use=is_held, method=way)
             # Flush the device; on a thin volume this also commits the pool's mapping of the zeroed
             # chunks.
             self._kernel.flush(device)

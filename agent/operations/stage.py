@@ -338,7 +338,7 @@ class Stager:
             fs_type,
             options.parse(flags, fs_type),
             read_only=call.capability.read_only,
-            before=mount_table,
+            mount_table=mount_table,
         )
 
     def without_errors(

@@ -208,7 +208,7 @@ class ErasePolicy:
                     if is_first and not way.is_proved:
                         with within():
                             self._kernel.mark(
-                                device, sorted({*first_samples, *all_samples}), held=is_held
+                                device, sorted({*first_samples, *all_samples}), allow_in_use=is_held
                             )
                     with within():
                         zero(offset, length, way)
@@ -228,7 +228,7 @@ class ErasePolicy:
 
     def _zero(self, device: str, is_held: bool, offset: int, length: int, way: By) -> None:
         """Zero one piece of a device, in one of the kernel's ways."""
-        self._kernel.zero_out(device, offset, length, held=is_held, by=way)
+        self._kernel.zero_out(device, offset, length, allow_in_use=is_held, method=way)
 
     def prove(self, device: str, size_bytes: int) -> None:
         """Prove that a device zeroes by itself, before a copy onto the device leaves holes.
@@ -244,7 +244,7 @@ class ErasePolicy:
         length = min(size_bytes, PROVED_BYTES)
         places = sample(0, length)
         self._kernel.mark(device, places)
-        self._kernel.zero_out(device, 0, length, by=way)
+        self._kernel.zero_out(device, 0, length, method=way)
         if self._kernel.are_zero(device, places):
             self._proved |= tried
         else:

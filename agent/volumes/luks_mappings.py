@@ -147,7 +147,7 @@ class Mappings:
         self._kernel.zero_out(device, 0, length)
         step = math.gcd(length, 1 << 20)
         if not self._kernel.are_zero(device, range(0, length, step), step):
-            self._kernel.zero_out(device, 0, length, by=By.WRITES)
+            self._kernel.zero_out(device, 0, length, method=By.WRITES)
         self._kernel.flush(device)
 
     def _found_bytes(self, path: str) -> int:
