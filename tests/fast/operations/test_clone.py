@@ -126,10 +126,13 @@ def retry(service: Service) -> None:
 def test_long_copy_answers_with_its_progress(
     client: Client, fake: FakeHost, disk: Disk, source: Source, service: Service
 ) -> None:
-    with expect.code("ABORTED", "copied", "0 of 200 MiB"):
+    with expect.code("ABORTED", "being copied"):
+        client.create("pvc-2", 0, block(), source=source)
+    disk.wait(1)
+    with expect.code("ABORTED", "being copied: 0 of 200 MiB"):
         client.create("pvc-2", 0, block(), source=source)
     disk.let(1)
-    disk.wait(2)
+    disk.wait(1)
     with expect.code("ABORTED", "64 of 200 MiB, about", "at the present rate"):
         client.create("pvc-2", 0, block(), source=source)
     assert service.copier.jobs.counts() == {"queued": 0, "running": 1, "failed": 0}
@@ -151,6 +154,7 @@ def test_incomplete_volume_cannot_be_used(
             client.create(name, 0, block(), source=source)
     copy = origin.replace("pvc-1", "pvc-2")
     assert [one.volume_id for one in client.volumes()] == [origin]
+    disk.wait(1)
     with expect.code("ABORTED", "being copied: 0 of 200 MiB"):
         client.stage(csi.Volume(volume_id=copy), tmp_path / "staging", block())
     with expect.code("ABORTED", "being copied: 0 of 200 MiB"):
@@ -314,7 +318,7 @@ def test_volume_that_lost_its_source_is_removed(
 def test_next_stage_grows_the_file_system(
     fake: FakeHost,
     client: Client,
-    service: Service,
+    patient: Service,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -334,7 +338,7 @@ def test_next_stage_grows_the_file_system(
                 client.stage(copy, staging, mounted("ext4"))
     assert client.stats(copy.volume_id, staging).usage[0].total == 64 * MIB
     # Its bridge is removed a moment after the copy is ready.
-    idle(service)
+    idle(patient)
     fake.commands.clear()
     client.stage(copy, staging, mounted("ext4"))
     assert client.stats(copy.volume_id, staging).usage[0].total == 128 * MIB
@@ -549,7 +553,7 @@ def test_call_waits_until_its_deadline(
 ) -> None:
     service.copier.grace_seconds = 600
     wanted, began = request("pvc-2", of_snapshot(snapshot.snapshot_id)), time.monotonic()
-    with expect.code("ABORTED", "0 of 200 MiB"):
+    with expect.code("ABORTED", "being copied"):
         client.controller.CreateVolume(wanted, timeout=3)
     assert 1.5 < time.monotonic() - began < 3
     # A caller without a deadline waits for the default time.
