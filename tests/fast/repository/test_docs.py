@@ -2,15 +2,18 @@
 
 import argparse
 import io
+import json
 import re
 import shlex
+import textwrap
 import tomllib
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import chart_values
+import jsonschema
 import manifest
 import modules
 import pytest
@@ -280,6 +283,52 @@ def test_the_controller_s_rights_are_those_of_the_manifest() -> None:
         for resource in rule["resources"]
     ]
     assert [row for row in rows if len(row) == 4 and row[0].startswith("`")] == granted
+
+
+def blocks(document: Path) -> list[str]:
+    """Return the blocks of code that a page shows."""
+    found = re.findall(r"(?:^    .*\n|^\n(?=    ))+", document.read_text(), re.M)
+    return [textwrap.dedent(one).lstrip() for one in found]
+
+
+def manifests_in(document: Path) -> Iterator[dict[str, Any]]:
+    """Yield the Kubernetes objects that a page shows whole."""
+    for text in blocks(document):
+        if text.startswith("apiVersion:"):
+            yield from yaml.safe_load_all(text)
+
+
+def test_the_chart_s_values_that_are_shown_are_values_of_the_chart() -> None:
+    schema = json.loads(text_of("deploy/helm/carver/values.schema.json"))
+    shown = [text for one in DOCUMENTS for text in blocks(one)]
+    files = [one for one in shown if re.match(r"(config: \||pools:)$", one.split("\n")[0])]
+    assert len(files) > 2
+    for text in files:
+        jsonschema.validate(yaml.safe_load(text), schema)
+
+
+def test_every_file_that_a_command_names_is_there() -> None:
+    for document in DOCUMENTS:
+        if document.name != "CHANGELOG.md":
+            for text in blocks(document):
+                for name in re.findall(r"(?<![\w/.-])((?:deploy|tests|vagrant)/[\w./-]+)", text):
+                    # A part in capitals is for the reader to replace.
+                    is_pattern = any(char.isupper() for char in name)
+                    assert is_pattern or (ROOT / name).exists(), f"{document.name}: {name}"
+
+
+def test_the_objects_that_are_shown_are_as_their_schemas_say(tmp_path: Path) -> None:
+    shown = [one for document in DOCUMENTS for one in manifests_in(document)]
+    assert {"StorageClass", "PersistentVolumeClaim"} <= {one["kind"] for one in shown}
+    file = tmp_path / "shown.yaml"
+    file.write_text(yaml.safe_dump_all(shown))
+    manifest.check_schemas(file)
+    known = {PREFIX + row.key for row in STORAGE_CLASS}
+    for one in shown:
+        if one["kind"] == "StorageClass":
+            assert one["provisioner"] == settings.DRIVER_NAME
+            own = {key for key in one["parameters"] if key.startswith(PREFIX)}
+            assert own <= known
 
 
 def test_the_versions_of_kubernetes_that_were_tried_are_those_of_the_trials() -> None:
