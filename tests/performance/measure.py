@@ -490,12 +490,13 @@ def main() -> int:
         console.print(str(error), style="bold red", markup=False)
     finally:
         shutil.rmtree(place, ignore_errors=True)
+        # Also after an interrupt.
+        if chosen.group and (left := group.left_in(chosen.group)):
+            console.print(f"left in {chosen.group}: {', '.join(left)}", style="bold red")
     order = [promise.name for promise in rows.PROMISES]
     found.sort(key=lambda row: order.index(row.name))
     done = document.Run(chosen.name, chosen.settings, document.machine(), found)
     console.print(tables.on_terminal(done))
-    if chosen.group and (left := group.left_in(chosen.group)):
-        console.print(f"left in {chosen.group}: {', '.join(left)}", style="bold red")
     chosen.output.write_text(json.dumps(done.as_json()))
     return int(failed)
 
