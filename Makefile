@@ -104,6 +104,11 @@ test: lint types fast vm-tier ## everything: lint, types, layers, the fast tier,
 modules: venv ## write docs/modules.md anew: every module in one sentence
 	$(BIN)/python tests/support/modules.py
 
+.PHONY: reference
+reference: venv ## write docs/chart.md anew from values.yaml, and the tables of what was tried
+	$(BIN)/python tests/support/chart_values.py
+	PYTHONPATH=tests $(BIN)/python -m cluster.record
+
 .PHONY: proto
 proto: venv ## generate the wire's Python modules anew
 	$(BIN)/python proto/generate.py

@@ -66,5 +66,5 @@ if [ -e "$file" ]; then
         losetup --detach "$loop"
     fi
 fi
-rm -f "$file" "$state/kubeconfig" "$state/kind-with-snapshots.yaml"
+rm -f "$file" "$state/kubeconfig" "$state/kind-rendered.yaml"
 rmdir --ignore-fail-on-non-empty "$state"

@@ -1,10 +1,12 @@
 #!/bin/bash
 # Make a kind cluster with Carver in it, on a volume group on a file of this machine. Runs as root.
 #
-#   up.sh [--size SIZE] [--snapshotter DIRECTORY]
+#   up.sh [--size SIZE] [--controller] [--snapshotter DIRECTORY]
 #
-#   --size         of the file, which is sparse; 10G if not given
-#   --snapshotter  a checkout of kubernetes-csi/external-snapshotter: snapshots, too; needs helm
+#   --size         size of the file, which is sparse; 10G if not given
+#   --controller   one controller for the cluster, as by the chart's default, in place of sidecars beside
+#                  the node's Carver; needs helm
+#   --snapshotter  a checkout of kubernetes-csi/external-snapshotter, for snapshots; needs helm
 #
 # Needs kind, kubectl, docker, lvm2 and `make image`, and downloads nothing itself. kind and the node
 # pull their images where docker has not got them. Your own kubeconfig is not touched. A second run
@@ -19,6 +21,7 @@ state=${CARVER_KIND_STATE:-/var/lib/carver-kind}
 file=$state/carver.img
 group="carver-kind"
 size=10G
+controller=
 snapshotter=
 
 fail() {
@@ -29,15 +32,16 @@ fail() {
 while [ $# -gt 0 ]; do
     case $1 in
         --size) size=${2:?--size wants a size, such as 10G} && shift 2 ;;
+        --controller) controller=yes && shift ;;
         --snapshotter) snapshotter=${2:?--snapshotter wants a directory} && shift 2 ;;
-        *) fail "what is $1? It takes --size and --snapshotter" ;;
+        *) fail "what is $1? It takes --size, --controller and --snapshotter" ;;
     esac
 done
 
 [ "$(id -u)" = 0 ] || fail "run it as root: it makes a loop device and a volume group"
 [[ $size =~ ^[0-9]+[KMGT]?$ ]] || fail "$size is no size; such as 10G is"
 needed=(kind kubectl docker losetup dmsetup vgs vgcreate)
-[ -z "$snapshotter" ] || needed+=(helm)
+[ -z "$controller$snapshotter" ] || needed+=(helm)
 for program in "${needed[@]}"; do
     command -v "$program" >/dev/null || fail "$program is missing"
 done
@@ -81,11 +85,13 @@ chmod 600 "$KUBECONFIG"
 
 # The manifests; the loop device has another number each time.
 manifest=$project/deploy/kubernetes/kind.yaml
-if [ -n "$snapshotter" ]; then
-    manifest=$state/kind-with-snapshots.yaml
+options=()
+[ -z "$controller" ] || options+=(--set controller.enabled=true,sidecars.resizer.modify=auto)
+[ -z "$snapshotter" ] || options+=(--set sidecars.snapshotter.enabled=true)
+if [ "${#options[@]}" -gt 0 ]; then
+    manifest=$state/kind-rendered.yaml
     helm template carver "$project/deploy/helm/carver" --namespace carver-system \
-        --values "$project/deploy/helm/values/kind.yaml" \
-        --set sidecars.snapshotter.enabled=true >"$manifest"
+        --values "$project/deploy/helm/values/kind.yaml" "${options[@]}" >"$manifest"
 fi
 
 # The images: Carver's from its archive; the others where docker has them.
@@ -105,7 +111,9 @@ done
 if [ -n "$snapshotter" ]; then
     kubectl apply --server-side --kustomize "$snapshotter/client/config/crd"
     kubectl apply --server-side --kustomize "$snapshotter/deploy/kubernetes/snapshot-controller"
-    # Each node's sidecar sees its own snapshots; so the controller must know nodes.
+fi
+if [ -n "$snapshotter" ] && [ -z "$controller" ]; then
+    # Each node's sidecar sees its own snapshots; so the snapshot-controller must know nodes.
     kubectl apply --filename - <<'ROLE'
 apiVersion: rbac.authorization.k8s.io/v1
 kind: ClusterRole
@@ -142,11 +150,14 @@ if "${carver[@]}" get daemonset carver-node >/dev/null 2>&1; then again=yes; fi
 sed "s|/dev/carver-kind|$loop|" "$manifest" | kubectl apply --filename -
 # Its configuration may name another loop device than before.
 [ -z "$again" ] || "${carver[@]}" rollout restart daemonset/carver-node
-if ! "${carver[@]}" rollout status --timeout=300s daemonset/carver-node; then
+parts=(daemonset/carver-node)
+[ -z "$controller" ] || parts+=(deployment/carver-controller)
+for part in "${parts[@]}"; do
+    "${carver[@]}" rollout status --timeout=300s "$part" && continue
     "${carver[@]}" get pods --output wide >&2
-    "${carver[@]}" logs --all-containers --prefix --tail 20 daemonset/carver-node >&2 || true
-    fail "Carver is not ready"
-fi
+    "${carver[@]}" logs --all-containers --prefix --tail 20 "$part" >&2 || true
+    fail "Carver is not ready: $part"
+done
 
 echo "It is up. Try:"
 echo "    export KUBECONFIG=$KUBECONFIG"

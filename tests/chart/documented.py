@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,25 @@ Place = tuple[str, ...]
 ITEM = "[]"
 
 
-def places(*, commented: bool | None = None) -> Iterator[Place]:
-    """The values, those with others in them left out; `commented` for a part of them.
+@dataclass(frozen=True)
+class Value:
+    """A value of the chart, or a section of values, and the comment above it."""
+
+    place: Place
+    comment: str
+    is_section: bool = False
+
+
+def explained() -> Iterator[Value]:
+    """Yield each section and each value, in the order of the file.
 
     What stands in braces or brackets is one value, whatever is in it.
     """
     above: list[tuple[int, Place]] = []
-    has_comment = False
+    comment: list[str] = []
     for line in VALUES.read_text().splitlines():
         if not line.strip():
-            has_comment = False
+            comment.clear()
             continue
         # An item's dash is a blank, and a place of its own.
         is_item = line.lstrip().startswith("- ")
@@ -34,17 +44,23 @@ def places(*, commented: bool | None = None) -> Iterator[Place]:
         if is_item and above:
             above.append((indent - 1, (*above[-1][1], ITEM)))
         if text.lstrip().startswith("#"):
-            has_comment = True
+            comment.append(text.strip().removeprefix("#").strip())
         elif match := re.fullmatch(r"\s*(\w+):(.*)", text):
             place = (*(above[-1][1] if above else ()), match[1])
-            if match[2].strip():
-                if commented in (None, has_comment):
-                    yield place
-            else:
+            is_section = not match[2].strip()
+            yield Value(place, " ".join(comment), is_section)
+            if is_section:
                 above.append((indent, place))
-            has_comment = False
+            comment.clear()
         else:
-            has_comment = False
+            comment.clear()
+
+
+def places(*, commented: bool | None = None) -> Iterator[Place]:
+    """The values, those with others in them left out; `commented` for a part of them."""
+    for one in explained():
+        if not one.is_section and commented in (None, bool(one.comment)):
+            yield one.place
 
 
 def at(values: Any, place: Place) -> list[tuple[Any, str]]:

@@ -101,7 +101,7 @@ def main() -> int:
     if arguments.record:
         ran = [one for one in found if one.state not in ("skipped", "pending")]
         passed = sum(one.state == "passed" for one in ran)
-        outcome = {"Kubernetes' e2e suite": f"{passed} of {len(ran)} specs passed"}
+        outcome = {record.SUITE: f"{passed} of {len(ran)} specs passed"}
         record.add(where, carver, time.strftime("%Y-%m-%d"), outcome)
     return judge(found)
 

@@ -1,7 +1,9 @@
-"""What was tried in which cluster: a file of outcomes, and the table of docs/testing.md made of it.
+"""What was tried in which cluster: a file of outcomes, and the tables that are made of it.
 
-`run.py --record` adds the outcomes of a run to those of earlier runs in the same configuration, and
-e2e.py those of Kubernetes' own suite. A later outcome takes the place of an earlier one.
+docs/testing.md has a row for each check, README.md one for each cluster. `run.py --record` adds the
+outcomes of a run to those of earlier runs in the same configuration, and e2e.py those of the suite
+of Kubernetes. A later outcome takes the place of an earlier one. As a program this module writes
+both tables anew.
 """
 
 import json
@@ -16,10 +18,12 @@ from cluster import checks, lab_checks
 ROOT = Path(__file__).resolve().parents[2]
 TRIALS = Path(__file__).with_name("trials.json")
 DOCUMENT = ROOT / "docs" / "testing.md"
-_BEGIN, _END = "<!-- trials: begin -->", "<!-- trials: end -->"
+FIRST_PAGE = ROOT / "README.md"
 # Values that only change what is logged, or what `mode` and `nodes` say already.
 _WITHOUT_EFFECT = frozenset({"recording", "sidecars"})
 _NOT_TRIED = "not tried"
+# The name under which e2e.py records Kubernetes' own suite (its outcome has the numbers of specs).
+SUITE = "Kubernetes' e2e suite"
 _EVERY = (*checks.ALL, *lab_checks.ALL)
 
 
@@ -62,7 +66,13 @@ def add(configuration: Configuration, carver: str, day: str, outcomes: Mapping[s
     for check, outcome in outcomes.items():
         found["outcomes"][check] = {"outcome": outcome, "carver": carver, "day": day}
     TRIALS.write_text(json.dumps(trials, indent=1) + "\n")
+    write(trials)
+
+
+def write(trials: Sequence[Mapping[str, Any]]) -> None:
+    """Write the tables of both documents anew."""
     DOCUMENT.write_text(with_table(DOCUMENT.read_text(), trials))
+    FIRST_PAGE.write_text(with_status(FIRST_PAGE.read_text(), trials))
 
 
 def read() -> list[dict[str, Any]]:
@@ -72,10 +82,34 @@ def read() -> list[dict[str, Any]]:
 
 
 def with_table(document: str, trials: Iterable[Mapping[str, Any]]) -> str:
-    """Return the document with the table that the trials make; its other text is left as it is."""
-    marked = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}", re.DOTALL)
-    lines = "\n".join([_BEGIN, "", *table([*trials], _EVERY), "", _END])
-    return marked.sub(lambda _: lines, document)
+    """Return docs/testing.md with the table that the trials make; its other text stays."""
+    return _with(document, "trials", table([*trials], _EVERY))
+
+
+def with_status(document: str, trials: Iterable[Mapping[str, Any]]) -> str:
+    """Return README.md with the table that the trials make; its other text stays."""
+    return _with(document, "status", status([*trials]))
+
+
+def _with(document: str, mark: str, lines: Iterable[str]) -> str:
+    """Return a document with these lines between its two comments of this name."""
+    begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
+    marked = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    text = "\n".join([begin, "", *lines, "", end])
+    return marked.sub(lambda _: text, document)
+
+
+def status(trials: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Write the lines of a table with a row for each configuration: how many checks passed."""
+    rows = [["cluster", "checks passed", "failed", SUITE, "last run"], ["---"] * 5]
+    for one in trials:
+        outcomes: Mapping[str, Mapping[str, str]] = one["outcomes"]
+        ended = [outcomes[name]["outcome"] for name in _EVERY if name in outcomes]
+        passed = f"{ended.count('passed')} of {len(_EVERY)}"
+        suite = outcomes[SUITE]["outcome"] if SUITE in outcomes else _NOT_TRIED
+        last = max(it["day"] for it in outcomes.values())
+        rows.append([_of(one).title, passed, str(ended.count("FAILED")), suite, last])
+    return ["| " + " | ".join(row) + " |" for row in rows]
 
 
 def table(trials: Sequence[Mapping[str, Any]], every: Iterable[str] = ()) -> list[str]:
@@ -108,3 +142,7 @@ def _of(trial: Mapping[str, Any]) -> Configuration:
         tuple(trial.get("values", ())),
         tuple(trial.get("gates", ())),
     )
+
+
+if __name__ == "__main__":
+    write(read())

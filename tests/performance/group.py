@@ -1,12 +1,14 @@
-"""The benchmark's own volume group, on a sparse file, with as many volumes as are wanted.
+"""The benchmark's volume group: its own, on a sparse file, or one that exists and is empty.
 
-Hundreds of lvcreate would take minutes: one volume that Carver made is written into the group's
-metadata many times over (vgcfgrestore(8)). All but the first are inactive.
+Its own group may have as many volumes as are wanted. Hundreds of lvcreate would take minutes: one
+volume that Carver made is written into the group's metadata many times over (vgcfgrestore(8)). All
+but the first are inactive.
 """
 
 import random
 import re
 import string
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,6 +83,31 @@ def made(directory: Path) -> Iterator[Group]:
     finally:
         run("losetup", "--detach", disk)
         file.unlink()
+
+
+class NotEmpty(Exception):
+    """The group cannot be measured: it is not there, or has logical volumes."""
+
+
+def require_empty(name: str) -> None:
+    """Raise NotEmpty for a group that is not there, or that has logical volumes.
+
+    What is measured in a group that was given is deleted again, and nothing else may be there.
+    """
+    words = ("vgs", "--noheadings", "--options", "lv_count", "--", name)
+    try:
+        count = run(*words).strip()
+    except subprocess.CalledProcessError as error:
+        raise NotEmpty(f"cannot measure group {name}: {error.stderr.strip()}") from error
+    if count != "0":
+        raise NotEmpty(
+            f"cannot measure group {name}: it has {count} logical volumes; give an empty group"
+        )
+
+
+def left_in(name: str) -> list[str]:
+    """Return the logical volumes of a group."""
+    return run("lvs", "--noheadings", "--options", "lv_name", "--", name).split()
 
 
 def multiplied(text: str, volumes: int) -> str:

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""In the guest: one pass over all calls, beside the bare commands. As root.
+"""One pass over all calls, beside the bare commands, in the guest or on a node. As root.
 
     measure.py --seconds 500 [--name sessions] [--settings 'wipe = "none"'] OUTPUT
+    measure.py --seconds 300 --group EMPTY_GROUP OUTPUT
 
 Prints its table and writes the pass to OUTPUT as JSON. It never fails on time, and measures what it
-has time for; what it has none for is not in its table.
+has time for; what it has none for is not in its table. With --group it measures in a group that
+exists, which must be empty, and leaves out what needs hundreds of volumes or a disk of its own.
 """
 
 import argparse
@@ -50,6 +52,7 @@ from vm import pods
 
 from agent.core import errors
 from agent.csi.client import Client, block
+from lvm import names
 from mount.cgroups import Cgroups
 from proto import csi_pb2 as csi
 from proto.csi_pb2_grpc import SnapshotMetadataStub
@@ -121,8 +124,13 @@ class Time:
 class Pass:
     """One configuration, measured."""
 
-    def __init__(self, place: Path, settings: str, limit: Time, console: Console) -> None:
+    def __init__(
+        self, place: Path, settings: str, limit: Time, console: Console, given: str = ""
+    ) -> None:
         self._place = place
+        # The group that was given; empty if the pass makes its own.
+        self._given = given
+        self._group = given or group.NAME
         self._settings = settings
         self._limit = limit
         self._console = console
@@ -131,10 +139,22 @@ class Pass:
 
     def rows(self) -> Iterator[Row]:
         """All figures, in the order in which they are measured: what matters most comes first."""
-        with group.made(self._place) as own:
+        if self._given:
             counts = self._counted()
-            own.keep()
-            empty, trivial = self._alone(counts)
+            with self._served() as carver:
+                [first] = carver.client.volumes()
+                carver.client.delete(first.volume_id)
+            _, found = self._of_an_empty_group(counts)
+            yield from found
+        else:
+            yield from self._of_own_group()
+        yield from rows.of_value(rows.START, self._starts)
+
+    def _of_an_empty_group(self, counts: Samples) -> tuple[Samples, Iterator[Row]]:
+        """The figures for which no other volumes are needed, and the samples of the calls."""
+        empty, trivial = self._alone(counts)
+
+        def found() -> Iterator[Row]:
             yield from rows.of_pairs(empty)
             yield from rows.of_life(empty)
             yield from trivial
@@ -145,6 +165,16 @@ class Pass:
             ):
                 if self._limit.left_seconds():
                     yield from rows.of_pairs(more(self._limit.share(share)))
+
+        return empty, found()
+
+    def _of_own_group(self) -> Iterator[Row]:
+        """All figures, in a group that is made for them."""
+        with group.made(self._place) as own:
+            counts = self._counted()
+            own.keep()
+            empty, found = self._of_an_empty_group(counts)
+            yield from found
             if (beside_seconds := self._limit.share(_BESIDE_SHARE).left_seconds()) > _LEAST_BESIDE:
                 yield from rows.of_neighbour(self._beside_work(beside_seconds))
             for volumes, share in _AMONG.items():
@@ -159,7 +189,6 @@ class Pass:
                 yield from rows.of_snapshots(empty, full, idle_percent)
             if self._limit.left_seconds():
                 yield from self._beside_limited(own)
-        yield from rows.of_value(rows.START, self._starts)
 
     def _counted(self) -> Samples:
         """The commands of each call, and the one volume that is multiplied later."""
@@ -212,13 +241,16 @@ class Pass:
         with self._served() as carver:
             client = carver.client
             volume = client.create("bench-delta", _DELTA_BYTES, block())
-            path = f"/dev/mapper/{group.NAME}-vol--bench--delta"
+            path = f"/dev/mapper/{names.device(self._group, 'vol-bench-delta')}"
             bare.fill(path, _DELTA_BYTES)
             half = {"size": str(_DELTA_BYTES // 2)}
             taken = [client.snapshot("bench-old", volume.volume_id, half).snapshot_id]
             bare.fill(path, _CHANGED_BYTES)
             taken.append(client.snapshot("bench-new", volume.volume_id, half).snapshot_id)
-            old, new = (f"/dev/mapper/{group.NAME}-snap--bench--{one}" for one in ("old", "new"))
+            old, new = (
+                f"/dev/mapper/{names.device(self._group, f'snap-bench-{one}')}"
+                for one in ("old", "new")
+            )
             asked: list[Question] = [
                 (rows.ALLOCATED, lambda: allocated(client, taken[1])),
                 (rows.READ, lambda: bare.read(_DELTA_BYTES, new)),
@@ -248,7 +280,8 @@ class Pass:
         self._say("encrypted volumes, written and read")
         samples = Samples()
         with self._served() as carver:
-            throughput.measure(carver.client, self._place, limit.rounds(_ROUNDS), samples)
+            rounds = limit.rounds(_ROUNDS)
+            throughput.measure(carver.client, self._place, self._group, rounds, samples)
         return samples
 
     def _beside_work(self, seconds: float) -> Samples:
@@ -363,7 +396,7 @@ class Pass:
                 samples.time(name, partial(do, name), time.monotonic)
 
     def _ask(self, carver: Served, samples: Samples, questions: list[Question]) -> None:
-        for name, question in [*questions, (rows.VGS, lambda: bare.report(group.NAME))]:
+        for name, question in [*questions, (rows.VGS, lambda: bare.report(self._group))]:
             carver.settle()
             samples.time(name, question, time.monotonic)
 
@@ -378,7 +411,7 @@ class Pass:
 
     @contextlib.contextmanager
     def _served(self, *, counting: bool = False) -> Iterator[Served]:
-        with service.served(self._place, group.NAME, self._settings, counting=counting) as carver:
+        with service.served(self._place, self._group, self._settings, counting=counting) as carver:
             if not counting:
                 self._starts.append(carver.start_seconds)
             yield carver
@@ -389,7 +422,7 @@ class Pass:
         """Two volumes that are there for one round."""
         self._serial += 1
         life = Life(carver.client, f"bench-{self._serial}", self._place)
-        by_hand = Bare(group.NAME, f"bare-{self._serial}", self._place)
+        by_hand = Bare(self._group, f"bare-{self._serial}", self._place)
         with _undone(life), _undone(by_hand):
             yield life, by_hand
 
@@ -430,16 +463,23 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--name", default="sessions")
     parser.add_argument("--settings", default="", help="lines for the configuration's head")
+    parser.add_argument("--group", default="", help="an empty volume group to measure in")
     parser.add_argument("output", type=Path)
     chosen = parser.parse_args()
     console = Console(width=140, highlight=False)
+    if chosen.group:
+        try:
+            group.require_empty(chosen.group)
+        except group.NotEmpty as error:
+            parser.error(str(error))
     place = Path(tempfile.mkdtemp(prefix="carver-bench-", dir=_WHERE))
     found: list[Row] = []
     failed = True
     try:
         with _alone_in_guest():
             # One by one: what was measured before a failure is kept.
-            for row in Pass(place, chosen.settings, Time(chosen.seconds), console).rows():
+            limit = Time(chosen.seconds)
+            for row in Pass(place, chosen.settings, limit, console, chosen.group).rows():
                 found.append(row)
         failed = False
     except grpc.RpcError as error:
@@ -450,6 +490,9 @@ def main() -> int:
         console.print(str(error), style="bold red", markup=False)
     finally:
         shutil.rmtree(place, ignore_errors=True)
+        # Also after an interrupt.
+        if chosen.group and (left := group.left_in(chosen.group)):
+            console.print(f"left in {chosen.group}: {', '.join(left)}", style="bold red")
     order = [promise.name for promise in rows.PROMISES]
     found.sort(key=lambda row: order.index(row.name))
     done = document.Run(chosen.name, chosen.settings, document.machine(), found)

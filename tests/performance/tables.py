@@ -51,7 +51,7 @@ def machine(run: Run) -> str:
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    """Every promise with its target, and what the runs say of it."""
+    """Each figure that a run has, with its target, and what the runs say of it."""
     lines: list[str] = []
     for run in runs:
         lines += [f"- *{run.name}*: {machine(run)}"]
@@ -82,6 +82,8 @@ def _section(promises: Sequence[Promise], runs: Sequence[Run]) -> Iterator[str]:
     yield "|" + "---|" * len(titles)
     rows = [{row.name: row for row in run.rows} for run in runs]
     for promise in promises:
+        if not any(promise.name in found for found in rows):
+            continue
         beside = [promise.beside or NOTHING] * has_beside
         cells = [promise.name, *beside, _target(promise)]
         cells += [_measured(found.get(promise.name)) for found in rows]

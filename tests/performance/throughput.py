@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from performance import group, rows
+from performance import rows
 from performance.rows import Samples
 from performance.service import BYPASSING
 
@@ -36,8 +36,8 @@ _HAND = "bench-hand"
 
 
 @contextmanager
-def devices(client: Client, place: Path) -> Iterator[dict[str, str]]:
-    """A device of each kind in the benchmark's group, written once from its start to its end."""
+def devices(client: Client, place: Path, group: str) -> Iterator[dict[str, str]]:
+    """A device of each kind in the group, written once from its start to its end."""
     with ExitStack() as ending:
         found = {}
         for number, (kind, parameters) in enumerate(_OURS.items()):
@@ -46,23 +46,23 @@ def devices(client: Client, place: Path) -> Iterator[dict[str, str]]:
             secret = {} if kind == rows.PLAIN else {"passphrase": _KEY}
             client.stage(made, place / "staging", block(), secret)
             ending.callback(client.unstage, made.volume_id, place / "staging")
-            device = Devices().find(group.NAME, made.volume_id.partition("/")[2])
+            device = Devices().find(group, made.volume_id.partition("/")[2])
             assert device is not None
             found[kind] = (Devices().mapping(device) or device).path
-        found[rows.BY_HAND] = ending.enter_context(_by_hand())
+        found[rows.BY_HAND] = ending.enter_context(_by_hand(group))
         for path in found.values():
             write(path)
         yield found
 
 
 @contextmanager
-def _by_hand() -> Iterator[str]:
+def _by_hand(group: str) -> Iterator[str]:
     """What an administrator has of lvcreate and cryptsetup: its defaults, but for argon2id's.
 
     Sectors are as the disk has them, as Carver's are.
     """
-    path = f"/dev/mapper/{names.device(group.NAME, _HAND)}"
-    _run("lvcreate", "--yes", "--size", f"{_SIZE_BYTES + 16 * _MIB}b", "-n", _HAND, group.NAME)
+    path = f"/dev/mapper/{names.device(group, _HAND)}"
+    _run("lvcreate", "--yes", "--size", f"{_SIZE_BYTES + 16 * _MIB}b", "-n", _HAND, group)
     try:
         sector = Path(f"/sys/dev/block/{_number(path)}/queue/physical_block_size").read_text()
         own = ("cryptsetup", "--batch-mode", "--key-file", "-")
@@ -75,12 +75,14 @@ def _by_hand() -> Iterator[str]:
         finally:
             _run("cryptsetup", "close", _HAND)
     finally:
-        _run("lvremove", "--yes", f"{group.NAME}/{_HAND}")
+        _run("lvremove", "--yes", f"{group}/{_HAND}")
 
 
-def measure(client: Client, place: Path, rounds: Iterator[int], samples: Samples) -> None:
+def measure(
+    client: Client, place: Path, group: str, rounds: Iterator[int], samples: Samples
+) -> None:
     """Seconds to write and to read each kind, by the names of the rows."""
-    with devices(client, place) as known:
+    with devices(client, place, group) as known:
         kinds = list(known)
         for number in rounds:
             first = number % len(kinds)

@@ -134,11 +134,10 @@ def _timeline(*phases: tuple[Series, int]) -> Mapping[str, Sequence[Value]]:
 
 
 def _fires(case: Case, rule: Mapping[str, Any], *minutes: int) -> Iterator[Mapping[str, Any]]:
-    description = rule["annotations"]["description"]
     for minute in minutes:
         expected = {
             "exp_labels": {**case.labels, "severity": case.severity},
-            "exp_annotations": {"summary": case.summary, "description": description},
+            "exp_annotations": {**rule["annotations"], "summary": case.summary},
         }
         yield {"eval_time": f"{minute}m", "alertname": rule["alert"], "exp_alerts": [expected]}
 

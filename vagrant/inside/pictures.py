@@ -50,6 +50,15 @@ layout = "thin"
 over_provisioning = 4.0
 fs_type = "xfs"
 """
+# A class that the picture of `carver doctor` has besides: its group is not on the node.
+_DOCTORED = _FOLDER / "doctor.toml"
+_MISSING = """
+[[classes]]
+name = "archive"
+group = "sata"
+layout = "raid6"
+stripes = 4
+"""
 _VOLUMES = (
     # Its name, class, size and fill in MiB, and its claim.
     ("pvc-orders", "fast", 1024, 600, "shop/orders-db"),
@@ -71,7 +80,9 @@ def service() -> Iterator[Client]:
             for name, size in _GROUPS.items()
         )
         head = f'node_id = "node-17"\nendpoint = "{_SOCKET}"\nregistration = "none"\n'
-        _CONFIG.write_text("\n".join([head, *groups, _CLASSES]))
+        text = "\n".join([head, *groups, _CLASSES])
+        _CONFIG.write_text(text)
+        _DOCTORED.write_text(text + _MISSING)
         undo.callback(_remove_groups)
         with (_FOLDER / "log").open("w") as log:
             words = [_program(), "serve", "--config", str(_CONFIG)]
@@ -144,16 +155,19 @@ def _program() -> str:
     return str(Path(sys.executable).with_name("carver"))
 
 
-def picture(command: str) -> str:
+def picture(command: str, config: Path = _CONFIG) -> str:
     """A terminal on which a command was given, as SVG."""
     terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": str(_COLUMNS)}
     ended = subprocess.run(
         [_program(), command],
         capture_output=True,
         text=True,
-        env={**os.environ, **terminal, "CARVER_CONFIG": str(_CONFIG)},
-        check=True,
+        env={**os.environ, **terminal, "CARVER_CONFIG": str(config)},
+        # 1: `carver doctor` has found a failure.
+        check=False,
     )
+    if ended.returncode not in (0, 1):
+        sys.exit(ended.stderr)
     console = Console(record=True, width=_COLUMNS, file=io.StringIO(), highlight=False)
     console.print(f"[bold]node-17 #[/bold] carver {command}")
     console.print(Text.from_ansi(ended.stdout))
@@ -166,7 +180,7 @@ def main() -> int:
     with service() as carver, volumes(carver):
         with trouble():
             taken = {"status": picture("status")}
-        taken["doctor"] = picture("doctor")
+        taken["doctor"] = picture("doctor", _DOCTORED)
         json.dump(taken, sys.stdout)
     return 0
 

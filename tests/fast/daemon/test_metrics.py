@@ -443,7 +443,7 @@ def test_every_alert_has_a_severity_and_a_description_of_labels_that_exist(
 ) -> None:
     for rule in rules():
         assert rule["labels"]["severity"] in {"critical", "warning", "info"}
-        assert {"summary", "description"} == set(rule["annotations"])
+        assert {"summary", "description", "runbook"} == set(rule["annotations"])
         assert re.fullmatch(r"\d+[smh]", rule["for"])
         left = set(re.findall(r"\$labels\.(\w+)", str(rule["annotations"])))
         listed = re.findall(r"by \(([^)]*)\)", rule["expr"])

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 import yaml
-from cluster import calls, e2e, record
+from cluster import calls, checks, e2e, lab_checks, record
 from conformance.run import Spec
 
 from deploy import render
@@ -791,6 +791,8 @@ def test_a_later_outcome_takes_the_place_of_an_earlier_one(
 ) -> None:
     monkeypatch.setattr(record, "TRIALS", tmp_path / "trials.json")
     monkeypatch.setattr(record, "DOCUMENT", tmp_path / "testing.md")
+    monkeypatch.setattr(record, "FIRST_PAGE", tmp_path / "README.md")
+    record.FIRST_PAGE.write_text("<!-- status: begin -->\nold\n<!-- status: end -->\n")
     record.DOCUMENT.write_text("before\n<!-- trials: begin -->\nold\n<!-- trials: end -->\nafter\n")
     where = record.Configuration("v1.36.3", "controller", 3, "carver")
     record.add(where, "0.2.0", "2026-11-28", {"claim": "FAILED", "block": "passed"})
@@ -800,11 +802,29 @@ def test_a_later_outcome_takes_the_place_of_an_earlier_one(
     assert "| `block` | passed, 2026-11-28 |" in text
     assert (text[:7], text[-6:]) == ("before\n", "after\n")
     assert "old" not in text
+    every = len((*checks.ALL, *lab_checks.ALL))
+    row = f"| {where.title} | 2 of {every} | 0 | not tried | 2026-11-29 |"
+    assert row in record.FIRST_PAGE.read_text().splitlines()
 
 
-def test_the_document_has_the_table_of_what_was_recorded() -> None:
-    document = record.DOCUMENT.read_text()
-    assert record.with_table(document, record.read()) == document
+def test_the_first_page_counts_what_passed_and_has_the_suite_beside_it() -> None:
+    where = record.Configuration("v1.36.3", "controller", 3, "carver")
+    outcomes = {"claim": "passed", "drain": "FAILED", "inline": "off"}
+    outcomes[record.SUITE] = "122 of 122 specs passed"
+    found = {
+        name: {"outcome": one, "carver": "0.2.0", "day": f"2026-11-0{day}"}
+        for day, (name, one) in enumerate(outcomes.items(), 1)
+    }
+    [*_, row] = record.status([{**vars(where), "outcomes": found}])
+    every = len((*checks.ALL, *lab_checks.ALL))
+    assert row == f"| {where.title} | 1 of {every} | 1 | {outcomes[record.SUITE]} | 2026-11-04 |"
+
+
+def test_the_documents_have_the_tables_of_what_was_recorded() -> None:
+    document, first_page = record.DOCUMENT.read_text(), record.FIRST_PAGE.read_text()
+    assert record.with_table(document, record.read()) == document, "run `make reference`"
+    assert record.with_status(first_page, record.read()) == first_page, "run `make reference`"
+    assert "<!-- status: begin -->" in first_page
 
 
 # Kubernetes' own suite

@@ -131,6 +131,26 @@ def test_up_again_changes_neither_the_cluster_nor_the_caller_s_kubeconfig(
     assert (machine.state / "kubeconfig").stat().st_mode & 0o777 == 0o600
 
 
+def test_up_with_a_controller_installs_what_the_chart_renders_and_waits_for_it(
+    machine: Machine,
+) -> None:
+    rendered = ROOT / "deploy" / "kubernetes" / "kind.yaml"
+    machine.reply("helm", {"template*": f"cat {rendered}"})
+    ended = machine.run("up.sh", "--controller")
+    assert ended.returncode == 0, ended.stderr
+    [asked] = [one for one in machine.asked if one.startswith("helm template carver ")]
+    assert asked.endswith("--set controller.enabled=true,sidecars.resizer.modify=auto")
+    waited = [one for one in machine.asked if "rollout status" in one]
+    assert [one.rpartition(" ")[2] for one in waited] == [
+        "daemonset/carver-node",
+        "deployment/carver-controller",
+    ]
+    machine.reply("kubectl", {"*status*deployment*": "exit 1", "apply --filename -": "cat"})
+    ended = machine.run("up.sh", "--controller")
+    assert ended.returncode == 1
+    assert "Carver is not ready: deployment/carver-controller" in ended.stderr
+
+
 def test_images_that_docker_has_are_loaded_and_the_others_are_named(machine: Machine) -> None:
     machine.reply("docker", {"image inspect *provisioner*": "exit 1"})
     ended = machine.run("up.sh")

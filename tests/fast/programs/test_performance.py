@@ -1,12 +1,15 @@
 """`make bench`, but for its times: arithmetic, rounds, document, tables, picture, own code."""
 
 import contextlib
+import io
 import json
 import random
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
+from unittest.mock import Mock
 
 import configured
 import nodes
@@ -16,6 +19,7 @@ from nodes import Node
 from performance import (
     document,
     group,
+    measure,
     own,
     plot,
     rows,
@@ -28,6 +32,7 @@ from performance import (
 from performance.document import Document, Run
 from performance.measure import Time
 from performance.rows import Commands, Row, Samples
+from rich.console import Console
 
 from agent.csi.client import Client
 
@@ -195,14 +200,14 @@ def test_every_kind_of_volume_meets_every_moment_of_the_machine(
     kinds = (rows.PLAIN, rows.ENCRYPTED, rows.BYPASSED, rows.BY_HAND)
 
     @contextmanager
-    def devices(_client: object, _place: Path) -> Iterator[dict[str, str]]:
+    def devices(_client: object, _place: Path, _group: str) -> Iterator[dict[str, str]]:
         yield {one: one for one in kinds}
 
     monkeypatch.setattr(throughput, "devices", devices)
     monkeypatch.setattr(throughput, "write", lambda path: met.append(("written", path)))
     monkeypatch.setattr(throughput, "_read", lambda path: met.append(("read", path)))
     samples = Samples()
-    throughput.measure(cast(Client, None), Path(), iter(range(3)), samples)
+    throughput.measure(cast(Client, None), Path(), "data", iter(range(3)), samples)
     assert [kind for action, kind in met[:4] if action == "written"] == list(kinds)
     assert [kind for _, kind in met[8:12]] == [*kinds[1:], kinds[0]]
     found = {one.name: one.beside for one in rows.of_pairs(samples)}
@@ -263,7 +268,14 @@ def test_a_missed_target_is_marked(measured: Run) -> None:
     assert "| ≤ 0.8 | 0.5 | 0 + 1 |" in lines[f"| {rows.CREATE}"]
     assert "**2.5, missed**" in lines[f"| {rows.STAGE}"]
     assert "| mkfs.ext4 + mount | ≤ 1.3 |" in lines[f"| {rows.STAGE}"]
-    assert lines[f"| {rows.UNSTAGE}"].endswith(f"| {tables.NOTHING} | {tables.NOTHING} |")
+    # What no run has measured has no row.
+    assert f"| {rows.UNSTAGE}" not in lines
+
+
+def test_what_one_run_has_not_measured_is_a_hyphen_there(measured: Run) -> None:
+    other = Run("sessions off", "", MACHINE, [row(rows.UNSTAGE, 1.0)])
+    lines = {line.split(" | ")[0]: line for line in tables.markdown([measured, other]).splitlines()}
+    assert lines[f"| {rows.UNSTAGE}"].endswith(f"| {tables.NOTHING} | 1 | {tables.NOTHING} |")
 
 
 def test_only_the_text_between_the_marks_is_replaced(measured: Run) -> None:
@@ -354,6 +366,51 @@ def test_many_snapshots_are_compared_with_none_and_with_an_idle_node() -> None:
     assert found[rows.AMONG_SNAPSHOTS].value == pytest.approx(1.5)
     assert found[rows.IDLE].is_met is False
     assert tables.value(found[rows.IDLE]) == "4 %, missed"
+
+
+@pytest.mark.parametrize(
+    ("counted", "sentence"),
+    [
+        ("3", "cannot measure group data: it has 3 logical volumes; give an empty group"),
+        (None, "cannot measure group data: Volume group"),
+    ],
+)
+def test_a_group_that_is_given_must_be_there_and_empty(
+    monkeypatch: pytest.MonkeyPatch, counted: str | None, sentence: str
+) -> None:
+    def run_(*words: str) -> str:
+        assert words[-1] == "data"
+        if counted is None:
+            raise subprocess.CalledProcessError(5, words, "", '  Volume group "data" not found\n')
+        return f"  {counted}\n"
+
+    monkeypatch.setattr(group, "run", run_)
+    with pytest.raises(group.NotEmpty, match=sentence):
+        group.require_empty("data")
+    monkeypatch.setattr(group, "run", lambda *_words: "  0\n")
+    group.require_empty("data")
+
+
+def test_in_a_given_group_nothing_is_measured_that_fills_it_or_needs_a_disk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+    for name in ("_among", "_at_once", "_beside_work", "_beside_snapshots", "_beside_limited"):
+        monkeypatch.setattr(measure.Pass, name, lambda *_words, name=name: asked.append(name))
+    monkeypatch.setattr(measure.Pass, "_counted", lambda _self: Samples())
+    monkeypatch.setattr(measure.Pass, "_alone", lambda _self, _counts: (Samples(), []))
+    for name in ("_deltas", "_streams", "_throughput"):
+        monkeypatch.setattr(measure.Pass, name, lambda _self, _limit: Samples())
+    monkeypatch.setattr(group, "made", Mock(side_effect=AssertionError))
+    client, console = Mock(), Console(file=io.StringIO())
+    client.volumes.return_value = [Mock(volume_id="data@x/vol-many-0000")]
+    served = contextlib.nullcontext(Mock(client=client))
+    monkeypatch.setattr(measure.Pass, "_served", lambda _self: served)
+
+    found = list(measure.Pass(tmp_path, "", Time(100), console, "data").rows())
+
+    assert (found, asked) == ([], [])
+    client.delete.assert_called_once_with("data@x/vol-many-0000")
 
 
 def test_further_passes_are_named_with_their_line_of_configuration() -> None:

@@ -2,16 +2,25 @@
 
 import argparse
 import io
+import json
 import re
 import shlex
+import textwrap
 import tomllib
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import chart_values
+import jsonschema
+import manifest
 import modules
 import pytest
+import yaml
+from chart import documented as documented_values
+from chart.documented import at
+from cluster import record
 from error_classes import EVERY, code_of
 from floors import FLOORS
 from rich.console import Console
@@ -27,11 +36,12 @@ from agent.daemon.host import Host
 from agent.requests.parameters import INLINE, LIMITS, MUTABLE, PREFIX, STORAGE_CLASS
 from agent.settings import classes, settings
 from lvm import layout, tuning
+from lvm.devicemapper import TARGETS
 from mount import filesystem, kernel, options
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 MIB = 1 << 20
@@ -218,6 +228,139 @@ def test_the_pictures_show_what_the_commands_show_today() -> None:
         assert [one for one in titles if one not in drawn.split()] == []
 
 
+# What a cluster needs
+
+
+def cells(text: str) -> list[list[str]]:
+    """Return the cells of each row of a page's tables."""
+    rows = re.findall(r"^\| (.+) \|$", text, re.M)
+    return [[cell.strip() for cell in row.split(" | ")] for row in rows]
+
+
+def test_every_kernel_module_is_documented_and_no_other() -> None:
+    rows = cells(section(text_of("docs/requirements.md"), "Kernel modules"))
+    named = [name for row in rows for name in coded(row[0])]
+    assert sorted(named) == sorted(
+        [*(f"dm-{target}" for target in TARGETS), *filesystem.FILE_SYSTEMS, "dm-mod", "loop"]
+    )
+    assert {kind.module for kind in layout._KINDS.values()} - {""} <= set(named)
+
+
+def test_every_port_of_the_manifests_is_documented_and_those_of_the_chart() -> None:
+    rows = cells(section(text_of("docs/requirements.md"), "Ports"))
+    documented = {int(row[0]): row[-1] for row in rows if row[0].isdigit()}
+    manifests = (ROOT / "deploy" / "kubernetes").glob("*.yaml")
+    opened = {
+        port["containerPort"]
+        for file in manifests
+        for container in manifest.containers(file)
+        for port in container.get("ports", ())
+    }
+    assert opened <= documented.keys()
+    values = yaml.safe_load(documented_values.VALUES.read_text())
+    places = [place for place in documented_values.places() if place[-1] == "port"]
+    of_values = {holder[key]: place for place in places for holder, key in at(values, place)}
+    assert {port for port, value in documented.items() if "`" in value} == of_values.keys()
+    for port, place in of_values.items():
+        assert f"`{'.'.join(place)}`" in documented[port]
+
+
+def test_the_controller_s_rights_are_those_of_the_manifest() -> None:
+    rows = cells(section(text_of("docs/requirements.md"), "Rights"))
+    file = ROOT / "deploy" / "kubernetes" / "container-lvm2.yaml"
+    granted = [
+        [
+            f"`{resource}`",
+            f"`{group}`" if group else "core",
+            ("the cluster" if kind == "ClusterRole" else "the release's namespace")
+            + "".join(f", by the name `{name}`" for name in rule.get("resourceNames", ())),
+            ", ".join(rule["verbs"]),
+        ]
+        for kind in ("ClusterRole", "Role")
+        for role in manifest.of_kind(file, kind)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    ]
+    assert [row for row in rows if len(row) == 4 and row[0].startswith("`")] == granted
+
+
+def blocks(document: Path) -> list[str]:
+    """Return the blocks of code that a page shows."""
+    found = re.findall(r"(?:^    .*\n|^\n(?=    ))+", document.read_text(), re.M)
+    return [textwrap.dedent(one).lstrip() for one in found]
+
+
+def manifests_in(document: Path) -> Iterator[dict[str, Any]]:
+    """Yield the Kubernetes objects that a page shows whole."""
+    for text in blocks(document):
+        if text.startswith("apiVersion:"):
+            yield from yaml.safe_load_all(text)
+
+
+def test_the_chart_s_values_that_are_shown_are_values_of_the_chart() -> None:
+    schema = json.loads(text_of("deploy/helm/carver/values.schema.json"))
+    shown = [text for one in DOCUMENTS for text in blocks(one)]
+    files = [one for one in shown if re.match(r"(config: \||pools:)$", one.split("\n")[0])]
+    assert len(files) > 2
+    for text in files:
+        jsonschema.validate(yaml.safe_load(text), schema)
+
+
+def test_every_file_that_a_command_names_is_there() -> None:
+    for document in DOCUMENTS:
+        if document.name != "CHANGELOG.md":
+            for text in blocks(document):
+                for name in re.findall(r"(?<![\w/.-])((?:deploy|tests|vagrant)/[\w./-]+)", text):
+                    # A part in capitals is for the reader to replace.
+                    is_pattern = any(char.isupper() for char in name)
+                    assert is_pattern or (ROOT / name).exists(), f"{document.name}: {name}"
+
+
+def test_the_objects_that_are_shown_are_as_their_schemas_say(tmp_path: Path) -> None:
+    shown = [one for document in DOCUMENTS for one in manifests_in(document)]
+    assert {"StorageClass", "PersistentVolumeClaim"} <= {one["kind"] for one in shown}
+    file = tmp_path / "shown.yaml"
+    file.write_text(yaml.safe_dump_all(shown))
+    manifest.check_schemas(file)
+    known = {PREFIX + row.key for row in STORAGE_CLASS}
+    for one in shown:
+        if one["kind"] == "StorageClass":
+            assert one["provisioner"] == settings.DRIVER_NAME
+            own = {key for key in one["parameters"] if key.startswith(PREFIX)}
+            assert own <= known
+
+
+def test_the_versions_of_kubernetes_that_were_tried_are_those_of_the_trials() -> None:
+    tried = {one["kubernetes"].removeprefix("v") for one in record.read()}
+    rows = {row[0]: row[1] for row in cells(section(text_of("docs/requirements.md"), "Versions"))}
+    assert set(re.findall(r"\d+\.\d+\.\d+", rows["Kubernetes"])) == tried
+
+
+def test_every_alert_is_documented_with_its_severity_and_what_to_do() -> None:
+    document = yaml.safe_load(text_of("deploy/monitoring/alerts.yaml"))
+    rules = [rule for one in document["groups"] for rule in one["rules"]]
+    rows = cells(section(text_of("docs/metrics.md"), "Alerts"))
+    assert [[row[0], *row[1:3], row[-1]] for row in rows if row[0].startswith("`")] == [
+        [
+            f"`{rule['alert']}`",
+            rule["labels"]["severity"],
+            rule["for"],
+            linked(rule["annotations"]["runbook"]),
+        ]
+        for rule in rules
+    ]
+
+
+def linked(place: str) -> str:
+    """Return a link from a page of docs/ to a section, with the section's heading for its text."""
+    path, _, anchor = place.partition("#")
+    headings = re.findall(r"^#+ (.+)$", text_of(path), re.M)
+    [heading] = [one for one in headings if anchor_of(one) == anchor]
+    here = path.removeprefix("docs/")
+    return f"[{heading}]({'' if here == 'metrics.md' else here}#{anchor})"
+
+
 # The rest
 
 
@@ -234,8 +377,11 @@ def test_every_link_to_a_file_here_leads_somewhere(document: Path) -> None:
 
 
 def anchors(text: str) -> set[str]:
-    headings = re.findall(r"^#+ (.+)$", text, re.M)
-    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
+    return {anchor_of(one) for one in re.findall(r"^#+ (.+)$", text, re.M)}
+
+
+def anchor_of(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def test_no_one_is_told_to_add_a_disk_without_the_size_of_its_metadata_area() -> None:
@@ -294,6 +440,10 @@ def test_the_names_in_each_kind_of_change_are_in_the_files_beside_them() -> None
 
 def test_the_page_of_modules_is_as_their_first_lines() -> None:
     assert text_of("docs/modules.md") == modules.page(), "run `make modules`"
+
+
+def test_the_page_of_the_chart_is_as_the_comments_of_its_values() -> None:
+    assert text_of("docs/chart.md") == chart_values.page(), "run `make reference`"
 
 
 def test_each_module_says_in_its_first_line_what_it_is() -> None:

@@ -24,7 +24,7 @@ WORDS = {
 FILES = [
     *(one for top in ("agent", "lvm", "mount") for one in (ROOT / top).rglob("*.py")),
     *(ROOT / "docs").rglob("*.md"),
-    *(ROOT / one for one in ("README.md", "CONTRIBUTING.md")),
+    *(ROOT / one for one in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
 ]
 
 
