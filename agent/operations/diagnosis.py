@@ -201,7 +201,7 @@ _REPORTED = {
     ),
     "out_of_data": (
         Reason.POOL_FULL,
-        f"add a disk to the group (`{VGEXTEND}`), or move volumes away",
+        f"add a disk to the group (`{VGEXTEND}`), or see {thin.FULL}",
     ),
     "error": (Reason.WRITE_CACHE_ERRORS, "writes may be lost; look at `dmesg`"),
 }
@@ -586,7 +586,7 @@ def _of_pool(pool: ThinPool, named: str, *, has_all: bool) -> Iterator[Condition
                 Reason.POOL_NEARLY_FULL,
                 f"the {what} of {named} are {percent:.0f} % full, and writes fail when they are"
                 f" full: add a disk to the group (`{VGEXTEND}`), to which Carver extends the pool"
-                " (`lvextend`), or move volumes away (`carver volume move`)",
+                f" (`lvextend`), or see {thin.FULL}",
             )
     if pool.mode != "rw":
         yield Condition(

@@ -283,3 +283,19 @@ def test_the_sizes_of_cow_stores_are_those_that_carver_makes() -> None:
     largest = layout.copy_on_write_bytes(100 * GIB, Reserve(percent=200.0), group)
     assert f"its COW store: {usual / GIB:.0f} GiB" in text
     assert f"{largest / GIB:.1f} GiB: a larger store is never used" in text
+
+
+# Messages
+
+
+def test_the_sections_that_messages_name_exist() -> None:
+    files = [one for room in ("agent", "lvm", "mount") for one in (ROOT / room).rglob("*.py")]
+    # Adjacent strings are one.
+    text = "".join(re.sub(r'"\s+f?"', "", one.read_text()) for one in files)
+    named = {
+        *re.findall(r"`([A-Z][^`\n]+)` in (docs/[a-z/-]+\.md)", text),
+        *(pair[::-1] for pair in re.findall(r"\((docs/[a-z/-]+\.md), ([A-Z][^)\n]+)\)", text)),
+    }
+    assert len(named) > 5
+    for heading, path in named:
+        assert re.search(rf"^#+ {re.escape(heading)}$", _text(path), re.M), f"{path}: {heading}"
