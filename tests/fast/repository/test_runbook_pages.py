@@ -15,6 +15,7 @@ import pytest
 import yaml
 from cluster import checks, lab_checks
 
+from agent.cli import main as cli
 from lvm import layout
 from lvm.layout import Reserve
 from lvm.report import Group
@@ -122,6 +123,24 @@ def test_each_command_on_a_node_is_run_by_a_test_or_only_looks(page: Path) -> No
             continue
         is_run = marked in run or line in _NOT_RUN
         assert is_run or _LOOKS.match(line), f"{page.name}: {line}"
+
+
+def _within_sentences() -> list[str]:
+    """The `carver` commands that stand within sentences of the runbooks, some without arguments."""
+    texts = [re.sub(r"\s+", " ", one.read_text()) for one in DOCUMENTS]
+    return sorted({it for one in texts for it in re.findall(r"`(carver [a-z][^`]+)`", one)})
+
+
+@pytest.mark.parametrize("line", _within_sentences())
+def test_a_command_within_a_sentence_is_understood(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = re.split(r" [<>|] ", line)[0]
+    try:
+        cli.parser().parse_args(shlex.split(words)[1:])
+    except SystemExit:
+        said = capsys.readouterr().err
+        assert "are required" in said or "expected one argument" in said, said
 
 
 def test_what_is_run_elsewhere_is_there() -> None:
