@@ -72,8 +72,8 @@ class Exceptions:
                 table = array("Q", reader.read_to_end(chunk * self.chunk_bytes, self.chunk_bytes))
                 if sys.byteorder == "big":
                     table.byteswap()
-                copies = table[1::2]
-                used = copies.index(0) if 0 in copies else len(copies)
+                store_chunks = table[1::2]
+                used = store_chunks.index(0) if 0 in store_chunks else len(store_chunks)
                 yield table[: 2 * used : 2]
                 chunk, is_full = chunk + entries_per_table + 1, used == entries_per_table
 
@@ -206,14 +206,14 @@ class Devices:
     def events(self, group: str) -> Mapping[str, Events]:
         """The event counters of a group's active volumes, by name. One ioctl."""
         all_events = self._mapper.events()
-        before, own = self._events.get(group, ({}, {}))
-        if all_events is not before:
-            named = (
+        previous_events, events_by_name = self._events.get(group, ({}, {}))
+        if all_events is not previous_events:
+            events_of_group = (
                 (names.of_device(group, dm_name), events) for dm_name, events in all_events.items()
             )
-            own = {name: events for name, events in named if name}
-            self._events[group] = all_events, own
-        return own
+            events_by_name = {name: events for name, events in events_of_group if name}
+            self._events[group] = all_events, events_by_name
+        return events_by_name
 
     def written(self, group: str) -> Mapping[str, Written]:
         """The sectors written to the COW store of each active snapshot of a group, by its name.

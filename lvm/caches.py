@@ -66,8 +66,8 @@ class Cache:
 
     def extents(self, volume_extents: int, extent_size_bytes: int) -> int:
         """The size of a volume's cache, in extents."""
-        wish = self.size.of(volume_extents * extent_size_bytes)
-        return -(-max(wish, LEAST_BYTES) // extent_size_bytes)
+        wished_bytes = self.size.of(volume_extents * extent_size_bytes)
+        return -(-max(wished_bytes, LEAST_BYTES) // extent_size_bytes)
 
     def of_pool(self, group: Group) -> int:
         """The size of a pool's cache, in extents.
@@ -85,30 +85,30 @@ class Cache:
 def maximum_bytes(room: Room, cache: Cache) -> int:
     """The size of the largest volume for which both slow and fast disks have room, in bytes."""
     extent = room.group.extent_size_bytes
-    least, most = 0, layout.maximum_bytes(room) // extent
-    while least < most:
-        middle = (least + most + 1) // 2
+    smallest, largest = 0, layout.maximum_bytes(room) // extent
+    while smallest < largest:
+        middle = (smallest + largest + 1) // 2
         if cache.extents(middle, extent) <= room.fast_extents:
-            least = middle
+            smallest = middle
         else:
-            most = middle - 1
-    return least * extent
+            largest = middle - 1
+    return smallest * extent
 
 
-def create(lvm: Lvm, group: Group, new: New, cache: Cache) -> None:
+def create(lvm: Lvm, group: Group, volume: New, cache: Cache) -> None:
     """Make, tag and activate a volume with its cache (lvcreate(8)). Raises NoSpace, NameTaken.
 
     lvm2 commits three times: the volume, the cachevol, and the attachment of both. Where the cache
     does not fit, lvm2 removes the volume again. A killed lvm2 leaves a volume, perhaps with a
     detached cachevol; `attach` completes either.
     """
-    extents = new.size_bytes // group.extent_size_bytes
+    extents = volume.size_bytes // group.extent_size_bytes
     _with_mode(lvm, cache)(
         "lvcreate",
         *("--yes", "--wipesignatures", "y", "--zero", "y", "--type", cache.kind),
         *_on_fast(group, cache.extents(extents, group.extent_size_bytes)),
-        *("--size", f"{new.size_bytes}b"),
-        *new.words(),
+        *("--size", f"{volume.size_bytes}b"),
+        *volume.words(),
         *("--", group.name, *Room(group).anywhere()),
     )
 
@@ -132,9 +132,9 @@ def attach(lvm: Lvm, group: Group, name: str, cache: Cache, extents: int) -> Non
     Raises NoSpace.
     """
     cachevol = detached_cachevol(group, name)
-    own = ("--cachevol", cachevol) if cachevol else _on_fast(group, extents)
+    cachevol_words = ("--cachevol", cachevol) if cachevol else _on_fast(group, extents)
     path = f"{group.name}/{name}"
-    _with_mode(lvm, cache)("lvconvert", "--yes", "--type", cache.kind, *own, "--", path)
+    _with_mode(lvm, cache)("lvconvert", "--yes", "--type", cache.kind, *cachevol_words, "--", path)
 
 
 def split(lvm: Lvm, volume: LogicalVolume) -> None:
@@ -152,10 +152,10 @@ def clean(lvm: Lvm, volume: LogicalVolume) -> None:
     From then on the cache takes no further writes. The command does not wait: `is_clean` says
     when the writeback has ended.
     """
-    how = ("--cachepolicy", "cleaner")
+    policy_words = ("--cachepolicy", "cleaner")
     if WRITECACHE in volume.layout:
-        how = ("--cachesettings", "cleaner=1")
-    lvm("lvchange", "--yes", *how, "--", f"{volume.group}/{volume.name}")
+        policy_words = ("--cachesettings", "cleaner=1")
+    lvm("lvchange", "--yes", *policy_words, "--", f"{volume.group}/{volume.name}")
 
 
 def is_clean(status: Sequence[Status]) -> bool:
@@ -223,5 +223,5 @@ def _with_mode(lvm: Lvm, cache: Cache) -> Lvm:
 def _on_fast(group: Group, extents: int) -> Sequence[str]:
     room = Room(group)
     disks = room.names(disk for disk in room.fast if disk.unallocated_extents)
-    named = [word for disk in disks for word in ("--cachedevice", disk)]
-    return (*named, "--cachesize", f"{extents * group.extent_size_bytes}b")
+    device_words = [word for disk in disks for word in ("--cachedevice", disk)]
+    return (*device_words, "--cachesize", f"{extents * group.extent_size_bytes}b")

@@ -69,11 +69,11 @@ def read(root: Path) -> Callable[[str], bool] | None:
 def _patterns(value: str) -> Iterator[Pattern]:
     """Parse the entries of a filter: `a` or `r`, then an expression between two delimiters."""
     for text in labels.strings(value):
-        kind, opening, rest = text[:1], text[1:2], text[2:]
+        kind, opening, delimited = text[:1], text[1:2], text[2:]
         closing = _CLOSING.get(opening, opening)
-        if kind in ("a", "r") and opening and rest.endswith(closing):
+        if kind in ("a", "r") and opening and delimited.endswith(closing):
             try:
-                yield kind == "a", re.compile(rest.removesuffix(closing))
+                yield kind == "a", re.compile(delimited.removesuffix(closing))
             except re.error:
                 continue
 
@@ -98,10 +98,10 @@ def _names(root: Path, path: str) -> Sequence[str]:
         names.append(f"/dev/mapper/{mapper}")
     if number := attribute(f"{device}/dev"):
         try:
-            kept = (root / "run/udev/data" / f"b{number}").read_text(errors="replace")
+            udev_data = (root / "run/udev/data" / f"b{number}").read_text(errors="replace")
         except OSError:
             return names
-        names += [f"/dev/{link}" for link in _LINK.findall(kept)]
+        names += [f"/dev/{link}" for link in _LINK.findall(udev_data)]
     return names
 
 
@@ -174,16 +174,16 @@ class BlockDevices:
         for the loop devices returned. The search does not go on below a loop device: a loop device
         over any block device is excluded anyway.
         """
-        level, seen = [name for name in names if name in self._devices], set()
+        level, visited = [name for name in names if name in self._devices], set()
         while level:
-            seen.update(level)
+            visited.update(level)
             devices = [self._devices[name] for name in level]
-            below = {name for device in devices for name in (device.disk, *device.slaves)}
-            level = [name for name in below if name in self._devices and name not in seen]
+            lower_names = {name for device in devices for name in (device.disk, *device.slaves)}
+            level = [name for name in lower_names if name in self._devices and name not in visited]
         loops = (
             name for name, device in self._devices.items() if device.is_loop and device.has_size
         )
-        return tuple(name for name in loops if name in seen)
+        return tuple(name for name in loops if name in visited)
 
     def excluded(self, backings: Mapping[str, int]) -> Mapping[str, Excluded]:
         """The devices that cannot be physical volumes, by their names.
@@ -220,12 +220,12 @@ class BlockDevices:
                 yield name, Excluded(Why.EMPTY)
             elif device.is_volume:
                 yield name, Excluded(Why.VOLUME, device.mapper_name)
-            elif volume := stacks.first(name, lambda below: below.is_volume):
+            elif volume := stacks.first(name, lambda lower: lower.is_volume):
                 yield name, Excluded(Why.ON_A_VOLUME, volume.mapper_name)
             elif loop := stacks.first(name, stacks.is_opaque):
                 yield name, Excluded(Why.UNKNOWN, loop.name)
-            elif device.is_loop and (below := stacks.below(device)):
-                yield name, Excluded(Why.SECOND_VIEW, below[0].name)
+            elif device.is_loop and (lower_devices := stacks.below(device)):
+                yield name, Excluded(Why.SECOND_VIEW, lower_devices[0].name)
             elif device.is_path:
                 yield name, Excluded(Why.PATH)
             elif device.is_no_disk:
@@ -336,17 +336,17 @@ class _Stacks:
             devices += [of_loop] if of_loop else []
         return devices
 
-    def first(self, name: str, wanted: Callable[[_Device], bool]) -> _Device | None:
-        """The first device, from the top of a device's stack, for which `wanted` is true."""
-        return next(filter(wanted, self.every(name)), None)
+    def first(self, name: str, condition: Callable[[_Device], bool]) -> _Device | None:
+        """The first device, from the top of a device's stack, for which `condition` is true."""
+        return next(filter(condition, self.every(name)), None)
 
     def every(self, name: str) -> Iterator[_Device]:
         """Yield a device and all devices below it, from the top."""
-        stack, seen = [self._devices[name]], {name}
+        stack, visited = [self._devices[name]], {name}
         for device in stack:
             yield device
-            added = [below for below in self.below(device) if below.name not in seen]
-            seen |= {below.name for below in added}
+            added = [lower for lower in self.below(device) if lower.name not in visited]
+            visited |= {lower.name for lower in added}
             stack += added
 
     def is_opaque(self, device: _Device) -> bool:

@@ -166,9 +166,9 @@ class Raid:
     @classmethod
     def parse(cls, size_bytes: int, line: str) -> Self:
         """Parse the status line of a RAID volume."""
-        kind, _, health, ratio, *more = line.split()
+        kind, _, health, ratio, *newer_fields = line.split()
         # The line of a dm-raid before 1.5 ends here.
-        action, mismatches = more[:2] or ("idle", "0")
+        action, mismatches = newer_fields[:2] or ("idle", "0")
         return cls(size_bytes, kind, health, *_fraction(ratio), action, int(mismatches))
 
 
@@ -270,8 +270,8 @@ class DeviceMapper:
         except OSError:
             return {}
         self._list_bytes = len(answer)
-        before, events = self._last
-        if answer != before:
+        previous_answer, events = self._last
+        if answer != previous_answer:
             events = dict(_listed(answer))
             self._last = bytes(answer), events
         return events
@@ -383,10 +383,10 @@ class DeviceMapper:
         data = struct.pack("=Q", 0) + message.encode() + b"\0"
         self._call(_TARGET_MESSAGE, name, data=data)
 
-    def _look(self, name: str, at: int) -> int | None:
+    def _look(self, name: str, field_offset: int) -> int | None:
         """Read a number in a device's header; 0 for an absent device, None without an answer."""
         try:
-            return _number(self._call(_DEVICE_STATUS, name), at)
+            return _number(self._call(_DEVICE_STATUS, name), field_offset)
         except OSError as error:
             return 0 if error.errno == errno.ENXIO else None
 
@@ -412,18 +412,18 @@ class DeviceMapper:
     def _walk(self, control: int, *, name: str = "", device: int = 0) -> Iterator[Status]:
         if (level := self._one_level(control, name, device)) is None:
             return
-        lines, below = level
+        lines, lower_devices = level
         yield from _records(lines)
-        for device_below in below:
+        for device_below in lower_devices:
             yield from self._walk(control, device=device_below)
 
     def _needed(self, control: int, *, name: str = "", device: int = 0) -> Iterator[int]:
         if (level := self._one_level(control, name, device)) is None:
             yield device
             return
-        lines, below = level
+        lines, lower_devices = level
         if _SURVIVING.isdisjoint(kind for kind, _, _ in _targets(lines)):
-            for device_below in below:
+            for device_below in lower_devices:
                 yield from self._needed(control, device=device_below)
 
     def _one_level(
@@ -434,7 +434,7 @@ class DeviceMapper:
         A disk is here any device of another driver.
         """
         try:
-            below = self._ask(control, _TABLE_DEPS, name, device)
+            reply = self._ask(control, _TABLE_DEPS, name, device)
             lines = self._ask(control, _TABLE_STATUS, name, device)
         except OSError as error:
             # A number that is unknown to device-mapper is that of another driver's device.
@@ -442,8 +442,8 @@ class DeviceMapper:
                 return None
             raise
         # Structure dm_target_deps: the count, padding, and the numbers of the devices.
-        start = _number(below, _DATA_START_AT)
-        return lines, struct.unpack_from(f"={_number(below, start)}Q", below, start + 8)
+        start = _number(reply, _DATA_START_AT)
+        return lines, struct.unpack_from(f"={_number(reply, start)}Q", reply, start + 8)
 
     def _ask(
         self,
@@ -474,18 +474,18 @@ def _request(size_bytes: int, flags: int, name: str, device: int) -> bytearray:
 
 
 def _listed(buffer: bytearray) -> Iterator[tuple[str, Events]]:
-    at = _number(buffer, _DATA_START_AT)
+    entry_offset = _number(buffer, _DATA_START_AT)
     while True:
-        device, following = _NAME.unpack_from(buffer, at)
+        device, following = _NAME.unpack_from(buffer, entry_offset)
         # A list without devices has a single entry with the number 0.
         if device:
-            begin = at + _NAME.size
+            begin = entry_offset + _NAME.size
             end = buffer.index(b"\0", begin)
             events = _number(buffer, end + 1 + -(end + 1) % 8)
             yield buffer[begin:end].decode(), (device, events)
         if not following:
             return
-        at += following
+        entry_offset += following
 
 
 def _records(buffer: bytearray) -> Iterator[Status]:
@@ -496,16 +496,16 @@ def _records(buffer: bytearray) -> Iterator[Status]:
 
 def _targets(buffer: bytearray) -> Iterator[tuple[str, int, str]]:
     """The kind, size in bytes and status line of each target in an answer."""
-    start = at = _number(buffer, _DATA_START_AT)
+    start = target_offset = _number(buffer, _DATA_START_AT)
     for _ in range(_number(buffer, _TARGET_COUNT_AT)):
-        _, sectors, _, following, kind = _TARGET.unpack_from(buffer, at)
-        line = _text(buffer[at + _TARGET.size :])
+        _, sectors, _, following, kind = _TARGET.unpack_from(buffer, target_offset)
+        line = _text(buffer[target_offset + _TARGET.size :])
         yield _text(kind), sectors * _SECTOR_BYTES, line.strip()
-        at = start + following
+        target_offset = start + following
 
 
-def _number(buffer: bytearray, at: int) -> int:
-    (number,) = struct.unpack_from("=I", buffer, at)
+def _number(buffer: bytearray, offset: int) -> int:
+    (number,) = struct.unpack_from("=I", buffer, offset)
     return int(number)
 
 

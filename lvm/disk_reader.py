@@ -87,16 +87,18 @@ class Disks:
     def scan(
         self,
         patience_seconds: float = PATIENCE_SECONDS,
-        only: Collection[str] = (),
+        only_paths: Collection[str] = (),
     ) -> Mapping[str, Found]:
-        """Read the labels of every block device, or of the paths in `only`.
+        """Read the labels of every block device, or of the paths in `only_paths`.
 
         The result has an entry for each of these paths, except devices without a label.
         """
         end_monotonic_seconds = time.monotonic() + patience_seconds
         devices = BlockDevices(self._sysfs)
         all_paths = {name: str(self._dev / name.replace("!", "/")) for name in devices.names}
-        paths = {name: path for name, path in all_paths.items() if not only or path in only}
+        paths = {
+            name: path for name, path in all_paths.items() if not only_paths or path in only_paths
+        }
         loops = devices.loops_under(paths)
         results_of_loops = self._each(
             self._backing, [all_paths[name] for name in loops], end_monotonic_seconds
@@ -145,22 +147,22 @@ class Disks:
         return {path: sequence for path, sequence in sequences.items() if sequence}
 
     def _each(
-        self, look: Callable[[str], _T], paths: Iterable[str], end_monotonic_seconds: float
+        self, read: Callable[[str], _T], paths: Iterable[str], end_monotonic_seconds: float
     ) -> dict[str, _T | Unreadable]:
-        """Call `look` for each disk, in the disk's thread, and collect the results by path.
+        """Call `read` for each disk, in the disk's thread, and collect the results by path.
 
         A disk without a result at `end_monotonic_seconds` is Unanswered.
         """
-        futures = {path: self._begin(look, path) for path in paths}
+        futures = {path: self._begin(read, path) for path in paths}
         return {
             path: self._ended(path, future, end_monotonic_seconds)
             for path, future in futures.items()
         }
 
-    def _begin(self, look: Callable[[str], _T], path: str) -> Future[_T | Unreadable] | None:
+    def _begin(self, read: Callable[[str], _T], path: str) -> Future[_T | Unreadable] | None:
         """Start a read in the disk's thread; None while an earlier read of the disk is late."""
-        late = self._late.get(path)
-        if late is not None and not late.done():
+        late_result = self._late.get(path)
+        if late_result is not None and not late_result.done():
             return None
         self._late.pop(path, None)
         future = Future[_T | Unreadable]()
@@ -168,7 +170,7 @@ class Disks:
             reader = self._readers.get(path)
             if reader is None:
                 reader = self._readers[path] = _Reader(path, self._forget_if_idle)
-            reader.tasks.put(partial(_fulfil, future, look, path))
+            reader.tasks.put(partial(_fulfil, future, read, path))
         return future
 
     def _ended(
@@ -218,9 +220,9 @@ class _Reader:
                 task()
 
 
-def _fulfil(future: Future[_T | Unreadable], look: Callable[[str], _T], path: str) -> None:
+def _fulfil(future: Future[_T | Unreadable], read: Callable[[str], _T], path: str) -> None:
     try:
-        future.set_result(look(path))
+        future.set_result(read(path))
     except OSError as error:
         future.set_result(Unreadable(error.strerror or str(error)))
     except BaseException as error:
@@ -233,11 +235,14 @@ _LASTS_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class _Count:
-    """A disk's counter of failed commands; the growth reported is `last` less `first`."""
+    """Two readings of a disk's counter of failed commands.
 
-    first: int
-    last: int
-    # When the counter grew last (monotonic); None if it has not grown since `first`.
+    The growth that is reported is `last_count` less `first_count`.
+    """
+
+    first_count: int
+    last_count: int
+    # When the counter grew last (monotonic); None if it has not grown since `first_count`.
     grew_monotonic_seconds: float | None = None
 
 
@@ -281,18 +286,31 @@ class DiskErrors:
 
     def _found(self, disk: str, now_monotonic_seconds: float) -> list[str]:
         directory, problems = self._sysfs / "class/block" / disk, []
-        if bad := len(attribute(f"{directory}/badblocks").splitlines()):
-            problems.append(f"{disk} has {bad} range(s) of sectors that cannot be read")
-        if counted := attribute(f"{directory}/device/ioerr_cnt"):
-            number = int(counted, 16)
-            before = self._counts.get(disk, _Count(number, number))
-            grew = now_monotonic_seconds if number > before.last else before.grew_monotonic_seconds
+        if bad_ranges := len(attribute(f"{directory}/badblocks").splitlines()):
+            problems.append(f"{disk} has {bad_ranges} range(s) of sectors that cannot be read")
+        if counter_text := attribute(f"{directory}/device/ioerr_cnt"):
+            number = int(counter_text, 16)
+            previous_count = self._counts.get(disk, _Count(number, number))
+            grew_monotonic_seconds = (
+                now_monotonic_seconds
+                if number > previous_count.last_count
+                else previous_count.grew_monotonic_seconds
+            )
             # Errors older than an hour are left out of the growth that is counted from now on.
-            over = grew is not None and now_monotonic_seconds - grew >= _LASTS_SECONDS
-            first = number if over or number < before.last else before.first
-            self._counts[disk] = _Count(first, number, None if over else grew)
-            if number > first:
+            is_old = (
+                grew_monotonic_seconds is not None
+                and now_monotonic_seconds - grew_monotonic_seconds >= _LASTS_SECONDS
+            )
+            first_count = (
+                number
+                if is_old or number < previous_count.last_count
+                else previous_count.first_count
+            )
+            self._counts[disk] = _Count(
+                first_count, number, None if is_old else grew_monotonic_seconds
+            )
+            if number > first_count:
                 problems.append(
-                    f"{number - first} command(s) to {disk} failed within the last hour"
+                    f"{number - first_count} command(s) to {disk} failed within the last hour"
                 )
         return problems

@@ -28,8 +28,8 @@ def suitable_metadata_bytes(size_bytes: int) -> int:
     # A volume of two images takes 4 KiB of the text, and the area has room for two texts: lvm2
     # writes a new text beside the old one.
     volumes = min(10_000, size_bytes // (4 * _MIB))
-    whole = max(1, -(-2 * 4096 * volumes // _MIB)) * _MIB
-    return whole - LABEL_BYTES
+    total_bytes = max(1, -(-2 * 4096 * volumes // _MIB)) * _MIB
+    return total_bytes - LABEL_BYTES
 
 
 def text_room_bytes(group: Group) -> int:
@@ -67,11 +67,13 @@ def narrow_disks(group: Group) -> Mapping[str, int]:
 
 def about_area(group: Group) -> str:
     """The subject of a sentence about a group's metadata area, with the disks that limit it."""
-    whole = f"the metadata area of volume group {group.name}"
+    area_title = f"the metadata area of volume group {group.name}"
     if not (narrow := narrow_disks(group)):
-        return whole
+        return area_title
     disks = ", ".join(f"{name} has {_in_mib(size)}" for name, size in narrow.items())
-    return f"{whole} (the smallest counts: {disks}, others {_in_mib(widest_area_bytes(group))})"
+    return (
+        f"{area_title} (the smallest counts: {disks}, others {_in_mib(widest_area_bytes(group))})"
+    )
 
 
 def _in_mib(size_bytes: int) -> str:
@@ -113,7 +115,7 @@ def create(
 def mark(
     lvm: Lvm, name: str, *, old: Mapping[str, str] = NO_TAGS, new: Mapping[str, str] = NO_TAGS
 ) -> None:
-    """Replace tags of a group (vgchange(8)).
+    """Delete the tags `old` of a group and add the tags `new` (vgchange(8)).
 
     Deleting a tag that the group lacks, or adding a tag that it has, is no error.
     """
@@ -162,12 +164,12 @@ def make_alike(lvm: Lvm, group: str, name: str) -> None:
     lvm("lvchange", "--syncaction", "repair", "--", f"{group}/{name}")
 
 
-def move(lvm: Lvm, old: str, new: str) -> None:
+def move(lvm: Lvm, old_disk: str, new_disk: str) -> None:
     """Start or continue to move all extents of a disk to another (pvmove(8)).
 
     The command does not wait: a background process of lvm2's remains and commits each moved piece.
     """
-    lvm("pvmove", "--background", "--", old, new, settings=_WATCHED_BY_ITSELF)
+    lvm("pvmove", "--background", "--", old_disk, new_disk, settings=_WATCHED_BY_ITSELF)
 
 
 def watch_moves(lvm: Lvm) -> None:

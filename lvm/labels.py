@@ -134,9 +134,9 @@ def settings(text: str) -> Iterator[tuple[tuple[str, ...], str]]:
     `devices { filter = "a" }` gives `("devices", "filter"), '"a"'`.
     """
     sections: list[str] = []
-    at = 0
-    while statement := _STATEMENT.match(text, at):
-        at = statement.end()
+    offset = 0
+    while statement := _STATEMENT.match(text, offset):
+        offset = statement.end()
         word, value = statement["word"], statement["value"]
         if value is not None:
             yield (*sections, word), value
@@ -146,7 +146,7 @@ def settings(text: str) -> Iterator[tuple[tuple[str, ...], str]]:
             sections.pop()
         else:
             raise Damage("the metadata end what was not begun")
-    if sections or not _ONLY_BLANK.fullmatch(text, at):
+    if sections or not _ONLY_BLANK.fullmatch(text, offset):
         raise Damage("the metadata are not in lvm2's form")
 
 
@@ -391,16 +391,16 @@ def _label(disk: _Disk) -> _Label | None:
     return None
 
 
-def _physical_volume(sector: bytes, at: int) -> _Label:
-    uuid, size_bytes = _unpack(_PV_HEADER, sector, at)
-    at += _PV_HEADER.size
-    data = tuple(_areas(sector, at))
-    at += (len(data) + 1) * _AREA.size
-    metadata_areas = tuple(_areas(sector, at))
-    at += (len(metadata_areas) + 1) * _AREA.size
+def _physical_volume(sector: bytes, offset: int) -> _Label:
+    uuid, size_bytes = _unpack(_PV_HEADER, sector, offset)
+    offset += _PV_HEADER.size
+    data = tuple(_areas(sector, offset))
+    offset += (len(data) + 1) * _AREA.size
+    metadata_areas = tuple(_areas(sector, offset))
+    offset += (len(metadata_areas) + 1) * _AREA.size
     version, flags = 0, 0
-    if at + _PV_EXTENSION.size <= len(sector):
-        version, flags = _PV_EXTENSION.unpack_from(sector, at)
+    if offset + _PV_EXTENSION.size <= len(sector):
+        version, flags = _PV_EXTENSION.unpack_from(sector, offset)
     # The flag exists since version 2 of the header's extension.
     is_used = version > 1 and bool(flags & _PV_EXT_USED)
     text = uuid.decode("ascii", "replace")
@@ -409,11 +409,11 @@ def _physical_volume(sector: bytes, at: int) -> _Label:
     return _Label(dashed(text), size_bytes, is_used, metadata_areas)
 
 
-def _areas(sector: bytes, at: int) -> Iterator[_Area]:
+def _areas(sector: bytes, offset: int) -> Iterator[_Area]:
     """Parse a list of areas in a label; the list ends with an offset of 0."""
-    while (area := _Area(*_unpack(_AREA, sector, at))).offset_bytes:
+    while (area := _Area(*_unpack(_AREA, sector, offset))).offset_bytes:
         yield area
-        at += _AREA.size
+        offset += _AREA.size
 
 
 def _header(disk: _Disk, area: _Area) -> _Text | None:
@@ -423,26 +423,26 @@ def _header(disk: _Disk, area: _Area) -> _Text | None:
     """
     header = disk.read(area.offset_bytes, _MDA_HEADER_BYTES)
     checksum, magic, version, start, size = _MDA_HEADER.unpack_from(header)
-    where = f"the metadata area at {area.offset_bytes} bytes"
+    area_title = f"the metadata area at {area.offset_bytes} bytes"
     if _checksum(header[4:]) != checksum:
-        raise Damage(f"{where}: wrong checksum of its header")
+        raise Damage(f"{area_title}: wrong checksum of its header")
     if (magic, version, start) != (_MDA_MAGIC, 1, area.offset_bytes):
-        raise Damage(f"{where}: not the header of this area")
+        raise Damage(f"{area_title}: not the header of this area")
     offset, length, text_checksum, flags = _RAW_LOCN.unpack_from(header, _MDA_HEADER.size)
     # An area that is not in use (pvchange(8), --metadataignore) has an old text.
     if flags & _RAW_LOCN_IGNORED or not offset:
         return None
     if not (_MDA_HEADER_BYTES <= offset < size and length <= size - _MDA_HEADER_BYTES):
-        raise Damage(f"{where}: its text would be outside of it")
+        raise Damage(f"{area_title}: its text would be outside of it")
     if length > _LARGEST_TEXT_BYTES:
-        raise Damage(f"{where}: its text would have {length} bytes")
+        raise Damage(f"{area_title}: its text would have {length} bytes")
     return _Text(_Area(start, size), Position(offset, length, text_checksum))
 
 
-def _unpack(form: struct.Struct, sector: bytes, at: int) -> tuple[Any, ...]:
-    if at + form.size > len(sector):
+def _unpack(form: struct.Struct, sector: bytes, offset: int) -> tuple[Any, ...]:
+    if offset + form.size > len(sector):
         raise Damage("the label goes on past its sector")
-    return form.unpack_from(sector, at)
+    return form.unpack_from(sector, offset)
 
 
 def dashed(uuid: str) -> str:

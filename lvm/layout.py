@@ -176,15 +176,16 @@ def _kind(volume: LogicalVolume) -> str:
     return "" if level is None or level.by_hand else level.name
 
 
-def actual(volume: LogicalVolume, recorded: Layout | None) -> Layout | None:
-    """The present layout of a volume that was made with the `recorded` layout; None if unknown.
+def actual(volume: LogicalVolume, recorded_layout: Layout | None) -> Layout | None:
+    """The present layout of a volume that was made with `recorded_layout`; None if unknown.
 
-    lvm2's report decides, as the volume may have been converted by hand (lvconvert(8)). Where both
-    agree the record is returned, as it has more, such as the stripe size.
+    lvm2's report decides, as the volume may have been converted by hand (lvconvert(8)). Where the
+    report agrees with the record, the record is returned, as it has more, such as the stripe
+    size.
     """
-    if recorded is None or recorded.kind != _kind(volume):
+    if recorded_layout is None or recorded_layout.kind != _kind(volume):
         return recognize(volume)
-    return recorded if volume.stripes in (0, recorded.disks) else recognize(volume)
+    return recorded_layout if volume.stripes in (0, recorded_layout.disks) else recognize(volume)
 
 
 def round_up(size_bytes: int, extent_size_bytes: int, layout: Layout = LINEAR) -> int:
@@ -214,10 +215,10 @@ def maximum_bytes(room: Room, layout: Layout = LINEAR) -> int:
     extent = room.group.extent_size_bytes
     if layout.is_linear:
         return min(room.available_extents, room.linear_extents) * extent
-    chosen = room.roomiest(layout.disks)
-    if len(chosen) < layout.disks:
+    disks = room.roomiest(layout.disks)
+    if len(disks) < layout.disks:
         return 0
-    on_each = min(room.free_on(chosen[-1]), room.available_extents // layout.disks)
+    on_each = min(room.free_on(disks[-1]), room.available_extents // layout.disks)
     return max(0, on_each - layout.metadata_extents) * layout.stripes * extent
 
 
@@ -239,9 +240,13 @@ def maximum_growth_bytes(room: Room, volume: LogicalVolume, layout: Layout = LIN
     extent = room.group.extent_size_bytes
     if layout.is_linear:
         return min(room.available_extents, room.linear_extents) * extent
-    own = [room.free_on(disk) for disk in room.group.disks if disk.uuid in volume.disks]
+    free_extents = [room.free_on(disk) for disk in room.group.disks if disk.uuid in volume.disks]
     # A degraded or converted volume may have fewer disks than its layout, and cannot grow.
-    on_each = min(*own, room.available_extents // layout.disks) if len(own) == layout.disks else 0
+    on_each = (
+        min(*free_extents, room.available_extents // layout.disks)
+        if len(free_extents) == layout.disks
+        else 0
+    )
     return on_each * layout.stripes * extent
 
 
@@ -265,7 +270,7 @@ def image_extents(volume: LogicalVolume, extent_size_bytes: int) -> int:
     return volume.size_bytes // extent_size_bytes // layout.stripes + layout.metadata_extents
 
 
-def copy_on_write_bytes(origin_bytes: int, wish: "Reserve", group: Group) -> int:
+def copy_on_write_bytes(origin_bytes: int, reserve: "Reserve", group: Group) -> int:
     """The size of the COW store of a new snapshot, in bytes: whole extents, no more than useful.
 
     A COW store can use space for a header, a copy of each chunk of the origin, and the tables of
@@ -276,7 +281,7 @@ def copy_on_write_bytes(origin_bytes: int, wish: "Reserve", group: Group) -> int
     chunks = -(-origin_bytes // chunk)
     entries_per_table = chunk // _EXCEPTION_BYTES
     useful = (1 + chunks + (chunks + entries_per_table) // entries_per_table) * chunk
-    return round_up(min(wish.of(origin_bytes), useful), group.extent_size_bytes)
+    return round_up(min(reserve.of(origin_bytes), useful), group.extent_size_bytes)
 
 
 @dataclass(frozen=True)

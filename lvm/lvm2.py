@@ -227,8 +227,8 @@ class Lvm:
 def _config(settings: tuple[str, ...]) -> str:
     """The value of lvm2's option `--config` for settings; the last value of a key counts."""
     # Each key is given once: lvm2 does not promise which of two values counts.
-    chosen = dict(setting.split("=", 1) for setting in settings)
-    return " ".join(f"{key}={value}" for key, value in chosen.items())
+    value_by_key = dict(setting.split("=", 1) for setting in settings)
+    return " ".join(f"{key}={value}" for key, value in value_by_key.items())
 
 
 def version(run: Run) -> tuple[int, int, int]:

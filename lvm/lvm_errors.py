@@ -173,16 +173,16 @@ class NoDeviceMapper(CommandFailed):
 class GroupMissing(CommandError):
     """The node has no group of a name.
 
-    `absent` are configured devices of the group that are not attached.
+    `absent_disks` are configured devices of the group that are not attached.
     """
 
-    def __init__(self, group: str, absent: Sequence[str] = ()) -> None:
+    def __init__(self, group: str, absent_disks: Sequence[str] = ()) -> None:
         why = "; if its disks are attached, see `pvs`"
-        if absent:
+        if absent_disks:
             why = (
-                f": {', '.join(absent)}, which the setting `devices` names, is not there; attach"
-                " it, or if it has another name since a reboot (`lsblk`), name it by its link in"
-                " /dev/disk/by-id"
+                f": {', '.join(absent_disks)}, which the setting `devices` names, is not"
+                " there; attach it, or if it has another name since a reboot (`lsblk`), name it by"
+                " its link in /dev/disk/by-id"
             )
         super().__init__(f"volume group {group} is not on this node{why}")
 

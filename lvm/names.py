@@ -68,7 +68,7 @@ def device(group: str, name: str) -> str:
 
 def of_device(group: str, device_name: str) -> str:
     """The name of the group's logical volume with a device's name; empty if there can be none."""
-    prefix, rest = f"{escaped(group)}-", device_name.removeprefix(f"{escaped(group)}-")
-    if not device_name.startswith(prefix) or not _ESCAPED.fullmatch(rest):
+    prefix, escaped_name = f"{escaped(group)}-", device_name.removeprefix(f"{escaped(group)}-")
+    if not device_name.startswith(prefix) or not _ESCAPED.fullmatch(escaped_name):
         return ""
-    return rest.replace("--", "-")
+    return escaped_name.replace("--", "-")

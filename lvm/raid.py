@@ -47,15 +47,18 @@ class RaidLevel(SegmentType):
             return images - self.parity, 0
         return (images // 2, 1) if self.striped else (1, images - 1)
 
-    def survives(self, lost: Sequence[bool]) -> bool:
-        """Whether the remaining images have all data; `lost` has a flag for each image."""
+    def survives(self, is_lost: Sequence[bool]) -> bool:
+        """Whether the remaining images have all data; `is_lost` has a flag for each image."""
         if not self.mirrored:
-            return sum(lost) <= self.parity
+            return sum(is_lost) <= self.parity
         # lvm2 makes raid10 with two "near" copies (md(4)): each stripe is a pair of neighbouring
         # images. validate_raid_redundancy (drivers/md/dm-raid.c) and lv_raid_replace
         # (lib/metadata/raid_manip.c of lvm2) check the same pairs before activation and repair.
-        copies = 2 if self.striped else len(lost)
-        mirrors = (lost[at : at + copies] for at in range(0, len(lost), copies))
+        copies = 2 if self.striped else len(is_lost)
+        mirrors = (
+            is_lost[first_image : first_image + copies]
+            for first_image in range(0, len(is_lost), copies)
+        )
         return not any(map(all, mirrors))
 
 

@@ -191,7 +191,7 @@ class Group:
         return not self.exported and self.lock_type in ("", "none")
 
     def may_add(self, volumes: int) -> bool:
-        """Whether so many more volumes are within the group's limit; hidden ones do not count."""
+        """Whether the group's limit allows so many further volumes; hidden ones do not count."""
         return not self.most_volumes or len(self.volumes) + volumes <= self.most_volumes
 
     @property
@@ -271,12 +271,12 @@ class Group:
         return all(f"{name}{_IMAGE_METADATA}{number}" in self.volumes for number in range(images))
 
     def only(self, *names: str) -> "Group":
-        """A copy of the group with these volumes alone, to be kept without the whole report."""
-        kept = {name: self.volumes[name] for name in names if name in self.volumes}
-        return replace(self, volumes=kept)
+        """A copy of the group with the named volumes alone, kept without the whole report."""
+        volumes = {name: self.volumes[name] for name in names if name in self.volumes}
+        return replace(self, volumes=volumes)
 
     def volume(self, name: str) -> LogicalVolume:
-        """The volume of a name. Raises VolumeMissing."""
+        """The volume with this name. Raises VolumeMissing."""
         try:
             return self.volumes[name]
         except KeyError:
@@ -291,7 +291,7 @@ class Report:
     orphans: tuple[str, ...] = ()
 
     def group(self, name: str) -> Group:
-        """The group of a name. Raises GroupMissing."""
+        """The group with this name. Raises GroupMissing."""
         try:
             return self.groups[name]
         except KeyError:
@@ -366,10 +366,10 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
     longest = _longest_free(part["pvseg"]) if is_contiguous else None
     cached = _cached_pools(part["pvseg"])
     ranges, stripes = _ranges(part["seg"]), _stripes(part["seg"])
-    thin = {row["lv_name"]: row for row in part["seg"] if row["transaction_id"]}
+    thin_segments = {row["lv_name"]: row for row in part["seg"] if row["transaction_id"]}
     images = _images(part["pvseg"])
     volumes = [
-        _logical_volume(name, volume, disks, cached, ranges, stripes, thin, images)
+        _logical_volume(name, volume, disks, cached, ranges, stripes, thin_segments, images)
         for volume in part["lv"]
     ]
     if any(volume.overflowed is None for volume in volumes):
@@ -447,8 +447,8 @@ def _images(segments: Iterable[Row]) -> Mapping[str, tuple[frozenset[str], ...]]
     """The UUIDs of the disks of each image, in the order of the images, by the RAID's name."""
     disks: defaultdict[str, defaultdict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for row in segments:
-        if named := _IMAGE.fullmatch(row["lv_name"].strip("[]")):
-            disks[named[1]][int(named[2])].add(row["pv_uuid"])
+        if image_name := _IMAGE.fullmatch(row["lv_name"].strip("[]")):
+            disks[image_name[1]][int(image_name[2])].add(row["pv_uuid"])
     return {
         name: tuple(frozenset(images.get(number, ())) for number in range(max(images) + 1))
         for name, images in disks.items()
@@ -488,8 +488,11 @@ def _beginnings(part: Mapping[str, Any], extent_size_bytes: int) -> Mapping[str,
     for row in part["seg"]:
         disk, _, extents = row["seg_pe_ranges"].partition(":")
         if row["seg_start"] == "0" and disk in starts:
-            first, _, _ = extents.partition("-")
-            beginnings[row["lv_name"]] = (disk, starts[disk] + int(first) * extent_size_bytes)
+            first_extent, _, _ = extents.partition("-")
+            beginnings[row["lv_name"]] = (
+                disk,
+                starts[disk] + int(first_extent) * extent_size_bytes,
+            )
     return beginnings
 
 
@@ -500,7 +503,7 @@ def _logical_volume(
     cached_pools: Mapping[str, str],
     ranges: Mapping[str, Sequence[str]],
     stripes: Mapping[str, set[int]],
-    thin: Mapping[str, Row],
+    thin_segments: Mapping[str, Row],
     images: Mapping[str, tuple[frozenset[str], ...]],
 ) -> LogicalVolume:
     name, all_tags = row["lv_name"], _words(row["lv_tags"])
@@ -526,8 +529,8 @@ def _logical_volume(
         cachevol=f"{name}_cache_cvol" if name in cached_pools else _hidden(row["pool_lv"]),
         tuning=tuning.reported(row, own_tags),
         ranges=tuple(ranges.get(name, ())),
-        thin_id=_number(thin.get(name), "thin_id"),
-        transaction_id=_number(thin.get(name), "transaction_id"),
+        thin_id=_number(thin_segments.get(name), "thin_id"),
+        transaction_id=_number(thin_segments.get(name), "transaction_id"),
         stripes=max(stripes[name]) if len(stripes.get(name, ())) == 1 else 0,
         images=images.get(name, ()),
     )

@@ -39,12 +39,12 @@ class Room:
     takes_unclean: bool = False
 
     def keeping(self, extents: int) -> "Room":
-        """Return this room, of which so many extents must stay free."""
+        """Return a copy of this room in which a number of extents must stay free."""
         return replace(self, kept_extents=extents)
 
     @property
     def for_overwriting(self) -> "Room":
-        """Return this room, for something that overwrites all extents before they are read.
+        """Return a copy of this room for extents that are overwritten before they are read.
 
         A pool and a COW store show no user old data: dm-thin zeroes what it allocates, and
         dm-snapshot reads only what it wrote. A rebuilt image of a RAID is written as a whole.

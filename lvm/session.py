@@ -107,19 +107,27 @@ class Confinement:
     # Settings of lvm.conf(5) as `key=value`, separated by blanks.
     settings: str = ""
 
-    def covers(self, other: "Confinement") -> bool:
-        """Whether a shell with this confinement can run the commands of a shell with `other`.
+    def covers(self, other_confinement: "Confinement") -> bool:
+        """Whether a shell with this confinement can run the commands for another confinement.
 
         Additional settings do no harm, as each command uses only the settings that concern it.
         """
-        return self.devices == other.devices and other._pairs().items() <= self._pairs().items()
+        return (
+            self.devices == other_confinement.devices
+            and other_confinement._pairs().items() <= self._pairs().items()
+        )
 
-    def joined(self, other: "Confinement") -> "Confinement":
-        """The settings of both confinements, if one shell can have both; else those of `other`."""
-        pairs = {**self._pairs(), **other._pairs()}
-        if self.devices != other.devices or not self._pairs().items() <= pairs.items():
-            return other
-        return Confinement(other.devices, " ".join(f"{key}={pairs[key]}" for key in pairs))
+    def joined(self, other_confinement: "Confinement") -> "Confinement":
+        """A confinement with the settings of both, if one shell can have both.
+
+        Otherwise the result is `other_confinement`.
+        """
+        pairs = {**self._pairs(), **other_confinement._pairs()}
+        if self.devices != other_confinement.devices or not self._pairs().items() <= pairs.items():
+            return other_confinement
+        return Confinement(
+            other_confinement.devices, " ".join(f"{key}={pairs[key]}" for key in pairs)
+        )
 
     def lines(self) -> list[str]:
         """The settings as lines of lvm.conf(5).
@@ -168,30 +176,32 @@ class Line:
         """Turn the words of a `Run` into a line; None for a command that must be a process."""
         if words[0] != "lvm" or words[1:2] == () or words[1] not in _REPORTS | _CHANGES:
             return None
-        kept, options = _parted(words[1:])
-        if kept[0] in _REPORTS and options.get("--reportformat") != "json":
+        command_words, options = _parted(words[1:])
+        if command_words[0] in _REPORTS and options.get("--reportformat") != "json":
             return None  # the shell's settings have it print each report as JSON
         confinement = Confinement(options.get("--devices", ""), options.get("--config", ""))
-        quoted = [quoted_word for word in kept if (quoted_word := _quoted(word))]
+        quoted = [quoted_word for word in command_words if (quoted_word := _quoted(word))]
         text = " ".join(quoted)
-        can_be_said = len(quoted) == len(kept) < _TOO_MANY_WORDS and len(text) <= _LONGEST_BYTES
+        can_be_said = (
+            len(quoted) == len(command_words) < _TOO_MANY_WORDS and len(text) <= _LONGEST_BYTES
+        )
         can_be_set = all(_PATH.fullmatch(path) for path in confinement.paths)
-        return cls(text, kept[0], confinement) if can_be_said and can_be_set else None
+        return cls(text, command_words[0], confinement) if can_be_said and can_be_set else None
 
 
 def _parted(words: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
     """Separate a command's words from the options of the shell (OF_A_SHELL) among them."""
     options = dict.fromkeys(OF_A_SHELL, "")
-    kept: list[str] = []
-    rest = iter(words)
-    for word in rest:
+    command_words: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
         if word == "--":
-            return [*kept, word, *rest], options
+            return [*command_words, word, *remaining], options
         if word in options:
-            options[word] = next(rest, "")
+            options[word] = next(remaining, "")
         else:
-            kept.append(word)
-    return kept, options
+            command_words.append(word)
+    return command_words, options
 
 
 def _quoted(word: str) -> str | None:
@@ -258,21 +268,21 @@ def prepare(directory: Path, root: Path, confinement: Confinement) -> None:
     of the shell appended. `root` is where lvm2's root directory is seen; `directory` has the same
     path for lvm2. Raises OSError, also where the node has settings that would overrule the shell's.
     """
-    own = root / "etc/lvm"
+    etc_directory = root / "etc/lvm"
     settings = "lvmlocal.conf"
-    if tagged := sorted(own.glob("lvm_*.conf")):
+    if tagged := sorted(etc_directory.glob("lvm_*.conf")):
         raise OSError(f"{tagged[0]} would be over the shell's own settings")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     # lvm2 would make these directories, but not through a link. Where making them fails here, lvm2
     # itself reports the failure.
     for name in ("archive", "backup"):
         with suppress(OSError):
-            (own / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-    for path in own.iterdir():
+            (etc_directory / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in etc_directory.iterdir():
         link = directory / path.name
         if path.name != settings and not link.is_symlink():
             link.symlink_to(Path("/etc/lvm") / path.name)
-    local = own / settings
+    local = etc_directory / settings
     # The file is read as bytes: lvm2 requires no encoding, so a comment may have any bytes.
     text = local.read_bytes() if local.exists() else b""
     lines = "\n".join(confinement.lines())
@@ -352,8 +362,8 @@ class Session:
             return self._run(*words)
         with self._locked(words):
             self._look_at_stuck(changes=line.changes)
-            ready = self._ready(line.confinement, words)
-            result = self._ask(ready, line, words) if ready else None
+            conversation = self._ready(line.confinement, words)
+            result = self._ask(conversation, line, words) if conversation else None
         return self._run(*words) if result is None else result
 
     def renew(self) -> None:
@@ -393,7 +403,7 @@ class Session:
             if self._stuck is not None and self._stuck[0].end(_GRACE_SECONDS):
                 self._stuck = None
 
-    def _ask(self, ready: Conversation, line: Line, words: tuple[str, ...]) -> Result | None:
+    def _ask(self, conversation: Conversation, line: Line, words: tuple[str, ...]) -> Result | None:
         """Run a command in the shell; None where the shell failed at a report.
 
         The caller then repeats the report in a process.
@@ -401,7 +411,7 @@ class Session:
         started = self._last_monotonic_seconds = time.monotonic()
         self._commands += 1
         try:
-            reported = ready.exchange(line.text, remaining_seconds())
+            reported = conversation.exchange(line.text, remaining_seconds())
             result = answer(line.subcommand, reported)
             if result.exit_code and lvm_errors.lacks_memory(result.stderr):
                 # The shell would lack memory at the next command, too; a process need not.
@@ -473,23 +483,23 @@ class Session:
         self._rests_until_monotonic_seconds = time.monotonic() + self._rest_seconds
         self._hang_up(line.subcommand)
 
-    def _hang_up(self, doing: str = "what it did last") -> None:
-        """End the shell; if it does not end in time, remember it as stuck at `doing`."""
+    def _hang_up(self, last_command: str = "what it did last") -> None:
+        """End the shell; if it does not end in time, remember it as stuck at `last_command`."""
         if self._shell is not None:
             since_monotonic_seconds = time.monotonic()
             if not self._shell.end(_GRACE_SECONDS):
-                self._stuck = (self._shell, doing, since_monotonic_seconds)
+                self._stuck = (self._shell, last_command, since_monotonic_seconds)
             self._shell, self._commands = None, 0
 
     def _look_at_stuck(self, *, changes: bool) -> None:
         """Raise StillRunning for a change while a shell that got SIGTERM may still change LVM."""
         if self._stuck is None:
             return
-        conversation, doing, since_monotonic_seconds = self._stuck
+        conversation, last_command, since_monotonic_seconds = self._stuck
         if conversation.end(0):
             self._stuck = None
         elif changes:
-            raise lvm_errors.StillRunning(doing, time.monotonic() - since_monotonic_seconds)
+            raise lvm_errors.StillRunning(last_command, time.monotonic() - since_monotonic_seconds)
 
     @contextmanager
     def _locked(self, words: tuple[str, ...], longest_seconds: float = math.inf) -> Iterator[None]:

@@ -70,7 +70,7 @@ def decode(tags: Iterable[str]) -> Mapping[str, str]:
 
 def values(tags: Iterable[str], key: str) -> list[str]:
     """All values of a key, sorted. Only another program gives a key more than one value."""
-    return sorted(value for other, value in _parts(tags) if other == key)
+    return sorted(value for tag_key, value in _parts(tags) if tag_key == key)
 
 
 def doubled(tags: Iterable[str]) -> frozenset[str]:

@@ -71,7 +71,10 @@ class Pool:
 
 
 def find(group: Group, name: str, chunk_size_bytes: int, ignored: str = "") -> Pool:
-    """The pool of a name; the size of the volume `ignored` is not among what it has promised."""
+    """The pool with this name, by a group's report.
+
+    If `ignored` names a volume of the pool, `promised_bytes` leaves out the size of this volume.
+    """
     volume = group.volumes.get(name)
     if volume is None:
         return Pool(name, chunk_size_bytes)
@@ -111,9 +114,9 @@ def missing_metadata_extents(group: Group, pool: Pool) -> int:
     (`suitable_metadata_extents`). lvm2 keeps one spare volume in the group, as large as the largest
     metadata of its pools.
     """
-    wanted = suitable_metadata_extents(group, pool.chunk_size_bytes)
-    spare = max(wanted, pool.metadata_extents) - group.spare_extents
-    return max(0, wanted - pool.metadata_extents) + max(0, spare)
+    suitable_extents = suitable_metadata_extents(group, pool.chunk_size_bytes)
+    spare = max(suitable_extents, pool.metadata_extents) - group.spare_extents
+    return max(0, suitable_extents - pool.metadata_extents) + max(0, spare)
 
 
 def growth_extents(room: Room, pool: Pool) -> int:
@@ -140,11 +143,11 @@ def metadata_growth_extents(room: Room, pool: Pool) -> int:
     free, group = room.available_extents, room.group
     # While the spare is larger than the metadata, growth by an extent takes one free extent; from
     # then on it takes two, as the spare grows too.
-    alone = max(0, group.spare_extents - pool.metadata_extents)
-    behind = max(0, pool.metadata_extents - group.spare_extents)
-    growth = free if free <= alone else (free - behind + alone) // 2
-    most = _MOST_METADATA_BYTES // group.extent_size_bytes - pool.metadata_extents
-    return max(0, min(growth, most))
+    spare_lead = max(0, group.spare_extents - pool.metadata_extents)
+    spare_lag = max(0, pool.metadata_extents - group.spare_extents)
+    growth = free if free <= spare_lead else (free - spare_lag + spare_lead) // 2
+    maximum_growth = _MOST_METADATA_BYTES // group.extent_size_bytes - pool.metadata_extents
+    return max(0, min(growth, maximum_growth))
 
 
 def wanted_extents(extents: int, percent: float, policy: Policy) -> int:
@@ -161,8 +164,8 @@ def wanted_extents(extents: int, percent: float, policy: Policy) -> int:
 def first_extents(room: Room, pool: Pool, policy: Policy) -> int:
     """The number of extents of a new pool's data."""
     one_chunk = _ceil(pool.chunk_size_bytes, room.group.extent_size_bytes)
-    asked = max(policy.size.extents(room.group), one_chunk)
-    return min(asked, growth_extents(room, pool))
+    requested_extents = max(policy.size.extents(room.group), one_chunk)
+    return min(requested_extents, growth_extents(room, pool))
 
 
 def maximum_bytes(room: Room, pool: Pool, policy: Policy) -> int:
@@ -257,15 +260,15 @@ def create_pool(
     )
 
 
-def create(lvm: Lvm, group: str, pool: str, new: New) -> None:
+def create(lvm: Lvm, group: str, pool: str, volume: New) -> None:
     """Make, tag and activate a thin volume in a pool (lvcreate(8)). Raises NameTaken.
 
     The volume takes room in the pool only as it is written.
     """
     lvm(
         "lvcreate",
-        *("--yes", "--type", "thin", "--virtualsize", f"{new.size_bytes}b", "--thinpool", pool),
-        *new.words(),
+        *("--yes", "--type", "thin", "--virtualsize", f"{volume.size_bytes}b", "--thinpool", pool),
+        *volume.words(),
         *("--", group),
     )
 
@@ -360,9 +363,9 @@ def _runs(printed: BinaryIO, holder: str, elements: Mapping[str, tuple[str, str]
             block_bytes = int(attributes["data_block_size"]) * _SECTOR_BYTES
         holders += name == holder
         if (keys := elements.get(name)) is not None:
-            where, length = keys
+            start_key, length = keys
             blocks = int(attributes[length]) if length else 1
-            runs.append(Run(int(attributes[where]) * block_bytes, blocks * block_bytes))
+            runs.append(Run(int(attributes[start_key]) * block_bytes, blocks * block_bytes))
 
     parser = expat.ParserCreate()
     parser.StartElementHandler = start

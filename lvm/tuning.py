@@ -79,11 +79,12 @@ class Tuning:
     @property
     def refusal(self) -> str:
         """Why lvm2 would refuse these settings for any volume; empty if it would accept them."""
-        least, most = self.minimum_recovery_kib or 0, self.maximum_recovery_kib or 0
-        if not most or least <= most:
+        minimum_kib, maximum_kib = self.minimum_recovery_kib or 0, self.maximum_recovery_kib or 0
+        if not maximum_kib or minimum_kib <= maximum_kib:
             return ""
         return (
-            f"the minimum recovery rate, {least}KiB a second, is more than the maximum, {most}KiB"
+            f"the minimum recovery rate, {minimum_kib}KiB a second, is more than the maximum,"
+            f" {maximum_kib}KiB"
         )
 
     def over(self, present: Self) -> Self:
@@ -96,16 +97,16 @@ class Tuning:
         A bound is raised to the volume's minimum rate, as lvm2 would refuse a lower one. The bound
         is 0 where the volume's own maximum is as low as the bound.
         """
-        after = self.over(present)
+        applied = self.over(present)
         if bound_kib:
-            bound_kib = max(bound_kib, after.minimum_recovery_kib or 0)
-        is_lower = not after.maximum_recovery_kib or bound_kib < after.maximum_recovery_kib
+            bound_kib = max(bound_kib, applied.minimum_recovery_kib or 0)
+        is_lower = not applied.maximum_recovery_kib or bound_kib < applied.maximum_recovery_kib
         return replace(self, bound_recovery_kib=bound_kib if is_lower else 0)
 
     def lacking_in(self, present: Self) -> Self:
         """The specified settings in which a volume with the settings `present` differs."""
-        changed = {key: value for key, value in self._said().items() if value != vars(present)[key]}
-        return type(self)(**changed)
+        changes = {key: value for key, value in self._said().items() if value != vars(present)[key]}
+        return type(self)(**changes)
 
     def for_new(self) -> Self:
         """The settings that lvcreate(8) accepts for a new volume.
@@ -153,14 +154,14 @@ class Tuning:
     def tags(self) -> dict[str, str]:
         """Carver's tags for these settings."""
         specified = self._said()
-        kept = {
+        tags_of_settings = {
             setting.tag: str(specified[setting.part])
             for setting in SETTINGS
             if setting.tag and specified.get(setting.part)
         }
         if self.bound_recovery_kib:
-            kept[_OWN_MAXIMUM] = str(self.maximum_recovery_kib or 0)
-        return kept
+            tags_of_settings[_OWN_MAXIMUM] = str(self.maximum_recovery_kib or 0)
+        return tags_of_settings
 
     def _said(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if value is not None}
@@ -187,8 +188,12 @@ def _read_ahead(column: str) -> int | str:
     return AUTO if column == AUTO else int(column)
 
 
-def _sectors(ahead: int | str) -> str:
-    return ahead if isinstance(ahead, str) else str(ahead // _SECTOR_BYTES)
+def _sectors(read_ahead_bytes: int | str) -> str:
+    return (
+        read_ahead_bytes
+        if isinstance(read_ahead_bytes, str)
+        else str(read_ahead_bytes // _SECTOR_BYTES)
+    )
 
 
 def _rate(column: str) -> int:
@@ -225,9 +230,9 @@ def reported(row: Mapping[str, str], own_tags: Mapping[str, str]) -> Tuning:
         setting.part: setting.read(row[setting.column]) for setting in SETTINGS if setting.column
     }
     values["bound_recovery_kib"] = 0
-    if (own := tags.number(own_tags.get(_OWN_MAXIMUM, ""))) is not None:
+    if (own_maximum_kib := tags.number(own_tags.get(_OWN_MAXIMUM, ""))) is not None:
         values["bound_recovery_kib"] = values["maximum_recovery_kib"]
-        values["maximum_recovery_kib"] = own
+        values["maximum_recovery_kib"] = own_maximum_kib
     return replace(limits(own_tags), **values)
 
 
@@ -252,19 +257,19 @@ def change(
     volumes. lvm2 refuses a read-ahead that equals the present one, and any for the origin of
     copy-on-write snapshots.
     """
-    kept, parts = present.tags(), set(tuning._said())
+    present_tags, parts = present.tags(), set(tuning._said())
     if parts & _MAXIMUM_PARTS:
         # The value of the option, and whether there is a tag, depend on maximum and bound together.
-        after = tuning.over(present)
-        tuning = replace(tuning, **{part: vars(after)[part] for part in _MAXIMUM_PARTS})
-    old = {
-        setting.tag: kept[setting.tag]
+        applied = tuning.over(present)
+        tuning = replace(tuning, **{part: vars(applied)[part] for part in _MAXIMUM_PARTS})
+    old_tags = {
+        setting.tag: present_tags[setting.tag]
         for setting in SETTINGS
-        if setting.tag in kept and setting.part in parts
+        if setting.tag in present_tags and setting.part in parts
     }
-    if parts & _MAXIMUM_PARTS and _OWN_MAXIMUM in kept:
-        old[_OWN_MAXIMUM] = kept[_OWN_MAXIMUM]
-    new = tuning.tags()
-    old = {key: text for key, text in old.items() if new.get(key) != text}
-    changes = [*tags.words("--deltag", old), *tags.words("--addtag", new)]
+    if parts & _MAXIMUM_PARTS and _OWN_MAXIMUM in present_tags:
+        old_tags[_OWN_MAXIMUM] = present_tags[_OWN_MAXIMUM]
+    new_tags = tuning.tags()
+    old_tags = {key: text for key, text in old_tags.items() if new_tags.get(key) != text}
+    changes = [*tags.words("--deltag", old_tags), *tags.words("--addtag", new_tags)]
     lvm("lvchange", *tuning.words(), *changes, "--", *(f"{group}/{name}" for name in names))

@@ -44,7 +44,7 @@ _IN_PIECES = ("--alloc", "normal")
 def create(
     lvm: Lvm,
     group: str,
-    new: New,
+    volume: New,
     *,
     layout: Layout = LINEAR,
     disks: Sequence[str] = (),
@@ -60,8 +60,8 @@ def create(
         *("--yes", "--wipesignatures", "y", "--zero", "y"),
         *(_IN_PIECES if in_pieces else ()),
         *layout.words(),
-        *("--size", f"{new.size_bytes}b"),
-        *new.words(),
+        *("--size", f"{volume.size_bytes}b"),
+        *volume.words(),
         *("--", group, *disks),
     )
 
@@ -92,7 +92,10 @@ def allow_writing(lvm: Lvm, group: str, name: str) -> None:
 
 
 def mark(lvm: Lvm, group: str, name: str, *, old: tags.Tags, new: Mapping[str, str]) -> None:
-    """Replace tags of a volume in one metadata write: all change, or none (lvchange(8))."""
+    """Delete the tags `old` of a volume and add the tags `new` (lvchange(8)).
+
+    One write of the metadata changes all tags, so either all tags change or none.
+    """
     # lvchange(8) refuses a command line that changes nothing.
     if changes := [*tags.words("--deltag", old), *tags.words("--addtag", new)]:
         lvm("lvchange", *changes, "--", f"{group}/{name}")
@@ -100,23 +103,24 @@ def mark(lvm: Lvm, group: str, name: str, *, old: tags.Tags, new: Mapping[str, s
 
 def mark_all(
     lvm: Lvm,
-    named: Iterable[tuple[str, str]],
+    volume_names: Iterable[tuple[str, str]],
     *,
     old: Mapping[str, str] = NO_TAGS,
     new: Mapping[str, str] = NO_TAGS,
 ) -> None:
-    """Replace tags of several volumes, given as pairs of group and name, by one lvchange(8).
+    """Delete the tags `old` and add the tags `new` at several volumes, by one lvchange(8).
 
-    A killed command has changed some of the volumes. Deleting a tag that a volume lacks, or adding
-    a tag that it has, is no error.
+    `volume_names` has a pair of the group and the name of each volume. A killed command has changed
+    some of the volumes. Deleting a tag that a volume lacks, or adding a tag that it has, is no
+    error.
     """
     if changes := [*tags.words("--deltag", old), *tags.words("--addtag", new)]:
-        lvm("lvchange", *changes, "--", *(f"{group}/{name}" for group, name in named))
+        lvm("lvchange", *changes, "--", *(f"{group}/{name}" for group, name in volume_names))
 
 
-def add_tags(lvm: Lvm, group: str, names: Iterable[str], new: Iterable[str]) -> None:
+def add_tags(lvm: Lvm, group: str, names: Iterable[str], encoded_tags: Iterable[str]) -> None:
     """Add encoded tags to volumes of a group, by one lvchange(8)."""
-    if added := [word for tag in sorted(new) for word in ("--addtag", tag)]:
+    if added := [word for tag in sorted(encoded_tags) for word in ("--addtag", tag)]:
         lvm("lvchange", *added, "--", *(f"{group}/{name}" for name in names))
 
 
@@ -138,9 +142,9 @@ def extend(
     lvm("lvextend", *policy, "--size", f"{size_bytes}b", "--", f"{group}/{name}", *disks)
 
 
-def rename(lvm: Lvm, group: str, name: str, new: str) -> None:
+def rename(lvm: Lvm, group: str, name: str, new_name: str) -> None:
     """Rename a volume and its device, also an active one (lvrename(8)). Raises NameTaken."""
-    lvm("lvrename", "--", group, name, new)
+    lvm("lvrename", "--", group, name, new_name)
 
 
 def remove(lvm: Lvm, group: str, *names: str) -> None:

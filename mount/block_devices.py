@@ -305,15 +305,15 @@ class BlockDevices(Calls):
             return By.ZEROES
         return By.WRITES if self.is_distrusted(stack, By.HOLE) else By.HOLE
 
-    def is_distrusted(self, stack: stacks.Stack, by: By) -> bool:
+    def is_distrusted(self, stack: stacks.Stack, method: By) -> bool:
         """Whether a disk of the stack was seen not to zero by a method."""
-        return any((disk, by) in self._distrusted for disk in stack.disks)
+        return any((disk, method) in self._distrusted for disk in stack.disks)
 
-    def distrust(self, disks: Iterable[str], by: By) -> Sequence[str]:
+    def distrust(self, disks: Iterable[str], method: By) -> Sequence[str]:
         """Never use a method on these disks again in this process; returns the newly added ones."""
-        new = sorted(disk for disk in disks if (disk, by) not in self._distrusted)
-        self._distrusted.update((disk, by) for disk in new)
-        return new
+        new_disks = sorted(disk for disk in disks if (disk, method) not in self._distrusted)
+        self._distrusted.update((disk, method) for disk in new_disks)
+        return new_disks
 
     def zero_out(
         self,
@@ -321,26 +321,29 @@ class BlockDevices(Calls):
         offset_bytes: int,
         length_bytes: int,
         *,
-        held: bool = False,
-        by: By | None = None,
+        allow_in_use: bool = False,
+        method: By | None = None,
     ) -> None:
         """Zero a range of a device, by the method of `zeroing` unless another is given.
 
-        See blocks.zero_out. EBUSY for a device that is mounted or used by another driver; with
-        `held` this is allowed, as for a device below another one of device-mapper.
+        See block_io.zero_out. EBUSY for a device that is mounted or used by another driver; with
+        `allow_in_use` such a device is zeroed, too, as is the device below a device of
+        device-mapper.
         """
-        by = by or self.zeroing(device)
-        mode = os.O_WRONLY | (os.O_DIRECT if by.is_direct else 0)
-        with self._writing(device, mode, held=held) as descriptor:
-            block_io.zero_out(descriptor, device, offset_bytes, length_bytes, by)
+        method = method or self.zeroing(device)
+        mode = os.O_WRONLY | (os.O_DIRECT if method.is_direct else 0)
+        with self._writing(device, mode, allow_in_use=allow_in_use) as descriptor:
+            block_io.zero_out(descriptor, device, offset_bytes, length_bytes, method)
 
-    def mark(self, device: str, offsets: Iterable[int], *, held: bool = False) -> None:
+    def mark(self, device: str, offsets: Iterable[int], *, allow_in_use: bool = False) -> None:
         """Overwrite the blocks of 4 KiB at these offsets that are zero, bypassing the page cache.
 
         A block that reads as zeroes later has been zeroed in between. Blocks that cannot be read or
         written are skipped. EBUSY as for `zero_out`.
         """
-        with self._writing(device, os.O_RDWR | os.O_DIRECT, held=held) as descriptor:
+        with self._writing(
+            device, os.O_RDWR | os.O_DIRECT, allow_in_use=allow_in_use
+        ) as descriptor:
             opened, zeroes = Opened(device, descriptor), bytes(SAMPLE_BYTES)
             with _buffer(SAMPLE_BYTES) as (buffer, view):
                 for offset in offsets:
@@ -364,7 +367,7 @@ class BlockDevices(Calls):
         return True
 
     @contextmanager
-    def _writing(self, device: str, mode: int, *, held: bool) -> Iterator[int]:
+    def _writing(self, device: str, mode: int, *, allow_in_use: bool) -> Iterator[int]:
         """A descriptor of a device for writing, unnoticed by udev.
 
         udev would probe the device at the close. Where lvm2 is about to deactivate the volume, it
@@ -374,7 +377,7 @@ class BlockDevices(Calls):
             try:
                 descriptor = (
                     os.open(node, mode | os.O_CLOEXEC, dir_fd=directory)
-                    if held
+                    if allow_in_use
                     else block_io.open_exclusively(node, directory, mode)
                 )
             except OSError as error:
@@ -432,8 +435,11 @@ class BlockDevices(Calls):
         `blank`. EBUSY for a target that is mounted or used by another driver. The write is hidden
         from udev, which would probe the target after each range.
         """
-        reading, by = os.open(source, os.O_RDONLY | os.O_CLOEXEC), self.zeroing(target)
-        with block_io.closing(reading), self._writing(target, os.O_WRONLY, held=False) as writing:
+        reading, method = os.open(source, os.O_RDONLY | os.O_CLOEXEC), self.zeroing(target)
+        with (
+            block_io.closing(reading),
+            self._writing(target, os.O_WRONLY, allow_in_use=False) as writing,
+        ):
             offset, end = offset_bytes, offset_bytes + length_bytes
             zeroes = (
                 0  # The number of bytes directly before `at` that are zero and not written yet.
@@ -444,12 +450,12 @@ class BlockDevices(Calls):
                     zeroes += len(data)
                 else:
                     if not blank:
-                        block_io.zero_out(writing, target, offset - zeroes, zeroes, by)
+                        block_io.zero_out(writing, target, offset - zeroes, zeroes, method)
                     block_io.write(writing, target, offset, data)
                     zeroes = 0
                 offset += len(data)
             if not blank:
-                block_io.zero_out(writing, target, end - zeroes, zeroes, by)
+                block_io.zero_out(writing, target, end - zeroes, zeroes, method)
             os.fsync(writing)
             # Drop the pages of both devices from the page cache, in favour of the workloads' pages.
             for descriptor in (reading, writing):
@@ -461,14 +467,14 @@ class BlockDevices(Calls):
 
         For writing, EBUSY for a device that is mounted or used by another driver.
         """
-        by = By.ZEROES
+        method = By.ZEROES
         if to_write:
-            by = self.zeroing(device)
+            method = self.zeroing(device)
             descriptor = block_io.open_exclusively(device, mode=os.O_RDWR | os.O_DIRECT)
         else:
             descriptor = os.open(device, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         with block_io.closing(descriptor):
-            yield Opened(device, descriptor, by)
+            yield Opened(device, descriptor, method)
 
     def _sysfs(self, device: str) -> Path:
         major, minor = self.device_number(device)

@@ -105,7 +105,9 @@ class By(enum.Enum):
         return self is By.WRITES
 
 
-def zero_out(descriptor: int, device: str, offset_bytes: int, length_bytes: int, by: By) -> None:
+def zero_out(
+    descriptor: int, device: str, offset_bytes: int, length_bytes: int, method: By
+) -> None:
     """Zero a range of a block device by a method; an empty range is allowed.
 
     Where a discard or a hole fails, BLKZEROOUT follows. Each method drops the range from the page
@@ -114,12 +116,12 @@ def zero_out(descriptor: int, device: str, offset_bytes: int, length_bytes: int,
     """
     if not length_bytes:
         return
-    if by is By.WRITES:
+    if method is By.WRITES:
         _write_zeroes(descriptor, device, offset_bytes, length_bytes)
         return
     # fallocate(2) would punch a hole into any regular file; BLKZEROOUT fails for a file.
-    if stat.S_ISBLK(os.fstat(descriptor).st_mode) and by is not By.ZEROES:
-        ask = calls.punch_hole if by is By.HOLE else discard
+    if stat.S_ISBLK(os.fstat(descriptor).st_mode) and method is not By.ZEROES:
+        ask = calls.punch_hole if method is By.HOLE else discard
         with suppress(OSError):
             ask(descriptor, device, offset_bytes, length_bytes)
             return
@@ -160,10 +162,10 @@ class Opened:
     the page cache.
     """
 
-    def __init__(self, device: str, descriptor: int, by: By = By.ZEROES) -> None:
+    def __init__(self, device: str, descriptor: int, method: By = By.ZEROES) -> None:
         self._device = device
         self._descriptor = descriptor
-        self._by = by
+        self._method = method
         self._odd = threading.Lock()
 
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
@@ -212,7 +214,7 @@ class Opened:
 
     def zero_out(self, offset_bytes: int, length_bytes: int) -> None:
         """Zero a range, by the method that was chosen when the device was opened."""
-        zero_out(self._descriptor, self._device, offset_bytes, length_bytes, self._by)
+        zero_out(self._descriptor, self._device, offset_bytes, length_bytes, self._method)
 
     def flush(self) -> None:
         """Make completed writes durable (fsync(2))."""
@@ -255,13 +257,13 @@ class Reader:
 
     def read_to_end(self, offset_bytes: int, length_bytes: int) -> bytes:
         """Read a range up to the end of the device. Raises OSError."""
-        before = offset_bytes % _BLOCK_BYTES
-        whole_bytes = -(-(before + length_bytes) // _BLOCK_BYTES) * _BLOCK_BYTES
+        leading_bytes = offset_bytes % _BLOCK_BYTES
+        whole_bytes = -(-(leading_bytes + length_bytes) // _BLOCK_BYTES) * _BLOCK_BYTES
         if whole_bytes > len(self._buffer):
             self._buffer = mmap.mmap(-1, whole_bytes)
         with memoryview(self._buffer) as view, view[:whole_bytes] as part:
-            read_bytes = os.preadv(self._descriptor, [part], offset_bytes - before)
-        return self._buffer[before : min(read_bytes, before + length_bytes)]
+            read_bytes = os.preadv(self._descriptor, [part], offset_bytes - leading_bytes)
+        return self._buffer[leading_bytes : min(read_bytes, leading_bytes + length_bytes)]
 
 
 @contextmanager

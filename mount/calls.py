@@ -150,9 +150,9 @@ def ioctl_of(descriptor: int, path: str, request: int, buffer: bytearray) -> int
     return answer
 
 
-def _error(path: str, other: str | None = None) -> OSError:
+def _error(path: str, second_path: str | None = None) -> OSError:
     number = ctypes.get_errno()
-    return OSError(number, os.strerror(number), path, None, other)
+    return OSError(number, os.strerror(number), path, None, second_path)
 
 
 # Flags of <blkid/blkid.h>: BLKID_SUBLKS_*, BLKID_FLTR_ONLYIN, BLKID_USAGE_*.

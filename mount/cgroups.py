@@ -99,11 +99,11 @@ class Cgroups:
         if self._found is not None and (self._found / "io.max").exists():
             return self._found
         cgroup = self.look()
-        above = [
+        ancestors = [
             self._root / ancestor for ancestor in reversed(cgroup.relative_to(self._root).parents)
         ]
         for is_again in (False, True):
-            for parent in above:
+            for parent in ancestors:
                 # Another process may be enabling the controller: `io` is shown before io.max
                 # exists. A second write waits for the other process's write
                 # (cgroup_subtree_control_write() in kernel/cgroup/cgroup.c).
@@ -162,9 +162,9 @@ class Cgroups:
                 if "populated 1" in _read(candidate / "cgroup.events")
             ]
         if len(candidates) != 1:
-            seen = ", ".join(map(str, candidates)) or "none"
+            candidate_paths = ", ".join(map(str, candidates)) or "none"
             raise mount_errors.NoCgroup(
-                f"one cgroup of pods is looked for below {self._root}: {seen}"
+                f"one cgroup of pods is looked for below {self._root}: {candidate_paths}"
             )
         return candidates[0]
 

@@ -173,10 +173,10 @@ def stall_limit(seconds: float) -> Iterator[None]:
 
 def progressed() -> None:
     """Extend the stall limits of this thread, as a step of its work was done."""
-    now, limit = time.monotonic(), _limit.get()
+    now_seconds, limit = time.monotonic(), _limit.get()
     while limit is not None:
         if limit.stall_seconds is not None:
-            limit.until_seconds = now + limit.stall_seconds
+            limit.until_seconds = now_seconds + limit.stall_seconds
         limit = limit.outer
 
 

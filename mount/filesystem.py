@@ -40,8 +40,8 @@ class Unfinished:
 
     def is_on(self, block: bytes, identity: str) -> bool:
         """Whether a device's first block is of an unfinished file system with this UUID."""
-        own = uuid.UUID(identity).bytes
-        is_own = block.startswith(self.magic) and block[self.uuid_at :].startswith(own)
+        uuid_bytes = uuid.UUID(identity).bytes
+        is_own = block.startswith(self.magic) and block[self.uuid_at :].startswith(uuid_bytes)
         return is_own and block[self.flag_at] == 1
 
 
@@ -369,7 +369,7 @@ def discard_unfinished(kernel: Kernel, device: str, fs_type: str, identity: str)
             return False
         if not unfinished.is_on(kernel.read(device, 0, _FIRST_BYTES), identity):
             return False
-        kernel.zero_out(device, 0, _FIRST_BYTES, by=By.WRITES)
+        kernel.zero_out(device, 0, _FIRST_BYTES, method=By.WRITES)
         kernel.flush(device)
     except OSError as error:
         raise mount_errors.ProbeFailed(device, str(error.strerror)) from error
@@ -412,19 +412,19 @@ def make(
     device. Raises FormatFailed, BadOption, UnsupportedFileSystem.
     """
     file_system = supported(fs_type)
-    chosen = check_options(fs_type, options)
-    off: Sequence[Feature] = [
+    option_values = check_options(fs_type, options)
+    features_off: Sequence[Feature] = [
         feature for feature in file_system.features if feature.kernel > oldest_kernel
     ]
     while True:
-        words = _merged(file_system, chosen, uuid, off)
+        words = _merged(file_system, option_values, uuid, features_off)
         result = run(file_system.program, "-q", *words, "--", device)
         if result.exit_code == 0:
             return
-        still_off = _without_unknown(off, result.stderr)
-        if len(still_off) == len(off):
+        still_off = _without_unknown(features_off, result.stderr)
+        if len(still_off) == len(features_off):
             raise mount_errors.FormatFailed(device, fs_type, result.stderr)
-        off = still_off
+        features_off = still_off
 
 
 def check(run: Run, device: str, fs_type: str) -> None:
@@ -492,14 +492,14 @@ def check_mount_options(fs_type: str, options: Sequence[str], mount_options: Seq
 
     An example is an option that needs a feature which the mkfs options do not enable.
     """
-    file_system, chosen = supported(fs_type), check_options(fs_type, options)
+    file_system, option_values = supported(fs_type), check_options(fs_type, options)
     keys = {word.partition("=")[0] for word in mount_options}
-    for first, second in file_system.only_with:
-        if first in keys and second not in keys:
-            raise mount_errors.BadOption(first, f"needs {second} as well")
-    for first, second in file_system.never_with:
-        if {first, second} <= set(mount_options):
-            raise mount_errors.BadOption(first, f"contradicts {second}; give one of them")
+    for option_name, other_name in file_system.only_with:
+        if option_name in keys and other_name not in keys:
+            raise mount_errors.BadOption(option_name, f"needs {other_name} as well")
+    for option_name, other_name in file_system.never_with:
+        if {option_name, other_name} <= set(mount_options):
+            raise mount_errors.BadOption(option_name, f"contradicts {other_name}; give one of them")
     for word in mount_options:
         key, _, value = word.partition("=")
         if value and not re.fullmatch(file_system.values.get(key, ".*"), value):
@@ -508,7 +508,7 @@ def check_mount_options(fs_type: str, options: Sequence[str], mount_options: Seq
             why = f"mounts {fs_type} for reading only, and a new volume is written to"
             raise mount_errors.BadOption(word, why)
         option, feature = file_system.needs.get(word, ("", ""))
-        if feature and feature not in chosen.get(option, "").split(","):
+        if feature and feature not in option_values.get(option, "").split(","):
             raise mount_errors.BadOption(
                 word, f"needs a file system that is made with mkfs options `{option} {feature}`"
             )
@@ -521,18 +521,18 @@ def block_bytes(fs_type: str, options: Sequence[str]) -> int:
     """
     if fs_type not in FILE_SYSTEMS:
         return 0
-    file_system, chosen = FILE_SYSTEMS[fs_type], check_options(fs_type, options)
+    file_system, option_values = FILE_SYSTEMS[fs_type], check_options(fs_type, options)
     option, key = file_system.block_options[0]
-    return _size(chosen.get(option, ""), key) or file_system.least_block_bytes
+    return _size(option_values.get(option, ""), key) or file_system.least_block_bytes
 
 
-def _check_blocks(file_system: FileSystem, chosen: Mapping[str, str]) -> None:
+def _check_blocks(file_system: FileSystem, option_values: Mapping[str, str]) -> None:
     """Raise BadOption for blocks that are larger than this node's pages of memory.
 
     Only new kernels mount such file systems, and not those of every type.
     """
     for option, key in file_system.block_options:
-        value = chosen.get(option, "")
+        value = option_values.get(option, "")
         if (size_bytes := _size(value, key)) > mmap.PAGESIZE:
             raise mount_errors.BadOption(
                 f"{option} {value}",
@@ -589,10 +589,10 @@ def _about_refusal(kernel: Kernel, mount: table.Mount) -> str:
     ext4 returns EPERM both for a missing capability and for a file system that has met errors
     (ext4_resize_begin in fs/ext4/resize.c).
     """
-    counted: Mapping[str, int] = {}
+    counters: Mapping[str, int] = {}
     with suppress(OSError):
-        counted = kernel.error_counters(mount.fs_type, mount.device)
-    if any(counted.values()):
+        counters = kernel.error_counters(mount.fs_type, mount.device)
+    if any(counters.values()):
         return f" (it has met errors; stop the workload, {supported(mount.fs_type).error_remedy})"
     return " (ext4 asks for CAP_SYS_RESOURCE; is Carver privileged?)"
 
@@ -614,9 +614,9 @@ def fixed_uuid(fs_type: str, options: Sequence[str]) -> str:
     return ""
 
 
-def _without_unknown(features: Sequence[Feature], said: str) -> Sequence[Feature]:
+def _without_unknown(features: Sequence[Feature], stderr: str) -> Sequence[Feature]:
     """The features that an mkfs knows, by its error message about the first unknown one."""
-    unknown = _UNKNOWN_OPTION.search(said)
+    unknown = _UNKNOWN_OPTION.search(stderr)
     for index, feature in enumerate(features):
         if unknown is not None and unknown.groups() == (feature.option, feature.name):
             return features[:index]
@@ -624,17 +624,23 @@ def _without_unknown(features: Sequence[Feature], said: str) -> Sequence[Feature
 
 
 def _merged(
-    file_system: FileSystem, chosen: Mapping[str, str], uuid: str, off: Sequence[Feature] = ()
+    file_system: FileSystem,
+    option_values: Mapping[str, str],
+    uuid: str,
+    features_off: Sequence[Feature] = (),
 ) -> list[str]:
-    """The mkfs options as words: Carver's own, `off` features and UUID, then the user's."""
+    """The words of all mkfs options: Carver's options, then the user's.
+
+    Carver's options include the UUID, and those that disable the features in `features_off`.
+    """
     options = dict(file_system.options)
-    added = [(feature.option, f"{feature.name}=0") for feature in off]
+    added = [(feature.option, f"{feature.name}=0") for feature in features_off]
     if uuid:
         option, word = file_system.uuid
         added.append((option, f"{word}{uuid}"))
     for option, word in added:
         options[option] = ",".join(filter(None, (options.get(option), word)))
-    for option, value in chosen.items():
+    for option, value in option_values.items():
         if option in file_system.merged.split() and option in options:
             options[option] = _merged_list(options[option], value)
         else:
@@ -642,8 +648,8 @@ def _merged(
     return [word for option, value in options.items() for word in (option, value) if word]
 
 
-def _merged_list(ours: str, theirs: str) -> str:
-    """Merge two comma lists; for a key in both, the user's (`theirs`) replaces Carver's.
+def _merged_list(own_list: str, user_list: str) -> str:
+    """Merge two comma lists; for a key in both, the user's (`user_list`) replaces Carver's.
 
     mkfs.xfs refuses a key that is given twice.
     """
@@ -651,9 +657,9 @@ def _merged_list(ours: str, theirs: str) -> str:
     def key(word: str) -> str:
         return word.removeprefix("^").partition("=")[0]
 
-    keys = {key(word) for word in theirs.split(",")}
-    kept = [word for word in ours.split(",") if key(word) not in keys]
-    return ",".join([*kept, theirs])
+    keys = {key(word) for word in user_list.split(",")}
+    kept_words = [word for word in own_list.split(",") if key(word) not in keys]
+    return ",".join([*kept_words, user_list])
 
 
 # Size of a btrfs superblock, in bytes. The positions below are of fields in struct
@@ -709,13 +715,13 @@ def _superblocks(kernel: Kernel, device: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _renewed(block: bytes, identity: bytes) -> bytes:
-    changed = bytearray(block)
+    new_block = bytearray(block)
     (features,) = _INCOMPATIBLE.unpack_from(block, _INCOMPATIBLE_AT)
     if not features & _HAS_METADATA_ID:
-        changed[_METADATA_ID] = block[_ID]
-        _INCOMPATIBLE.pack_into(changed, _INCOMPATIBLE_AT, features | _HAS_METADATA_ID)
-    changed[_ID] = identity
-    return _signed(changed)
+        new_block[_METADATA_ID] = block[_ID]
+        _INCOMPATIBLE.pack_into(new_block, _INCOMPATIBLE_AT, features | _HAS_METADATA_ID)
+    new_block[_ID] = identity
+    return _signed(new_block)
 
 
 def _signed(block: bytes | bytearray) -> bytes:

@@ -83,7 +83,7 @@ class Problem:
 
 def problems(kernel: Kernel, mounts: table.Table, mount: Mount) -> Iterator[Problem]:
     """Yield the problems of a mounted file system, by the mount table and the kernel's counters."""
-    named = f"the {mount.fs_type} on {mount.source}"
+    title = f"the {mount.fs_type} on {mount.source}"
     # "rw" in any mount's options shows that the superblock was once writable. If it takes no writes
     # now, an error has turned it read-only.
     made_to_write = (
@@ -92,7 +92,7 @@ def problems(kernel: Kernel, mounts: table.Table, mount: Mount) -> Iterator[Prob
     if mount.takes_no_writes and any(made_to_write):
         yield Problem(
             Kind.READ_ONLY,
-            f"{named} turned read-only, as after an error; see the kernel log (journalctl -k), stop"
+            f"{title} turned read-only, as after an error; see the kernel log (journalctl -k), stop"
             " the workload, and have the volume unstaged and staged again",
         )
     try:
@@ -101,20 +101,20 @@ def problems(kernel: Kernel, mounts: table.Table, mount: Mount) -> Iterator[Prob
     except OSError as error:
         yield Problem(
             Kind.SILENT,
-            f"{named} does not answer: {error.strerror}; see whether its disk is there and the"
+            f"{title} does not answer: {error.strerror}; see whether its disk is there and the"
             " kernel log (journalctl -k)",
         )
         return
-    if counted := [f"{name} {count}" for name, count in counters.items() if count]:
+    if counter_texts := [f"{name} {count}" for name, count in counters.items() if count]:
         file_system = filesystem.supported(mount.fs_type)
         yield Problem(
             Kind.MEDIUM_ERRORS if file_system.errors_of_medium else Kind.ERRORS,
-            f"{named} has met errors ({', '.join(counted)}); see the kernel log (journalctl -k),"
-            f" back the data up, {file_system.error_remedy}",
+            f"{title} has met errors ({', '.join(counter_texts)}); see the kernel log"
+            f" (journalctl -k), back the data up, {file_system.error_remedy}",
         )
 
 
 def is_over_when_mounted_anew(kernel: Kernel, mounts: table.Table, mount: Mount) -> bool:
     """Whether a mounted file system has a problem that a check and a new mount may repair."""
-    present = problems(kernel, mounts, mount)
-    return any(problem.kind.is_mended_by_mount for problem in present)
+    problems_now = problems(kernel, mounts, mount)
+    return any(problem.kind.is_mended_by_mount for problem in problems_now)

@@ -62,12 +62,12 @@ class Growth:
         EBUSY while a balance or the like runs or is paused: btrfs then does nothing, and answers
         with a positive number of its own, which ioctl(2) does not treat as an error.
         """
-        wanted = bytearray(_BTRFS_VOL_ARGS.pack(0, b"max"))
+        argument = bytearray(_BTRFS_VOL_ARGS.pack(0, b"max"))
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         with block_io.closing(descriptor):
             # A resize gets a single code of enum btrfs_err_code (<linux/btrfs.h>): that of a
             # running exclusive operation.
-            if calls.ioctl_of(descriptor, path, _BTRFS_RESIZE, wanted):
+            if calls.ioctl_of(descriptor, path, _BTRFS_RESIZE, argument):
                 why = "a balance, or another operation like it, is under way or paused"
                 raise OSError(errno.EBUSY, why, path)
 
@@ -176,19 +176,19 @@ class Kernel(DiskLoads, Growth):
 
         ext4: Documentation/ABI/testing/sysfs-fs-ext4; btrfs: btrfs(5), since Linux 5.14.
         """
-        counted: dict[str, int] = {}
+        counters: dict[str, int] = {}
         link = f"/sys/dev/block/{device[0]}:{device[1]}"
         with suppress(FileNotFoundError):
             node = os.readlink(link).rpartition("/")[2]  # noqa: PTH115 - NodeGetVolumeStats asks
             if fs_type == "ext4":
                 errors = Path(f"/sys/fs/ext4/{node}/errors_count")
-                counted["errors_count"] = int(errors.read_text())
+                counters["errors_count"] = int(errors.read_text())
             elif fs_type == "btrfs":
                 for used in Path("/sys/fs/btrfs").glob(f"*/devices/{node}"):
                     for stats in used.parent.parent.glob("devinfo/*/error_stats"):
                         lines = (line.split() for line in stats.read_text().splitlines())
-                        counted |= {name: int(count) for name, count in lines}
-        return counted
+                        counters |= {name: int(count) for name, count in lines}
+        return counters
 
     def make_directory(self, path: str, mode: int) -> None:
         """mkdir(2): make a directory."""
@@ -316,10 +316,10 @@ class Kernel(DiskLoads, Growth):
 
     def _opened(self, path: str) -> int:
         resolve = _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS
-        how = struct.pack("=3Q", os.O_PATH | os.O_CLOEXEC, 0, resolve)
+        open_how = struct.pack("=3Q", os.O_PATH | os.O_CLOEXEC, 0, resolve)
         try:
             self._new_calls()
-            return calls.syscall(_OPENAT2, _AT_FDCWD, os.fsencode(path), how, len(how))
+            return calls.syscall(_OPENAT2, _AT_FDCWD, os.fsencode(path), open_how, len(open_how))
         except OSError as error:
             # EPERM is the answer of a seccomp(2) filter that is older than openat2(2).
             if error.errno not in (errno.ENOSYS, errno.EPERM):
@@ -406,8 +406,10 @@ def _set_attributes(tree: int, attributes: Set[str], *, private: bool) -> None:
 def _remount_2(descriptor: int, attributes: Set[str]) -> None:
     # A bind remount clears all flags that are not given again (mount(2), MS_REMOUNT).
     flags_before = os.statvfs(descriptor).f_flag
-    kept = flags_before & _KEPT_BY_REMOUNT | bool(flags_before & _ST_NOSYMFOLLOW) * _MS_NOSYMFOLLOW
-    flags = _MS_REMOUNT | _MS_BIND | kept | _flags(attributes)
+    kept_flags = (
+        flags_before & _KEPT_BY_REMOUNT | bool(flags_before & _ST_NOSYMFOLLOW) * _MS_NOSYMFOLLOW
+    )
+    flags = _MS_REMOUNT | _MS_BIND | kept_flags | _flags(attributes)
     calls.mount("none", _descriptor(descriptor), None, flags)
 
 

@@ -30,12 +30,12 @@ _LOOKS_A_SECOND = 50
 def find(kernel: Kernel, file: str) -> str | None:
     """The path of the loop device attached to `file`, by device and inode; None for none."""
     try:
-        wanted = kernel.lstat(kernel.real_path(file))
+        file_status = kernel.lstat(kernel.real_path(file))
     except OSError as error:
         raise mount_errors.LoopFailed(file, str(error.strerror)) from error
     for device in kernel.loop_devices():
         status = _status(kernel, device)
-        if status and _is_on(status, wanted) and not status.leaving:
+        if status and _is_on(status, file_status) and not status.leaving:
             return device
     return None
 
@@ -57,12 +57,12 @@ def standing_on(kernel: Kernel, device: str) -> list[str]:
     names: list[str] = []
     remaining = [device]
     while remaining:
-        below = remaining.pop(0)
-        wanted = os.makedev(*kernel.device_number(below))
-        uppers = [f"/dev/{upper}" for upper in kernel.device_holders(below)]
+        lower_device = remaining.pop(0)
+        device_number = os.makedev(*kernel.device_number(lower_device))
+        uppers = [f"/dev/{upper}" for upper in kernel.device_holders(lower_device)]
         for upper in kernel.loop_devices():
             status = _status(kernel, upper)
-            if status is not None and status.backing_device == wanted:
+            if status is not None and status.backing_device == device_number:
                 uppers.append(upper)
         for upper in uppers:
             name = kernel.device_title(upper)
@@ -82,10 +82,10 @@ def attach(kernel: Kernel, file: str) -> str:
     device = _configure(kernel, file, read_only=False, name=file)
     # Another process may have attached the same file meanwhile. Writes by two loop devices would
     # corrupt the file. So both processes look again, and keep the device with the lower number.
-    first = find(kernel, file)
-    if first is not None and first != device:
+    first_device = find(kernel, file)
+    if first_device is not None and first_device != device:
         detach(kernel, device)
-        return _writable(kernel, file, first)
+        return _writable(kernel, file, first_device)
     return device
 
 
@@ -148,10 +148,10 @@ def grow(kernel: Kernel, device: str) -> None:
 
 def _own(kernel: Kernel, number: DeviceNumber) -> Iterator[tuple[str, LoopStatus]]:
     """Yield Carver's read-only loop devices over a block device, by number."""
-    wanted = os.makedev(*number)
+    device_number = os.makedev(*number)
     for device in kernel.loop_devices():
         status = _status(kernel, device)
-        if status is None or status.backing_device != wanted:
+        if status is None or status.backing_device != device_number:
             continue
         if status.read_only and status.name.startswith(_MARK):
             yield device, status

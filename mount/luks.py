@@ -82,17 +82,17 @@ def read(kernel: Kernel, device: str) -> Header | None:
 
 def bears_any(kernel: Kernel, device: str) -> bool:
     """Whether a device has a copy of a LUKS2 header, be it whole or damaged."""
-    starts = (kernel.read(device, at * METADATA_BYTES, 6) for at in range(len(_MAGICS)))
+    starts = (kernel.read(device, number * METADATA_BYTES, 6) for number in range(len(_MAGICS)))
     return any(start in _MAGICS for start in starts)
 
 
 def _newest(read: Callable[[int, int], bytes]) -> Header | None:
     """The header in the newer one of the undamaged copies; `read` takes an offset and a length."""
-    copies = (
+    header_copies = (
         _copy(read(number * METADATA_BYTES, METADATA_BYTES), magic)
         for number, magic in enumerate(_MAGICS)
     )
-    newest = max((copy for copy in copies if copy), key=lambda copy: copy[0], default=None)
+    newest = max((copy for copy in header_copies if copy), key=lambda copy: copy[0], default=None)
     return None if newest is None else newest[1]
 
 
@@ -119,7 +119,7 @@ def digest(data: bytes, kind: str) -> bytes:
 
 def _header(uuid: str, metadata: Mapping[str, Any]) -> Header:
     data = [segment for segment in metadata["segments"].values() if _is_data(segment)]
-    first = min(data, key=lambda segment: int(segment["offset"]))
+    first_segment = min(data, key=lambda segment: int(segment["offset"]))
     areas = {int(number): slot for number, slot in metadata["keyslots"].items()}
     slots = {number: slot for number, slot in areas.items() if slot["type"] == "luks2"}
     digests = [key_digest for key_digest in metadata["digests"].values() if key_digest["segments"]]
@@ -130,9 +130,9 @@ def _header(uuid: str, metadata: Mapping[str, Any]) -> Header:
     return Header(
         uuid,
         tuple(sorted(bound)),
-        int(first["offset"]),
-        str(first["encryption"]),
-        int(first["sector_size"]),
+        int(first_segment["offset"]),
+        str(first_segment["encryption"]),
+        int(first_segment["sector_size"]),
         tuple(sorted({str(slot["kdf"]["type"]) for slot in slots.values()})),
         any(requirement.startswith(_REENCRYPTION) for requirement in required),
         _reading(data, digests),
@@ -179,9 +179,9 @@ def erase(kernel: Kernel, device: str, offset_bytes: int) -> None:
     """
     with _probing(device):
         size_bytes = kernel.device_size_bytes(device) - offset_bytes
-        with kernel.opened(device, to_write=True) as below:
-            for start, length_bytes in _runs(below, offset_bytes, size_bytes, blank=False):
-                below.zero_out(offset_bytes + start, length_bytes)
+        with kernel.opened(device, to_write=True) as opened_device:
+            for start, length_bytes in _runs(opened_device, offset_bytes, size_bytes, blank=False):
+                opened_device.zero_out(offset_bytes + start, length_bytes)
 
 
 def blank(kernel: Kernel, device: str, offset_bytes: int, mapping: str) -> None:
@@ -192,27 +192,33 @@ def blank(kernel: Kernel, device: str, offset_bytes: int, mapping: str) -> None:
     """
     with _probing(mapping):
         size_bytes = kernel.device_size_bytes(mapping)
-        with kernel.opened(device) as below, kernel.opened(mapping, to_write=True) as inside:
-            for start, length_bytes in _runs(below, offset_bytes, size_bytes, blank=True):
-                inside.zero_out(start, length_bytes)
-            inside.flush()
+        with (
+            kernel.opened(device) as opened_device,
+            kernel.opened(mapping, to_write=True) as opened_mapping,
+        ):
+            for start, length_bytes in _runs(opened_device, offset_bytes, size_bytes, blank=True):
+                opened_mapping.zero_out(start, length_bytes)
+            opened_mapping.flush()
 
 
 def _runs(
-    below: Opened, offset_bytes: int, size_bytes: int, *, blank: bool
+    opened_device: Opened, offset_bytes: int, size_bytes: int, *, blank: bool
 ) -> Iterator[tuple[int, int]]:
     """The runs of zero blocks at both ends of a device, or with `blank` false of other blocks.
 
     Each run is its start and its length in bytes, from `offset_bytes` on.
     """
     whole_bytes = size_bytes // _BLOCK_BYTES * _BLOCK_BYTES
-    first = min(_END_BYTES, whole_bytes)
-    last = max(first, whole_bytes - _END_BYTES)
-    for begin, length_bytes in ((0, first), (last, whole_bytes - last)):
+    head_bytes = min(_END_BYTES, whole_bytes)
+    tail_offset = max(head_bytes, whole_bytes - _END_BYTES)
+    for begin, length_bytes in ((0, head_bytes), (tail_offset, whole_bytes - tail_offset)):
         start = begin
         # This read bypasses the page cache, which may have older contents.
-        data = below.read(offset_bytes + begin, length_bytes) if length_bytes else b""
-        blocks = [data[at : at + _BLOCK_BYTES] for at in range(0, length_bytes, _BLOCK_BYTES)]
+        data = opened_device.read(offset_bytes + begin, length_bytes) if length_bytes else b""
+        blocks = [
+            data[block_offset : block_offset + _BLOCK_BYTES]
+            for block_offset in range(0, length_bytes, _BLOCK_BYTES)
+        ]
         for is_blank, run in groupby(blocks, _ZEROES.__eq__):
             run_bytes = len(list(run)) * _BLOCK_BYTES
             if is_blank == blank:
@@ -328,22 +334,22 @@ class Cryptsetup:
         """Grow an open dm-crypt device to the size of the device below it. Raises WrongKey."""
         self._with_key("resize", device, key, "--", name)
 
-    def add(self, device: str, key: bytearray, new: bytearray, slot: int) -> None:
-        """Add the key `new` in a key slot, which must be free; `key` must open the device.
+    def add(self, device: str, key: bytearray, new_key: bytearray, slot: int) -> None:
+        """Add the key `new_key` in a key slot, which must be free; `key` must open the device.
 
         Raises WrongKey, CryptFailed.
         """
         words = (
             *("--keyfile-size", str(len(key)), "--new-keyfile", "-"),
-            *("--new-keyfile-size", str(len(new)), "--new-key-slot", str(slot), *_PBKDF),
+            *("--new-keyfile-size", str(len(new_key)), "--new-key-slot", str(slot), *_PBKDF),
         )
         # cryptsetup reads both keys from standard input, one after the other, each of the length
         # that its option gives.
-        both = key + new
+        both_keys = key + new_key
         try:
-            self._with_key("luksAddKey", device, both, *words, "--", device)
+            self._with_key("luksAddKey", device, both_keys, *words, "--", device)
         finally:
-            both[:] = bytes(len(both))
+            both_keys[:] = bytes(len(both_keys))
 
     def kill(self, device: str, key: bytearray, slot: int) -> None:
         """Remove the key of a slot; `key` must open another slot. Raises WrongKey, CryptFailed."""

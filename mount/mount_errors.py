@@ -66,8 +66,8 @@ class NoCgroup(MountError):
 class NotVacant(MountError):
     """A block device cannot become a group's disk, as it is in use or not blank."""
 
-    def __init__(self, device: str, found: str, remedy: str) -> None:
-        super().__init__(f"{device} {found}; it is left untouched: {remedy}")
+    def __init__(self, device: str, finding: str, remedy: str) -> None:
+        super().__init__(f"{device} {finding}; it is left untouched: {remedy}")
 
 
 class ProbeFailed(MountError):
@@ -83,19 +83,19 @@ class ProbeFailed(MountError):
 class UnexpectedContents(MountError):
     """A device has other contents than the requested file system."""
 
-    def __init__(self, device: str, found: str, wanted: str) -> None:
+    def __init__(self, device: str, contents: str, expected_contents: str) -> None:
         super().__init__(
-            f"cannot use {device}: it holds {found}, not {wanted}; it is left untouched: ask for"
-            " what it holds, or use another volume"
+            f"cannot use {device}: it holds {contents}, not {expected_contents}; it is left"
+            " untouched: ask for what it holds, or use another volume"
         )
 
 
 class MadeByOthers(MountError):
     """A device has a file system of the requested type that Carver did not provably make."""
 
-    def __init__(self, device: str, found: str, uuid: str, tag: str) -> None:
+    def __init__(self, device: str, contents: str, uuid: str, tag: str) -> None:
         super().__init__(
-            f"cannot use {device}: it holds {found} with the UUID {uuid}, which was not made for"
+            f"cannot use {device}: it holds {contents} with the UUID {uuid}, which was not made for"
             " this volume: lvm2 was killed before it wiped older data, or it was made by hand."
             f" It is left untouched: `lvchange --addtag {tag}` on the volume if it is to be used,"
             " or use another volume"
@@ -150,37 +150,40 @@ class Busy(MountError):
     """A mount or device is in use."""
 
     def __init__(self, path: str, users: Sequence[str] = ()) -> None:
-        shown = [*users[:8], "and others"][: len(users)]
-        by = f" by {', '.join(shown)}" if shown else ""
-        super().__init__(f"{path} is in use{by}; try again when its last user has ended")
+        shown_users = [*users[:8], "and others"][: len(users)]
+        by_text = f" by {', '.join(shown_users)}" if shown_users else ""
+        super().__init__(f"{path} is in use{by_text}; try again when its last user has ended")
 
 
 class ForeignMount(MountError):
     """Another file system than the volume's is mounted at a path."""
 
-    def __init__(self, path: str, found: str) -> None:
+    def __init__(self, path: str, foreign_mount: str) -> None:
         super().__init__(
-            f"{found} is mounted at {path}, and it is not this volume; it is neither hidden nor "
-            f"unmounted: look with `findmnt {path}`"
+            f"{foreign_mount} is mounted at {path}, and it is not this volume; it is neither hidden"
+            f" nor unmounted: look with `findmnt {path}`"
         )
 
 
 class MountConflict(MountError):
     """The volume is mounted at a path already, with other options than requested."""
 
-    def __init__(self, path: str, found: str, wanted: str) -> None:
-        self.found = found
-        super().__init__(f"{path} is already mounted {found}, asked for {wanted}; unmount it first")
+    def __init__(self, path: str, found_options: str, requested_options: str) -> None:
+        self.found_options = found_options
+        super().__init__(
+            f"{path} is already mounted {found_options}, asked for {requested_options};"
+            " unmount it first"
+        )
 
 
 class OtherContext(MountError):
     """A file system is mounted with another SELinux context, which all its mounts share."""
 
-    def __init__(self, path: str, found: str, wanted: str) -> None:
+    def __init__(self, path: str, found_context: str, requested_context: str) -> None:
         super().__init__(
-            f"the file system is mounted at {path} with {_context(found)}, asked for"
-            f" {_context(wanted)}; it has one for all of its mounts: unpublish and unstage it"
-            " everywhere first"
+            f"the file system is mounted at {path} with {_context(found_context)}, asked for"
+            f" {_context(requested_context)}; it has one for all of its mounts: unpublish"
+            " and unstage it everywhere first"
         )
 
 
@@ -277,15 +280,15 @@ class WrongKey(MountError):
 class CryptBusy(MountError):
     """A dm-crypt device cannot be closed, as a process or another device has it open."""
 
-    def __init__(self, name: str, said: str) -> None:
-        super().__init__(f"dm-crypt device {name} is in use: {said}")
+    def __init__(self, name: str, stderr: str) -> None:
+        super().__init__(f"dm-crypt device {name} is in use: {stderr}")
 
 
 class CryptFailed(MountError):
     """cryptsetup failed."""
 
-    def __init__(self, action: str, device: str, said: str) -> None:
-        super().__init__(f"cryptsetup {action} of {device} failed: {said}")
+    def __init__(self, action: str, device: str, stderr: str) -> None:
+        super().__init__(f"cryptsetup {action} of {device} failed: {stderr}")
 
 
 class CryptPending(MountError):
@@ -320,13 +323,13 @@ class CommandTimedOut(OutcomeUnknown):
 class CommandStuck(CommandTimedOut):
     """A command got SIGTERM at the deadline and still runs; `ended()` says whether it has ended."""
 
-    def __init__(self, words: Sequence[str], seconds: float, ended: Callable[[], bool]) -> None:
+    def __init__(self, words: Sequence[str], seconds: float, has_ended: Callable[[], bool]) -> None:
         super().__init__(words, seconds)
         self.args = (
             f"{' '.join(words[:2])} got SIGTERM after {seconds:.1f} s, and still runs: see"
             " `dmesg` for a disk that does not answer",
         )
-        self.ended = ended
+        self.ended = has_ended
 
 
 class CommandFailed(CommandError):

@@ -28,24 +28,24 @@ def ensure_mounted(
     fs_type: str,
     options: Options,
     read_only: bool = False,
-    before: table.Table | None = None,
+    mount_table: table.Table | None = None,
 ) -> None:
     """Mount the file system on `device` at the directory `path`, unless it is mounted there.
 
-    `before` is the mount table if the caller has read it. Raises BadOption, Busy, Damaged,
+    `mount_table` is the mount table if the caller has read it. Raises BadOption, Busy, Damaged,
     DeviceMissing, ForeignMount, MountConflict, MountFailed, OtherContext, UnsupportedFileSystem.
     """
     file_system = filesystem.supported(fs_type)
     number = device_number(kernel, device)
     attributes = options.attributes | ({"ro"} if read_only else set())
-    wanted = _words(attributes, {"relatime"})
-    before = table.read(kernel) if before is None else before
-    if _is_mounted(before, path, number, wanted):
-        _check_context(before.at(path)[-1], options.context)
+    expected_options = _words(attributes, {"relatime"})
+    mount_table = table.read(kernel) if mount_table is None else mount_table
+    if _is_mounted(mount_table, path, number, expected_options):
+        _check_context(mount_table.at(path)[-1], options.context)
         return
     # The kernel returns a bare EINVAL for a different context, and for any context without SELinux.
-    for other in before.of_device(number):
-        _require_context(other, options.context)
+    for mount in mount_table.of_device(number):
+        _require_context(mount, options.context)
     if options.context and not kernel.has_selinux():
         raise mount_errors.BadOption(
             f"{CONTEXT}{options.context}", "is for SELinux, which is off on this node"
@@ -69,7 +69,7 @@ def ensure_mounted(
             raise mount_errors.Busy(device) from error
         raise mount_errors.MountFailed(device, path, _why(error)) from error
     with _undoing(kernel, device, path):
-        if not _is_mounted(table.read(kernel), path, number, wanted):
+        if not _is_mounted(table.read(kernel), path, number, expected_options):
             raise mount_errors.MountFailed(device, path, "the mount table does not show it")
 
 
@@ -79,25 +79,25 @@ def ensure_bound(
     path: str,
     options: Options,
     read_only: bool = False,
-    before: table.Table | None = None,
+    mount_table: table.Table | None = None,
 ) -> None:
     """Bind `source`, a directory or block device node, to `path`, unless it is bound there.
 
     Both paths are resolved. A read-only bind is read-only from its first moment, and no bind is
-    stacked on another mount. A given context must equal the context of the file system. `before` is
-    the mount table if the caller has read it. Raises NotMounted, ForeignMount, MountConflict,
-    MountFailed, OtherContext.
+    stacked on another mount. A given context must equal the context of the file system.
+    `mount_table` is the mount table if the caller has read it. Raises NotMounted,
+    ForeignMount, MountConflict, MountFailed, OtherContext.
     """
-    before = table.read(kernel) if before is None else before
-    holder = before.holding(source)
+    mount_table = table.read(kernel) if mount_table is None else mount_table
+    holder = mount_table.holding(source)
     if holder is None:
         raise mount_errors.NotMounted(source)
     attributes = options.attributes | ({"ro"} if read_only else set())
-    wanted = _words(attributes, frozenset(holder.options))
+    expected_options = _words(attributes, frozenset(holder.options))
     root = _root_of(holder, source)
-    if _is_bound(kernel, before, path, source, holder, root, wanted):
+    if _is_bound(kernel, mount_table, path, source, holder, root, expected_options):
         if options.context:
-            _check_context(before.at(path)[-1], options.context)
+            _check_context(mount_table.at(path)[-1], options.context)
         return
     if options.context:
         _require_context(holder, options.context)
@@ -107,7 +107,7 @@ def ensure_bound(
     except OSError as error:
         raise mount_errors.MountFailed(source, path, _why(error)) from error
     with _undoing(kernel, source, path):
-        if not _is_bound(kernel, table.read(kernel), path, source, holder, root, wanted):
+        if not _is_bound(kernel, table.read(kernel), path, source, holder, root, expected_options):
             raise mount_errors.MountFailed(source, path, "the mount table does not show it")
 
 
@@ -150,7 +150,9 @@ def _undoing(kernel: Kernel, source: str, path: str) -> Iterator[None]:
         yield
     except mount_errors.MountConflict as error:
         kernel.unmount(path)
-        raise mount_errors.MountFailed(source, path, f"the kernel made it {error.found}") from error
+        raise mount_errors.MountFailed(
+            source, path, f"the kernel made it {error.found_options}"
+        ) from error
 
 
 def _mount(
@@ -168,10 +170,10 @@ def _mount(
         # xfs returns a bare EINVAL if a file system with the same UUID is mounted (xfs_uuid_mount):
         # the origin of this snapshot or clone. If the reason is another one, the second mount fails
         # with the same error.
-        more = [word for word in duplicate_data if word not in parameters]
-        if error.errno != errno.EINVAL or not more:
+        missing_options = [word for word in duplicate_data if word not in parameters]
+        if error.errno != errno.EINVAL or not missing_options:
             raise
-        kernel.mount(device, path, fs_type, attributes, (*parameters, *more))
+        kernel.mount(device, path, fs_type, attributes, (*parameters, *missing_options))
 
 
 def _unmount(kernel: Kernel, path: str) -> None:
@@ -198,8 +200,10 @@ def _try_to_unmount(kernel: Kernel, path: str) -> bool:
     return True
 
 
-def _is_mounted(mounts: table.Table, path: str, number: DeviceNumber, wanted: Set[str]) -> bool:
-    """Whether a device's file system is mounted at `path` with the wanted options.
+def _is_mounted(
+    mounts: table.Table, path: str, number: DeviceNumber, expected_options: Set[str]
+) -> bool:
+    """Whether a device's file system is mounted at `path` with the expected options.
 
     Raises ForeignMount, MountConflict.
     """
@@ -208,7 +212,7 @@ def _is_mounted(mounts: table.Table, path: str, number: DeviceNumber, wanted: Se
         if mount.device != number or mount.root != "/":
             raise mount_errors.ForeignMount(path, str(mount))
     if stack:
-        _check_words(stack[-1], wanted)
+        _check_words(stack[-1], expected_options)
     return bool(stack)
 
 
@@ -219,31 +223,31 @@ def _is_bound(
     origin: str,
     holder: Mount,
     root: str,
-    wanted: Set[str],
+    expected_options: Set[str],
 ) -> bool:
     stack = mounts.at(path)
     if not stack:
         return False
-    top = stack[-1]
-    same = (top.device, top.root) == (holder.device, root)
+    top_mount = stack[-1]
+    is_same_mount = (top_mount.device, top_mount.root) == (holder.device, root)
     # A node of the same device may be in another devtmpfs, or may have been made anew since.
-    if not same and node(kernel, path) != (node(kernel, origin) or (-1, -1)):
-        raise mount_errors.ForeignMount(path, str(top))
-    _check_words(top, wanted)
+    if not is_same_mount and node(kernel, path) != (node(kernel, origin) or (-1, -1)):
+        raise mount_errors.ForeignMount(path, str(top_mount))
+    _check_words(top_mount, expected_options)
     return True
 
 
 def _is_of(
-    kernel: Kernel, mount: Mount, top: Mount, devices: Collection[DeviceNumber] | None
+    kernel: Kernel, mount: Mount, top_mount: Mount, devices: Collection[DeviceNumber] | None
 ) -> bool:
     if devices is None:
-        return mount.device == top.device
+        return mount.device == top_mount.device
     if mount.device in devices:
         return True
     # The mount table has a bound device node as a mount of devtmpfs. The topmost node is opened to
     # find its device; mounts of the same node below it are of the same device.
-    same_node = (mount.device, mount.root) == (top.device, top.root)
-    return same_node and node(kernel, top.path) in devices
+    is_same_node = (mount.device, mount.root) == (top_mount.device, top_mount.root)
+    return is_same_node and node(kernel, top_mount.path) in devices
 
 
 def node(kernel: Kernel, path: str) -> DeviceNumber | None:
@@ -256,21 +260,24 @@ def node(kernel: Kernel, path: str) -> DeviceNumber | None:
 
 def _root_of(holder: Mount, path: str) -> str:
     """The path of `path` within the file system of the mount `holder` that it is in."""
-    inside = path[len(holder.path.rstrip("/")) :]
-    return (holder.root.rstrip("/") + inside) or "/"
+    path_inside = path[len(holder.path.rstrip("/")) :]
+    return (holder.root.rstrip("/") + path_inside) or "/"
 
 
 def _words(attributes: Set[str], inherited: Set[str]) -> frozenset[str]:
     """The options that mountinfo will show for a mount with given and inherited attributes."""
     times = attributes & ATIME or inherited & ATIME
-    rest = (attributes | inherited) - ATIME
-    return frozenset((rest | times) - {"strictatime"})
+    other_options = (attributes | inherited) - ATIME
+    return frozenset((other_options | times) - {"strictatime"})
 
 
-def _check_words(mount: Mount, wanted: Set[str]) -> None:
+def _check_words(mount: Mount, expected_options: Set[str]) -> None:
     words = set(mount.options) | ({"ro"} if mount.read_only else set())
-    if ("ro" in words, words & _COMPARED) != ("ro" in wanted, wanted & _COMPARED):
-        raise mount_errors.MountConflict(mount.path, _shown(words), _shown(wanted))
+    if ("ro" in words, words & _COMPARED) != (
+        "ro" in expected_options,
+        expected_options & _COMPARED,
+    ):
+        raise mount_errors.MountConflict(mount.path, _shown(words), _shown(expected_options))
 
 
 def _check_context(mount: Mount, context: str) -> None:
@@ -320,28 +327,29 @@ def processes(kernel: Kernel, path: str) -> tuple[str, ...]:
     `hostPID` sees its own processes alone.
     """
     stack = table.Table(kernel.mountinfo()).at(path)
-    shown = (stack[-1].device, stack[-1].root) if stack else None
-    own = os.readlink(_PROC / "self/ns/mnt")  # noqa: PTH115
+    device_and_root = (stack[-1].device, stack[-1].root) if stack else None
+    own_namespace = os.readlink(_PROC / "self/ns/mnt")  # noqa: PTH115
     users = []
     for process in psutil.process_iter(["name"]):
         directory = _PROC / str(process.pid)
         with suppress(OSError, ValueError):
-            is_here = os.readlink(directory / "ns/mnt") == own  # noqa: PTH115
-            paths = {path} if is_here else _showing(directory, shown)
+            is_here = os.readlink(directory / "ns/mnt") == own_namespace  # noqa: PTH115
+            paths = {path} if is_here else _showing(directory, device_and_root)
             if paths and any(_is_in(link, paths) for link in _links(directory)):
                 users.append(f"{process.info['name']} ({process.pid})")
     return tuple(users)
 
 
-def _showing(process: Path, shown: tuple[DeviceNumber, str] | None) -> set[str]:
+def _showing(process: Path, device_and_root: tuple[DeviceNumber, str] | None) -> set[str]:
     """The paths of a mount in the mount namespace of another process.
 
-    `shown` is the device of the mount, and its root within the file system; None for no mount.
+    `device_and_root` has the device of the mount and the root of the mount within the file system;
+    None for no mount.
     """
     text = (process / "mountinfo").read_bytes().decode("utf-8", "surrogateescape")
-    if shown is None:
+    if device_and_root is None:
         return set()
-    device, root = shown
+    device, root = device_and_root
     return {mount.path for mount in table.Table(text).of_device(device) if mount.root == root}
 
 

@@ -91,13 +91,13 @@ def parse(flags: Sequence[str], fs_type: str | None = None) -> Options:
     return Options(frozenset(attributes), frozenset(superblock), tuple(data), context)
 
 
-def is_same_context(context: str, other: str) -> bool:
+def is_same_context(context: str, other_context: str) -> bool:
     """Whether two SELinux contexts are equal, regardless of how their categories are written.
 
     The kernel prints c3,c1,c2 as c1.c3 (mls_sid_to_context in security/selinux/ss/mls.c). An alias
     of a type is not recognized, as only the policy has it.
     """
-    return _meaning(context) == _meaning(other)
+    return _meaning(context) == _meaning(other_context)
 
 
 def _meaning(context: str) -> tuple[object, ...]:
@@ -150,11 +150,13 @@ def _refuse_contradictions(words: Sequence[str]) -> None:
     atime = [word for word in words if word in ATIME]
     if len(atime) > 1:
         raise mount_errors.BadOption(atime[0], f"contradicts {atime[1]}; give one of them")
-    seen: dict[str, str] = {}
+    word_of_stem: dict[str, str] = {}
     for word in words:
         # `discard` and `nodiscard`, or `commit=5` and `commit=10`.
         name = word.partition("=")[0]
         stem = name.removeprefix("no") if name not in ATTRIBUTES else name
-        if stem in seen:
-            raise mount_errors.BadOption(word, f"contradicts {seen[stem]}; give one of them")
-        seen[stem] = word
+        if stem in word_of_stem:
+            raise mount_errors.BadOption(
+                word, f"contradicts {word_of_stem[stem]}; give one of them"
+            )
+        word_of_stem[stem] = word

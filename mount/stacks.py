@@ -71,12 +71,12 @@ LoopFile = Callable[[str, str], int]
 
 def leaves(directory: str) -> Iterator[str]:
     """Yield the directories of the whole disks and loop devices at the bottom of a stack."""
-    whole = _whole(directory)
-    below = _below(whole)
-    for child in below:
+    whole_disk = _whole(directory)
+    lower_devices = _below(whole_disk)
+    for child in lower_devices:
         yield from leaves(child)
-    if not below:
-        yield whole
+    if not lower_devices:
+        yield whole_disk
 
 
 def discard_doubts(directory: Path, file_system: LoopFile) -> Mapping[str, str]:
@@ -85,9 +85,12 @@ def discard_doubts(directory: Path, file_system: LoopFile) -> Mapping[str, str]:
     The disks looked at are those below a logical volume, or the disk itself. A disk is left out
     only if the kernel's attributes prove that a discard zeroes it.
     """
-    own = str(directory)
-    is_volume = _word(own, "dm/uuid").startswith(_VOLUME_UUID)
-    judged = [Path(_whole(disk)).resolve() for disk in (_below(own) if is_volume else [own])]
+    directory_path = str(directory)
+    is_volume = _word(directory_path, "dm/uuid").startswith(_VOLUME_UUID)
+    judged = [
+        Path(_whole(disk)).resolve()
+        for disk in (_below(directory_path) if is_volume else [directory_path])
+    ]
     return {disk.name: why for disk in judged if (why := _doubt(disk, file_system))}
 
 

@@ -77,8 +77,8 @@ class Mount:
         return (match[1] or match[2]) if match else ""
 
     def __str__(self) -> str:
-        inside = "" if self.root == "/" else f"[{self.root}]"
-        return f"{self.source}{inside} ({self.fs_type}, {'ro' if self.read_only else 'rw'})"
+        root_text = "" if self.root == "/" else f"[{self.root}]"
+        return f"{self.source}{root_text} ({self.fs_type}, {'ro' if self.read_only else 'rw'})"
 
 
 class Table:
@@ -171,10 +171,10 @@ def read(kernel: Kernel) -> Table:
 
 def _lines_with(text: str, word: str) -> Iterator[int]:
     """Yield the start of each line of a text that contains a word."""
-    at = text.find(word)
-    while at >= 0:
-        yield text.rfind("\n", 0, at) + 1
-        at = text.find(word, text.index("\n", at))
+    position = text.find(word)
+    while position >= 0:
+        yield text.rfind("\n", 0, position) + 1
+        position = text.find(word, text.index("\n", position))
 
 
 def _word(path: str, end: str = " ") -> str:
@@ -219,18 +219,18 @@ def _stacked(mounts: Iterable[Mount]) -> tuple[Mount, ...]:
     1. A mount whose parent is not among the rest is the lowest.
     2. Move it from the rest to the result, and repeat until nothing is left.
     """
-    rest = list(mounts)
-    if len(rest) < 2:
-        return tuple(rest)
+    remaining = list(mounts)
+    if len(remaining) < 2:
+        return tuple(remaining)
     ordered: list[Mount] = []
-    while rest:
-        ids = {mount.mount_id for mount in rest}
+    while remaining:
+        ids = {mount.mount_id for mount in remaining}
         # A mount that is its own parent is the root of the namespace.
         lowest = [
             mount
-            for mount in rest
+            for mount in remaining
             if mount.parent_id not in ids or mount.parent_id == mount.mount_id
         ]
-        ordered += lowest or rest
-        rest = [mount for mount in rest if mount not in ordered]
+        ordered += lowest or remaining
+        remaining = [mount for mount in remaining if mount not in ordered]
     return tuple(ordered)

@@ -44,11 +44,11 @@ def check(path: str) -> str:
     return path
 
 
-def resolve(kernel: Kernel, path: str, inside: Sequence[str] = ("/",)) -> str:
+def resolve(kernel: Kernel, path: str, allowed_directories: Sequence[str] = ("/",)) -> str:
     """Resolve the symbolic links in a path's parents, as in the kernel's mount table.
 
     /var/lib/kubelet is often a link, and mountinfo has the path that it leads to. Raises BadPath
-    unless the resolved path lies below one of the directories `inside` and is no link itself.
+    unless the resolved path lies below one of `allowed_directories` and is no link itself.
     """
     parent, _, name = check(path).rpartition("/")
     resolved = os.path.join(kernel.real_path(parent or "/"), name)  # noqa: PTH118 - strings all along
@@ -56,9 +56,10 @@ def resolve(kernel: Kernel, path: str, inside: Sequence[str] = ("/",)) -> str:
     with suppress(OSError):
         if stat.S_ISLNK(kernel.lstat(resolved).st_mode):
             raise mount_errors.BadPath(path, "is a symbolic link")
-    if not is_inside(kernel, resolved, inside):
+    if not is_inside(kernel, resolved, allowed_directories):
         raise mount_errors.BadPath(
-            path, f"leads out of {' and '.join(inside)}, where mounts may be (kubelet_dir)"
+            path,
+            f"leads out of {' and '.join(allowed_directories)}, where mounts may be (kubelet_dir)",
         )
     return resolved
 

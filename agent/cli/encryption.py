@@ -133,7 +133,7 @@ class Headers:
             else:
                 self._forget_key()
                 encrypt.change(self._program, slots, device, old_key, new_key)
-        self._copies.keep(self._device, anew=True)
+        self._copies.keep(self._device, overwrite=True)
         print(f"{self._name} has {'a recovery' if recovery else 'a new'} key")
 
     def _require_settled(self, header: Header) -> None:
@@ -151,14 +151,14 @@ class Headers:
         return header
 
 
-def _key(what: str, file: str) -> Key:
+def _key(key_name: str, file: str) -> Key:
     """Read a key from a file, from standard input for `-`, or from the terminal without a file."""
     if file:
-        return key_in(file, what)
-    return of_text(what, getpass.getpass(f"{what[0].upper()}{what[1:]}: "))
+        return key_in(file, key_name)
+    return of_text(key_name, getpass.getpass(f"{key_name[0].upper()}{key_name[1:]}: "))
 
 
-def key_in(file: str, what: str = "key") -> Key:
+def key_in(file: str, key_name: str = "key") -> Key:
     """Read a key: all bytes of a file, or of standard input if the file is `-`.
 
     Raises BadField, NotReady.
@@ -167,6 +167,6 @@ def key_in(file: str, what: str = "key") -> Key:
         data = bytearray(sys.stdin.buffer.read(MOST_BYTES + 1))
         if not 0 < len(data) <= MOST_BYTES:
             data[:] = bytes(len(data))
-            raise errors.BadField(what, f"must have 1 to {MOST_BYTES} bytes, at standard input")
+            raise errors.BadField(key_name, f"must have 1 to {MOST_BYTES} bytes, at standard input")
         return Key(data)
     return encrypt.read_key(file)

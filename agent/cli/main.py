@@ -125,11 +125,11 @@ class _Output(io.TextIOWrapper):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line, with the commands of the installed extras."""
-    top = argparse.ArgumentParser(
+    main_parser = argparse.ArgumentParser(
         prog="carver", description="A CSI driver that carves LVM volumes on the node it runs on."
     )
-    top.add_argument("--version", action="version", version=f"carver {version('carver')}")
-    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    main_parser.add_argument("--version", action="version", version=f"carver {version('carver')}")
+    commands = main_parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_status(commands)
     volume, snapshot = arguments.add_volume(commands), arguments.add_snapshot(commands)
@@ -139,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
     for _, module in extras.modules("command_line"):
         module.add(line)
     _add_completion(commands)
-    return top
+    return main_parser
 
 
 def _add_serve(commands: Commands) -> None:
@@ -231,13 +231,13 @@ def _doctor(parsed: argparse.Namespace) -> int:
     from agent.operations import preflight
 
     findings: Sequence[Finding] = parsed.findings(settings.load(parsed, os.environ))
-    well = all(finding.verdict != preflight.FAIL for finding in findings)
+    is_healthy = all(finding.verdict != preflight.FAIL for finding in findings)
     if parsed.json:
         checks = [asdict(finding) for finding in findings]
-        print(json.dumps({"well": well, "checks": checks}, indent=2, ensure_ascii=False))
+        print(json.dumps({"well": is_healthy, "checks": checks}, indent=2, ensure_ascii=False))
     else:
         terminal.console().print(terminal.doctor(findings))
-    return 0 if well else 1
+    return 0 if is_healthy else 1
 
 
 def _node_findings(config: settings.Config) -> "Sequence[Finding]":

@@ -173,7 +173,7 @@ def read(settings: Config, host: Host) -> Overview:
     node_groups = volume_groups(settings, host)
     reports = Reports(node_groups)
     activator = Activator(node_groups, host.devices, reports)
-    now = reports.seen(MONITOR_AGE_SECONDS)
+    node_report = reports.seen(MONITOR_AGE_SECONDS)
     allocators = Allocators(Configuration(settings), activator)
     diagnosis = Diagnosis(host.kernel, host.devices, activator)
     mounts = table.read(host.kernel)
@@ -185,9 +185,11 @@ def read(settings: Config, host: Host) -> Overview:
         version=version("carver"),
         endpoint=str(settings.endpoint),
         serving=is_serving,
-        classes=tuple(_class(device_class, now, allocators) for device_class in settings.classes),
-        groups=tuple(_group(name, now, reports) for name in settings.groups),
-        pools=tuple(_pools(now.groups.values())),
+        classes=tuple(
+            _class(device_class, node_report, allocators) for device_class in settings.classes
+        ),
+        groups=tuple(_group(name, node_report, reports) for name in settings.groups),
+        pools=tuple(_pools(node_report.groups.values())),
         volumes=tuple(
             replace(
                 _volume(
@@ -196,10 +198,10 @@ def read(settings: Config, host: Host) -> Overview:
                 ),
                 progress=progress.get(str(volume.id), ""),
             )
-            for volume in now.volumes()
+            for volume in node_report.volumes()
         ),
         snapshots=tuple(
-            _snapshot(snapshot) for snapshot in now.snapshots() if not snapshot.is_bridge
+            _snapshot(snapshot) for snapshot in node_report.snapshots() if not snapshot.is_bridge
         ),
     )
 
@@ -225,16 +227,23 @@ def volume_groups(settings: Config, host: Host) -> VolumeGroups:
     )
 
 
-def _class(one: DeviceClass, now: report.Report, allocators: Allocators) -> Class:
-    group = now.groups.get(one.group)
+def _class(device_class: DeviceClass, node_report: report.Report, allocators: Allocators) -> Class:
+    group = node_report.groups.get(device_class.group)
     largest = None
     with suppress(errors.PoolSilent):  # the health of the pool's volumes reports a silent pool
-        largest = allocators.of(one).maximum_bytes(group) if group is not None else None
-    return Class(one.name, one.group, one.layout.kind, one.fs_type, one.default, largest)
+        largest = allocators.of(device_class).maximum_bytes(group) if group is not None else None
+    return Class(
+        device_class.name,
+        device_class.group,
+        device_class.layout.kind,
+        device_class.fs_type,
+        device_class.default,
+        largest,
+    )
 
 
-def _group(name: str, now: report.Report, reports: Reports) -> Group:
-    group = now.groups.get(name)
+def _group(name: str, node_report: report.Report, reports: Reports) -> Group:
+    group = node_report.groups.get(name)
     if group is None:
         return Group(name, present=False, problem=str(reports.refused.get(name, "")))
     return Group(
@@ -248,82 +257,82 @@ def _group(name: str, now: report.Report, reports: Reports) -> Group:
     )
 
 
-def _pools(found: Iterable[report.Group]) -> Iterator[Pool]:
-    for group in found:
+def _pools(groups: Iterable[report.Group]) -> Iterator[Pool]:
+    for group in groups:
         for logical in records.every(group):
             if {"thin", "pool"} <= logical.layout:
                 percents = logical.data_percent, logical.metadata_percent
                 yield Pool(logical.name, group.name, logical.size_bytes, *percents)
 
 
-def _snapshot(one: records.Snapshot) -> Snapshot:
-    logical = one.group.volume(one.name)
+def _snapshot(snapshot: records.Snapshot) -> Snapshot:
+    logical = snapshot.group.volume(snapshot.name)
     is_copy_on_write = logical.is_copy_on_write
     return Snapshot(
-        id=str(one.id),
-        name=one.own_tags[tag.NAME],
-        volume=names.readable(ids.VOLUME_PREFIX, one.source_id.name),
-        group=one.group.name,
-        size_bytes=one.size_bytes,
-        taken_seconds=one.time_nanoseconds // 10**9,
-        area_bytes=one.area_bytes if is_copy_on_write else None,
+        id=str(snapshot.id),
+        name=snapshot.own_tags[tag.NAME],
+        volume=names.readable(ids.VOLUME_PREFIX, snapshot.source_id.name),
+        group=snapshot.group.name,
+        size_bytes=snapshot.size_bytes,
+        taken_seconds=snapshot.time_nanoseconds // 10**9,
+        area_bytes=snapshot.area_bytes if is_copy_on_write else None,
         area_percent=logical.data_percent if is_copy_on_write else None,
-        health=tuple(_health([conditions.overflowed(one)])) if one.problem else (),
+        health=tuple(_health([conditions.overflowed(snapshot)])) if snapshot.problem else (),
     )
 
 
 def _volume(
     kernel: Kernel,
     mounts: Table,
-    one: records.Volume,
+    volume: records.Volume,
     device: Device | None,
-    found_wrong: Iterable[Condition],
+    found_conditions: Iterable[Condition],
 ) -> Volume:
     volume_mounts = [] if device is None else users.places(kernel, mounts, device)
     use = _use(kernel, volume_mounts)
-    own_tags = one.own_tags
-    io_max = tuning.limits(own_tags).io_max(one.capacity_bytes)
+    own_tags = volume.own_tags
+    io_max = tuning.limits(own_tags).io_max(volume.capacity_bytes)
     raw = "raw block" if own_tags.get(tag.ACCESS) == "block" else ""
     return Volume(
-        id=str(one.id),
+        id=str(volume.id),
         name=own_tags[tag.NAME],
-        group=one.group.name,
-        size_bytes=one.size_bytes,
-        layout=_layout(one),
+        group=volume.group.name,
+        size_bytes=volume.size_bytes,
+        layout=_layout(volume),
         contents=raw or own_tags.get(tag.FORMATTED, ""),
         state=own_tags.get(tag.STATE, ""),
-        claim=one.claim,
+        claim=volume.claim,
         places=tuple(Place(mount.path, mount.read_only) for mount in volume_mounts),
         total_bytes=use.total_bytes if use else None,
         used_bytes=use.used_bytes if use else None,
-        health=tuple(_health(found_wrong)),
+        health=tuple(_health(found_conditions)),
         encryption=own_tags.get(tag.ENCRYPTION, ""),
         limits=io_max.words() if io_max else "",
     )
 
 
-def _layout(one: records.Volume) -> str:
+def _layout(volume: records.Volume) -> str:
     """The layout of a volume, such as `linear`.
 
     Returns lvm2's words for a layout that Carver never makes, or that lies below a cache.
     """
     try:
-        return one.layout.kind
+        return volume.layout.kind
     except errors.LayoutUnknown:
-        return ",".join(sorted(one.group.volume(one.name).layout))
+        return ",".join(sorted(volume.group.volume(volume.name).layout))
 
 
-def _health(found: Iterable[Condition]) -> Iterator[Health]:
-    for condition in found:
+def _health(found_conditions: Iterable[Condition]) -> Iterator[Health]:
+    for condition in found_conditions:
         yield Health(condition.reason.of_volume, condition.reason.word, condition.message)
 
 
-def _use(kernel: Kernel, found: Sequence[Mount]) -> usage.Usage | None:
+def _use(kernel: Kernel, volume_mounts: Sequence[Mount]) -> usage.Usage | None:
     """The usage of a volume's file system, by the first place where the volume is mounted.
 
     None for a volume that is not mounted, and for one whose device is bind-mounted.
     """
-    if found and found[0].root == "/":
+    if volume_mounts and volume_mounts[0].root == "/":
         with suppress(mount_errors.MountError):  # the volume's health reports a mount that fails
-            return usage.of(kernel, found[0].path)
+            return usage.of(kernel, volume_mounts[0].path)
     return None

@@ -64,32 +64,32 @@ def bar(part: float, whole: float) -> Text:
     """Format the share `part / whole` as a bar and a percentage."""
     share = part / whole if whole else 0.0
     eighths = round(min(share, 1.0) * _BAR_CELLS * 8)
-    full, remainder = divmod(eighths, 8)
-    filled = "█" * full + (_EIGHTHS[remainder] if remainder else "")
+    full_cells, remainder = divmod(eighths, 8)
+    filled = "█" * full_cells + (_EIGHTHS[remainder] if remainder else "")
     style = "red" if share >= _VERY_FULL else "yellow" if share >= _FULL else "green"
     return Text.assemble((filled.ljust(_BAR_CELLS, "░"), style), f" {share * 100:3.0f} %")
 
 
-def status(seen: Overview) -> RenderableType:
+def status(overview: Overview) -> RenderableType:
     """Format an overview as the output of `carver status`."""
-    served = ("serving", "green") if seen.serving else ("not serving", "bold red")
-    driver = (f"{seen.driver} {seen.version}", "bold")
-    head = Text.assemble(driver, f" on node {seen.node}, ", served, f" {seen.endpoint}")
-    parts: list[RenderableType] = [head, "", _groups(seen), "", _classes(seen), ""]
-    if seen.pools:
-        parts += [_pools(seen), ""]
-    if seen.volumes:
-        parts.append(_volumes(seen))
+    served = ("serving", "green") if overview.serving else ("not serving", "bold red")
+    driver = (f"{overview.driver} {overview.version}", "bold")
+    head = Text.assemble(driver, f" on node {overview.node}, ", served, f" {overview.endpoint}")
+    parts: list[RenderableType] = [head, "", _groups(overview), "", _classes(overview), ""]
+    if overview.pools:
+        parts += [_pools(overview), ""]
+    if overview.volumes:
+        parts.append(_volumes(overview))
     else:
         parts.append(Text("There are no volumes.", style="dim"))
-    if seen.snapshots:
-        parts += ["", _snapshots(seen)]
-    return Group(*parts, *_details(seen))
+    if overview.snapshots:
+        parts += ["", _snapshots(overview)]
+    return Group(*parts, *_details(overview))
 
 
-def _groups(seen: Overview) -> Table:
+def _groups(overview: Overview) -> Table:
     grid = table("GROUP", "SIZE", "FREE", "ALLOCATED", "DISKS", right=("SIZE", "FREE"))
-    for group in seen.groups:
+    for group in overview.groups:
         if not group.present:
             why = "is not used: see below" if group.problem else "is not on this node"
             grid.add_row(group.name, "", "", Text(why, style="bold red"), "")
@@ -102,9 +102,9 @@ def _groups(seen: Overview) -> Table:
     return grid
 
 
-def _classes(seen: Overview) -> Table:
+def _classes(overview: Overview) -> Table:
     grid = table("CLASS", "GROUP", "LAYOUT", "FILE SYSTEM", "LARGEST VOLUME NOW")
-    for device_class in seen.classes:
+    for device_class in overview.classes:
         name = Text(device_class.name).append(
             " (default)" if device_class.default else "", style="dim"
         )
@@ -113,9 +113,9 @@ def _classes(seen: Overview) -> Table:
     return grid
 
 
-def _pools(seen: Overview) -> Table:
+def _pools(overview: Overview) -> Table:
     grid = table("POOL", "GROUP", "SIZE", "DATA", "METADATA", right=("SIZE",))
-    for pool in seen.pools:
+    for pool in overview.pools:
         shares = (pool.data_percent, pool.metadata_percent)
         size = human(pool.size_bytes)
         grid.add_row(pool.name, pool.group, size, *(_share(percent) for percent in shares))
@@ -126,10 +126,10 @@ def _share(percent: float | None) -> Text:
     return Text("inactive", style="dim") if percent is None else bar(percent, 100)
 
 
-def _volumes(seen: Overview) -> Table:
+def _volumes(overview: Overview) -> Table:
     titles = ("VOLUME", "GROUP", "SIZE", "LAYOUT", "CONTENTS", "USED", "CLAIM")
     grid = table(*titles, right=("SIZE",))
-    for volume in seen.volumes:
+    for volume in overview.volumes:
         used: Text | str = ""
         if volume.used_bytes is not None and volume.total_bytes is not None:
             used = bar(volume.used_bytes, volume.total_bytes)
@@ -143,9 +143,9 @@ def _volumes(seen: Overview) -> Table:
     return grid
 
 
-def _snapshots(seen: Overview) -> Table:
+def _snapshots(overview: Overview) -> Table:
     grid = table("SNAPSHOT", "VOLUME", "GROUP", "TAKEN", "SIZE", "ITS AREA", right=("SIZE",))
-    for snapshot in seen.snapshots:
+    for snapshot in overview.snapshots:
         time_taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot.taken_seconds))
         area: Text | str = "shares the pool"
         if snapshot.area_bytes is not None:
@@ -161,24 +161,24 @@ def _snapshots(seen: Overview) -> Table:
     return grid
 
 
-def _details(seen: Overview) -> Iterable[RenderableType]:
+def _details(overview: Overview) -> Iterable[RenderableType]:
     """Format the lines below the tables: paths and I/O limits of volumes, and all problems."""
     lines = [
         Text.assemble(
             (volume.name, "bold"), f" is at {place.path}{' (read-only)' * place.read_only}"
         )
-        for volume in seen.volumes
+        for volume in overview.volumes
         for place in volume.places
     ]
     lines += [
         Text.assemble((volume.name, "bold"), f" has limits of I/O: {volume.limits}")
-        for volume in seen.volumes
+        for volume in overview.volumes
         if volume.limits
     ]
-    sentences = [group.problem for group in seen.groups if group.problem]
-    sentences += [f"{group.name}: {why}" for group in seen.groups for why in group.ignored]
-    health = [(volume.name, volume.health) for volume in seen.volumes]
-    health += [(snapshot.name, snapshot.health) for snapshot in seen.snapshots]
+    sentences = [group.problem for group in overview.groups if group.problem]
+    sentences += [f"{group.name}: {why}" for group in overview.groups for why in group.ignored]
+    health = [(volume.name, volume.health) for volume in overview.volumes]
+    health += [(snapshot.name, snapshot.health) for snapshot in overview.snapshots]
     for name, problems in health:
         sentences += [
             f"{name}: {problem.status} {problem.reason}: {problem.message}" for problem in problems
@@ -192,27 +192,27 @@ def _details(seen: Overview) -> Iterable[RenderableType]:
 _VERDICTS = {preflight.PASS: "green", preflight.WARN: "yellow", preflight.FAIL: "bold red"}
 
 
-def doctor(found: Sequence[preflight.Finding]) -> RenderableType:
+def doctor(findings: Sequence[preflight.Finding]) -> RenderableType:
     """Format findings, each with its remedy, as the output of `carver doctor`."""
     grid = table("", "CHECK", "FOUND")
-    for finding in found:
+    for finding in findings:
         message = Text(finding.message)
         if finding.remedy:
             message.append(f"\n→ {finding.remedy}", style="bold")
         grid.add_row(
             Text(finding.verdict, style=_VERDICTS[finding.verdict]), finding.check, message
         )
-    counts = Counter(finding.verdict for finding in found)
+    counts = Counter(finding.verdict for finding in findings)
     summary = ", ".join(f"{counts[finding]} {finding}" for finding in _VERDICTS if counts[finding])
     return Group(grid, "", Text(summary))
 
 
-def watch(look: Callable[[], RenderableType], seconds: float) -> None:
-    """Show the result of `look`, refreshed at an interval in seconds, until Ctrl-C."""
-    with suppress(KeyboardInterrupt), Live(look(), console=console(), auto_refresh=False) as live:
+def watch(render: Callable[[], RenderableType], seconds: float) -> None:
+    """Show the result of `render`, refreshed at an interval in seconds, until Ctrl-C."""
+    with suppress(KeyboardInterrupt), Live(render(), console=console(), auto_refresh=False) as live:
         while True:
             time.sleep(seconds)
-            live.update(look(), refresh=True)
+            live.update(render(), refresh=True)
 
 
 def confirmed(question: str) -> bool:
@@ -222,7 +222,9 @@ def confirmed(question: str) -> bool:
 
 
 @contextmanager
-def progress(what: str, start_bytes: int, size_bytes: int) -> Iterator[Callable[[int], None]]:
+def progress(
+    description: str, start_bytes: int, size_bytes: int
+) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on standard error during the `with`.
 
     Yields a function to be called with the offset that was reached, in bytes.
@@ -236,5 +238,5 @@ def progress(what: str, start_bytes: int, size_bytes: int) -> Iterator[Callable[
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bars:
-        task = bars.add_task(what, total=size_bytes - start_bytes)
+        task = bars.add_task(description, total=size_bytes - start_bytes)
         yield lambda offset_bytes: bars.update(task, completed=offset_bytes - start_bytes)

@@ -128,18 +128,18 @@ class VolumeVerbs:
                 )
             terminal.console().print(grid)
 
-    def _unhealthy(self, found: Iterable[csi.Volume]) -> list[csi.VolumeHealth]:
-        """The health of the volumes that have a health condition.
+    def _unhealthy(self, listed_volumes: Iterable[csi.Volume]) -> list[csi.VolumeHealth]:
+        """Return the health of the volumes that have a health condition.
 
-        The volumes in `found` are queried one by one if the service gives no list, as when a group
-        is missing.
+        If the service gives no list of these volumes, as when a volume group is missing, each
+        volume of `listed_volumes` is queried.
         """
         try:
             return self.caller.unhealthy()
         except grpc.RpcError as error:
             if error.code() not in _NOT_YET:
                 raise
-        return [self.caller.volume_health(volume.volume_id) for volume in found]
+        return [self.caller.volume_health(volume.volume_id) for volume in listed_volumes]
 
     def show(self, name: str, *, as_json: bool) -> None:
         """Print one volume, its health, and the paths at which it is mounted."""
@@ -282,8 +282,8 @@ class VolumeVerbs:
         device = self._device(volume)
         if device is None:
             logical = backing.of_id(volume.volume_id)
-            where = f"{logical.group}/{logical.name}"
-            remedy = f"publish it, or activate that alone: `lvchange -ay -K {where}`"
+            volume_path = f"{logical.group}/{logical.name}"
+            remedy = f"publish it, or activate that alone: `lvchange -ay -K {volume_path}`"
             raise errors.NotStaged(name, "its logical volume is not active", remedy)
         return device
 
@@ -301,12 +301,12 @@ class VolumeVerbs:
         volume_id = self.find(name).volume_id
         self._until_done(lambda: self.caller.repair(volume_id, pool_metadata=pool_metadata))
 
-    def replace_disk(self, old: str, new: str, *, confirmed: bool) -> None:
+    def replace_disk(self, old_disk: str, new_disk: str, *, confirmed: bool) -> None:
         """Replace a disk by another, if the user confirms; wait until all volumes are in sync."""
-        question = f"Make {new} a disk of the group, and take {old} out of it?"
+        question = f"Make {new_disk} a disk of the group, and take {old_disk} out of it?"
         if not confirmed and not terminal.confirmed(question):
-            raise errors.NotConfirmed(new, "taken")
-        self._until_done(lambda: self.caller.replace_disk(old, new))
+            raise errors.NotConfirmed(new_disk, "taken")
+        self._until_done(lambda: self.caller.replace_disk(old_disk, new_disk))
 
     @staticmethod
     def _until_done(step: Callable[[], tuple[bool, str]]) -> None:
@@ -317,14 +317,14 @@ class VolumeVerbs:
         printed = ""
         while True:
             try:
-                done, message = step()
+                is_done, message = step()
             except grpc.RpcError as error:
                 if error.code() not in _NOT_YET:
                     raise
-                done, message = False, error.details() or error.code().name
+                is_done, message = False, error.details() or error.code().name
             if message != printed:
                 print(message, flush=True)
-            if done:
+            if is_done:
                 return
             printed = message
             sleep(_LOOK_SECONDS)
@@ -364,10 +364,10 @@ class VolumeVerbs:
             titles = ("SNAPSHOT", "VOLUME", "TAKEN", "SIZE", "READY", "KEY")
             grid = terminal.table(*titles, right=("SIZE",))
             for row in rows:
-                ready = "yes" if row["ready"] else "no"
+                ready_text = "yes" if row["ready"] else "no"
                 size = terminal.human(row["size_bytes"])
                 key = row.get("key_generation", "")
-                grid.add_row(row["name"], row["volume"], row["taken"], size, ready, key)
+                grid.add_row(row["name"], row["volume"], row["taken"], size, ready_text, key)
             terminal.console().print(grid)
 
     def drop(self, name: str, *, confirmed: bool) -> None:
@@ -378,10 +378,10 @@ class VolumeVerbs:
         self.caller.delete_snapshot(snapshot.snapshot_id)
         print(f"{name} is deleted")
 
-    def show_slowest(self, most: int, method: str = "", *, as_json: bool) -> None:
+    def show_slowest(self, maximum_calls: int, method: str = "", *, as_json: bool) -> None:
         """Print the slowest of the last RPCs, or of the RPCs of one method, with their steps."""
-        slowest = self.caller.slowest_calls(_EVERY_CALL if method else most).calls
-        calls = [call for call in slowest if method in ("", call.method)][:most]
+        slowest = self.caller.slowest_calls(_EVERY_CALL if method else maximum_calls).calls
+        calls = [call for call in slowest if method in ("", call.method)][:maximum_calls]
         if as_json:
             as_dict = partial(
                 MessageToDict,
@@ -392,11 +392,11 @@ class VolumeVerbs:
             return
         for call in calls:
             began = strftime("%H:%M:%S", localtime(call.time_seconds))
-            about = f" {call.volume}" if call.volume else ""
-            print(f"{began} {call.method}{about} {call.code} {_ms(call.seconds)}")
+            volume_text = f" {call.volume}" if call.volume else ""
+            print(f"{began} {call.method}{volume_text} {call.code} {_ms(call.seconds)}")
             for step in call.steps:
-                after, took = _ms(step.after_seconds), _ms(step.seconds)
-                print(f"  at {after}: {step.kind} {step.what} {took}")
+                after_text, duration_text = _ms(step.after_seconds), _ms(step.seconds)
+                print(f"  at {after_text}: {step.kind} {step.what} {duration_text}")
 
     def find(self, name: str) -> csi.Volume:
         """The volume whose name, logical volume's name or id is `name`.
@@ -473,33 +473,35 @@ def _retry_while_aborted(call: Callable[[], T]) -> T:
             sleep(_AGAIN_SECONDS)
 
 
-def _print_absent(away: Mapping[str, str]) -> None:
+def _print_absent(reasons_by_group: Mapping[str, str]) -> None:
     """Print, to standard error, why each of the missing groups is missing."""
-    for group in sorted(away):
-        print(away[group], file=sys.stderr)
+    for group in sorted(reasons_by_group):
+        print(reasons_by_group[group], file=sys.stderr)
 
 
-def _named(name: str, here: carver.VolumesHereResponse) -> csi.Volume:
+def _named(name: str, listing: carver.VolumesHereResponse) -> csi.Volume:
     """The volume in a list whose name, logical volume's name or id is `name`.
 
     Raises NoSuchVolume, and AbsenceNotProved where a missing group may have the volume.
     """
     logical = names.logical_volume(ids.VOLUME_PREFIX, name)
-    for volume in here.entries:
+    for volume in listing.entries:
         if name == volume.volume_id or _logical(volume) in (logical, name):
             return volume
-    _require_all_here("volume", name, here.away)
+    _require_all_here("volume", name, listing.away)
     raise errors.NoSuchVolume(name)
 
 
-def _require_all_here(what: str, name: str, away: Mapping[str, str]) -> None:
+def _require_all_here(kind: str, name: str, reasons_by_group: Mapping[str, str]) -> None:
     """Raise AbsenceNotProved if a missing group may have the volume or snapshot `name`."""
     volume_id = VolumeId.parse(name)
     reasons = {
-        group: why for group, why in away.items() if volume_id is None or group == volume_id.group
+        group: why
+        for group, why in reasons_by_group.items()
+        if volume_id is None or group == volume_id.group
     }
     if reasons:
-        raise errors.AbsenceNotProved(what, name, (why for _, why in sorted(reasons.items())))
+        raise errors.AbsenceNotProved(kind, name, (why for _, why in sorted(reasons.items())))
 
 
 def _secrets(key_file: str) -> dict[str, str]:

@@ -54,9 +54,9 @@ class Argument:
     def __init__(self, *flags: str, complete: str = "", **options: Any) -> None:
         self._flags, self._complete, self._options = flags, complete, options
 
-    def add(self, made: argparse._ActionsContainer) -> None:
+    def add(self, parser: argparse._ActionsContainer) -> None:
         """Add the argument to a parser, or to a group of exclusive arguments."""
-        action = made.add_argument(*self._flags, **self._options)
+        action = parser.add_argument(*self._flags, **self._options)
         if self._complete:
             # Set the attribute from which shtab takes the shell functions of the completion.
             vars(action)["complete"] = dict.fromkeys(SHELLS, self._complete)
@@ -84,16 +84,16 @@ def verb(
     verbs: Commands,
     name: str,
     text: str,
-    act: Callable[["VolumeVerbs", argparse.Namespace], None],
+    action: Callable[["VolumeVerbs", argparse.Namespace], None],
     *arguments: Argument | tuple[Argument, ...],
 ) -> argparse.ArgumentParser:
-    """Add a subcommand, such as `carver volume list`; `act` runs it on the running service.
+    """Add a subcommand, such as `carver volume list`; `action` runs it on the running service.
 
     Arguments that are in one tuple exclude each other.
     """
     verb_parser = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
     settings.add_arguments(verb_parser, ("endpoint",))
-    verb_parser.set_defaults(run=lambda parsed: _on_service(parsed, act))
+    verb_parser.set_defaults(run=lambda parsed: _on_service(parsed, action))
     for argument in arguments:
         if isinstance(argument, Argument):
             argument.add(verb_parser)
@@ -105,14 +105,14 @@ def verb(
 
 
 def _on_service(
-    parsed: argparse.Namespace, act: Callable[["VolumeVerbs", argparse.Namespace], None]
+    parsed: argparse.Namespace, action: Callable[["VolumeVerbs", argparse.Namespace], None]
 ) -> int:
     from agent.cli import volume_verbs
     from agent.daemon.host import this_host
 
     config = settings.load(parsed, os.environ)
     with volume_verbs.connected(config, this_host(config)) as service:
-        act(service, parsed)
+        action(service, parsed)
     return 0
 
 

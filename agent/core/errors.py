@@ -78,10 +78,10 @@ class AbsenceNotProved(AgentError):
     The object is a volume or a snapshot; its absence is not proved.
     """
 
-    def __init__(self, what: str, name: str, away: Iterable[str]) -> None:
+    def __init__(self, kind: str, name: str, reasons: Iterable[str]) -> None:
         super().__init__(
-            f"cannot prove that there is no {what} {name!r}: a missing volume group may have it:"
-            f" {'; '.join(away)}"
+            f"cannot prove that there is no {kind} {name!r}: a missing volume group may have it:"
+            f" {'; '.join(reasons)}"
         )
 
 
@@ -117,18 +117,18 @@ class AttachedOtherwise(Incompatible):
     it.
     """
 
-    def __init__(self, volume_id: str, attachment: object, asked: object) -> None:
+    def __init__(self, volume_id: str, attachment: object, requested: object) -> None:
         super().__init__(
-            f"cannot attach volume {volume_id!r} as {asked}: it is attached as {attachment}; detach"
-            " it first: scale what uses it to 0 and wait until its VolumeAttachment is gone"
+            f"cannot attach volume {volume_id!r} as {requested}: it is attached as {attachment};"
+            " detach it first: scale what uses it to 0 and wait until its VolumeAttachment is gone"
         )
 
 
 class NoSuchNode(AgentError):
     """Raised when a volume is to be attached to a node that this service does not know."""
 
-    def __init__(self, node_id: str, known: str) -> None:
-        super().__init__(f"node_id: there is no node {node_id!r}: {known}")
+    def __init__(self, node_id: str, known_nodes: str) -> None:
+        super().__init__(f"node_id: there is no node {node_id!r}: {known_nodes}")
 
 
 class AttachedElsewhere(AgentError):
@@ -171,8 +171,8 @@ class ExcludedByTopology(AgentError):
 class GroupBusy(AgentError):
     """Raised when a volume group's lock cannot be taken in time, or the group's commands hang."""
 
-    def __init__(self, what: str, problem: str) -> None:
-        super().__init__(f"{what}: {problem}; call again")
+    def __init__(self, lock_name: str, problem: str) -> None:
+        super().__init__(f"{lock_name}: {problem}; call again")
 
 
 class GroupSilent(AgentError):
@@ -228,11 +228,13 @@ class NoRoom(AgentError):
 class NoSuchDisk(AgentError):
     """Raised when a disk is a physical volume of no configured volume group."""
 
-    def __init__(self, disk: str, present: Iterable[str], missing: Iterable[str]) -> None:
-        gone = f"; missing are {', '.join(missing)}" if missing else ""
+    def __init__(
+        self, disk: str, present_disks: Iterable[str], missing_disks: Iterable[str]
+    ) -> None:
+        missing_ones = f"; missing are {', '.join(missing_disks)}" if missing_disks else ""
         super().__init__(
-            f"cannot find disk {disk}: the configured groups have {', '.join(present)}{gone};"
-            " name a missing one by its UUID"
+            f"cannot find disk {disk}: the configured groups have {', '.join(present_disks)}"
+            f"{missing_ones}; name a missing one by its UUID"
         )
 
 
@@ -417,16 +419,21 @@ class ContentsLost(AgentError):
 class KeyMissing(AgentError):
     """Raised when a call has no key for an encrypted volume; nothing was changed.
 
-    `gone` is the volume's device class if the configuration has no such class any more, else empty.
+    `removed_class` is the volume's device class if the configuration has no such class any more,
+    else empty.
     """
 
-    def __init__(self, volume_id: str, gone: str = "") -> None:
-        lost = f" The configuration has no class {gone!r} any more, which may have had a key_file"
+    def __init__(self, volume_id: str, removed_class: str = "") -> None:
+        class_sentence = (
+            f" The configuration has no class {removed_class!r} any more, which may have had a"
+            " key_file"
+        )
         super().__init__(
             f"cannot open volume {volume_id!r}: it is encrypted, and there is no key for it;"
             " have the StorageClass name a secret with `passphrase`"
             " (csi.storage.k8s.io/node-stage-secret-name and -namespace), or its class a"
-            f" key_file; by hand, `carver volume publish --key-file`{f'.{lost}' if gone else ''}"
+            " key_file; by hand, `carver volume publish --key-file`"
+            f"{f'.{class_sentence}' if removed_class else ''}"
         )
 
 
@@ -469,11 +476,11 @@ class OperationPending(AgentError):
 class StillAtWork(OperationPending):
     """Raised when the mkfs or fsck that an earlier call started is still running."""
 
-    def __init__(self, volume_id: str, what: str, seconds: float) -> None:
+    def __init__(self, volume_id: str, task: str, seconds: float) -> None:
         # The message of the base class is not used: it says that another call is in progress.
         AgentError.__init__(
             self,
-            f"{what} of volume {volume_id!r} has run for {seconds:.0f} s and goes on; call again",
+            f"{task} of volume {volume_id!r} has run for {seconds:.0f} s and goes on; call again",
         )
 
 
@@ -505,10 +512,10 @@ class Unfinished(AgentError):
     The part is kept; only a further call completes the object.
     """
 
-    def __init__(self, what: str, why: str) -> None:
+    def __init__(self, operation: str, why: str) -> None:
         super().__init__(
-            f"cannot complete {what} yet: {why}; what is there of it is kept for the next call:"
-            " call again"
+            f"cannot complete {operation} yet: {why}; what is there of it is kept for the next"
+            " call: call again"
         )
 
 
@@ -619,8 +626,8 @@ class NotAdopted(AgentError):
     """
 
     def __init__(self, volume: str, why: str, *, undo: bool = False) -> None:
-        what = "undo the adoption of" if undo else "adopt"
-        super().__init__(f"cannot {what} {volume}: {why}")
+        verb = "undo the adoption of" if undo else "adopt"
+        super().__init__(f"cannot {verb} {volume}: {why}")
 
 
 class BadStream(AgentError):
@@ -636,8 +643,8 @@ class BadStream(AgentError):
 class TransferFailed(AgentError):
     """Raised by the command line when a device failed, or the other end of a stream is gone."""
 
-    def __init__(self, what: str, why: str) -> None:
-        super().__init__(f"{what}: {why}")
+    def __init__(self, operation: str, why: str) -> None:
+        super().__init__(f"{operation}: {why}")
 
 
 class NodeRefused(AgentError):
@@ -698,8 +705,8 @@ class MetadataReserved(AgentError):
 class NotWanted(AgentError):
     """Raised when the caller of an RPC has gone."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"the caller no longer waits for {what}")
+    def __init__(self, operation: str) -> None:
+        super().__init__(f"the caller no longer waits for {operation}")
 
 
 class BadToken(AgentError):
@@ -728,9 +735,9 @@ class TooManyCalls(AgentError):
     """
 
     def __init__(self, places: int, group: str = "") -> None:
-        where = f"volume group {group}" if group else "volume groups"
+        scope = f"volume group {group}" if group else "volume groups"
         super().__init__(
-            f"{places} calls are at work on {where} already; call again. If it stays, look for a"
+            f"{places} calls are at work on {scope} already; call again. If it stays, look for a"
             " disk that does not answer"
         )
 
@@ -773,8 +780,8 @@ class NotServed(AgentError):
 class NotPermitted(AgentError):
     """Raised when a command needs root, and its user is not root."""
 
-    def __init__(self, what: str, otherwise: str = "") -> None:
-        super().__init__(f"only root may {what}: run it as root (sudo){otherwise}")
+    def __init__(self, action: str, alternative: str = "") -> None:
+        super().__init__(f"only root may {action}: run it as root (sudo){alternative}")
 
 
 class CallRefused(AgentError):
@@ -803,9 +810,9 @@ class ClusterSilent(AgentError):
     `is_refusal` tells whether the API server answered with a refusal, which it would repeat.
     """
 
-    def __init__(self, what: str, problem: str, *, is_refusal: bool = False) -> None:
+    def __init__(self, request: str, problem: str, *, is_refusal: bool = False) -> None:
         self.is_refusal = is_refusal
-        self.problem = f"{what}: {problem}"
+        self.problem = f"{request}: {problem}"
         super().__init__(
             f"cannot list what the cluster needs: {self.problem}; nothing counts as an orphan,"
             " and nothing was changed"
@@ -843,5 +850,5 @@ class NoOrphan(AgentError):
 class NotConfirmed(AgentError):
     """Raised when the user did not confirm a deletion, or the use of a disk."""
 
-    def __init__(self, name: str, what: str = "deleted") -> None:
-        super().__init__(f"{name!r} is not {what}: not confirmed; answer yes, or give --yes")
+    def __init__(self, name: str, action: str = "deleted") -> None:
+        super().__init__(f"{name!r} is not {action}: not confirmed; answer yes, or give --yes")

@@ -49,8 +49,9 @@ _MOST_CALLS = 256
 class Step:
     """One step of a call.
 
-    `kind` is one of KINDS, `what` the step's name. `after_seconds` is the time between the start of
-    the call and the start of the step; `seconds` is the duration of the step.
+    `kind` is one of KINDS, `what` the name of the program or operation. The fields have
+    the names of the fields of the message TracedStep (carver.proto). `after_seconds` is the time
+    between the start of the call and the start of the step; `seconds` is the duration of the step.
     """
 
     kind: str
@@ -75,12 +76,12 @@ class Trace:
     steps: list[Step] = field(default_factory=list)
     by_kind: dict[str, float] = field(default_factory=dict)
 
-    def add(self, kind: str, what: str, seconds: float) -> None:
+    def add(self, kind: str, name: str, seconds: float) -> None:
         """Add to the trace a step that ended just now, with its duration in seconds."""
         self.by_kind[kind] = self.by_kind.get(kind, 0.0) + seconds
         if seconds >= _SHORTEST_SECONDS and len(self.steps) < _MOST_STEPS:
             after_seconds = time.monotonic() - self.began_seconds - seconds
-            self.steps.append(Step(kind, what, after_seconds, seconds))
+            self.steps.append(Step(kind, name, after_seconds, seconds))
 
 
 class Traces:
@@ -90,27 +91,30 @@ class Traces:
         self._ended: deque[Trace] = deque(maxlen=_MOST_CALLS)
         self._guard = threading.Lock()
 
-    def end(self, ended: Trace, code: str) -> None:
+    def end(self, trace: Trace, code: str) -> None:
         """Keep the trace of a call that ended with this code, if the trace has any steps."""
-        ended.seconds, ended.code = time.monotonic() - ended.began_seconds, code
-        if ended.steps:
+        trace.seconds, trace.code = time.monotonic() - trace.began_seconds, code
+        if trace.steps:
             with self._guard:
-                self._ended.append(ended)
+                self._ended.append(trace)
 
-    def slowest(self, most: int) -> Sequence[Trace]:
-        """Return the traces of the slowest calls, at most `most`, the slowest call first."""
+    def slowest(self, maximum_traces: int) -> Sequence[Trace]:
+        """Return the traces of the slowest calls, the slowest call first.
+
+        The result has at most `maximum_traces` traces.
+        """
         with self._guard:
-            kept = list(self._ended)
-        return sorted(kept, key=lambda trace: -trace.seconds)[:most]
+            traces = list(self._ended)
+        return sorted(traces, key=lambda trace: -trace.seconds)[:maximum_traces]
 
 
 _current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("trace", default=None)
 
 
 @contextmanager
-def within(made: Trace) -> Iterator[None]:
-    """Add the steps of the current thread to the trace `made` while the context is entered."""
-    token = _current.set(made)
+def within(trace: Trace) -> Iterator[None]:
+    """Add the steps of the current thread to a trace while the context is entered."""
+    token = _current.set(trace)
     try:
         yield
     finally:
@@ -123,25 +127,25 @@ class step:  # noqa: N801 - it is called like a function
     It is a class and not a generator for speed: a call has some thirty steps, and most are short.
     """
 
-    __slots__ = ("_began_seconds", "_kind", "_made", "_what")
+    __slots__ = ("_began_seconds", "_kind", "_made", "_name")
 
-    def __init__(self, kind: str, what: str) -> None:
-        self._kind, self._what = kind, what
+    def __init__(self, kind: str, name: str) -> None:
+        self._kind, self._name = kind, name
 
     def __enter__(self) -> None:
         self._made, self._began_seconds = _current.get(), time.monotonic()
 
     def __exit__(self, *_: object) -> None:
         if self._made is not None:
-            self._made.add(self._kind, self._what, time.monotonic() - self._began_seconds)
+            self._made.add(self._kind, self._name, time.monotonic() - self._began_seconds)
 
 
 def traced_run(run: R) -> R:
     """Wrap `run`, which runs a program, so that each program is a step of the current call."""
 
-    def tracing(*words: str, **more: Any) -> Result:
+    def tracing(*words: str, **options: Any) -> Result:
         with step(PROGRAM, _name(words)):
-            return run(*words, **more)
+            return run(*words, **options)
 
     return cast(R, tracing)
 

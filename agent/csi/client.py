@@ -309,9 +309,12 @@ class Client:
         """Return the progress of background erasing, zeroing and copying, by volume id."""
         return self.operator.BackgroundWork(Empty()).progress
 
-    def slowest_calls(self, most: int) -> carver.SlowestCallsResponse:
-        """Return the traces of the slowest RPCs among the last that ended; at most `most`."""
-        return self.operator.SlowestCalls(carver.SlowestCallsRequest(most=most))
+    def slowest_calls(self, maximum_calls: int) -> carver.SlowestCallsResponse:
+        """Return the traces of the slowest RPCs among those that ended last.
+
+        The response has at most `maximum_calls` traces.
+        """
+        return self.operator.SlowestCalls(carver.SlowestCallsRequest(most=maximum_calls))
 
     def snapshots_here(self) -> carver.SnapshotsHereResponse:
         """Return the snapshots of the volume groups that are present on this node."""

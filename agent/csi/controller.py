@@ -34,7 +34,7 @@ def capabilities(*, expand: bool, attach: bool = False) -> csi.ControllerGetCapa
 
     `expand` adds the capability to expand volumes, `attach` those to attach and detach volumes.
     """
-    offered = [
+    types = [
         _Rpc.CREATE_DELETE_VOLUME,
         _Rpc.LIST_VOLUMES,
         _Rpc.GET_CAPACITY,
@@ -49,14 +49,14 @@ def capabilities(*, expand: bool, attach: bool = False) -> csi.ControllerGetCapa
         _Rpc.MODIFY_VOLUME,
     ]
     if expand:
-        offered.append(_Rpc.EXPAND_VOLUME)
+        types.append(_Rpc.EXPAND_VOLUME)
     if attach:
-        offered += (
+        types += (
             _Rpc.PUBLISH_UNPUBLISH_VOLUME,
             _Rpc.PUBLISH_READONLY,
             _Rpc.LIST_VOLUMES_PUBLISHED_NODES,
         )
-    supported = [csi.ControllerServiceCapability(rpc=_Rpc(type=rpc)) for rpc in offered]
+    supported = [csi.ControllerServiceCapability(rpc=_Rpc(type=rpc)) for rpc in types]
     return csi.ControllerGetCapabilitiesResponse(capabilities=supported)
 
 
@@ -279,13 +279,13 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         config = self._configuration.now
         return capabilities(expand=config.controller_expand, attach=config.attach)
 
-    def _attached_to(self, one: Volume) -> Sequence[str]:
+    def _attached_to(self, volume: Volume) -> Sequence[str]:
         """The ids of the nodes to which a volume is attached: this node's id, or none."""
         node_id = self._configuration.now.node_id
-        return () if one.attachment_to(node_id) is None else (node_id,)
+        return () if volume.attachment_to(node_id) is None else (node_id,)
 
-    def _snapshot(self, one: Snapshot) -> csi.Snapshot:
-        return messages.snapshot(one, self._configuration.now.here)
+    def _snapshot(self, snapshot: Snapshot) -> csi.Snapshot:
+        return messages.snapshot(snapshot, self._configuration.now.here)
 
-    def _volume(self, one: Volume) -> csi.Volume:
-        return messages.volume(one, self._configuration.now.here)
+    def _volume(self, volume: Volume) -> csi.Volume:
+        return messages.volume(volume, self._configuration.now.here)

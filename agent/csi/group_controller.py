@@ -70,11 +70,13 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
         snapshot = self._snapshotter.get(requests.KnownGroupSnapshot.from_proto(request))
         return csi.GetVolumeGroupSnapshotResponse(group_snapshot=self._group_snapshot(snapshot))
 
-    def _group_snapshot(self, one: GroupSnapshot) -> csi.VolumeGroupSnapshot:
+    def _group_snapshot(self, group_snapshot: GroupSnapshot) -> csi.VolumeGroupSnapshot:
         segments = self._configuration.now.here
         return csi.VolumeGroupSnapshot(
-            group_snapshot_id=one.id,
-            snapshots=[messages.snapshot(snapshot, segments) for snapshot in one.snapshots],
-            creation_time=messages.time_of(one.time_nanoseconds),
-            ready_to_use=one.is_ready,
+            group_snapshot_id=group_snapshot.id,
+            snapshots=[
+                messages.snapshot(snapshot, segments) for snapshot in group_snapshot.snapshots
+            ],
+            creation_time=messages.time_of(group_snapshot.time_nanoseconds),
+            ready_to_use=group_snapshot.is_ready,
         )

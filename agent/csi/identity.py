@@ -19,15 +19,15 @@ _version = cache(version)
 
 
 def capabilities(
-    offered: Iterable[csi.PluginCapability.Service.Type.ValueType] = (),
+    optional_services: Iterable[csi.PluginCapability.Service.Type.ValueType] = (),
 ) -> csi.GetPluginCapabilitiesResponse:
-    """The answer to GetPluginCapabilities; `offered` are optional services, added by extras."""
+    """The answer to GetPluginCapabilities; extras add the `optional_services`."""
     services = (
         _Service.CONTROLLER_SERVICE,
         _Service.VOLUME_ACCESSIBILITY_CONSTRAINTS,
         _Service.GROUP_CONTROLLER_SERVICE,
         _Service.SNAPSHOT_ACCESSIBILITY_CONSTRAINTS,
-        *offered,
+        *optional_services,
     )
     supported = [csi.PluginCapability(service=_Service(type=service)) for service in services]
     supported.append(csi.PluginCapability(volume_expansion=_Expansion(type=_Expansion.ONLINE)))
@@ -41,11 +41,11 @@ class Identity(csi_pb2_grpc.IdentityServicer):
         self,
         readiness: Readiness,
         driver_name: str,
-        offered: Iterable[csi.PluginCapability.Service.Type.ValueType] = (),
+        optional_services: Iterable[csi.PluginCapability.Service.Type.ValueType] = (),
     ) -> None:
-        """Store what the RPCs return; `offered` are optional services, added by extras."""
+        """Store what the RPCs return; extras add the `optional_services`."""
         self._readiness = readiness
-        self._offered = tuple(offered)
+        self._optional_services = tuple(optional_services)
         self._name = driver_name
         self._version = _version("carver")
 
@@ -63,7 +63,7 @@ class Identity(csi_pb2_grpc.IdentityServicer):
         The properties are that a volume or snapshot is accessible on one node only, and that
         volumes can grow while they are in use.
         """
-        return capabilities(self._offered)
+        return capabilities(self._optional_services)
 
     def Probe(self, request: csi.ProbeRequest, context: grpc.ServicerContext) -> csi.ProbeResponse:
         """Return whether start-up is complete; raise NotReady if the plugin can serve nothing.
@@ -71,5 +71,5 @@ class Identity(csi_pb2_grpc.IdentityServicer):
         The function ProbeForever of the sidecars (csi-lib-utils, rpc) retries while start-up is not
         complete, and gives up if the RPC fails.
         """
-        ready = self._readiness.probe()
-        return csi.ProbeResponse(ready=wrappers_pb2.BoolValue(value=ready))
+        is_ready = self._readiness.probe()
+        return csi.ProbeResponse(ready=wrappers_pb2.BoolValue(value=is_ready))

@@ -186,7 +186,7 @@ class Interceptor(grpc.ServerInterceptor):
 
     def _answers(
         self,
-        made: Trace,
+        rpc_trace: Trace,
         behaviour: _Behaviour,
         request: Message,
         context: grpc.ServicerContext,
@@ -199,7 +199,7 @@ class Interceptor(grpc.ServerInterceptor):
             answers: Iterator[Any] | None = None
             while True:
                 with (
-                    trace.within(made),
+                    trace.within(rpc_trace),
                     command.time_limit(_remaining_seconds(context)),
                     self._admission.call(),
                 ):
@@ -211,17 +211,17 @@ class Interceptor(grpc.ServerInterceptor):
                 yield answer
 
     def _record(
-        self, made: Trace, request: Message, problem: Exception | None = None
+        self, rpc_trace: Trace, request: Message, problem: Exception | None = None
     ) -> tuple[grpc.StatusCode, str]:
         """Log and count an RPC that ended; return the RPC's gRPC code and error message."""
         code, message = grpc.StatusCode.OK, ""
         if problem is not None:
             code, message = codes.code_of(problem), str(problem) or type(problem).__name__
         if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
-            _log.debug("%s raised", made.method, exc_info=problem)
-        self._traces.end(made, code.name)
-        _write(made, request, message)
-        self._observe(made)
+            _log.debug("%s raised", rpc_trace.method, exc_info=problem)
+        self._traces.end(rpc_trace, code.name)
+        _write(rpc_trace, request, message)
+        self._observe(rpc_trace)
         return code, message
 
 
@@ -290,26 +290,26 @@ def _group(subject: str, request: Message) -> str | None:
     return "" if getattr(request, "volume_id", "") else None
 
 
-def _write(made: Trace, request: Message, message: str) -> None:
+def _write(rpc_trace: Trace, request: Message, message: str) -> None:
     # Log routine RPCs, such as probes, at debug level unless they fail: they come all day long.
-    routine = made.code == grpc.StatusCode.OK.name and made.method in ROUTINE
+    routine = rpc_trace.code == grpc.StatusCode.OK.name and rpc_trace.method in ROUTINE
     level = logging.DEBUG if routine else logging.INFO
     if not _log.isEnabledFor(level):
         return
     fields: dict[str, object] = {
-        "method": made.method,
-        "volume": made.volume,
-        "code": made.code,
-        "milliseconds": round(made.seconds * 1000, 1),
+        "method": rpc_trace.method,
+        "volume": rpc_trace.volume,
+        "code": rpc_trace.code,
+        "milliseconds": round(rpc_trace.seconds * 1000, 1),
     }
     if message:
         fields["error"] = message
     is_debug = _log.isEnabledFor(logging.DEBUG)
-    if is_debug and made.steps:
-        fields["steps"] = ", ".join(map(str, made.steps))
+    if is_debug and rpc_trace.steps:
+        fields["steps"] = ", ".join(map(str, rpc_trace.steps))
     _log.log(level, "call", extra={"fields": fields})
     if is_debug:
-        _log.debug("request", extra={"fields": {"method": made.method, **stripped(request)}})
+        _log.debug("request", extra={"fields": {"method": rpc_trace.method, **stripped(request)}})
 
 
 # Fields of requests that name the volume or snapshot of an RPC, in order of precedence.

@@ -16,29 +16,29 @@ from proto import csi_pb2 as csi
 _Backend = csi.NodeGetStorageHealthResponse.StorageBackendHealth
 
 
-def volume_health(one: VolumeHealth) -> csi.VolumeHealth:
+def volume_health(health: VolumeHealth) -> csi.VolumeHealth:
     """The CSI message of a volume's health, with an entry for each health condition."""
-    now = time.time()
+    now_seconds = time.time()
     return csi.VolumeHealth(
-        volume_id=one.volume_id,
+        volume_id=health.volume_id,
         health_statuses=[
             csi.VolumeHealth.VolumeHealthEntry(
                 status=csi.VolumeHealthErrorType.Value(condition.reason.of_volume),
                 reason=condition.reason.word,
-                message=condition.text(now),
+                message=condition.text(now_seconds),
             )
-            for condition in one.conditions
+            for condition in health.conditions
         ],
     )
 
 
-def storage_health(one: Condition) -> _Backend:
+def storage_health(condition: Condition) -> _Backend:
     """The CSI message of a health condition of the node's storage."""
     return _Backend(
-        status=csi.StorageHealthErrorType.Value(one.reason.of_storage),
-        reason=one.reason.word,
-        message=one.text(time.time()),
-        volume_capability=_CAPABILITIES.get(one.reason.access),
+        status=csi.StorageHealthErrorType.Value(condition.reason.of_storage),
+        reason=condition.reason.word,
+        message=condition.text(time.time()),
+        volume_capability=_CAPABILITIES.get(condition.reason.access),
     )
 
 
@@ -48,34 +48,34 @@ _CAPABILITIES = {
 }
 
 
-def volume(one: Volume, here: Mapping[str, str]) -> csi.Volume:
-    """The CSI message of a volume, with this node's topology segments, `here`."""
+def volume(record: Volume, segments: Mapping[str, str]) -> csi.Volume:
+    """The CSI message of a volume, with this node's topology `segments`."""
     message = csi.Volume()
-    put_volume(message, one, csi.Topology(segments=here))
+    put_volume(message, record, csi.Topology(segments=segments))
     return message
 
 
-def put_volume(message: csi.Volume, one: Volume, here: csi.Topology) -> None:
+def put_volume(message: csi.Volume, record: Volume, topology: csi.Topology) -> None:
     """Fill in the CSI message of a volume.
 
     The message may be an entry of a list's answer; protobuf would copy a message that was made
     apart into the list.
     """
-    message.volume_id = str(one.id)
-    message.capacity_bytes = one.capacity_bytes
+    message.volume_id = str(record.id)
+    message.capacity_bytes = record.capacity_bytes
     # Set each key by itself: `update` would first check the type of the mapping, for each volume.
-    for key, value in context_of(one.own_tags).items():
+    for key, value in context_of(record.own_tags).items():
         message.volume_context[key] = value
-    message.accessible_topology.append(here)
-    source = clone.source_of(one.own_tags)
+    message.accessible_topology.append(topology)
+    source = clone.source_of(record.own_tags)
     if source is not None and source.kind == requests.SNAPSHOT:
         message.content_source.snapshot.snapshot_id = source.id
     elif source is not None:
         message.content_source.volume.volume_id = source.id
 
 
-def snapshot(one: Snapshot, here: Mapping[str, str]) -> csi.Snapshot:
-    """The CSI message of a snapshot, with this node's topology segments, `here`.
+def snapshot(record: Snapshot, segments: Mapping[str, str]) -> csi.Snapshot:
+    """The CSI message of a snapshot, with this node's topology `segments`.
 
     A snapshot can be restored only on its own node, so the topology is that node's. The size is the
     size that the source volume's claim requested, not the size that the request was rounded up to:
@@ -84,13 +84,13 @@ def snapshot(one: Snapshot, here: Mapping[str, str]) -> csi.Snapshot:
     the size of the restored volume again.
     """
     return csi.Snapshot(
-        size_bytes=one.requested_bytes,
-        snapshot_id=str(one.id),
-        source_volume_id=str(one.source_id),
-        creation_time=time_of(one.time_nanoseconds),
-        ready_to_use=one.is_ready,
-        group_snapshot_id=one.group_snapshot_id,
-        accessible_topology=[csi.Topology(segments=here)],
+        size_bytes=record.requested_bytes,
+        snapshot_id=str(record.id),
+        source_volume_id=str(record.source_id),
+        creation_time=time_of(record.time_nanoseconds),
+        ready_to_use=record.is_ready,
+        group_snapshot_id=record.group_snapshot_id,
+        accessible_topology=[csi.Topology(segments=segments)],
     )
 
 

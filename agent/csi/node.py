@@ -130,7 +130,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         self, request: csi.NodeGetCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetCapabilitiesResponse:
         """Return the optional RPCs that the Node service implements."""
-        offered = (
+        types = (
             _Rpc.STAGE_UNSTAGE_VOLUME,
             _Rpc.GET_VOLUME_STATS,
             _Rpc.GET_VOLUME_HEALTH,
@@ -138,7 +138,7 @@ class Node(csi_pb2_grpc.NodeServicer):
             _Rpc.EXPAND_VOLUME,
             _Rpc.SINGLE_NODE_MULTI_WRITER,
         )
-        capabilities = [csi.NodeServiceCapability(rpc=_Rpc(type=rpc)) for rpc in offered]
+        capabilities = [csi.NodeServiceCapability(rpc=_Rpc(type=rpc)) for rpc in types]
         return csi.NodeGetCapabilitiesResponse(capabilities=capabilities)
 
     def NodeGetInfo(
@@ -152,19 +152,19 @@ class Node(csi_pb2_grpc.NodeServicer):
         )
 
 
-def _usage(found: Statistics) -> list[csi.VolumeUsage]:
+def _usage(statistics: Statistics) -> list[csi.VolumeUsage]:
     unit = csi.VolumeUsage.Unit
-    if found.usage is None:
-        return [csi.VolumeUsage(unit=unit.BYTES, total=found.total_bytes)]
+    if statistics.usage is None:
+        return [csi.VolumeUsage(unit=unit.BYTES, total=statistics.total_bytes)]
     usages = [
         csi.VolumeUsage(
             unit=unit.BYTES,
-            total=found.usage.total_bytes,
-            used=found.usage.used_bytes,
-            available=found.usage.available_bytes,
+            total=statistics.usage.total_bytes,
+            used=statistics.usage.used_bytes,
+            available=statistics.usage.available_bytes,
         )
     ]
-    if (inodes := found.usage.inodes) is not None:
+    if (inodes := statistics.usage.inodes) is not None:
         usages.append(
             csi.VolumeUsage(
                 unit=unit.INODES,

@@ -99,27 +99,27 @@ class Operator(carver_pb2_grpc.OperatorServicer):
     def VolumesHere(
         self, request: Empty, context: grpc.ServicerContext
     ) -> carver.VolumesHereResponse:
-        listed = self._listing.volumes()
+        listing = self._listing.volumes()
         return carver.VolumesHereResponse(
             entries=[
-                messages.volume(volume, self._configuration.now.here) for volume in listed.entries
+                messages.volume(volume, self._configuration.now.here) for volume in listing.entries
             ],
-            away=listed.away,
-            claims={str(volume.id): volume.claim for volume in listed.entries if volume.claim},
-            keys=_keys(listed.entries),
+            away=listing.away,
+            claims={str(volume.id): volume.claim for volume in listing.entries if volume.claim},
+            keys=_keys(listing.entries),
         )
 
     def SnapshotsHere(
         self, request: Empty, context: grpc.ServicerContext
     ) -> carver.SnapshotsHereResponse:
-        listed = self._listing.snapshots()
+        listing = self._listing.snapshots()
         return carver.SnapshotsHereResponse(
             entries=[
                 messages.snapshot(snapshot, self._configuration.now.here)
-                for snapshot in listed.entries
+                for snapshot in listing.entries
             ],
-            away=listed.away,
-            keys=_keys(listed.entries),
+            away=listing.away,
+            keys=_keys(listing.entries),
         )
 
     def AdoptVolume(
@@ -136,10 +136,10 @@ class Operator(carver_pb2_grpc.OperatorServicer):
         with self._locks.hold(adoption.name, adoption.new_name):
             return self._adoption(self._adopter.undo(adoption))
 
-    def _adoption(self, made: Adoption) -> carver.AdoptVolumeResponse:
+    def _adoption(self, adoption: Adoption) -> carver.AdoptVolumeResponse:
         segments = self._configuration.now.here
-        volume = None if made.volume is None else messages.volume(made.volume, segments)
-        return carver.AdoptVolumeResponse(volume=volume, changes=made.changes)
+        volume = None if adoption.volume is None else messages.volume(adoption.volume, segments)
+        return carver.AdoptVolumeResponse(volume=volume, changes=adoption.changes)
 
 
 def _asked(request: carver.AdoptVolumeRequest) -> Asked:
@@ -173,14 +173,14 @@ def require(request: Message, *required: str, max_characters: int = _MAX_CHARACT
             raise errors.BadField(field.name, problem)
 
 
-def _progress(found: Progress) -> carver.Progress:
-    return carver.Progress(done=found.done, message=found.message)
+def _progress(progress: Progress) -> carver.Progress:
+    return carver.Progress(done=progress.done, message=progress.message)
 
 
-def _keys(found: Iterable[Volume | Snapshot]) -> dict[str, str]:
+def _keys(volumes_or_snapshots: Iterable[Volume | Snapshot]) -> dict[str, str]:
     """The name of the encryption key of each encrypted volume or snapshot, by its id."""
     return {
         str(record.id): records.key_generation(record.own_tags)
-        for record in found
+        for record in volumes_or_snapshots
         if record.is_encrypted
     }

@@ -43,12 +43,12 @@ def this_host(config: Config) -> Host:
     return Host(run, Kernel(), Devices(), Disks(), converse, stream=run.stream, cgroups=cgroups)
 
 
-def log_command(finished: Finished, **more: object) -> None:
-    """Log a command that ended, at debug level; `more` are further fields of the log line."""
+def log_command(finished: Finished, **extra_fields: object) -> None:
+    """Log a command that ended, at debug level, with `extra_fields` added to the log line."""
     fields = {
         "command": " ".join(finished.words),
         "exit_code": finished.exit_code,
         "milliseconds": round(finished.seconds * 1000, 1),
-        **more,
+        **extra_fields,
     }
     _log.debug("command", extra={"fields": fields})

@@ -91,12 +91,12 @@ class Metrics:
         )
         ProcessCollector(registry=registry)
 
-    def count_call(self, ended: Trace) -> None:
+    def count_call(self, rpc_trace: Trace) -> None:
         """Count an RPC that ended, and add its steps to the time spent on each kind of step."""
-        self._calls.labels(ended.method, ended.code).inc()
-        self._call_seconds.labels(ended.method).observe(ended.seconds)
-        for kind, seconds in ended.by_kind.items():
-            self._step_seconds.labels(ended.method, kind).inc(seconds)
+        self._calls.labels(rpc_trace.method, rpc_trace.code).inc()
+        self._call_seconds.labels(rpc_trace.method).observe(rpc_trace.seconds)
+        for kind, seconds in rpc_trace.by_kind.items():
+            self._step_seconds.labels(rpc_trace.method, kind).inc(seconds)
 
     def counted(self, run: Runner) -> Runner:
         """Wrap `run` to count each program that it runs, even one that cannot be started."""
@@ -276,8 +276,8 @@ def _each(scrape: Scrape, measure: Callable[[report.Group], float]) -> Samples:
 
 
 def _volumes(scrape: Scrape, *, encrypted_only: bool = False) -> Samples:
-    counted = (volume for volume in scrape.volumes if volume.is_encrypted or not encrypted_only)
-    counts = Counts(volume.group.name for volume in counted)
+    volumes = (volume for volume in scrape.volumes if volume.is_encrypted or not encrypted_only)
+    counts = Counts(volume.group.name for volume in volumes)
     return _each(scrape, lambda group: counts[group.name])
 
 
@@ -292,9 +292,9 @@ def _key_generations(scrape: Scrape) -> Samples:
 
 def _volume_health(scrape: Scrape) -> Samples:
     diagnosis = scrape.service.diagnosis
-    mounts, until = diagnosis.mounts(), time.monotonic() + conditions.PATIENCE_SECONDS
+    mounts, until_seconds = diagnosis.mounts(), time.monotonic() + conditions.PATIENCE_SECONDS
     for volume in scrape.volumes:
-        for condition in diagnosis.of(volume, mounts, until_seconds=until):
+        for condition in diagnosis.of(volume, mounts, until_seconds=until_seconds):
             yield (str(volume.id), condition.reason.of_volume, condition.reason.word), 1
 
 
@@ -429,15 +429,15 @@ class _Gauges(Collector):
         yield from (row.measured(scrape) for row in OF_PROCESS)
         for extra in self._service.extras.values():
             yield from map(of_extra, extra.gauges())
-        up = GaugeMetricFamily("carver_lvm_up", "1 if lvm2 gave a report when last asked.")
+        lvm_gauge = GaugeMetricFamily("carver_lvm_up", "1 if lvm2 gave a report when last asked.")
         try:
             scrape.known  # noqa: B018
         except (AgentError, mount_errors.CommandError):
-            up.add_metric([], 0)
-            yield up
+            lvm_gauge.add_metric([], 0)
+            yield lvm_gauge
             return
-        up.add_metric([], 1)
-        yield up
+        lvm_gauge.add_metric([], 1)
+        yield lvm_gauge
         yield GaugeMetricFamily(
             "carver_report_timestamp_seconds",
             "Time when the report of the groups was read.",

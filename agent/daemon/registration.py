@@ -169,11 +169,15 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         this boot stays: kubelet would take the removal of that socket for the removal of the
         driver, and so unregister the driver that the new socket has registered.
         """
-        since = time.time() - boot.seconds()
+        boot_time_seconds = time.time() - boot.seconds()
         paths = self._directory.glob(f"{self._name}-{'[0-9a-f]' * 3}.sock")
         for path in filter(sockets.is_stale, (*paths, self._plain)):
             # A socket with `-reg` in its name has no id of a boot: go by the time of its creation.
-            is_old = path.lstat().st_ctime < since if path == self._plain else path != self.socket
+            is_old = (
+                path.lstat().st_ctime < boot_time_seconds
+                if path == self._plain
+                else path != self.socket
+            )
             if is_old:
                 path.unlink(missing_ok=True)
 

@@ -27,10 +27,10 @@ class Reloader:
         groups are recovered in the background. Raises nothing.
         """
         configuration = self._service.configuration
-        before = configuration.now
+        old_settings = configuration.now
         try:
             waiting = configuration.reload(self._load)
-            self._apply(before)
+            self._apply(old_settings)
         except errors.BadConfig as error:
             _log.error("the configuration is not reloaded, and stays as it was: %s", error)
         except Exception:
@@ -39,21 +39,24 @@ class Reloader:
         else:
             for key, why in waiting.items():
                 _log.warning("setting %s waits for a restart of Carver: %s", key, why)
-            now = configuration.now
-            classes = ", ".join(device_class.name for device_class in now.classes)
-            groups = ", ".join(now.groups)
+            settings = configuration.now
+            classes = ", ".join(device_class.name for device_class in settings.classes)
+            groups = ", ".join(settings.groups)
             _log.info("configuration reloaded: classes %s, volume groups %s", classes, groups)
 
-    def _apply(self, before: Config) -> None:
+    def _apply(self, old_settings: Config) -> None:
         """Apply the new configuration to the parts that do not read it at each use."""
-        service, now = self._service, self._service.configuration.now
-        if (now.log_format, now.log_level) != (before.log_format, before.log_level):
-            log.configure(now.log_format, now.log_level)
+        service, settings = self._service, self._service.configuration.now
+        if (settings.log_format, settings.log_level) != (
+            old_settings.log_format,
+            old_settings.log_level,
+        ):
+            log.configure(settings.log_format, settings.log_level)
         group_definitions.begin(service.definitions, service.volume_groups)
         # Have all disks scanned again, because the setting `devices` may have changed.
         service.volume_groups.outdate()
-        for name in before.groups:
-            if name not in now.groups:
+        for name in old_settings.groups:
+            if name not in settings.groups:
                 _log.warning("volume group %s: no class names it any more; it is let go of", name)
                 service.volume_groups.workers.let_go(name)
         # Recover all groups again, without resuming suspended devices of a new group: an RPC that

@@ -218,7 +218,7 @@ def serve(
             service.volume_groups.rest()
             recovery.step()
 
-        watch = Watch(service.reports, then=rest_and_retry)
+        watch = Watch(service.reports, retry_groups=rest_and_retry)
         ending.callback(watch.stop)
         _log.info("serving %s on %s", ", ".join(config.groups), config.endpoint)
         notify("READY=1")

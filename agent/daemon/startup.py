@@ -28,17 +28,17 @@ _MAX_AGE_SECONDS = 60.0
 
 
 class Watch:
-    """Background tasks: refresh cached reports, scan disks after udev events, and call `then`.
+    """Background tasks: refresh cached reports, scan disks after udev events, retry groups.
 
-    `then` is called every two seconds. Like a refresh it has to return at once, and therefore
-    starts other threads for work that may hang.
+    `retry_groups` is called every two seconds. Like a refresh it has to return at once, and
+    therefore starts other threads for work that may hang.
     """
 
     def __init__(
         self,
         reports: Reports,
         listen: Callable[[], DiskEvents | None] = DiskEvents.open,
-        then: Callable[[], None] = lambda: None,
+        retry_groups: Callable[[], None] = lambda: None,
     ) -> None:
         self._reports = reports
         self._listen = listen
@@ -52,7 +52,7 @@ class Watch:
             self._udev,
             PeriodicTask("refresh", self._refresh, _INTERVAL_SECONDS, failure % "LVM"),
             PeriodicTask(
-                "volume groups", then, _INTERVAL_SECONDS, "volume groups are not tried: %s"
+                "volume groups", retry_groups, _INTERVAL_SECONDS, "volume groups are not tried: %s"
             ),
         )
 
@@ -96,12 +96,13 @@ _PATIENCE_SECONDS = 60.0
 
 
 def startup(
-    begin: Callable[[], None], admission: Admission, after: Callable[[], None]
+    begin: Callable[[], None], admission: Admission, background_work: Callable[[], None]
 ) -> PeriodicTask:
-    """Return a task that retries `begin` until it succeeds, then admits RPCs and calls `after`.
+    """Return a task that retries `begin` until it succeeds, and then admits RPCs.
 
-    While `begin` fails, RPCs that need LVM are refused with its error. `begin` checks the state
-    before each step, so it may fail, or be killed, at any step.
+    After the admission the task calls `background_work`, and is not run again. While `begin` fails,
+    RPCs that need LVM are refused with its error. `begin` checks the state before each step, so it
+    may fail, or be killed, at any step.
     """
 
     def attempt() -> None:
@@ -113,7 +114,7 @@ def startup(
             raise
         task.stop()
         admission.open()
-        after()
+        background_work()
 
     task = PeriodicTask(
         "startup",

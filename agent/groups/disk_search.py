@@ -83,17 +83,19 @@ class Location:
         return kinds.get(uuid, max(kinds.values(), default=Kind.FOREIGN))
 
 
-def names_of(found: Mapping[str, Found]) -> set[str]:
+def names_of(scanned_disks: Mapping[str, Found]) -> set[str]:
     """Return the names of all volume groups in the labels of scanned disks."""
-    return {label.group.name for label in _labels(found).values() if label.group is not None}
+    return {
+        label.group.name for label in _labels(scanned_disks).values() if label.group is not None
+    }
 
 
-def claims(found: Mapping[str, Found], name: str) -> Iterator[tuple[str, str]]:
+def claims(scanned_disks: Mapping[str, Found], name: str) -> Iterator[tuple[str, str]]:
     """Return the disks that claim to be in a volume group that `locate` did not find, and why.
 
     Each disk is a pair: its path, and what its label says.
     """
-    for path, label in _labels(found).items():
+    for path, label in _labels(scanned_disks).items():
         if label.group is not None and label.group.name == name:
             yield (
                 path,
@@ -103,21 +105,23 @@ def claims(found: Mapping[str, Found], name: str) -> Iterator[tuple[str, str]]:
 
 
 def unknown(
-    found: Mapping[str, Found], uuids: Collection[str], own: Collection[str]
+    scanned_disks: Mapping[str, Found], uuids: Collection[str], own_paths: Collection[str]
 ) -> Iterator[tuple[str, str]]:
     """Return the disks that may hold volumes of Carver's in a group that is not in use, and why.
 
-    `uuids` are the UUIDs of the groups in use. `own` are the paths of disks that are known to be in
-    one of these groups, whatever their labels say now.
+    `uuids` are the UUIDs of the groups in use. `own_paths` are the paths of disks that are known to
+    be in one of these groups, whatever their labels say now.
 
     Left out are disks of groups without Carver's tags, which are the operator's, and disks of
     guests and other drivers (Kind.FOREIGN), on which no group is ever looked for.
     """
     labels = {
-        path: label for path, label in _labels(found).items() if label.kind is not Kind.FOREIGN
+        path: label
+        for path, label in _labels(scanned_disks).items()
+        if label.kind is not Kind.FOREIGN
     }
     members = {uuid for label in labels.values() if label.group for uuid in label.group.disk_uuids}
-    for path, disk in sorted(found.items()):
+    for path, disk in sorted(scanned_disks.items()):
         if isinstance(disk, PhysicalLabel):
             why = _unknown_group(disk, uuids, members) if path in labels else ""
         elif candidate_devices.is_foreign(path) or (
@@ -127,7 +131,7 @@ def unknown(
         else:
             why = str(disk)
         is_of_another = isinstance(disk, PhysicalLabel) and disk.group is not None
-        if why and (is_of_another or path not in own):
+        if why and (is_of_another or path not in own_paths):
             yield path, why
 
 
@@ -146,32 +150,37 @@ def _unknown_group(label: PhysicalLabel, uuids: Collection[str], members: Collec
 
 
 def locate(
-    found: Mapping[str, Found],
+    scanned_disks: Mapping[str, Found],
     name: str,
-    known: Location | None = None,
-    listed: Collection[str] = (),
+    last_location: Location | None = None,
+    listed_disks: Collection[str] = (),
     *,
     sequences: Callable[[Collection[str]], Mapping[str, str]] = lambda _paths: {},
     backed_up: Callable[[], str] = lambda: "",
 ) -> Location | None:
     """Locate the volume group called `name`; return None if the group is not on this node.
 
-    `found` is the result of a scan, `known` the group's last location. `listed` are the disks that
-    the operator named for the group. `sequences` is `lvm.disk_reader.Disks.sequences`. `backed_up`
-    returns the UUID of the group of that name in lvm2's backups.
+    `scanned_disks` is the result of a scan, `last_location` the group's last location.
+    `listed_disks` are the disks that the operator named for the group. `sequences` is
+    `lvm.disk_reader.Disks.sequences`. `backed_up` returns the UUID of the group of that name in
+    lvm2's backups.
 
     Raises GroupRefused if the group may not be used, and GroupSilent if a disk that may be one of
     the group's does not answer.
     """
-    silent = sorted(path for path, disk in found.items() if isinstance(disk, Unanswered))
+    silent = sorted(path for path, disk in scanned_disks.items() if isinstance(disk, Unanswered))
     unreadable = frozenset[str]()
-    if known is not None:
-        now = sequences({*known.disks, *(path for _, _, path in known.attached.values())})
-        if _was_given_up(found, name, known, now):
-            known = None
+    if last_location is not None:
+        now = sequences(
+            {*last_location.disks, *(path for _, _, path in last_location.attached.values())}
+        )
+        if _was_given_up(scanned_disks, name, last_location, now):
+            last_location = None
         else:
-            unreadable = _unreadable(found, known, now)
-    labels = _Labels(_labels(found), name, known, frozenset(listed), unreadable, backed_up)
+            unreadable = _unreadable(scanned_disks, last_location, now)
+    labels = _Labels(
+        _labels(scanned_disks), name, last_location, frozenset(listed_disks), unreadable, backed_up
+    )
     if (group := labels.group()) is None:
         if silent:
             raise errors.GroupSilent(name, silent)
@@ -179,10 +188,10 @@ def locate(
     _require_usable(group)
     disks = labels.disks(group)
     missing = frozenset(group.disk_uuids) - set(disks.values())
-    was_missing = known is not None and missing <= known.missing
+    was_missing = last_location is not None and missing <= last_location.missing
     # If the same disks were missing before, the silent disks belong to other groups, unless a
     # silent disk was one of this group's.
-    is_known_silent = known is not None and not set(silent).isdisjoint(known.disks)
+    is_known_silent = last_location is not None and not set(silent).isdisjoint(last_location.disks)
     if missing and silent and (is_known_silent or not was_missing):
         raise errors.GroupSilent(name, silent)
     return Location(
@@ -196,9 +205,11 @@ def locate(
     )
 
 
-def _labels(found: Mapping[str, Found]) -> dict[str, PhysicalLabel]:
+def _labels(scanned_disks: Mapping[str, Found]) -> dict[str, PhysicalLabel]:
     return {
-        path: label for path, label in sorted(found.items()) if isinstance(label, PhysicalLabel)
+        path: label
+        for path, label in sorted(scanned_disks.items())
+        if isinstance(label, PhysicalLabel)
     }
 
 
@@ -216,16 +227,16 @@ class _Labels:
         self,
         labels: Mapping[str, PhysicalLabel],
         name: str,
-        known: Location | None,
-        listed: frozenset[str],
+        last_location: Location | None,
+        listed_disks: frozenset[str],
         unreadable: Collection[str],
         backed_up: Callable[[], str],
     ) -> None:
         self._unreadable = unreadable
         self._labels = labels
         self._name = name
-        self._known = known
-        self._listed = listed
+        self._known = last_location
+        self._listed = listed_disks
         self._texts = {
             path: label.group
             for path, label in labels.items()
@@ -253,12 +264,12 @@ class _Labels:
         families = [family for family in self._families() if self._is_believed(family)]
         if not families:
             return None
-        best = min(map(self._rank_of, families))
-        meant = [family for family in families if self._rank_of(family) == best]
-        trusted = [path for family in meant for path in self._trusted(family)]
+        best_rank = min(map(self._rank_of, families))
+        best_families = [family for family in families if self._rank_of(family) == best_rank]
+        trusted = [path for family in best_families for path in self._trusted(family)]
         if len({self._texts[path].uuid for path in trusted}) > 1:
             places: defaultdict[str, list[str]] = defaultdict(list)
-            for path in sorted(path for family in meant for path in family):
+            for path in sorted(path for family in best_families for path in family):
                 places[self._texts[path].uuid].append(path)
             groups = "; ".join(
                 f"{uuid} on {', '.join(paths)}" for uuid, paths in sorted(places.items())
@@ -272,7 +283,7 @@ class _Labels:
         # The newest metadata count, since a disk that was missing may bear older metadata. Among
         # disks with equally new metadata the best proved counts.
         newest = min(trusted, key=lambda path: (-self._texts[path].seqno, self._ranks[path], path))
-        if self._known is None and best[_TRUST - 1] > Kind.LOCAL:
+        if self._known is None and best_rank[_TRUST - 1] > Kind.LOCAL:
             self._require_agreed(newest, trusted)
         return self._texts[newest]
 
@@ -283,11 +294,13 @@ class _Labels:
         newest. The check is left out for local disks, which only this node writes: there the newest
         metadata count, as for lvm2.
         """
-        last = self._texts[newest]
+        newest_text = self._texts[newest]
         for path in trusted:
             text = self._texts[path]
-            is_named = text.seqno < last.seqno and self._labels[newest].uuid in text.disk_uuids
-            if text != last and not is_named:
+            is_named = (
+                text.seqno < newest_text.seqno and self._labels[newest].uuid in text.disk_uuids
+            )
+            if text != newest_text and not is_named:
                 raise errors.GroupRefused(
                     self._name,
                     f"{path} and {newest} claim to be its disks, and contradict each other. Detach"
@@ -336,11 +349,13 @@ class _Labels:
 
     def attached(self, group: Group, disks: Mapping[str, str]) -> Mapping[str, _Attached]:
         """Return how each disk of the group is connected, or was last, by the disk's UUID."""
-        before = {} if self._known is None else self._known.attached
-        kept = {uuid: attached for uuid, attached in before.items() if uuid in group.disk_uuids}
-        now = {path: self._labels[path] for path in disks}
-        return kept | {
-            label.uuid: (label.kind, label.sequence, path) for path, label in now.items()
+        last_attached = {} if self._known is None else self._known.attached
+        members_attached = {
+            uuid: attached for uuid, attached in last_attached.items() if uuid in group.disk_uuids
+        }
+        present_labels = {path: self._labels[path] for path in disks}
+        return members_attached | {
+            label.uuid: (label.kind, label.sequence, path) for path, label in present_labels.items()
         }
 
     def _claims(self, uuid: str, group: Group) -> tuple[str, ...]:
@@ -349,13 +364,15 @@ class _Labels:
         candidates = [path for path in bearers if self._may_be_of(group, path)]
         if not candidates:
             return ()
-        best = self._best(candidates)
-        single = [paths[0] for paths in self._bearers.values() if len(paths) == 1]
-        if len(best) == 1 or not any(self._texts.get(path) == group for path in single):
-            return best
+        best_paths = self._best(candidates)
+        uncopied_paths = [paths[0] for paths in self._bearers.values() if len(paths) == 1]
+        if len(best_paths) == 1 or not any(
+            self._texts.get(path) == group for path in uncopied_paths
+        ):
+            return best_paths
         # Disks with the group's present metadata are the originals: they were written together with
         # the group's other disks, and a copy was not.
-        return tuple(path for path in best if self._texts.get(path) == group) or best
+        return tuple(path for path in best_paths if self._texts.get(path) == group) or best_paths
 
     def _may_be_of(self, group: Group, path: str) -> bool:
         """Whether a disk may be in the group, by the disk's label and how the disk is connected.
@@ -393,7 +410,9 @@ class _Labels:
         sequence = self._known.attached[label.uuid][1]
         return _number(label.sequence) > _number(sequence)
 
-    def _rank(self, path: str, label: PhysicalLabel, uuids: Collection[str], own: str) -> _Rank:
+    def _rank(
+        self, path: str, label: PhysicalLabel, uuids: Collection[str], backup_uuid: str
+    ) -> _Rank:
         """Return the rank of a disk: how well it is proved to be the group's."""
         group = label.group
         return (
@@ -401,14 +420,14 @@ class _Labels:
             path not in self._listed,
             label.kind,
             label.active_groups.isdisjoint(uuids),
-            group is None or group.uuid != own,
+            group is None or group.uuid != backup_uuid,
             group is None or not group.has_own_tags,
         )
 
     def _best(self, paths: Sequence[str]) -> tuple[str, ...]:
         """Return the paths with the best rank."""
-        best = min(self._ranks[path] for path in paths)
-        return tuple(path for path in paths if self._ranks[path] == best)
+        best_rank = min(self._ranks[path] for path in paths)
+        return tuple(path for path in paths if self._ranks[path] == best_rank)
 
     def _families(self) -> list[set[str]]:
         """Group the disks that name the volume group into sets.
@@ -421,14 +440,16 @@ class _Labels:
                 if (text := self._texts.get(path)) is None:
                     continue
                 members = {(text.uuid, uuid) for uuid in text.disk_uuids}
-                joined = [family for family in families if family[1] & members]
+                joined_families = [family for family in families if family[1] & members]
                 families = [family for family in families if not family[1] & members]
-                whole = set[str]({path}).union(*(family[0] for family in joined))
-                families.append((whole, members.union(*(family[1] for family in joined))))
+                paths_of_family = set[str]({path}).union(*(family[0] for family in joined_families))
+                families.append(
+                    (paths_of_family, members.union(*(family[1] for family in joined_families)))
+                )
         return [family[0] for family in families]
 
     def _is_believed(self, family: Collection[str]) -> bool:
-        """Whether a set of disks may be the group's at all.
+        """Whether a set of disks may belong to the volume group at all.
 
         That depends on where the group was found before, on what the operator listed, and on who
         may have written the disks.
@@ -447,19 +468,19 @@ class _Labels:
                 )
                 for path in family
             )
-        worst = Kind.LOCAL if self._listed else Kind.ATTACHED
-        return any(self._labels[path].kind <= worst for path in family)
+        worst_kind = Kind.LOCAL if self._listed else Kind.ATTACHED
+        return any(self._labels[path].kind <= worst_kind for path in family)
 
     def _rank_of(self, family: Collection[str]) -> _Rank:
-        """Return the rank of a set of disks: for each proof, the best of any disk."""
+        """Return the rank of a set of disks: for each proof, the best rank among the disks."""
         ranks = [self._ranks[path] for path in family]
-        known, listed, kind, active, backed_up, has_tags = zip(*ranks, strict=True)
-        return (min(known), min(listed), min(kind), min(active), min(backed_up), min(has_tags))
+        was_known, listed, kind, active, backed_up, has_tags = zip(*ranks, strict=True)
+        return (min(was_known), min(listed), min(kind), min(active), min(backed_up), min(has_tags))
 
     def _trusted(self, family: Collection[str]) -> list[str]:
         """Return the disks of a set whose metadata count.
 
-        Others may have forged metadata that make a disk one of the set, so:
+        A tenant may have forged metadata that make a disk one of the set, so:
 
         1. Take the disks that are best proved by who may have written their metadata.
         2. If these are local disks without copies, they are the result.
@@ -467,22 +488,24 @@ class _Labels:
            with active volumes if there are any, else all.
         4. Add each disk that the metadata of the result name, until no more is added.
         """
-        best = min(self._ranks[path][:_TRUST] for path in family)
-        trusted = [path for path in family if self._ranks[path][:_TRUST] == best]
+        best_proof = min(self._ranks[path][:_TRUST] for path in family)
+        trusted = [path for path in family if self._ranks[path][:_TRUST] == best_proof]
         copied = [path for path in trusted if len(self._bearers[self._labels[path].uuid]) > 1]
-        if not copied and best[-1] is Kind.LOCAL:
+        if not copied and best_proof[-1] is Kind.LOCAL:
             return trusted
         trusted = [path for path in trusted if path not in copied] or trusted
-        first = min(self._ranks[path][: _TRUST + 1] for path in trusted)
-        named = [path for path in trusted if self._ranks[path][: _TRUST + 1] == first]
-        remaining = [path for path in trusted if path not in named]
-        while joining := [path for path in remaining if self._is_named(path, named)]:
-            named += joining
+        best_rank = min(self._ranks[path][: _TRUST + 1] for path in trusted)
+        counted = [path for path in trusted if self._ranks[path][: _TRUST + 1] == best_rank]
+        remaining = [path for path in trusted if path not in counted]
+        while joining := [path for path in remaining if self._is_named(path, counted)]:
+            counted += joining
             remaining = [path for path in remaining if path not in joining]
-        return named
+        return counted
 
-    def _is_named(self, path: str, by: Iterable[str]) -> bool:
-        return any(self._labels[path].uuid in self._texts[namer].disk_uuids for namer in by)
+    def _is_named(self, path: str, naming_paths: Iterable[str]) -> bool:
+        return any(
+            self._labels[path].uuid in self._texts[namer].disk_uuids for namer in naming_paths
+        )
 
 
 # Advice in messages about a disk that is ignored, and left unchanged.
@@ -491,13 +514,14 @@ _FILTER = "(`global_filter` in lvm.conf(5), or lvmdevices(8))"
 
 
 def _unreadable(
-    found: Mapping[str, Found], known: Location, sequences: Mapping[str, str]
+    scanned_disks: Mapping[str, Found], last_location: Location, sequences: Mapping[str, str]
 ) -> frozenset[str]:
     """Return the UUIDs of the group's disks that are still connected but cannot be read now."""
     return frozenset(
         uuid
-        for uuid, (_, sequence, path) in known.attached.items()
-        if sequences.get(path) == sequence and isinstance(found.get(path), Unreadable | Damaged)
+        for uuid, (_, sequence, path) in last_location.attached.items()
+        if sequences.get(path) == sequence
+        and isinstance(scanned_disks.get(path), Unreadable | Damaged)
     )
 
 
@@ -507,7 +531,10 @@ def _number(sequence: str) -> int:
 
 
 def _was_given_up(
-    found: Mapping[str, Found], name: str, known: Location, sequences: Mapping[str, str]
+    scanned_disks: Mapping[str, Found],
+    name: str,
+    last_location: Location,
+    sequences: Mapping[str, str],
 ) -> bool:
     """Whether the group's disks are all still present but no longer the group's.
 
@@ -515,19 +542,19 @@ def _was_given_up(
     disks were removed from the group. A blank disk proves this as well; an unreadable or missing
     disk does not.
     """
-    labels, away = _labels(found), False
-    for path, uuid in zip(known.disks, known.disk_uuids, strict=False):
-        _, sequence, _ = known.attached.get(uuid, (None, sequences.get(path), path))
+    labels, is_any_away = _labels(scanned_disks), False
+    for path, uuid in zip(last_location.disks, last_location.disk_uuids, strict=False):
+        _, sequence, _ = last_location.attached.get(uuid, (None, sequences.get(path), path))
         if path not in sequences or sequences[path] != sequence:
-            away = True
+            is_any_away = True
             continue
-        away = away or isinstance(found.get(path), Unreadable | Damaged)
+        is_any_away = is_any_away or isinstance(scanned_disks.get(path), Unreadable | Damaged)
         label = labels.get(path)
-        if label is None or label.group is None or label.group.uuid != known.uuid:
+        if label is None or label.group is None or label.group.uuid != last_location.uuid:
             continue
         # The metadata on a disk of the group have the group's present name.
         return label.group.name != name
-    return not away
+    return not is_any_away
 
 
 def _require_usable(group: Group) -> None:

@@ -71,23 +71,23 @@ class GroupDefinitions:
             if self.ended.get(name) != definition
         }
 
-    def group(self, known: report.Report, name: str) -> report.Group:
+    def group(self, state: report.Report, name: str) -> report.Group:
         """Return the volume group called `name` from a report; raise GroupRefused or GroupMissing.
 
         Raises GroupRefused if the group could not be created, or is not the defined one. The check
         is made on each call, so that a group that appears or is repaired needs no restart.
         """
-        if name not in known.groups and name in self.failures:
+        if name not in state.groups and name in self.failures:
             raise errors.GroupRefused(
                 name,
                 f"{self.failures[name]}. Then restart Carver, or have it"
                 " reload its configuration (SIGHUP)",
             )
-        if name not in known.groups:
+        if name not in state.groups:
             allowed = self.configuration.now.devices
             absent = [device for device in allowed if not _numbers(self.kernel, [device])]
             raise lvm_errors.GroupMissing(name, absent)
-        group = known.group(name)
+        group = state.group(name)
         self.require_meant(group)
         return group
 
@@ -157,8 +157,12 @@ def begin(definitions: GroupDefinitions, volume_groups: VolumeGroups) -> None:
             definitions.ended.pop(name, None)
             if (volume_group := volume_groups.known(name)) is not None:
                 volume_group.is_awaited = False
-        kept = {name: listed for name, listed in definitions.devices.items() if name in defined}
-        definitions.devices = kept
+        still_defined = {
+            name: group_devices
+            for name, group_devices in definitions.devices.items()
+            if name in defined
+        }
+        definitions.devices = still_defined
         _confine(definitions, volume_groups)
 
 
@@ -175,7 +179,9 @@ def create(definitions: GroupDefinitions, volume_groups: VolumeGroups, name: str
     kernel, is_here = definitions.kernel, True
     with _noted(definitions.failures, name):
         _note(definitions, volume_groups, definition, _devices(kernel, definition))
-        is_here = locate(volume_groups.scan(), name, listed=volume_groups.listed(name)) is not None
+        is_here = (
+            locate(volume_groups.scan(), name, listed_disks=volume_groups.listed(name)) is not None
+        )
     if not is_here:
         lvm = _seeing(volume_groups.node, kernel, definitions.listed(name))
         node_report = report.read(lvm)
@@ -211,12 +217,12 @@ def _seeing(lvm: Lvm, kernel: Kernel, devices: Iterable[str]) -> Lvm:
 def _note(
     definitions: GroupDefinitions,
     volume_groups: VolumeGroups,
-    one: GroupDefinition,
+    definition: GroupDefinition,
     devices: Sequence[str],
 ) -> None:
     """Note the devices of a defined volume group, and confine lvm2 to the devices of all groups."""
     with definitions.guard:
-        definitions.devices = {**definitions.devices, one.group: devices}
+        definitions.devices = {**definitions.devices, definition.group: devices}
         _confine(definitions, volume_groups)
 
 
@@ -253,7 +259,7 @@ def _noted(failures: dict[str, str], name: str) -> Iterator[None]:
 
 
 def _make(
-    lvm: Lvm, definitions: GroupDefinitions, known: report.Report, definition: GroupDefinition
+    lvm: Lvm, definitions: GroupDefinitions, state: report.Report, definition: GroupDefinition
 ) -> None:
     """Create a volume group on its devices if each device is vacant.
 
@@ -270,7 +276,7 @@ def _make(
     metadata_bytes = groups.suitable_metadata_bytes(sum(sizes))
     # Devices that are physical volumes without a group are taken without a check: a killed vgcreate
     # leaves such devices.
-    orphans = _numbers(kernel, known.orphans)
+    orphans = _numbers(kernel, state.orphans)
     for device in devices:
         if not _numbers(kernel, [device]) & orphans:
             mounts.require_blank(kernel, device)
@@ -290,9 +296,9 @@ def _require_equal_blocks(kernel: Kernel, devices: Sequence[str]) -> None:
     """
     sizes = {device: kernel.logical_block_bytes(device) for device in devices}
     if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{device}: {size}" for device, size in sizes.items())
+        sizes_text = ", ".join(f"{device}: {size}" for device, size in sizes.items())
         raise errors.NotReady(
-            f"the devices' logical blocks differ ({listed} bytes): a group is of disks with"
+            f"the devices' logical blocks differ ({sizes_text} bytes): a group is of disks with"
             " blocks of one size; list the others for a group of their own"
         )
 
@@ -404,7 +410,9 @@ def _confined(
     }
     if not config.devices and not on_files.issuperset(config.groups):
         return ()
-    own_paths = [kernel.real_path(device) for listed in devices.values() for device in listed]
+    own_paths = [
+        kernel.real_path(device) for group_devices in devices.values() for device in group_devices
+    ]
     # A path that is no disk stands for an empty list, with which lvm2 would scan all devices.
     return (*config.devices, *own_paths) or (_NO_DISK,)
 

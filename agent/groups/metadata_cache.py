@@ -80,7 +80,7 @@ class _Known:
     generation: object
     # The number of device-mapper events of each copy-on-write snapshot, up to the last check that
     # found the snapshot's COW store not overflowed.
-    whole: dict[str, Events] = field(default_factory=dict)
+    snapshot_events: dict[str, Events] = field(default_factory=dict)
 
 
 class MetadataCache:
@@ -181,24 +181,24 @@ class MetadataCache:
         if cached is not None and cached.generation is not generation:
             cached = None
         if cached is not None and not self._may_have_moved(cached):
-            mark = self._fingerprint(cached.location)
-            if (kept := self._kept(cached, mark)) is not None:
-                return kept
+            fingerprint = self._fingerprint(cached.location)
+            if (unchanged := self._kept(cached, fingerprint)) is not None:
+                return unchanged
             # lvm2 sees only the disks known so far. If a commit added or removed disks, the report
             # differs from the location, and the disks are scanned below.
-            group = None if mark is None else self._shown(cached.location)
+            group = None if fingerprint is None else self._shown(cached.location)
             # lvm2 also shows a group that was exported since. Such a group is located anew below,
             # where the labels of its disks say whose it is.
             if group is not None and group.is_one_node_s and _is_whole_on(group, cached.location):
-                return self._remembered(group, cached.location, mark, generation)
+                return self._remembered(group, cached.location, fingerprint, generation)
         location = self._locate()
         if location is None:
             return None
-        mark = self._fingerprint(location)
+        fingerprint = self._fingerprint(location)
         if cached is not None and location == cached.location:
-            kept = self._kept(cached, mark)
-            if kept is not None:
-                return kept
+            unchanged = self._kept(cached, fingerprint)
+            if unchanged is not None:
+                return unchanged
         group = self._shown(location)
         if group is None and self._renew and not is_refused:
             # The group is on the disks, but lvm2 did not show it. A new shell of lvm2's is asked
@@ -207,14 +207,14 @@ class MetadataCache:
             group = self._shown(location)
         if group is None:
             raise errors.GroupRefused(self.name, _why_hidden(location))
-        return self._remembered(group, location, mark, generation)
+        return self._remembered(group, location, fingerprint, generation)
 
-    def _may_have_moved(self, known: _Known) -> bool:
+    def _may_have_moved(self, cached: _Known) -> bool:
         """Whether disks of the group may have been connected or disconnected since the report."""
         is_old = time.monotonic() - self._located >= _BLIND_SECONDS
-        return self.is_outdated or is_old or bool(known.location.missing)
+        return self.is_outdated or is_old or bool(cached.location.missing)
 
-    def _kept(self, known: _Known, mark: Fingerprint | None) -> report.Group | None:
+    def _kept(self, cached: _Known, fingerprint: Fingerprint | None) -> report.Group | None:
         """Return the cached group if it is still true, else None.
 
         The group may be outdated because of the fingerprint of its disks, because of its age, or
@@ -222,39 +222,39 @@ class MetadataCache:
         Snapshots whose COW store overflowed since the report, which takes no commit, are marked in
         the result.
         """
-        is_old = time.monotonic() - known.time_seconds >= _LASTS_SECONDS
-        lost = None if mark != known.fingerprint or is_old else self._lost(known)
-        if lost is None:
+        is_old = time.monotonic() - cached.time_seconds >= _LASTS_SECONDS
+        overflowed = None if fingerprint != cached.fingerprint or is_old else self._lost(cached)
+        if overflowed is None:
             return None
-        if lost:
-            group = known.group
-            changed = {name: replace(group.volumes[name], overflowed=True) for name in lost}
-            known = replace(known, group=replace(group, volumes={**group.volumes, **changed}))
-        self._known = known
-        return known.group
+        if overflowed:
+            group = cached.group
+            changed = {name: replace(group.volumes[name], overflowed=True) for name in overflowed}
+            cached = replace(cached, group=replace(group, volumes={**group.volumes, **changed}))
+        self._known = cached
+        return cached.group
 
-    def _lost(self, known: _Known) -> list[str] | None:
+    def _lost(self, cached: _Known) -> list[str] | None:
         """Return the names of the copy-on-write snapshots that overflowed since the report.
 
-        None if the kernel has no status of a snapshot. One ioctl reads the events of all devices,
-        and one more ioctl the status of each snapshot that had an event.
+        The result is None if the kernel has no status of a snapshot. One ioctl reads the events of
+        all devices, and one more ioctl the status of each snapshot that had an event.
         """
-        if not known.group.readable_copy_on_write:
+        if not cached.group.readable_copy_on_write:
             return []
-        events, lost = self._devices.events(self.name), []
-        for name in known.group.readable_copy_on_write:
-            if (had := events.get(name)) is None:
+        events, overflowed = self._devices.events(self.name), []
+        for name in cached.group.readable_copy_on_write:
+            if (present_events := events.get(name)) is None:
                 return None
-            if known.whole.get(name) == had:
+            if cached.snapshot_events.get(name) == present_events:
                 continue
             status = self._devices.own_status(self.name, name)
             if not status:
                 return None
             if devicemapper.has_overflowed(status):
-                lost.append(name)
+                overflowed.append(name)
             else:
-                known.whole[name] = had
-        return lost
+                cached.snapshot_events[name] = present_events
+        return overflowed
 
     def _locate(self) -> Location | None:
         """Scan all disks and locate the volume group anew; return None if the group is absent."""
@@ -284,17 +284,17 @@ class MetadataCache:
         self._before = location or self._before
         return location
 
-    def _ignore(self, found: Iterable[tuple[str, str]]) -> None:
+    def _ignore(self, ignored_disks: Iterable[tuple[str, str]]) -> None:
         """Log each disk that claims to be the group's but is not, once for each reason."""
-        before, self.ignored = set(self.ignored), tuple(found)
+        logged, self.ignored = set(self.ignored), tuple(ignored_disks)
         for path, why in self.ignored:
-            if (path, why) not in before:
+            if (path, why) not in logged:
                 _log.warning("volume group %s: %s is ignored: it %s", self.name, path, why)
 
     def _shown(self, location: Location) -> report.Group | None:
         """Return lvm2's report of the volume group on these disks.
 
-        None if lvm2 shows no group of the name, or a group with another UUID.
+        The result is None if lvm2 shows no group of the name, or a group with another UUID.
         """
         # The events are read before the report. A snapshot that overflows during the report is
         # either reported as overflowed, or has one more event at the next check.
@@ -307,7 +307,7 @@ class MetadataCache:
         self,
         group: report.Group,
         location: Location,
-        mark: Fingerprint | None,
+        fingerprint: Fingerprint | None,
         generation: object,
     ) -> report.Group:
         """Cache the group if lvm2 committed nothing while it was read; return the group."""
@@ -318,13 +318,19 @@ class MetadataCache:
         # A group with a suspended device is not cached: a resume writes no metadata, so the cache
         # would not notice it.
         is_suspended = any(volume.suspended for volume in group.volumes.values())
-        if mark is not None and mark == self._fingerprint(location) and not is_suspended:
-            whole = {
+        if (
+            fingerprint is not None
+            and fingerprint == self._fingerprint(location)
+            and not is_suspended
+        ):
+            snapshot_events = {
                 name: self._events[name]
                 for name in group.readable_copy_on_write
                 if name in self._events and group.volumes[name].active
             }
-            self._known = _Known(group, location, mark, time.monotonic(), generation, whole)
+            self._known = _Known(
+                group, location, fingerprint, time.monotonic(), generation, snapshot_events
+            )
         return group
 
     def _fingerprint(self, location: Location) -> Fingerprint | None:
@@ -350,10 +356,10 @@ def _memory(text_bytes: int) -> tuple[str, ...]:
     The text may double in length until the next report. The memory is a power of two, so that the
     setting changes rarely: lvm2's shell is restarted for another setting.
     """
-    needed, have = 2 * text_bytes + _BESIDE_TEXT_BYTES, _IO_BYTES
-    while have < needed:
-        have *= 2
-    return (f"global/io_memory_size={have >> 10}",) if have > _IO_BYTES else ()
+    needed_bytes, memory_bytes = 2 * text_bytes + _BESIDE_TEXT_BYTES, _IO_BYTES
+    while memory_bytes < needed_bytes:
+        memory_bytes *= 2
+    return (f"global/io_memory_size={memory_bytes >> 10}",) if memory_bytes > _IO_BYTES else ()
 
 
 def _is_whole_on(group: report.Group, location: Location) -> bool:

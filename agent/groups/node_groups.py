@@ -49,16 +49,16 @@ class HeldGroups:
         releases.callback(volume_group.refresh_later)
         releases.enter_context(volume_group.lock.hold())
 
-    def enter(self, group: str, inside: AbstractContextManager[None]) -> None:
+    def enter(self, group: str, context: AbstractContextManager[None]) -> None:
         """Enter a context that ends when the lock of a volume group is released."""
-        self._of[group].enter_context(inside)
+        self._of[group].enter_context(context)
 
-    def keep(self, group: str, until: Future[None]) -> None:
-        """Have the lock of a volume group released only when `until` is done.
+    def keep(self, group: str, future: Future[None]) -> None:
+        """Have the lock of a volume group released only when `future` is done.
 
-        Until then no other caller changes the group.
+        Before `future` is done, no other caller changes the group.
         """
-        self._kept[group].append(until)
+        self._kept[group].append(future)
 
     def release(self) -> None:
         """Release all locks, without waiting for those that `keep` delays."""
@@ -115,8 +115,8 @@ class VolumeGroups:
     def known(self, name: str) -> VolumeGroup | None:
         """Return a volume group by its name, without a scan of disks.
 
-        None for a group that no device class of the configuration names and that `of` has not found
-        yet.
+        The result is None for a group that no device class of the configuration names and that `of`
+        has not found yet.
         """
         volume_group = self._volume_groups.get(name)
         return self._ensure(name) if volume_group is None and name in self.names else volume_group
@@ -124,7 +124,8 @@ class VolumeGroups:
     def changed_at(self, name: str) -> float:
         """Return the time of Carver's last change of a volume group (monotonic, seconds).
 
-        The present time while the group's lock is held; minus infinity for an unknown group.
+        The result is the present time while the group's lock is held, and minus infinity for an
+        unknown group.
         """
         volume_group = self.known(name)
         return -math.inf if volume_group is None else volume_group.lock.held_at
@@ -221,18 +222,18 @@ class VolumeGroups:
         locks.require_none_held(f"volume group {', '.join(names)} is waited for")
         locks.enter(*names)
         volume_groups = [self.of(name) for name in sorted(set(names))]
-        held = HeldGroups()
+        held_groups = HeldGroups()
         try:
             for volume_group in volume_groups:
                 if volume_group is not None:
-                    held.take(volume_group)
+                    held_groups.take(volume_group)
             with locks.holding(names):
-                yield held
+                yield held_groups
         finally:
-            held.release()
+            held_groups.release()
 
     def unknown_disks(self) -> Sequence[tuple[str, str]]:
-        """Return the disks that may have volumes in a group that is not among `uuids`, and why.
+        """Return the disks that may hold volumes in a group that is not in use here, and why.
 
         Included are disks that only lack an entry in the devices file (lvmdevices(8)), such as a
         disk that was just connected. Left out are disks that the setting `devices` or filters of
@@ -240,11 +241,11 @@ class VolumeGroups:
         """
         disks = self.scan(with_unlisted=True)
         groups = list(self._volume_groups.values())
-        before = {
+        last_sequences = {
             path: sequence for group in groups for path, sequence in group.metadata.attached.items()
         }
-        now = self._disks.sequences(before)
-        unmoved = {path for path, sequence in before.items() if now.get(path) == sequence}
+        now = self._disks.sequences(last_sequences)
+        unmoved = {path for path, sequence in last_sequences.items() if now.get(path) == sequence}
         return list(unknown(disks, set(self.uuids().values()), unmoved))
 
     def scan(self, *, with_unlisted: bool = False) -> Mapping[str, Found]:
@@ -262,10 +263,10 @@ class VolumeGroups:
         root = self.node.root
         if root is None:
             return disks
-        if (listed := lvm2.listed_disks(root)) is not None:
+        if (listed_uuids := lvm2.listed_disks(root)) is not None:
             # With a devices file lvm2 ignores filters. A listed disk is trusted less than a disk of
             # the setting `devices`, since a copy of the disk has the listed UUID as well.
-            listed_paths = {path for path, disk in disks.items() if _is_listed(disk, listed)}
+            listed_paths = {path for path, disk in disks.items() if _is_listed(disk, listed_uuids)}
             chosen = {
                 path: disk for path, disk in disks.items() if with_unlisted or path in listed_paths
             }
@@ -275,8 +276,10 @@ class VolumeGroups:
             }
         if (accepts := candidate_devices.read(root)) is None:
             return disks
-        named = self._every_listed()
-        return {path: disk for path, disk in disks.items() if path in named or accepts(path)}
+        operator_paths = self._every_listed()
+        return {
+            path: disk for path, disk in disks.items() if path in operator_paths or accepts(path)
+        }
 
     def _every_listed(self) -> frozenset[str]:
         """Return the paths of the disks that the operator named for any volume group.
@@ -311,15 +314,15 @@ class VolumeGroups:
         """
         self.workers.replace_hanging_threads()
 
-    def outdate(self, written: str | None = None) -> None:
+    def outdate(self, written_path: str | None = None) -> None:
         """Have all disks scanned at the next read of each group.
 
         Called when a disk was, or may have been, connected or disconnected, or when the disk with
-        the path `written` got other contents. A disk of a group is an exception: the group itself
-        notices a write to its own disks at its next read.
+        the path `written_path` got other contents. A disk of a group is an exception: the group
+        itself notices a write to its own disks at its next read.
         """
         groups = list(self._volume_groups.values())
-        if written is not None and any(group.metadata.has(written) for group in groups):
+        if written_path is not None and any(group.metadata.has(written_path) for group in groups):
             return
         for group in groups:
             group.metadata.is_outdated = True
@@ -366,21 +369,21 @@ class VolumeGroups:
         return volume_group
 
 
-def _when_done(awaited: Sequence[Future[None]], turn: ExitStack) -> None:
-    """Close `turn`, which releases a lock, once all of these futures are done."""
-    if awaited:
-        awaited[0].add_done_callback(lambda _: _when_done(awaited[1:], turn))
+def _when_done(futures: Sequence[Future[None]], releases: ExitStack) -> None:
+    """Close `releases`, which releases the lock of a volume group, when all futures are done."""
+    if futures:
+        futures[0].add_done_callback(lambda _: _when_done(futures[1:], releases))
     else:
-        turn.close()
+        releases.close()
 
 
-def _trusted(found: Found, kind: Kind) -> Found:
+def _trusted(disk: Found, kind: Kind) -> Found:
     """Return a scanned disk that the operator allowed, with a kind no worse than `kind`."""
-    if not isinstance(found, PhysicalLabel):
-        return found
-    return replace(found, kind=min(found.kind, kind))
+    if not isinstance(disk, PhysicalLabel):
+        return disk
+    return replace(disk, kind=min(disk.kind, kind))
 
 
-def _is_listed(found: Found, listed: frozenset[str]) -> bool:
+def _is_listed(disk: Found, listed_uuids: frozenset[str]) -> bool:
     """Whether a scanned disk is, or may be, in the node's devices file (lvmdevices(8))."""
-    return not isinstance(found, PhysicalLabel) or found.uuid.replace("-", "") in listed
+    return not isinstance(disk, PhysicalLabel) or disk.uuid.replace("-", "") in listed_uuids

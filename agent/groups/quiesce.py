@@ -48,37 +48,37 @@ class Resumer:
         self._guard = threading.Lock()
         self._under_way: dict[Held, Future[None]] = {}
 
-    def resume(self, held: Iterable[Held]) -> Mapping[Held, Future[None]]:
+    def resume(self, suspended: Iterable[Held]) -> Mapping[Held, Future[None]]:
         """Begin to resume volumes, and return a future for each volume.
 
         The future is done when the volume is resumed, or when the resume has failed; a failure is
         logged. A volume that lvm2 has resumed meanwhile is no error.
         """
-        return {volume: self._begin(volume) for volume in held}
+        return {volume: self._begin(volume) for volume in suspended}
 
-    def _begin(self, one: Held) -> Future[None]:
+    def _begin(self, volume: Held) -> Future[None]:
         """Begin to resume one volume, or join the resume that is in progress."""
         with self._guard:
-            under_way = self._under_way.get(one)
+            under_way = self._under_way.get(volume)
             if under_way is not None and not under_way.done():
                 return under_way
             with suppress(RuntimeError):
-                ended = self._under_way[one] = command.begin("hold", partial(self._do, one))
-                return ended
+                future = self._under_way[volume] = command.begin("hold", partial(self._do, volume))
+                return future
         # Without a thread for the resume, the volume is resumed in the present thread: otherwise
         # the users of the volume would wait for ever.
-        self._do(one)
-        ended = Future[None]()
-        ended.set_result(None)
-        return ended
+        self._do(volume)
+        future = Future[None]()
+        future.set_result(None)
+        return future
 
-    def _do(self, one: Held) -> None:
+    def _do(self, volume: Held) -> None:
         try:
-            self._devices.resume(*one)
+            self._devices.resume(*volume)
         except BaseException as error:
-            _log.error("volume %s/%s cannot be resumed: %s", *one, error)
+            _log.error("volume %s/%s cannot be resumed: %s", *volume, error)
         with self._guard:
-            self._under_way.pop(one, None)
+            self._under_way.pop(volume, None)
 
 
 class Quiesce:
@@ -138,17 +138,17 @@ class Quiesce:
         if self._over:
             raise errors.QuiesceOver(self._seconds)
 
-    def _suspend(self, one: Held) -> None:
+    def _suspend(self, volume: Held) -> None:
         """Suspend one volume, and resume it at once if the other volumes were resumed meanwhile."""
         try:
-            self._devices.suspend(*one)
+            self._devices.suspend(*volume)
         except BaseException:
-            self._free[one].set_result(None)
+            self._free[volume].set_result(None)
             raise
         with self._guard:
-            self._held.append(one)
-            over = self._over
-        if over:
+            self._held.append(volume)
+            is_over = self._over
+        if is_over:
             # The timer has resumed the other volumes before this volume was suspended, so no other
             # thread resumes this one.
             self._end()
@@ -157,9 +157,9 @@ class Quiesce:
         """Resume all volumes, and let no more be suspended."""
         with self._guard:
             self._over = True
-            held, self._held = self._held, []
-        for volume, ended in self._resumer.resume(held).items():
-            ended.add_done_callback(partial(_follow, self._free[volume]))
+            suspended, self._held = self._held, []
+        for volume, resumed in self._resumer.resume(suspended).items():
+            resumed.add_done_callback(partial(_follow, self._free[volume]))
 
 
 @contextmanager
@@ -173,22 +173,23 @@ def resume_left(
     suspended volume, and one for each other volume. A disk that hangs is not waited for. A caller
     that retries passes the same `resumer` each time.
     """
-    held = list(_held(devices, groups))
-    if not held:
-        yield held
+    suspended = list(_held(devices, groups))
+    if not suspended:
+        yield suspended
         return
     _log.warning(
-        "volumes are suspended since a kill: %s", ", ".join("/".join(volume) for volume in held)
+        "volumes are suspended since a kill: %s",
+        ", ".join("/".join(volume) for volume in suspended),
     )
     resumer = resumer or Resumer(devices)
-    timer = threading.Timer(_LEFT_SECONDS, resumer.resume, [held])
+    timer = threading.Timer(_LEFT_SECONDS, resumer.resume, [suspended])
     timer.daemon = True
     timer.start()
     try:
-        yield held
+        yield suspended
     finally:
         timer.cancel()
-        wait(resumer.resume(held).values(), _RESUME_SECONDS)
+        wait(resumer.resume(suspended).values(), _RESUME_SECONDS)
 
 
 def _held(devices: Devices, groups: Sequence[str]) -> Iterator[Held]:
@@ -199,6 +200,9 @@ def _held(devices: Devices, groups: Sequence[str]) -> Iterator[Held]:
                 yield group, name
 
 
-def _follow(free: Future[None], _: Future[None]) -> None:
-    """Mark a volume as no longer suspended, when the future of its resume is done."""
-    free.set_result(None)
+def _follow(resumed: Future[None], _: Future[None]) -> None:
+    """Complete `resumed`, the future that says that a volume is no longer suspended.
+
+    Called when the future of the volume's resume is done.
+    """
+    resumed.set_result(None)

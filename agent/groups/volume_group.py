@@ -111,7 +111,7 @@ class VolumeGroup:
             self._deferred_steps,
             "volume group %s, deferred work: %s",
             urgent=True,
-            last=True,
+            survives_halt=True,
             level=logging.WARNING,
         )
         # Whether a command that changes the group has ended since the last read began.
@@ -174,7 +174,7 @@ class VolumeGroup:
 
     def _read(self) -> report.Group | None:
         """Read the state, and note the result in this object; the caller holds `_readers`."""
-        before, self._changed = self.status, False
+        previous_status, self._changed = self.status, False
         if self._unanswered_since is None:
             self._unanswered_since = time.monotonic()
         # The unwritten tags are copied before the read. Tags that are written during the read are
@@ -200,7 +200,7 @@ class VolumeGroup:
                 self.last_seen, self.last_seen_seconds = self.cached, self.time_seconds
         finally:
             self.tried_seconds = time.time()
-            self._log_change(before)
+            self._log_change(previous_status)
         return self.cached
 
     def refresh(self) -> "Future[report.Group | None]":
@@ -216,9 +216,9 @@ class VolumeGroup:
 
     def _refresh(self) -> report.Group | None:
         """Read the state once no other thread reads it; runs in the background thread."""
-        with command.time_limit(_BACKGROUND_SECONDS), ExitStack() as turn:
+        with command.time_limit(_BACKGROUND_SECONDS), ExitStack() as lock:
             try:
-                turn.enter_context(self._readers.hold())
+                lock.enter_context(self._readers.hold())
             finally:
                 with self._guard:
                     self._next = None
@@ -277,8 +277,8 @@ class VolumeGroup:
         if volume is None:
             raise lvm_errors.VolumeMissing(self.name, name)
         with self._guard:
-            before = self._unwritten_tags.get(volume.uuid, frozenset())
-            self._unwritten_tags[volume.uuid] = before | frozenset(tags.encode(own_tags))
+            earlier_tags = self._unwritten_tags.get(volume.uuid, frozenset())
+            self._unwritten_tags[volume.uuid] = earlier_tags | frozenset(tags.encode(own_tags))
         self.wake()
 
     def refresh_later(self) -> None:
@@ -345,9 +345,9 @@ class VolumeGroup:
             raise errors.GroupAwaited(self.name)
         return group
 
-    def _log_change(self, before: Status) -> None:
+    def _log_change(self, previous_status: Status) -> None:
         """Log a change of the group's status between the previous read and the last one."""
-        match before, self.status:
+        match previous_status, self.status:
             case "absent" | "refused", "ready" | "partial":
                 _log.warning("volume group %s is on this node again", self.name)
             case (("unknown" | "ready" | "partial"), "absent"):
@@ -391,7 +391,7 @@ class VolumeGroup:
             if is_change:
                 self._changed = self._is_stale = True
 
-    def _require_none_stuck(self, words: tuple[str, ...]) -> None:
+    def _require_none_stuck(self, command_words: tuple[str, ...]) -> None:
         """Raise StillRunning or CommandStuck if a command that hangs forbids this command.
 
         A command that changes the group is refused with StillRunning while any command hangs. A
@@ -403,7 +403,7 @@ class VolumeGroup:
         with self._guard:
             self._stuck = tuple(running for running in self._stuck if not running.ended())
             stuck = self._stuck
-        if stuck and not is_report(words):
+        if stuck and not is_report(command_words):
             raise lvm_errors.StillRunning(stuck[0].words[1], stuck[0].seconds)
         for running in stuck:
             if is_report(running.words):
@@ -427,7 +427,7 @@ def begin_states(
     groups = tuple(volume_groups)
     began = time.monotonic()
     most_seconds = command.patience_seconds(_SHORT_WAIT_SECONDS * _NEEDED_WAIT_TIMES, 0.5)
-    begun = [(volume_group, volume_group._begin(complete)) for volume_group in groups]
+    pending_states = [(volume_group, volume_group._begin(complete)) for volume_group in groups]
 
     def wait_for(refreshing: Iterable["Future[report.Group | None]"], seconds: float) -> None:
         left_seconds = began + min(seconds, most_seconds) - time.monotonic()
@@ -435,17 +435,20 @@ def begin_states(
 
     def end() -> dict[str, report.Group | None]:
         with trace.step(trace.WAIT, "refresh"):
-            wait_for((future for _, future in begun if future is not None), _SHORT_WAIT_SECONDS)
+            wait_for(
+                (future for _, future in pending_states if future is not None), _SHORT_WAIT_SECONDS
+            )
             # Staleness is checked after the first wait, since a change may have ended during that
             # wait.
-            needed = [
+            needed_futures = [
                 future
-                for volume_group, future in begun
+                for volume_group, future in pending_states
                 if complete and future is not None and not future.done() and volume_group._may_lack
             ]
-            wait_for(needed, most_seconds)
+            wait_for(needed_futures, most_seconds)
         return {
-            volume_group.name: volume_group._end(future, complete) for volume_group, future in begun
+            volume_group.name: volume_group._end(future, complete)
+            for volume_group, future in pending_states
         }
 
     return end

@@ -87,68 +87,72 @@ class Adopter:
         self._mender = context.mender
         self._holds, self._conflicts = context.holds, context.conflicts
 
-    def adopt(self, asked: Asked) -> Adoption:
+    def adopt(self, request: Asked) -> Adoption:
         """Tag and rename a logical volume; an adopted volume stays as it is.
 
         An inactive logical volume is activated while its contents are probed, without the group's
         lock. Raises NotAdopted, NotAllowed, VolumeMissing, GroupMissing.
         """
-        if asked.made_by and asked.made_by not in other_drivers.DRIVERS:
-            raise errors.NotAllowed("made_by", asked.made_by, other_drivers.DRIVERS)
-        with self._held(asked) as group:
-            if (adopted := self._adopted(group, asked)) is not None:
-                self._require_asked(asked, adopted)
+        if request.made_by and request.made_by not in other_drivers.DRIVERS:
+            raise errors.NotAllowed("made_by", request.made_by, other_drivers.DRIVERS)
+        with self._held(request) as group:
+            if (adopted := self._adopted(group, request)) is not None:
+                self._require_asked(request, adopted)
                 return Adoption(adopted)
-            probed = group.volume(asked.name)
-            self._planned(asked, group, probed)
-        fs_type = self._contents(asked)
-        with self._held(asked) as group:
-            logical = group.volume(asked.name)
+            probed = group.volume(request.name)
+            self._planned(request, group, probed)
+        fs_type = self._contents(request)
+        with self._held(request) as group:
+            logical = group.volume(request.name)
             if logical.uuid != probed.uuid:
-                raise errors.NotAdopted(asked.path, "it was made anew meanwhile; call again")
-            own_tags = self._planned(asked, group, logical, fs_type)
-            if asked.new_name in group.volumes:
-                raise errors.NotAdopted(asked.path, f"there is a {asked.group}/{asked.new_name}")
+                raise errors.NotAdopted(request.path, "it was made anew meanwhile; call again")
+            own_tags = self._planned(request, group, logical, fs_type)
+            if request.new_name in group.volumes:
+                raise errors.NotAdopted(
+                    request.path, f"there is a {request.group}/{request.new_name}"
+                )
             # Replace the tags, if any, of an earlier adoption or undo that was interrupted.
             removed_tags = dict(logical.own_tags.items() - own_tags.items())
             added_tags = dict(own_tags.items() - logical.own_tags.items())
             steps = []
             if removed_tags:
-                steps.append(f"remove the tags {_words(removed_tags)} from {asked.path}")
+                steps.append(f"remove the tags {_words(removed_tags)} from {request.path}")
             if added_tags:
-                steps.append(f"add the tags {_words(added_tags)} to {asked.path}")
-            steps.append(f"rename {asked.path} to {asked.new_name}")
-            if not asked.dry_run:
-                lvm = self._volume_groups.lvm(asked.group)
+                steps.append(f"add the tags {_words(added_tags)} to {request.path}")
+            steps.append(f"rename {request.path} to {request.new_name}")
+            if not request.dry_run:
+                lvm = self._volume_groups.lvm(request.group)
                 if removed_tags or added_tags:
-                    volumes.mark(lvm, asked.group, asked.name, old=removed_tags, new=added_tags)
+                    volumes.mark(lvm, request.group, request.name, old=removed_tags, new=added_tags)
                 # Crash point: the logical volume is tagged and not renamed, so it is no volume yet;
                 # a repeated call renames it.
-                volumes.rename(lvm, asked.group, asked.name, asked.new_name)
-                self._holds.allow(str(VolumeId.of(group, asked.new_name)))
-            return Adoption(_as_adopted(group, logical, asked.new_name, own_tags), tuple(steps))
+                volumes.rename(lvm, request.group, request.name, request.new_name)
+                self._holds.allow(str(VolumeId.of(group, request.new_name)))
+            return Adoption(_as_adopted(group, logical, request.new_name, own_tags), tuple(steps))
 
-    def undo(self, asked: Asked) -> Adoption:
+    def undo(self, request: Asked) -> Adoption:
         """Give an adopted volume that is not in use its old name back, and remove Carver's tags.
 
         A logical volume without Carver's tags stays as it is. Raises NotAdopted, Receiving, Moved,
         VolumeMissing, GroupMissing.
         """
-        self._reports.await_others(asked.group)
-        with self._held(asked) as group:
-            adopted = self._adopted(group, asked)
+        self._reports.await_others(request.group)
+        with self._held(request) as group:
+            adopted = self._adopted(group, request)
             if adopted is None:
-                logical = group.volume(asked.name)
-                old_name, own_tags = asked.name, logical.own_tags
+                logical = group.volume(request.name)
+                old_name, own_tags = request.name, logical.own_tags
                 if needs := records.unknown_needs(logical):
-                    raise errors.NeedsOther(asked.path, needs)
+                    raise errors.NeedsOther(request.path, needs)
             else:
                 old_name, own_tags = adopted.own_tags[tag.ADOPTED], adopted.own_tags
-                self._require_unneeded(asked, adopted)
+                self._require_unneeded(request, adopted)
                 if old_name in group.volumes:
-                    raise errors.NotAdopted(asked.path, f"there is a {old_name} already", undo=True)
+                    raise errors.NotAdopted(
+                        request.path, f"there is a {old_name} already", undo=True
+                    )
             if own_tags and own_tags.get(tag.ADOPTED) != old_name:
-                raise errors.NotAdopted(asked.path, "Carver made it", undo=True)
+                raise errors.NotAdopted(request.path, "Carver made it", undo=True)
             steps, present, lacking = [], PLAIN, AS_IT_IS
             if adopted is not None:
                 present = group.volume(adopted.name).tuning
@@ -158,128 +162,128 @@ class Adopter:
                 if lacking != AS_IT_IS:
                     kib = present.maximum_recovery_kib
                     steps.append(f"set the maximum recovery rate to {kib} KiB a second, as it was")
-                steps.append(f"rename {asked.group}/{adopted.name} to {old_name}")
+                steps.append(f"rename {request.group}/{adopted.name} to {old_name}")
             if own_tags:
-                steps.append(f"remove the tags {_words(own_tags)} from {asked.group}/{old_name}")
-            if not asked.dry_run:
-                lvm = self._volume_groups.lvm(asked.group)
+                steps.append(f"remove the tags {_words(own_tags)} from {request.group}/{old_name}")
+            if not request.dry_run:
+                lvm = self._volume_groups.lvm(request.group)
                 if lacking != AS_IT_IS and adopted is not None:
-                    tuning.change(lvm, asked.group, [adopted.name], lacking, present)
+                    tuning.change(lvm, request.group, [adopted.name], lacking, present)
                     # Crash point: the limit on RAID recovery is removed; the next start of Carver
                     # sets it again.
                 if adopted is not None:
-                    volumes.rename(lvm, asked.group, adopted.name, old_name)
+                    volumes.rename(lvm, request.group, adopted.name, old_name)
                 # Crash point: the logical volume has its old name and still the tags; this call,
                 # repeated, continues from there.
                 if own_tags:
-                    volumes.mark(lvm, asked.group, old_name, old=own_tags, new={})
+                    volumes.mark(lvm, request.group, old_name, old=own_tags, new={})
             return Adoption(None, tuple(steps))
 
     @contextmanager
-    def _held(self, asked: Asked) -> Iterator[report.Group]:
+    def _held(self, request: Asked) -> Iterator[report.Group]:
         """Lock a configured group within the `with`, and provide its fresh state.
 
         Raises NotAllowed, GroupMissing.
         """
-        if asked.group not in self._volume_groups.names:
-            raise errors.NotAllowed("group", asked.group, self._volume_groups.names)
-        with self._volume_groups.hold(asked.group):
-            read = self._reports.fresh if asked.dry_run else self._mender.mend
-            state = read(asked.group)
-            yield self._reports.group(state, asked.group)
+        if request.group not in self._volume_groups.names:
+            raise errors.NotAllowed("group", request.group, self._volume_groups.names)
+        with self._volume_groups.hold(request.group):
+            read = self._reports.fresh if request.dry_run else self._mender.mend
+            state = read(request.group)
+            yield self._reports.group(state, request.group)
 
-    def _adopted(self, group: report.Group, asked: Asked) -> Volume | None:
+    def _adopted(self, group: report.Group, request: Asked) -> Volume | None:
         """Return the adopted volume that has the requested name, now or before the adoption.
 
         The result is None if there is no such volume. Raises NeedsOther.
         """
         state = report_age.fresh([group])
         for volume in state.shown():
-            if (old_name := volume.own_tags.get(tag.ADOPTED)) and asked.name in (
+            if (old_name := volume.own_tags.get(tag.ADOPTED)) and request.name in (
                 old_name,
                 volume.name,
             ):
                 return state.volume(str(volume.id))
         return None
 
-    def _require_asked(self, asked: Asked, adopted: Volume) -> None:
+    def _require_asked(self, request: Asked, adopted: Volume) -> None:
         """Raise NotAdopted or Incompatible unless an adopted volume is the one that is asked for.
 
         Raises Receiving or Moved for a volume that is being received or was moved.
         """
         volume_states.require(Call.ADOPT, adopted)
         if not adopted.is_listed:
-            raise errors.NotAdopted(asked.path, "it is being deleted")
+            raise errors.NotAdopted(request.path, "it is being deleted")
         own_tags, name = adopted.own_tags, adopted.own_tags[tag.ADOPTED]
-        if asked.name != adopted.name and asked.name in adopted.group.volumes:
+        if request.name != adopted.name and request.name in adopted.group.volumes:
             why = (
-                f"{asked.group}/{adopted.name} was adopted from another {name}; rename this one"
+                f"{request.group}/{adopted.name} was adopted from another {name}; rename this one"
                 " first (`lvrename`)"
             )
-            raise errors.NotAdopted(asked.path, why)
-        self._check_driver(asked, name, adopted.group.volume(adopted.name))
-        requested_tags = {**asked.claim, tag.ACCESS: BLOCK if asked.is_block else MOUNT}
-        if asked.device_class:
-            requested_tags[tag.CLASS] = asked.device_class
+            raise errors.NotAdopted(request.path, why)
+        self._check_driver(request, name, adopted.group.volume(adopted.name))
+        requested_tags = {**request.claim, tag.ACCESS: BLOCK if request.is_block else MOUNT}
+        if request.device_class:
+            requested_tags[tag.CLASS] = request.device_class
         for key, value in requested_tags.items():
             if (present := own_tags.get(key, "")) != value:
                 raise errors.Incompatible(
-                    f"cannot adopt {asked.path}: it was adopted as {adopted.id} with {key}"
+                    f"cannot adopt {request.path}: it was adopted as {adopted.id} with {key}"
                     f" {present or 'none'!r}, not {value!r}; undo that first (`carver volume adopt"
                     " --undo`)"
                 )
 
     def _planned(
-        self, asked: Asked, group: report.Group, found: report.LogicalVolume, fs_type: str = ""
+        self, request: Asked, group: report.Group, logical: report.LogicalVolume, fs_type: str = ""
     ) -> Mapping[str, str]:
         """Return the tags that make a logical volume one of Carver's, with its file system, if any.
 
         Raises NotAdopted, NotAllowed.
         """
-        device_class = self._class(asked)
-        self._check_name(asked, found)
-        self._check_driver(asked, asked.name, found)
-        shape = _shape(asked, group, found, device_class)
+        device_class = self._class(request)
+        self._check_name(request, logical)
+        self._check_driver(request, request.name, logical)
+        shape = _shape(request, group, logical, device_class)
         volume = Volume(
-            VolumeId.of(group, asked.name),
-            backing.of(group, asked.name),
+            VolumeId.of(group, request.name),
+            backing.of(group, request.name),
             group,
-            found.size_bytes,
+            logical.size_bytes,
             own_tags={},
         )
         try:
             users.require_unused(self._kernel, self._activator, volume)
         except errors.VolumeInUse as error:
             why = f"{error}; stop what uses it: pods, mounts, swap, other devices on it"
-            raise errors.NotAdopted(asked.path, why) from None
+            raise errors.NotAdopted(request.path, why) from None
         own_tags = {
-            tag.NAME: asked.name,
+            tag.NAME: request.name,
             **volume_states.tags_for(EndedBy.CALLER),
-            tag.SIZE: str(found.size_bytes),
+            tag.SIZE: str(logical.size_bytes),
             tag.LAYOUT: str(shape),
-            tag.ACCESS: BLOCK if asked.is_block else MOUNT,
+            tag.ACCESS: BLOCK if request.is_block else MOUNT,
             tag.CLASS: device_class.name,
-            tag.ADOPTED: asked.name,
-            **asked.claim,
+            tag.ADOPTED: request.name,
+            **request.claim,
         }
         # Add the tags of the class without its cache, as an adopted volume has none.
-        own_tags |= plan.of_class(replace(device_class, cache=None), found.size_bytes, group)
+        own_tags |= plan.of_class(replace(device_class, cache=None), logical.size_bytes, group)
         if fs_type:
             own_tags |= {tag.FS_TYPE: fs_type, tag.FORMATTED: fs_type}
         return own_tags
 
-    def _class(self, asked: Asked) -> DeviceClass:
+    def _class(self, request: Asked) -> DeviceClass:
         """Return the device class to adopt a volume by; raises NotAllowed, NotAdopted.
 
         The class must be of the volume's group.
         """
-        device_class = self._configuration.now.device_class(asked.device_class)
-        if device_class is None or device_class.group != asked.group:
+        device_class = self._configuration.now.device_class(request.device_class)
+        if device_class is None or device_class.group != request.group:
             classes = self._configuration.now.classes
             class_names = [
-                known_class.name for known_class in classes if known_class.group == asked.group
+                known_class.name for known_class in classes if known_class.group == request.group
             ]
-            requested_class = asked.device_class or (
+            requested_class = request.device_class or (
                 device_class.name if device_class is not None else ""
             )
             raise errors.NotAllowed("class", requested_class, class_names)
@@ -287,52 +291,52 @@ class Adopter:
             why = (
                 f"class {device_class.name} encrypts, and it is not encrypted; name another --class"
             )
-            raise errors.NotAdopted(asked.path, why)
+            raise errors.NotAdopted(request.path, why)
         return device_class
 
     @staticmethod
-    def _check_name(asked: Asked, found: report.LogicalVolume) -> None:
-        if found.own_tags and found.own_tags.get(tag.ADOPTED) != asked.name:
+    def _check_name(request: Asked, logical: report.LogicalVolume) -> None:
+        if logical.own_tags and logical.own_tags.get(tag.ADOPTED) != request.name:
             why = "it has tags of Carver's already; `carver volume list` shows its volumes"
-            raise errors.NotAdopted(asked.path, why)
-        is_own = any(names.is_of(prefix, asked.name) for prefix in _OWN_PREFIXES)
-        if is_own or asked.name == ids.SWEEP or names.is_part(asked.name):
+            raise errors.NotAdopted(request.path, why)
+        is_own = any(names.is_of(prefix, request.name) for prefix in _OWN_PREFIXES)
+        if is_own or request.name == ids.SWEEP or names.is_part(request.name):
             why = "its name is one of Carver's or lvm2's own; rename it first (`lvrename`)"
-            raise errors.NotAdopted(asked.path, why)
+            raise errors.NotAdopted(request.path, why)
 
     @staticmethod
-    def _check_driver(asked: Asked, name: str, found: report.LogicalVolume) -> None:
-        made_by = other_drivers.maker(name, found.tags)
-        if made_by == asked.made_by:
+    def _check_driver(request: Asked, name: str, logical: report.LogicalVolume) -> None:
+        made_by = other_drivers.maker(name, logical.tags)
+        if made_by == request.made_by:
             return
         why = f"by its name and tags it is of {made_by or 'none of these drivers'}"
         if made_by:
             why += f"; see that {made_by} uses it no more, and say --from {made_by}"
-        raise errors.NotAdopted(asked.path, why)
+        raise errors.NotAdopted(request.path, why)
 
-    def _contents(self, asked: Asked) -> str:
+    def _contents(self, request: Asked) -> str:
         """Return the file system on a logical volume; empty for a raw block volume.
 
         The group's lock is not held, since the disk may hang. Raises NotAdopted.
         """
-        with self._activator.activated(asked.group, asked.name) as device:
+        with self._activator.activated(request.group, request.name) as device:
             contents = filesystem.probe(self._kernel, device.path)
         if contents is not None and contents.fs_type == _LUKS:
             why = (
                 "it is encrypted (LUKS), and its key is not Carver's; make an encrypted volume,"
                 " and copy the data"
             )
-            raise errors.NotAdopted(asked.path, why)
-        if asked.is_block:
+            raise errors.NotAdopted(request.path, why)
+        if request.is_block:
             return ""
         if contents is None or contents.fs_type not in filesystem.FILE_SYSTEMS:
             why = (
                 f"it holds {contents or 'no file system'}, not {', '.join(filesystem.FILE_SYSTEMS)}"
             )
-            raise errors.NotAdopted(asked.path, f"{why}; for a raw block volume say --block")
+            raise errors.NotAdopted(request.path, f"{why}; for a raw block volume say --block")
         return contents.fs_type
 
-    def _require_unneeded(self, asked: Asked, volume: Volume) -> None:
+    def _require_unneeded(self, request: Asked, volume: Volume) -> None:
         """Raise an error for an adopted volume that Carver or a user still needs.
 
         The errors are NotAdopted, Receiving and Moved.
@@ -349,13 +353,13 @@ class Adopter:
         elif records.reservation(volume.group, volume.name) is not None:
             why = "it is growing; call again"
         if why:
-            raise errors.NotAdopted(asked.path, why, undo=True)
+            raise errors.NotAdopted(request.path, why, undo=True)
         try:
             all_groups = self._reports.every_group(report_age.fresh([volume.group]))
             all_groups.require_not_copied(volume_id)
             users.require_unused(self._kernel, self._activator, volume)
         except errors.VolumeInUse as error:
-            raise errors.NotAdopted(asked.path, str(error), undo=True) from None
+            raise errors.NotAdopted(request.path, str(error), undo=True) from None
 
 
 def _words(own_tags: Mapping[str, str]) -> str:
@@ -363,50 +367,50 @@ def _words(own_tags: Mapping[str, str]) -> str:
 
 
 def _shape(
-    asked: Asked, group: report.Group, found: report.LogicalVolume, one: DeviceClass
+    request: Asked, group: report.Group, logical: report.LogicalVolume, device_class: DeviceClass
 ) -> layout.Layout:
     """Return the layout of a logical volume as lvm2 reports it; raises NotAdopted.
 
     The layout may differ from that of the device class.
     """
-    why, shape = "", layout.recognize(found)
-    snapshot_names = [snapshot.name for snapshot in group.made_of(found.name)]
+    why, shape = "", layout.recognize(logical)
+    snapshot_names = [snapshot.name for snapshot in group.made_of(logical.name)]
     if group.missing_disks:
         why = "a disk of its group is missing; attach it again"
-    elif found.origin:
-        why = f"it is a snapshot of {found.origin}"
+    elif logical.origin:
+        why = f"it is a snapshot of {logical.origin}"
     elif snapshot_names:
         why = f"it has the snapshots {', '.join(snapshot_names)}, which are not Carver's"
     elif shape is None:
-        is_now = ", ".join(sorted(found.layout))
+        is_now = ", ".join(sorted(logical.layout))
         why = f"its layout is {is_now}; known are {', '.join(layout.KINDS)}"
-    elif shape.is_thin and not _is_pool_of(group, found.pool, one):
+    elif shape.is_thin and not _is_pool_of(group, logical.pool, device_class):
         why = (
-            f"its thin pool {found.pool} is not that of a class of Carver's; make a volume, and"
+            f"its thin pool {logical.pool} is not that of a class of Carver's; make a volume, and"
             " copy the data"
         )
-    elif found.read_only:
+    elif logical.read_only:
         why = "it is read-only; if it is to be written to, `lvchange --permission rw` it"
-    elif found.health:
-        why = f"lvm2 reports {found.health!r} of it; repair it first"
+    elif logical.health:
+        why = f"lvm2 reports {logical.health!r} of it; repair it first"
     if shape is None or why:
-        raise errors.NotAdopted(asked.path, why)
+        raise errors.NotAdopted(request.path, why)
     return shape
 
 
-def _is_pool_of(group: report.Group, pool: str, one: DeviceClass) -> bool:
+def _is_pool_of(group: report.Group, pool: str, device_class: DeviceClass) -> bool:
     logical = group.volumes.get(pool)
-    return logical is not None and pool == pool_name(one.name) and is_own_pool(logical)
+    return logical is not None and pool == pool_name(device_class.name) and is_own_pool(logical)
 
 
 def _as_adopted(
-    group: report.Group, found: report.LogicalVolume, name: str, own_tags: Mapping[str, str]
+    group: report.Group, logical: report.LogicalVolume, name: str, own_tags: Mapping[str, str]
 ) -> Volume:
     """Return a logical volume as the adopted volume, by the group's state before the adoption."""
-    others = {
-        logical.name: logical for logical in records.every(group) if logical.name != found.name
+    other_volumes = {
+        volume.name: volume for volume in records.every(group) if volume.name != logical.name
     }
-    group = replace(group, volumes={**others, name: replace(found, name=name)})
+    group = replace(group, volumes={**other_volumes, name: replace(logical, name=name)})
     return Volume(
-        VolumeId.of(group, name), backing.of(group, name), group, found.size_bytes, own_tags
+        VolumeId.of(group, name), backing.of(group, name), group, logical.size_bytes, own_tags
     )

@@ -89,11 +89,11 @@ class Attacher:
         if tag.ATTACHED in volume.own_tags:
             self._record(call.volume_id, {})
 
-    def _record(self, volume_id: str, new: dict[str, str]) -> None:
+    def _record(self, volume_id: str, new_tags: dict[str, str]) -> None:
         # Crash point: the tag is written and the call has no response; the repeated call finds the
         # tag.
         with tag_writer.logging_refusals(volume_id, tag.ATTACHED):
-            self._tag_writer.replace(backing.of_id(volume_id), (tag.ATTACHED,), new)
+            self._tag_writer.replace(backing.of_id(volume_id), (tag.ATTACHED,), new_tags)
 
     @contextmanager
     def _counted(self, volume_id: str) -> Iterator[None]:

@@ -136,9 +136,11 @@ class Autoextender:
         pace with a writer.
         """
         grown, full, earlier_due = False, dict(self._full(group, clock)), self._due[group]
-        due = self._due[group] = {part: earlier_due[part] for part in full if part in earlier_due}
+        due_seconds = self._due[group] = {
+            part: earlier_due[part] for part in full if part in earlier_due
+        }
         for part, percent in full.items():
-            if part not in due or due[part] <= clock():
+            if part not in due_seconds or due_seconds[part] <= clock():
                 grown |= self._extend(part, percent, clock)
         return grown
 
@@ -185,7 +187,7 @@ class Autoextender:
         self._areas[group] = _Areas(percents, written, areas.asked_seconds)
 
     def _extend(self, part: _Part, percent: float, clock: Callable[[], float]) -> bool:
-        due = self._due[part.group]
+        due_seconds = self._due[part.group]
         try:
             with command.time_limit(_PATIENCE_SECONDS):
                 more_bytes, is_swept = self._grow(part, percent)
@@ -198,19 +200,19 @@ class Autoextender:
             # Retry soon after an error such as a failed fork(2), which passes quickly: writers
             # cannot wait.
             self._give_up(part, percent, FAILED, repr(error))
-            due[part] = clock() + _SOON_SECONDS
+            due_seconds[part] = clock() + _SOON_SECONDS
             return False
         else:
             if more_bytes:
                 self._count(part, EXTENDED)
-                due.pop(part, None)
+                due_seconds.pop(part, None)
                 _log.info("%s: %.0f %% full, extended by %d bytes", part, percent, more_bytes)
                 return True
             if more_bytes is not None:
                 why = f"group {part.group} has no room for it"
                 self._give_up(part, percent, NO_ROOM, why)
         # Count the delay from the end of the attempt, which may have taken as long as the delay.
-        due[part] = clock() + _RETRY_SECONDS
+        due_seconds[part] = clock() + _RETRY_SECONDS
         return False
 
     def _grow(self, part: _Part, percent: float) -> tuple[int | None, bool]:
@@ -272,12 +274,12 @@ class Autoextender:
         return more_bytes
 
 
-def _percent(kind: str, found: Sequence[Status]) -> float:
+def _percent(kind: str, statuses: Sequence[Status]) -> float:
     """Return how full a part is, in percent, by the kernel's status.
 
     The result is 0 if the part is inactive, or broken in a way that more room would not mend.
     """
-    for status in found:
+    for status in statuses:
         match status:
             case ThinPool(mode="rw" | "out_of_data_space", needs_check=False) if kind == DATA:
                 return status.data_percent

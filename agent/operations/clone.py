@@ -70,18 +70,18 @@ def source_of(own_tags: Mapping[str, str]) -> Source | None:
     return Source(SNAPSHOT if is_snapshot else VOLUME, str(parsed))
 
 
-def find(within: Reports, known: Known, source: Source) -> Snapshot | Volume:
+def find(reports: Reports, state: Known, source: Source) -> Snapshot | Volume:
     """Return the snapshot or volume that is the source of a new volume.
 
     Raises NoSuchSnapshot, NoSuchVolume, OtherGroup, Copying, SourceLost, NotSnapshotted if nothing
     can be copied from the source.
     """
     if source.kind == SNAPSHOT:
-        snapshot = within.snapshot(known, source.id)
+        snapshot = reports.snapshot(state, source.id)
         if snapshot.problem:
             raise errors.SourceLost(source.id, snapshot.problem)
         return snapshot
-    return known.usable(source.id, Call.COPY_FROM)
+    return state.usable(source.id, Call.COPY_FROM)
 
 
 def origin_at_snapshot(origin: Snapshot | Volume, source: Snapshot) -> Snapshot | Volume:
@@ -176,8 +176,8 @@ class Copier:
             "copy",
             self._copy,
             "cannot complete volume %s: %s",
-            due=self._due,
-            gone=self._clear_failed,
+            due_jobs=self._due,
+            clear_failed=self._clear_failed,
         )
         context.conflicts.add(
             EndedBy.COPIER, self.jobs, aborted=lambda job: errors.Copying(job.key, str(job))
@@ -197,30 +197,30 @@ class Copier:
         # with the name of that volume.
         self._promised: set[tuple[str, str]] = set()
 
-    def takes_bridge(self, known: Known, name: str, origin: Snapshot | Volume) -> bool:
+    def takes_bridge(self, state: Known, name: str, origin: Snapshot | Volume) -> bool:
         """Whether `prepare` will take a bridge snapshot for a new volume.
 
         A bridge snapshot is a further logical volume, for which the group needs room.
         """
         identity = str(_bridge_for(name, origin))
-        return isinstance(origin, Volume) and self._bridge(known, identity) is None
+        return isinstance(origin, Volume) and self._bridge(state, identity) is None
 
     def prepare(
-        self, known: Known, name: str, origin: Snapshot | Volume, into: report.Group
+        self, state: Known, name: str, origin: Snapshot | Volume, new_group: report.Group
     ) -> Snapshot:
         """Return the snapshot from which to copy the volume called `name`.
 
         If the source is a volume, the snapshot is a bridge snapshot, which is taken by one command
         unless an earlier call took it. To be called with the source's group locked and a report
-        that was read under that lock. The volume is to be created in the group `into`. Raises
+        that was read under that lock. The volume is to be created in the group `new_group`. Raises
         NoRoom, and OperationPending while a bridge snapshot of that name is being removed.
         """
         if isinstance(origin, Snapshot):
             return origin
         bridge = _bridge_for(name, origin)
         identity = str(bridge)
-        copy_id = str(VolumeId.of(into, names.logical_volume(ids.VOLUME_PREFIX, name)))
-        if (present := self._bridge(known, identity)) is not None:
+        copy_id = str(VolumeId.of(new_group, names.logical_volume(ids.VOLUME_PREFIX, name)))
+        if (present := self._bridge(state, identity)) is not None:
             # Use the bridge snapshot of an earlier call, if the bridge fits. Crash point: the
             # earlier call died before it created the volume.
             is_unused = self._unused.get(identity) == present.time_nanoseconds
@@ -229,7 +229,7 @@ class Copier:
                 return present
             self.bridges.start(Job(identity))
             raise errors.OperationPending(f"{identity} (unused, being removed)")
-        self._snapshotter.require_free(known, bridge.name)
+        self._snapshotter.require_free(state, bridge.name)
         self._snapshotter.make_room(origin)
         try:
             new_bridge = self._snapshotter.take(
@@ -245,10 +245,10 @@ class Copier:
 
     @contextmanager
     def promised(self, source: Snapshot, name: str) -> Iterator[None]:
-        """Keep a snapshot from being removed within the `with`, for the volume called `name`.
+        """Keep a snapshot, from which a volume is to be copied, from being removed in the `with`.
 
-        The volume is created within the `with`. To be entered with the snapshot's group locked,
-        like `prepare`, and left with no group locked.
+        The volume is called `name`, and is created within the `with`. To be entered with the
+        snapshot's group locked, like `prepare`, and left with no group locked.
         """
         promise = (str(source.id), name)
         self._promised.add(promise)
@@ -312,23 +312,23 @@ class Copier:
         own_tags = {**volume.own_tags, **volume_states.tags_for(EndedBy.CALLER)}
         return replace(volume, size_bytes=volume.made_bytes, own_tags=own_tags)
 
-    def source_of(self, known: Known, volume: Volume) -> Snapshot | None:
+    def source_of(self, state: Known, volume: Volume) -> Snapshot | None:
         """Return the snapshot from which an incomplete volume is copied; None if it needs none.
 
-        `known` has the source's group. Raises NoSuchSnapshot, OtherGroup or SourceLost if the
+        `state` includes the source's group. Raises NoSuchSnapshot, OtherGroup or SourceLost if the
         volume can never be completed.
         """
         source_id = _source_id(volume)
-        return self._source(known, volume, source_id) if source_id else None
+        return self._source(state, volume, source_id) if source_id else None
 
-    def _source(self, known: Known, volume: Volume, source_id: str) -> Snapshot:
+    def _source(self, state: Known, volume: Volume, source_id: str) -> Snapshot:
         """Return a snapshot that a volume is copied from, by the snapshot's id.
 
         Raises the errors of `source_of`.
         """
         if names.is_of(ids.SNAPSHOT_PREFIX, ids.logical_name(source_id)):
-            snapshot = self._reports.snapshot(known, source_id)
-        elif (bridge := self._bridge_of(known, volume)) is not None:
+            snapshot = self._reports.snapshot(state, source_id)
+        elif (bridge := self._bridge_of(state, volume)) is not None:
             snapshot = bridge
         else:
             origin_id = volume.own_tags.get(tag.FROM, "")
@@ -402,12 +402,12 @@ class Copier:
         if bridge_id := _bridge_id(job.volume):
             self.bridges.start(Job(bridge_id))
 
-    def _bridge_of(self, known: Known, volume: Volume) -> Snapshot | None:
+    def _bridge_of(self, state: Known, volume: Volume) -> Snapshot | None:
         """Return the bridge snapshot from which a volume is or was copied; None if there is none.
 
         A bridge with the same name may be another volume's.
         """
-        bridge = self._bridge(known, bridge_id) if (bridge_id := _bridge_id(volume)) else None
+        bridge = self._bridge(state, bridge_id) if (bridge_id := _bridge_id(volume)) else None
         if bridge is None or str(bridge.source_id) != volume.own_tags[tag.FROM]:
             return None
         time_text = str(bridge.time_nanoseconds)
@@ -415,10 +415,10 @@ class Copier:
         # record.
         return bridge if volume.own_tags.get(tag.BRIDGE, time_text) == time_text else None
 
-    def _bridge(self, known: Known, identity: str) -> Snapshot | None:
+    def _bridge(self, state: Known, identity: str) -> Snapshot | None:
         """Return the bridge snapshot of an id; None if it does not exist."""
         own_name = backing.of_id(identity).name
-        for group in known.groups.values():
+        for group in state.groups.values():
             if group.name == ids.group_of(identity) and own_name in group.volumes:
                 snapshot = records.snapshot(group, group.volumes[own_name])
                 return (
@@ -472,7 +472,10 @@ class Copier:
                 volumes.extend(lvm, group, volume.name, size_bytes=size_bytes)
 
     def _copy_all(self, job: Copy, volume: Volume) -> Generator[float, None, Snapshot]:
-        """Copy all of a volume's source; return the source, which stays while the job exists."""
+        """Copy a volume's source to the volume; return the source.
+
+        The source exists as long as the job.
+        """
         group = ids.group_of(job.source_id)
         with self._volume_groups.hold(group):
             if (source := job.source) is None:
@@ -559,12 +562,12 @@ class Copier:
             self._unused.pop(job.key, None)
         self._snapshotter.finish(bridge)
 
-    def _wanted(self, known: EveryGroup) -> set[str]:
+    def _wanted(self, all_groups: EveryGroup) -> set[str]:
         """Return the ids of the bridge snapshots from which volumes are being copied."""
-        copies = list(known.copies())
+        copies = list(all_groups.copies())
         bridge_ids = {
             str(snapshot.id)
-            for snapshot in map(partial(self._bridge_of, known), copies)
+            for snapshot in map(partial(self._bridge_of, all_groups), copies)
             if snapshot
         }
         # Keep the bridge snapshot of a volume that lost its tag `from`, which may be put back; the
@@ -575,7 +578,7 @@ class Copier:
             if not {tag.FROM, tag.ZERO} & volume.own_tags.keys()
         }
         return bridge_ids | {
-            str(snapshot.id) for snapshot in known.snapshots() if snapshot.name in lost_names
+            str(snapshot.id) for snapshot in all_groups.snapshots() if snapshot.name in lost_names
         }
 
 

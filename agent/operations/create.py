@@ -151,7 +151,7 @@ class VolumeCreator:
         )
 
     def _find_or_create(
-        self, call: CreateVolume, one: DeviceClass, admit: Admit | None
+        self, call: CreateVolume, device_class: DeviceClass, admit: Admit | None
     ) -> CreatedVolume:
         """Create or find a volume; the lock of only one volume group is held at a time."""
         prefix = _prefix(call.is_ephemeral)
@@ -160,16 +160,18 @@ class VolumeCreator:
         earlier_group = self._volume_groups.unconfigured_group_of(
             names.logical_volume(prefix, call.name)
         )
-        group_name, taken = earlier_group or one.group, None
+        group_name, reserved_source = earlier_group or device_class.group, None
         with ExitStack() as undo, ExitStack() as promises:
             while True:
                 self._reports.await_others(group_name)
-                match self._create(call, one, group_name, taken, admit):
-                    case CreatedVolume() as made:
+                match self._create(call, device_class, group_name, reserved_source, admit):
+                    case CreatedVolume() as created:
                         undo.pop_all()
-                        return made
-                    case _SourceToReserve() as untaken:
-                        taken = self._take(call, one, untaken, undo, promises)
+                        return created
+                    case _SourceToReserve() as source_to_reserve:
+                        reserved_source = self._take(
+                            call, device_class, source_to_reserve, undo, promises
+                        )
                     case str(elsewhere):
                         group_name = elsewhere
 
@@ -196,9 +198,9 @@ class VolumeCreator:
     def _create(
         self,
         call: CreateVolume,
-        one: DeviceClass,
+        device_class: DeviceClass,
         group_name: str,
-        taken: _ReservedSource | None,
+        reserved_source: _ReservedSource | None,
         admit: Admit | None,
     ) -> CreatedVolume | _SourceToReserve | str:
         """Create or find a volume with its group locked.
@@ -227,8 +229,8 @@ class VolumeCreator:
                 volumes.remove(self._volume_groups.lvm(group_name), group_name, existing.name)
                 state, existing = self._mender.mend(group_name), None
                 all_groups = self._reports.every_group(state)
-            if existing is None and group_name != one.group:
-                return one.group
+            if existing is None and group_name != device_class.group:
+                return device_class.group
             own_name = names.logical_volume(prefix, call.name)
             if existing is None and (
                 why := self._volume_groups.why_unsure(all_groups.silent, own_name)
@@ -240,12 +242,20 @@ class VolumeCreator:
             try:
                 if existing is None:
                     with _absence_as_perhaps_elsewhere():
-                        group = self._reports.group(state, one.group)
-                    is_taken = taken is not None and _disks(group) <= taken.disks
+                        group = self._reports.group(state, device_class.group)
+                    is_taken = (
+                        reserved_source is not None and _disks(group) <= reserved_source.disks
+                    )
                     if is_across and call.source is not None and not is_taken:
                         return _SourceToReserve(call.source, group)
                     volume, source = self._make(
-                        call, one, (state, all_groups), prefix, undo, admit, taken
+                        call,
+                        device_class,
+                        (state, all_groups),
+                        prefix,
+                        undo,
+                        admit,
+                        reserved_source,
                     )
                     source_id = "" if source is None else str(source.id)
                 else:
@@ -272,8 +282,8 @@ class VolumeCreator:
     def _take(
         self,
         call: CreateVolume,
-        one: DeviceClass,
-        untaken: _SourceToReserve,
+        device_class: DeviceClass,
+        source_to_reserve: _SourceToReserve,
         undo: ExitStack,
         promises: ExitStack,
     ) -> _ReservedSource:
@@ -282,14 +292,14 @@ class VolumeCreator:
         A request that cannot be met is refused before a bridge snapshot is created. Only the
         source's group is locked, and no group while a device is read. Raises the errors of `_make`.
         """
-        group, source_group = untaken.group, ids.group_of(untaken.source.id)
+        group, source_group = source_to_reserve.group, ids.group_of(source_to_reserve.source.id)
         with self._volume_groups.hold(source_group):
-            _, origin = self._origin(untaken.source)
-        size_bytes, _, _ = self._planned(call, one, group, origin)
-        self._require_room(one, group, size_bytes)
+            _, origin = self._origin(source_to_reserve.source)
+        size_bytes, _, _ = self._planned(call, device_class, group, origin)
+        self._require_room(device_class, group, size_bytes)
         self._require_blocks(origin, group)
         with self._volume_groups.hold(source_group):
-            state, reread = self._origin(untaken.source)
+            state, reread = self._origin(source_to_reserve.source)
             if _uuid(reread) != _uuid(origin):
                 # Let the caller repeat the call, since the source was replaced by hand, and its new
                 # contents were not checked.
@@ -308,34 +318,34 @@ class VolumeCreator:
             state = self._mender.mend(ids.group_of(source.id))
         return state, self._found(state, source)
 
-    def _found(self, known: Fresh, source: Source) -> Snapshot | Volume:
+    def _found(self, state: Fresh, source: Source) -> Snapshot | Volume:
         """Return the source of a new volume, while the lock of the source's volume group is held.
 
         Raises PerhapsOnAnotherNode and the errors of `clone.find`.
         """
         with _absence_as_perhaps_elsewhere():
-            origin = clone.find(self._reports, known, source)
+            origin = clone.find(self._reports, state, source)
         self._conflicts.check(Call.COPY_FROM, str(origin.id))
         return origin
 
     def complete(
-        self, made: CreatedVolume, hold: Callable[[], AbstractContextManager[object]]
+        self, created: CreatedVolume, hold: Callable[[], AbstractContextManager[object]]
     ) -> Volume:
         """Wait until a volume has its contents; raise Copying before the caller's deadline.
 
         To be called without the locks of `create`. `hold` locks the new volume's id, under which
         the volume is deleted if its source is lost.
         """
-        if made.filling is None:
-            return made.volume
+        if created.filling is None:
+            return created.volume
         try:
             with _absent_source_as_perhaps_elsewhere():
-                return self._copier.wait(made.filling)
+                return self._copier.wait(created.filling)
         except _NOT_HERE:
             with hold():
                 # Delete the volume unless a call deleted it meanwhile, or began to create it anew.
-                if self._copier.jobs.of(made.filling.key) is made.filling:
-                    self._deleter.delete(made.filling.key)
+                if self._copier.jobs.of(created.filling.key) is created.filling:
+                    self._deleter.delete(created.filling.key)
             raise
 
     def _finish(self, call: CreateVolume, volume: Volume) -> None:
@@ -361,12 +371,12 @@ class VolumeCreator:
     def _make(
         self,
         call: CreateVolume,
-        one: DeviceClass,
+        device_class: DeviceClass,
         states: tuple[Fresh, EveryGroup],
         prefix: str,
         undo: ExitStack,
         admit: Admit | None,
-        taken: _ReservedSource | None,
+        reserved_source: _ReservedSource | None,
     ) -> tuple[Volume, Snapshot | None]:
         """Create a volume; return it with the snapshot to copy from, if any.
 
@@ -374,26 +384,26 @@ class VolumeCreator:
         Raises NoRoom, PerhapsOnAnotherNode.
         """
         state, all_groups = states
-        group = self._reports.group(state, one.group)
+        group = self._reports.group(state, device_class.group)
         origin = None
-        if taken is not None:
-            origin = taken.origin
+        if reserved_source is not None:
+            origin = reserved_source.origin
         elif call.source is not None:
             origin = self._found(state, call.source)
-        size_bytes, own_tags, tuning = self._planned(call, one, group, origin)
+        size_bytes, own_tags, tuning = self._planned(call, device_class, group, origin)
         if admit is not None:
             admit(all_groups, size_bytes)
-        allocator, pool = self._allocators.of(one), pool_name(one.name)
+        allocator, pool = self._allocators.of(device_class), pool_name(device_class.name)
         is_shared = origin is not None and clone.is_in(origin, group, pool)
         # Count the bridge snapshot of a copy within the group, which is a logical volume of its own
         # until the copy is ready.
         takes_bridge = (
-            taken is None
+            reserved_source is None
             and origin is not None
             and not is_shared
             and self._copier.takes_bridge(state, call.name, origin)
         )
-        self._require_room(one, group, size_bytes, int(takes_bridge))
+        self._require_room(device_class, group, size_bytes, int(takes_bridge))
         lvm, name = self._volume_groups.lvm(group.name), names.logical_volume(prefix, call.name)
         volume_id = VolumeId.of(group, name)
         # Forget the job of an earlier volume of this id: the report proves that no such volume
@@ -404,17 +414,17 @@ class VolumeCreator:
             volume = clone.share(lvm, origin, name, size_bytes, own_tags, tuning)
             self._holds.allow(str(volume_id))
             return volume, None
-        source = None if taken is None else taken.snapshot
+        source = None if reserved_source is None else reserved_source.snapshot
         if origin is not None and source is None:
             # Crash point: the bridge snapshot exists without its volume, as in `_take`.
             source = self._copier.prepare(state, call.name, origin, group)
             if source.is_bridge:
                 undo.callback(self._copier.dismiss, str(source.id))
             origin = clone.origin_at_snapshot(origin, source)
-            size_bytes, own_tags, tuning = self._planned(call, one, group, origin)
+            size_bytes, own_tags, tuning = self._planned(call, device_class, group, origin)
         if source is not None and source.is_bridge:
             own_tags |= {tag.BRIDGE: str(source.time_nanoseconds)}
-        if one.layout.is_thin:
+        if device_class.layout.is_thin:
             # Crash point: the thin pool exists without a volume; the next call uses the pool, or
             # the next start of Carver removes it.
             self._pool_remover.empty(group, pool)
@@ -430,31 +440,37 @@ class VolumeCreator:
     def _planned(
         self,
         call: CreateVolume,
-        one: DeviceClass,
+        device_class: DeviceClass,
         group: report.Group,
         origin: Snapshot | Volume | None,
     ) -> tuple[int, dict[str, str], Tuning]:
         """Return the size, the tags and the settings of a new volume. Raises BadField, BadSize."""
-        plan.check_stripe_size(one, group)
-        size_bytes, own_tags = plan.new(call, one, self._allocators.of(one), group, origin)
-        tuning = modify.bounded(self._configuration.now, one, call.tuning)
+        plan.check_stripe_size(device_class, group)
+        size_bytes, own_tags = plan.new(
+            call, device_class, self._allocators.of(device_class), group, origin
+        )
+        tuning = modify.bounded(self._configuration.now, device_class, call.tuning)
         return size_bytes, own_tags | tuning.tags(), tuning
 
     def _require_room(
-        self, one: DeviceClass, group: report.Group, size_bytes: int, beside: int = 0
+        self,
+        device_class: DeviceClass,
+        group: report.Group,
+        size_bytes: int,
+        further_count: int = 0,
     ) -> None:
         """Raise NoRoom or PoolBeingZeroed, before anything is created, if a volume has no room.
 
-        Removing is for a thin pool that is being zeroed. `beside` is the number of further logical
-        volumes that the group gets together with the volume.
+        PoolBeingZeroed is for a thin pool that is being zeroed. `further_count` is the number of
+        further logical volumes that the group gets together with the volume.
         """
-        allocator = self._allocators.of(one)
-        limited = allocator.full(group, beside)
+        allocator = self._allocators.of(device_class)
+        limited = allocator.full(group, further_count)
         if size_bytes > (maximum := 0 if limited else allocator.maximum_bytes(group)):
             purpose = limited or allocator.purpose(group)
             raise errors.NoRoom(group.name, size_bytes, maximum, purpose)
-        if one.layout.is_thin:
-            self._pool_remover.require_kept(group.name, pool_name(one.name))
+        if device_class.layout.is_thin:
+            self._pool_remover.require_kept(group.name, pool_name(device_class.name))
 
     def _require_blocks(self, origin: Snapshot | Volume, group: report.Group) -> None:
         """Raise BadField if a source's contents cannot be used on another volume group's disks.
@@ -490,10 +506,10 @@ class VolumeCreator:
         last response. Raises PoolSilent if the thin pool does not report how full it is; the last
         response is then the best that is known.
         """
-        here = self._configuration.now.here
+        node_segments = self._configuration.now.here
         if (
             call.unsupported
-            or any(here.get(key) != value for key, value in (call.segments or {}).items())
+            or any(node_segments.get(key) != value for key, value in (call.segments or {}).items())
             or self._configuration.now.device_class(call.parameters.device_class) is None
         ):
             return Capacity(0, 0, 0)

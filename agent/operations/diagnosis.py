@@ -131,17 +131,17 @@ class Condition:
         if len(message) <= most_bytes:
             return self.message + age
         # Cut a long message between two characters of its UTF-8.
-        cut = message[: most_bytes - len("…".encode())].decode(errors="ignore")
-        return f"{cut}…{age}"
+        shortened = message[: most_bytes - len("…".encode())].decode(errors="ignore")
+        return f"{shortened}…{age}"
 
 
-def distinct(found: Iterable[Condition]) -> tuple[Condition, ...]:
+def distinct(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
     """Merge health conditions of the same reason, as CSI demands, and sort the worst ones first.
 
     A merged condition has the oldest age of its parts. At most 16 conditions are returned.
     """
     merged: dict[Reason, Condition] = {}
-    for condition in found:
+    for condition in conditions:
         if (earlier := merged.setdefault(condition.reason, condition)) is condition:
             continue
         message = earlier.message
@@ -169,9 +169,9 @@ def silent_condition(volume_group: VolumeGroup) -> Iterator[Condition]:
         )
 
 
-def aged(found: Iterable[Condition], seen_seconds: float) -> Iterator[Condition]:
+def aged(conditions: Iterable[Condition], seen_seconds: float) -> Iterator[Condition]:
     """Yield health conditions with `seen_seconds` set to this Unix time."""
-    return (replace(condition, seen_seconds=seen_seconds) for condition in found)
+    return (replace(condition, seen_seconds=seen_seconds) for condition in conditions)
 
 
 # Percentage of its data or metadata from which a thin pool counts as nearly full. Carver extends
@@ -191,13 +191,17 @@ SETTLING_SECONDS = 1.0
 
 # Remedy for a health status that Carver does not know, or that has no simple remedy.
 _LOOK_CLOSER = "look with `lvs -o +lv_health_status` and at `dmesg`"
+# Advice about copies of a RAID volume that differ. The kernel does not know which copy of a raid1
+# or raid10 is right: a repair overwrites the others with one (md(4)).
+_WHICH_COPY = "compare with a backup and find the faulty disk (`dmesg`) first, as"
 # Reasons and remedies by lv_health_status, as in lvmreport(7) and lib/report/report.c of lvm2; used
 # if device-mapper does not report the problem itself.
 _REPORTED = {
     "refresh needed": (Reason.RAID_DEGRADED, "a disk of it was away; run `lvchange --refresh {0}`"),
     "mismatches exist": (
         Reason.RAID_MISMATCHES,
-        "its copies differ; run `lvchange --syncaction repair {0}`",
+        f"its copies differ; {_WHICH_COPY} `lvchange --syncaction repair {{0}}` takes one for"
+        " right",
     ),
     "out_of_data": (
         Reason.POOL_FULL,
@@ -275,8 +279,8 @@ class Diagnosis:
         self, group: report.Group, name: str, until_seconds: float
     ) -> tuple[Condition, ...]:
         """Return the health conditions that device-mapper reports about a thin pool itself."""
-        place = f"{group.name}/{name}"
-        description = f"thin pool {place}"
+        pool_path = f"{group.name}/{name}"
+        description = f"thin pool {pool_path}"
 
         def look() -> KernelConditions:
             status = thin.status_of(self._activator.status(group.name, name))
@@ -286,7 +290,9 @@ class Diagnosis:
                 tuple(_of_pool(status, description, has_all=has_all(group, name)))
             )
 
-        return self._waited(f"pool {place}", place, description, look, until_seconds).conditions
+        return self._waited(
+            f"pool {pool_path}", pool_path, description, look, until_seconds
+        ).conditions
 
     def _by_kernel(
         self,
@@ -305,26 +311,26 @@ class Diagnosis:
         # Group the probes by pool, or by volume group, since all volumes in one of these hang
         # together.
         pool = _pool_of(volume)
-        place = f"{logical.group}/{pool}" if pool else logical.group
+        pool_or_group = f"{logical.group}/{pool}" if pool else logical.group
         description = f"logical volume {logical.name}"
-        return self._waited(volume_id, place, description, look, until_seconds)
+        return self._waited(volume_id, pool_or_group, description, look, until_seconds)
 
     def _waited(
         self,
-        what: str,
-        place: str,
-        named: str,
+        probe_key: str,
+        pool_or_group: str,
+        description: str,
         look: Callable[[], KernelConditions],
         until_seconds: float,
     ) -> KernelConditions:
-        result = self._looks.probe(what, look, until_seconds, place)
+        result = self._looks.probe(probe_key, look, until_seconds, pool_or_group)
         reported = result.value or KernelConditions()
         if result.hanging_seconds < _DEAD_SECONDS:
             return reported
         silent = Condition(
             Reason.DEVICE_NOT_RESPONDING,
-            f"the kernel has not answered about {named} for {result.hanging_seconds:.0f} s: a disk"
-            " under it may hang; look at `dmesg`",
+            f"the kernel has not answered about {description} for {result.hanging_seconds:.0f} s: a"
+            " disk under it may hang; look at `dmesg`",
         )
         return KernelConditions((*reported.conditions, silent), reported.has_status)
 
@@ -515,17 +521,17 @@ def has_all(group: report.Group, pool: str) -> bool:
 
 
 def by_device_mapper(
-    name: str, found: Sequence[Status], has_all: bool = False
+    name: str, statuses: Sequence[Status], has_all: bool = False
 ) -> Iterator[Condition]:
     """Yield the health conditions that device-mapper reports about an active volume.
 
-    `found` has the status of the volume's device and of the devices below it. `has_all` says that
-    the volume's pool has all the room that its volumes were promised.
+    `statuses` has the status of the volume's device and of the devices below it. `has_all` says
+    that the volume's pool has all the room that its volumes were promised.
     """
     cached, owner = name, f"logical volume {name}"
-    if any(isinstance(status, ThinPool) for status in found):
+    if any(isinstance(status, ThinPool) for status in statuses):
         cached, owner = "GROUP/POOL_tdata", f"the thin pool under {owner}"
-    for status in found:
+    for status in statuses:
         match status:
             case Raid():
                 yield from _of_raid(name, status)
@@ -551,46 +557,47 @@ def by_device_mapper(
                 )
 
 
-def _of_raid(name: str, seen: Raid) -> Iterator[Condition]:
-    if lost := sum(seen.failed):
+def _of_raid(name: str, status: Raid) -> Iterator[Condition]:
+    if lost_count := sum(status.failed):
         yield Condition(
-            Reason.RAID_DEGRADED if seen.survives else Reason.RAID_FAILED,
-            f"logical volume {name} is degraded: {lost} of the {len(seen.health)} images of its"
-            f" {seen.kind} failed; attach the disk again and run `lvchange --refresh {name}`, or"
-            f" replace it: `{VGEXTEND}`, then `carver volume repair`",
+            Reason.RAID_DEGRADED if status.survives else Reason.RAID_FAILED,
+            f"logical volume {name} is degraded: {lost_count} of the {len(status.health)} images of"
+            f" its {status.kind} failed; attach the disk again and run `lvchange --refresh"
+            f" {name}`, or replace it: `{VGEXTEND}`, then `carver volume repair`",
         )
-    elif seen.is_syncing:
+    elif status.is_syncing:
         yield Condition(
             Reason.RAID_RESYNCING,
-            f"logical volume {name} is resyncing ({seen.action}, {seen.synced_percent:.0f} % done):"
+            f"logical volume {name} is resyncing ({status.action},"
+            f" {status.synced_percent:.0f} % done):"
             " until it is in sync the loss of a disk may lose data; nothing is to be done but wait",
         )
-    if seen.mismatches:
+    if status.mismatches:
         yield Condition(
             Reason.RAID_MISMATCHES,
-            f"the copies of logical volume {name} differ in {seen.mismatches} sectors; run"
-            f" `lvchange --syncaction repair {name}`",
+            f"the copies of logical volume {name} differ in {status.mismatches} sectors;"
+            f" {_WHICH_COPY} `lvchange --syncaction repair {name}` takes one for right",
         )
 
 
-def _of_pool(pool: ThinPool, named: str, *, has_all: bool) -> Iterator[Condition]:
+def _of_pool(pool: ThinPool, description: str, *, has_all: bool) -> Iterator[Condition]:
     if pool.mode == FAILED or pool.needs_check:
         yield Condition(
             Reason.POOL_DATA_LOST,
-            f"{named} failed ({pool.mode}): look at `dmesg`, and {thin.DAMAGED}",
+            f"{description} failed ({pool.mode}): look at `dmesg`, and {thin.DAMAGED}",
         )
         return
-    for what, percent in (("data", pool.data_percent), ("metadata", pool.metadata_percent)):
-        if percent >= _FULL_PERCENT and not (what == "data" and has_all):
+    for part, percent in (("data", pool.data_percent), ("metadata", pool.metadata_percent)):
+        if percent >= _FULL_PERCENT and not (part == "data" and has_all):
             yield Condition(
                 Reason.POOL_NEARLY_FULL,
-                f"the {what} of {named} are {percent:.0f} % full, and writes fail when they are"
-                f" full: add a disk to the group (`{VGEXTEND}`), to which Carver extends the pool"
-                f" (`lvextend`), or see {thin.FULL}",
+                f"the {part} of {description} are {percent:.0f} % full, and writes fail when they"
+                f" are full: add a disk to the group (`{VGEXTEND}`), to which Carver extends the"
+                f" pool (`lvextend`), or see {thin.FULL}",
             )
     if pool.mode != "rw":
         yield Condition(
             Reason.POOL_READ_ONLY if pool.mode == "ro" else Reason.POOL_FULL,
-            f"{named} takes no more writes ({pool.mode}): make room as for a full one, then"
+            f"{description} takes no more writes ({pool.mode}): make room as for a full one, then"
             f" {errors.UNSTAGE}",
         )

@@ -206,9 +206,9 @@ class EncryptedDevices:
 
         Carver up to 0.2.0 re-encrypted a copy that has the tag `sharedKey` before its first use.
         """
-        sealed = {tag.SEALED: self._header(volume, device).uuid}
+        sealed_tags = {tag.SEALED: self._header(volume, device).uuid}
         with tag_writer.logging_refusals(str(volume.id), tag.SHARED_KEY):
-            self._tag_writer.replace(volume.backing, (tag.SHARED_KEY, tag.SEALED), sealed)
+            self._tag_writer.replace(volume.backing, (tag.SHARED_KEY, tag.SEALED), sealed_tags)
 
     def _sealed(
         self, volume: Volume, device: Device, key: Key, header: Header | None
@@ -263,9 +263,9 @@ class EncryptedDevices:
         If the keys cannot be changed now, the volume is opened by whichever of the two keys opens
         it.
         """
-        previous = _other(keys.previous, key)
+        previous_key = _other(keys.previous, key)
         is_unknown = False
-        if previous or tag.ROTATING in volume.own_tags or _is_newer(volume, keys):
+        if previous_key or tag.ROTATING in volume.own_tags or _is_newer(volume, keys):
             try:
                 self._rotate(volume, device, keys, key)
             except (errors.AgentError, mount_errors.CommandError) as error:
@@ -276,9 +276,9 @@ class EncryptedDevices:
         try:
             self._open(volume, device, key)
         except mount_errors.WrongKey:
-            if previous is None:
+            if previous_key is None:
                 raise
-            self._open(volume, device, previous)
+            self._open(volume, device, previous_key)
         if not (is_unknown or volume.is_ephemeral):
             self._known[str(volume.id)] = keys.digests()
 
@@ -290,16 +290,16 @@ class EncryptedDevices:
         is changed in that case.
         """
         slots, path = self._header(volume, device).slots, device.path
-        previous = _other(keys.previous, key)
+        previous_key = _other(keys.previous, key)
         fitting_slot = next(
             (slot for slot in slots if self._cryptsetup.check(path, key.data, slot)), None
         )
         if fitting_slot is None:
-            if previous is None or not self._cryptsetup.check(path, previous.data):
+            if previous_key is None or not self._cryptsetup.check(path, previous_key.data):
                 raise mount_errors.WrongKey(path)
             self._record(volume, _PENDING)
-            fitting_slot = change(self._cryptsetup, slots, path, previous, key)
-        elif old_slots := self._old_slots(volume, path, slots, fitting_slot, previous):
+            fitting_slot = change(self._cryptsetup, slots, path, previous_key, key)
+        elif old_slots := self._old_slots(volume, path, slots, fitting_slot, previous_key):
             self._record(volume, _PENDING)
             for slot in old_slots:
                 self._cryptsetup.kill(path, key.data, slot)
@@ -307,7 +307,7 @@ class EncryptedDevices:
         is_changed = remaining_slots != slots or tag.ROTATING in volume.own_tags
         if is_changed:
             # Replace the backup of the header, which still opens by the old key.
-            self._mappings.copies.keep(device, anew=True)
+            self._mappings.copies.keep(device, overwrite=True)
         if {*remaining_slots} & {*_USUAL} <= {fitting_slot} and (
             is_changed or _is_newer(volume, keys)
         ):
@@ -315,23 +315,28 @@ class EncryptedDevices:
             self._record(volume, generation_tags)
 
     def _old_slots(
-        self, volume: Volume, path: str, slots: tuple[int, ...], fits: int, previous: Key | None
+        self,
+        volume: Volume,
+        path: str,
+        slots: tuple[int, ...],
+        present_slot: int,
+        previous_key: Key | None,
     ) -> list[int]:
         """Return the key slots that an unfinished change of keys left with older keys.
 
-        `fits` is the slot that the present key opens.
+        `present_slot` is the slot that the present key opens.
         """
-        was_begun = bool(previous) or tag.ROTATING in volume.own_tags
-        other_slots = [slot for slot in slots if slot not in (fits, luks.RECOVERY)]
+        was_begun = bool(previous_key) or tag.ROTATING in volume.own_tags
+        other_slots = [slot for slot in slots if slot not in (present_slot, luks.RECOVERY)]
         return [
             slot
             for slot in other_slots
-            if (was_begun and {slot, fits} <= {*_USUAL})
-            or (previous and self._cryptsetup.check(path, previous.data, slot))
+            if (was_begun and {slot, present_slot} <= {*_USUAL})
+            or (previous_key and self._cryptsetup.check(path, previous_key.data, slot))
         ]
 
-    def _record(self, volume: Volume, new: Mapping[str, str]) -> None:
-        self._tag_writer.replace(volume.backing, tag.OF_KEYS, new)
+    def _record(self, volume: Volume, new_tags: Mapping[str, str]) -> None:
+        self._tag_writer.replace(volume.backing, tag.OF_KEYS, new_tags)
 
     def _open(self, volume: Volume, device: Device, key: Key) -> None:
         device_class = self._class(volume.own_tags.get(tag.CLASS, ""))
@@ -414,36 +419,37 @@ def read_key(path: str) -> Key:
 
 
 def change(
-    program: luks.Cryptsetup, slots: tuple[int, ...], device: str, old: Key, new: Key
+    program: luks.Cryptsetup, slots: tuple[int, ...], device: str, old_key: Key, new_key: Key
 ) -> int:
     """Replace a volume's key, and return the slot of the new key.
 
-    `old` is the volume's key or its recovery key. Crash points: before each `kill` the volume opens
-    by both keys. Raises WrongKey if `old` opens no slot.
+    `old_key` is the volume's key or its recovery key. Crash points: before each `kill` the volume
+    can be opened by both keys. Raises WrongKey if `old_key` opens no slot.
     """
     free_slot = next((slot for slot in _USUAL if slot not in slots), None)
     if free_slot is None:
-        # Free a slot whose key is not `old`: an unfinished change left a key there that is older
-        # than `old`. `old` must keep a slot, because the next command adds the new key by it.
-        candidates = (slot for slot in _USUAL if not program.check(device, old.data, slot))
+        # Free a slot whose key is not `old_key`: an unfinished change left a key there that is
+        # older than `old_key`. `old_key` must keep a slot, because the next command adds the new
+        # key by it.
+        candidates = (slot for slot in _USUAL if not program.check(device, old_key.data, slot))
         free_slot = next(candidates, _USUAL[-1])
-        program.kill(device, old.data, free_slot)
-    program.add(device, old.data, new.data, free_slot)
-    if not program.check(device, new.data, free_slot):
+        program.kill(device, old_key.data, free_slot)
+    program.add(device, old_key.data, new_key.data, free_slot)
+    if not program.check(device, new_key.data, free_slot):
         raise mount_errors.CryptFailed(
             "luksAddKey", device, f"the new key opens no slot {free_slot}"
         )
     for slot in slots:
         if slot in (free_slot, luks.RECOVERY):
             continue
-        if slot in _USUAL or program.check(device, old.data, slot):
-            program.kill(device, new.data, slot)
+        if slot in _USUAL or program.check(device, old_key.data, slot):
+            program.kill(device, new_key.data, slot)
     return free_slot
 
 
-def _other(previous: Key | None, present: Key) -> Key | None:
+def _other(previous_key: Key | None, present_key: Key) -> Key | None:
     """Return the previous key if it differs from the present one, else None."""
-    return previous if previous and previous.data != present.data else None
+    return previous_key if previous_key and previous_key.data != present_key.data else None
 
 
 def _is_newer(volume: Volume, keys: Keys) -> bool:

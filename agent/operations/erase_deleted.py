@@ -46,14 +46,14 @@ def mark_for_erase(
     group: report.Group,
     disks: Collection[str] = (),
     *,
-    also: Mapping[str, str] = NO_TAGS,
+    further_tags: Mapping[str, str] = NO_TAGS,
 ) -> bool:
     """Tag a volume group so that free extents on these disks are zeroed before they are allocated.
 
     `disks` are UUIDs; none means all disks. Call the function before the extents are freed, with
     the group's lock held and a report that was read under that lock. The function runs one command,
-    which adds the tags of `also` as well, or none if the mark exists. Returns whether the mark was
-    added.
+    which adds the tags of `further_tags` as well, or none if the mark exists. Returns whether the
+    mark was added.
     """
     marks = erase_marks(group)
     if tag.SWEEP in marks:
@@ -63,15 +63,15 @@ def mark_for_erase(
     new_marks = {tag.SWEEP_DISKS: disk_list} if is_named else {tag.SWEEP: "yes"}
     if new_marks == marks:
         return False
-    groups.mark(lvm, group.name, old=marks, new={**new_marks, **also})
+    groups.mark(lvm, group.name, old=marks, new={**new_marks, **further_tags})
     return True
 
 
-def unmark_disk(lvm: Lvm, group: report.Group, disk: str, also: Mapping[str, str]) -> None:
+def unmark_disk(lvm: Lvm, group: report.Group, disk: str, further_tags: Mapping[str, str]) -> None:
     """Remove a disk from a volume group's erase marks, if no extents were freed on that disk.
 
-    `disk` is a UUID. The same command removes the tags of `also`. Call the function with the
-    group's lock held and a report that was read under that lock.
+    `disk` is a UUID. The same command removes the tags of `further_tags`. Call the function with
+    the group's lock held and a report that was read under that lock.
     """
     marks = erase_marks(group)
     if disk not in _marked_disks(marks):
@@ -81,7 +81,7 @@ def unmark_disk(lvm: Lvm, group: report.Group, disk: str, also: Mapping[str, str
     new_marks = (
         {**other_marks, tag.SWEEP_DISKS: remaining_disks} if remaining_disks else other_marks
     )
-    groups.mark(lvm, group.name, old={**marks, **also}, new=new_marks)
+    groups.mark(lvm, group.name, old={**marks, **further_tags}, new=new_marks)
 
 
 def unmark_if_erased(lvm: Lvm, group: report.Group) -> bool:
@@ -210,7 +210,7 @@ class Eraser:
             "wipe",
             self._steps,
             "volume %s is deleted, but not erased and removed yet: %s",
-            due=self._due,
+            due_jobs=self._due,
         )
         conflicts = context.conflicts
         conflicts.add(EndedBy.ERASER, self.jobs, aborted=_being_erased)
@@ -269,7 +269,7 @@ class Eraser:
         return True
 
     def pending(self, volume: Volume) -> errors.OperationPending:
-        """Return the error of a call that must wait until a volume is erased, with the progress."""
+        """Return the error, with the progress, for a call that has to wait for an erasure."""
         job = self.jobs.of(str(volume.id))
         if job is None:
             return errors.OperationPending(f"{volume.id} (being erased)")
@@ -519,7 +519,7 @@ class Eraser:
             yield self.look_seconds
 
     def _overwrite(self, job: EraseJob, volume: Volume) -> Generator[float, None, bool]:
-        """Overwrite a volume; return whether all that failed is certainly on missing disks."""
+        """Overwrite a volume; return whether every failed extent is surely on a missing disk."""
         device = self._activator.activate(volume).path
         purpose = self.policy.purpose(job.volume)
         is_partial = purpose is Purpose.PARTIAL
@@ -533,8 +533,8 @@ class Eraser:
                 self._mappings.erase(volume)
         are_lost = [True]
 
-        def zero_present(offset: int, length: int, by: By) -> None:
-            are_lost.append(self._zero_present(volume, device, offset, length, by))
+        def zero_present(offset: int, length: int, way: By) -> None:
+            are_lost.append(self._zero_present(volume, device, offset, length, way))
 
         work = self._paces.of(volume.group.name).work(
             "erase",
@@ -557,7 +557,7 @@ class Eraser:
                 self._kernel.discard(device, size_bytes, whole_bytes - size_bytes)
         return all(are_lost)
 
-    def _zero_present(self, volume: Volume, device: str, offset: int, length: int, by: By) -> bool:
+    def _zero_present(self, volume: Volume, device: str, offset: int, length: int, way: By) -> bool:
         """Zero the extents of a range that are on present disks; raise if one of these disks fails.
 
         Returns whether all extents that failed are certainly on missing disks.
@@ -566,7 +566,7 @@ class Eraser:
         while offset < end:
             size = min(extent - offset % extent, end - offset)
             try:
-                self._kernel.zero_out(device, offset, size, by=by)
+                self._kernel.zero_out(device, offset, size, method=way)
             except OSError as error:
                 is_lost = _is_lost(volume, offset // extent)
                 if error.errno != errno.EIO or is_lost is False:
@@ -624,8 +624,8 @@ def _is_lost(volume: Volume, extent: int) -> bool | None:
     is_missing = {disk.name: disk.missing for disk in volume.group.disks}
     for piece in logical.ranges:
         disk, _, ends = piece.rpartition(":")
-        first, _, last = ends.partition("-")
-        extent -= int(last) - int(first) + 1
+        first_extent, _, last_extent = ends.partition("-")
+        extent -= int(last_extent) - int(first_extent) + 1
         if extent < 0:
             return is_missing.get(disk)
     return None
@@ -637,8 +637,11 @@ def _about_disks(volume: Volume) -> str:
     holder = volume.group.volumes.get(root, volume.on_disks)
     path = f"{volume.group.name}/{holder.pool or holder.name}"
     if not volume.missing_disks:
-        gone = ", ".join(volume.group.missing_uuids)
-        return f"lvm2 takes nothing apart while the disk {gone} is missing; it goes on afterwards"
+        missing_uuids = ", ".join(volume.group.missing_uuids)
+        return (
+            f"lvm2 takes nothing apart while the disk {missing_uuids} is missing; it goes on"
+            " afterwards"
+        )
     return (
         f"a part of it lies on the missing disk {', '.join(volume.missing_disks)}. It goes on when"
         " the disk is back, or the volume is repaired. If the disk is lost for good, give that part"

@@ -206,7 +206,7 @@ class FreedSpaceEraser:
             "sweep",
             self._sweep,
             "%s: free extents are not zeroed yet: %s",
-            due=self._due,
+            due_jobs=self._due,
         )
         self._conflicts = context.conflicts
         self._conflicts.add(Work.SWEEP, self.jobs, key_of=lambda group: f"{group}/{ids.SWEEP}")

@@ -85,7 +85,7 @@ class Expander:
         self._limiter, self._conflicts = context.limiter, context.conflicts
         self._configuration = context.configuration
 
-    def expand_in_use(self, call: ExpandVolume, at: VolumePath, keys: Keys) -> int:
+    def expand_in_use(self, call: ExpandVolume, volume_path: VolumePath, keys: Keys) -> int:
         """Grow a volume to the requested size, and all layers on it; return its capacity in bytes.
 
         Raises CannotGrow for each final error of lvm2, the mount or LUKS: a pod must start with the
@@ -94,7 +94,7 @@ class Expander:
         VolumeMissing says that the volume does not exist. If the call is for a reader, the file
         system stays as it is until a writer stages the volume.
         """
-        volume_id, size_bytes = call.volume_id, self._volumes.size_bytes(at)
+        volume_id, size_bytes = call.volume_id, self._volumes.size_bytes(volume_path)
         try:
             cached_volume = self._reports.cached(volume_id)
             # Call `expand` also for a size that the volume has. After the claim was made smaller
@@ -111,7 +111,7 @@ class Expander:
             # each NodeStageVolume call tries to grow the file system.
             with self._recording(volume_id):
                 read_only = call.read_only or self._is_attached_read_only(cached_volume)
-                self.fill_device(at, keys, read_only=read_only)
+                self.fill_device(volume_path, keys, read_only=read_only)
             self.settle(volume_id)
         except errors.TooLarge as error:
             raise errors.CannotGrow(volume_id, error.problem) from None
@@ -326,7 +326,7 @@ class Expander:
         _log.info("volume %s is grown to the %d bytes that were asked for", volume.id, wanted_bytes)
         return replace(volume, size_bytes=wanted_bytes)
 
-    def _extend(self, known: Fresh, volume: Volume, size_bytes: int) -> None:
+    def _extend(self, state: Fresh, volume: Volume, size_bytes: int) -> None:
         """Extend a volume, which is deactivated first if it has copy-on-write snapshots.
 
         Raises NoRoom, VolumeInUse, InUse, and Overwriting while its new extents are being zeroed.
@@ -335,7 +335,7 @@ class Expander:
         lvm = self._volume_groups.lvm(group.name)
         growth_bytes = size_bytes - volume.size_bytes
         if tag.ZERO in volume.own_tags and not volume.is_thin:
-            self._deactivate_origin(known, volume)
+            self._deactivate_origin(state, volume)
             ranges = self._growth_zeroer.take(volume, growth_bytes, allocator)
             volumes.extend(lvm, group.name, volume.name, size_bytes=size_bytes, disks=ranges)
             return
@@ -343,7 +343,7 @@ class Expander:
             raise errors.NoRoom(
                 group.name, growth_bytes, free_bytes, f"more {allocator.purpose(group)}"
             )
-        self._deactivate_origin(known, volume)
+        self._deactivate_origin(state, volume)
         allocator.extend(lvm, volume, size_bytes)
 
     @staticmethod
@@ -354,7 +354,7 @@ class Expander:
             names.is_of(ids.BRIDGE_PREFIX, snapshot.name) for snapshot in snapshots
         )
 
-    def _deactivate_origin(self, known: Fresh, volume: Volume) -> None:
+    def _deactivate_origin(self, state: Fresh, volume: Volume) -> None:
         """Deactivate an active origin and its copy-on-write snapshots, so that lvm2 can extend it.
 
         Raises VolumeInUse for a volume in use, and _Open if a dm-crypt device is open on the
@@ -363,7 +363,7 @@ class Expander:
         if self._activator.device(volume.backing) is None or not volume.copy_on_write_snapshots:
             return
         users.require_unused(self._kernel, self._activator, volume)
-        all_groups = self._reports.every_group(known)
+        all_groups = self._reports.every_group(state)
         for source_id in (str(volume.id), *volume.copy_on_write_snapshots):
             all_groups.require_not_copied(source_id)
         if self._activator.mapping(volume) is not None:

@@ -94,7 +94,7 @@ class GroupSnapshotter:
 
     @staticmethod
     def logical_name(name: str) -> str:
-        """Return the name that calls on a group snapshot lock; no logical volume has this name."""
+        """Return the name by which calls lock a group snapshot; no logical volume has the name."""
         return names.logical_volume(ids.GROUP_SNAPSHOT_PREFIX, name)
 
     def create(self, call: CreateGroupSnapshot) -> GroupSnapshot:
@@ -213,13 +213,13 @@ class GroupSnapshotter:
     def _everywhere(self, groups: Iterable[str]) -> EveryGroup:
         return self._reports.every_group(self._reports.fresh(*groups))
 
-    def _unrecorded(self, known: EveryGroup) -> Mapping[str, list[Snapshot]]:
+    def _unrecorded(self, all_groups: EveryGroup) -> Mapping[str, list[Snapshot]]:
         """Return the group snapshots without the tag `committed`, with their snapshots.
 
         Group snapshots are left out if a part of them is known only to a newer version of Carver.
         """
         uncommitted: dict[str, list[Snapshot]] = {}
-        for identity, members in known.group_snapshots().items():
+        for identity, members in all_groups.group_snapshots().items():
             snapshots = [member for member in members if isinstance(member, Snapshot)]
             if snapshots == members and any(
                 tag.COMMITTED not in snapshot.own_tags for snapshot in snapshots
@@ -228,13 +228,13 @@ class GroupSnapshotter:
         return uncommitted
 
     def _make(
-        self, call: CreateGroupSnapshot, known: Fresh, undo: ExitStack, turns: HeldGroups
+        self, call: CreateGroupSnapshot, state: Fresh, undo: ExitStack, held_groups: HeldGroups
     ) -> GroupSnapshot:
         """Take snapshots of all sources; on failure, remove them after the groups are unlocked.
 
-        `undo` runs the removal, and `turns` holds the groups' locks.
+        `undo` runs the removal, and `held_groups` holds the groups' locks.
         """
-        sources = [known.usable(source_id, Call.SNAPSHOT) for source_id in call.source_ids]
+        sources = [state.usable(source_id, Call.SNAPSHOT) for source_id in call.source_ids]
         for source_id in call.source_ids:
             self._conflicts.check(Call.SNAPSHOT, source_id)
         own_name = self.logical_name(call.name)
@@ -243,19 +243,19 @@ class GroupSnapshotter:
         places = records.places_of(sources)
         if not tags.fits(tag.MEMBER_GROUPS, places):
             raise errors.BadField("source_volume_ids", "are in too many volume groups")
-        self._snapshotter.require_free(known, *planned)
+        self._snapshotter.require_free(state, *planned)
         suspended = self._choose_held(sources)
         # Check the free space before the volumes are suspended.
-        needed, members = Counter[str](), Counter[str]()
+        needed_bytes, member_counts = Counter[str](), Counter[str]()
         for volume in sources:
-            needed[volume.group.name] += self._snapshotter.needed_bytes(
+            needed_bytes[volume.group.name] += self._snapshotter.needed_bytes(
                 volume,
                 call.size,
                 copy_on_write=str(volume.id) in suspended,
-                beside_bytes=needed[volume.group.name],
-                beside=members[volume.group.name],
+                further_bytes=needed_bytes[volume.group.name],
+                further_count=member_counts[volume.group.name],
             )
-            members[volume.group.name] += 1
+            member_counts[volume.group.name] += 1
         self._snapshotter.make_room(*sources)
         own_tags = {
             tag.NAME: call.name,
@@ -272,7 +272,7 @@ class GroupSnapshotter:
         )
         with (
             command.time_limit(limit_seconds),
-            self._quiesced(list(suspended.values()), limit_seconds, turns) as quiesce,
+            self._quiesced(list(suspended.values()), limit_seconds, held_groups) as quiesce,
         ):
             for volume in suspended.values():
                 try:
@@ -314,40 +314,42 @@ class GroupSnapshotter:
                 batch = group_names[start : start + _MOST_MARKED]
                 volumes.mark_all(self._volume_groups.lvm(group), batch, **change)
 
-    def _require_half_made(self, known: EveryGroup, found: list[Snapshot]) -> None:
+    def _require_half_made(self, all_groups: EveryGroup, snapshots: list[Snapshot]) -> None:
         """Raise NotWhole for a group snapshot that may be complete, or was complete.
 
         Such a group snapshot must be neither removed nor answered as missing. The method returns
-        for one that was never complete, and for one without snapshots.
+        for a group snapshot that was never complete, and for a group snapshot without snapshots.
         """
-        if not found or self._reports.is_half_made(known, found):
+        if not snapshots or self._reports.is_half_made(all_groups, snapshots):
             return
-        why = _why_awaited(self._reports.awaited(known, found)) or (
-            f"{len(found)} of its {found[0].own_tags.get(tag.MEMBERS, 'many')} snapshots are"
-            " left; volumes can be made of them, and DeleteVolumeGroupSnapshot removes them"
+        why = _why_awaited(self._reports.awaited(all_groups, snapshots)) or (
+            f"{len(snapshots)} of its {snapshots[0].own_tags.get(tag.MEMBERS, 'many')} snapshots"
+            " are left; volumes can be made of them, and DeleteVolumeGroupSnapshot removes them"
         )
-        raise errors.NotWhole(found[0].group_snapshot_id, why)
+        raise errors.NotWhole(snapshots[0].group_snapshot_id, why)
 
     @contextmanager
-    def _quiesced(self, held: list[Volume], seconds: float, turns: HeldGroups) -> Iterator[Quiesce]:
+    def _quiesced(
+        self, suspended_volumes: list[Volume], seconds: float, held_groups: HeldGroups
+    ) -> Iterator[Quiesce]:
         """Suspend volumes within the `with`, and lock their volume groups until they are resumed.
 
         A volume that is not resumed in time is on a disk that does not answer. Its group stays
         locked, because lvm2 must not find the device suspended, and resumed in the middle of a
         change. The other groups are unlocked when the call ends.
         """
-        for volume in held:
-            turns.enter(
+        for volume in suspended_volumes:
+            held_groups.enter(
                 volume.group.name,
                 self._activator.keep_suspended([(volume.group.name, volume.name)]),
             )
         quiesce = Quiesce(self._devices, seconds)
         try:
-            with self._limiter.lifted(*(volume.backing for volume in held)), quiesce:
+            with self._limiter.lifted(*(volume.backing for volume in suspended_volumes)), quiesce:
                 yield quiesce
         finally:
             for (group, _), resumed in quiesce.free.items():
-                turns.keep(group, resumed)
+                held_groups.keep(group, resumed)
 
     def _choose_held(self, volumes: list[Volume]) -> Mapping[str, Volume]:
         """Return the active volumes, by their ids: these have to be suspended.
@@ -390,9 +392,9 @@ class GroupSnapshotter:
             config.endpoint.parent,
             *(definition.file.path for definition in definitions if definition.file),
         ]
-        needed = {mounts.holding(self._kernel.real_path(str(path))) for path in own_paths}
+        own_mounts = {mounts.holding(self._kernel.real_path(str(path))) for path in own_paths}
         for mount in mounts.of_device(device.number):
-            if mount in needed or not mount.path.startswith(tuple(kubelet_dirs)):
+            if mount in own_mounts or not mount.path.startswith(tuple(kubelet_dirs)):
                 raise errors.NotTogether(
                     str(volume.id),
                     f"it is mounted at {mount.path}, where Carver or lvm2 may have to write",
@@ -406,13 +408,15 @@ class GroupSnapshotter:
         id_group = ids.group_of(group_snapshot_id)
         return self._groups([id_group], lambda report: report.members(group_snapshot_id))
 
-    def _groups(self, own: Iterable[str], find: Callable[[EveryGroup], list[Snapshot]]) -> Set[str]:
+    def _groups(
+        self, group_names: Iterable[str], find: Callable[[EveryGroup], list[Snapshot]]
+    ) -> Set[str]:
         """Return these volume groups, and those with further snapshots of a group snapshot.
 
         `find` returns the snapshots of the group snapshot in all groups that were read. Each round
         reads the groups that the snapshots' tags name, until no group is added.
         """
-        groups, fresh = frozenset(own), self._reports.fresh
+        groups, fresh = frozenset(group_names), self._reports.fresh
         while (
             more_groups := self._member_groups(find(self._reports.every_group(fresh(*groups))))
             - groups
@@ -437,21 +441,21 @@ class GroupSnapshotter:
         # Include groups that no device class names any more, but that are still on this node.
         return set(filter(self._volume_groups.of, (place.partition("@")[0] for place in places)))
 
-    def _named(self, known: EveryGroup, own_name: str) -> list[Snapshot]:
+    def _named(self, all_groups: EveryGroup, own_name: str) -> list[Snapshot]:
         """Return the snapshots of a group snapshot by its name, in any of Carver's groups."""
-        for identity in known.group_snapshots():
+        for identity in all_groups.group_snapshots():
             if ids.logical_name(identity) == own_name:
-                return known.members(identity)
+                return all_groups.members(identity)
         return []
 
-    def _find(self, known: EveryGroup, group_snapshot_id: str) -> list[Snapshot]:
+    def _find(self, all_groups: EveryGroup, group_snapshot_id: str) -> list[Snapshot]:
         """Return the snapshots of a group snapshot by its id.
 
         Raises OtherGroup if none of them, nor the group that the id names, is on this node.
         """
-        members = known.members(group_snapshot_id)
+        members = all_groups.members(group_snapshot_id)
         if not members:
-            known.require_group_of(group_snapshot_id)
+            all_groups.require_group_of(group_snapshot_id)
         return members
 
     def _undo(self, group_snapshot_id: str, groups: Set[str]) -> None:
@@ -486,16 +490,16 @@ class GroupSnapshotter:
                     self._require_half_made(all_groups, members)
             self._discard(all_groups, job.key)
 
-    def _is_to_be_undone(self, found: list[Snapshot]) -> bool:
+    def _is_to_be_undone(self, snapshots: list[Snapshot]) -> bool:
         """Whether a failed call of this process left these snapshots, so that they must be removed.
 
-        The snapshots may be all of the group snapshot, but perhaps not of one moment.
+        All snapshots of the group snapshot may exist, but perhaps they do not show one moment.
         """
-        is_recorded = any(tag.COMMITTED in snapshot.own_tags for snapshot in found)
-        return self.undone.has(found[0].group_snapshot_id) and not is_recorded
+        is_recorded = any(tag.COMMITTED in snapshot.own_tags for snapshot in snapshots)
+        return self.undone.has(snapshots[0].group_snapshot_id) and not is_recorded
 
-    def _discard(self, known: Known, group_snapshot_id: str) -> None:
-        members = known.members(group_snapshot_id)
+    def _discard(self, state: Known, group_snapshot_id: str) -> None:
+        members = state.members(group_snapshot_id)
         if any(tag.COMMITTED in snapshot.own_tags for snapshot in members):
             # Remove the tag `committed` before the first snapshot is deleted. Crash point: without
             # the tag, the remaining snapshots count as an incomplete group snapshot, which the next
@@ -508,7 +512,7 @@ class GroupSnapshotter:
         for snapshot in sorted(members, key=lambda snapshot: snapshot.group.name == id_group):
             self._snapshotter.discard(snapshot)
         # Erase COW stores without an origin, too, which a failed lvcreate left.
-        for volume in known.doomed():
+        for volume in state.doomed():
             if volume.own_tags.get(tag.GROUP_SNAPSHOT) == group_snapshot_id:
                 self._eraser.finish(volume)
 
@@ -538,25 +542,25 @@ def _size_text(call: CreateGroupSnapshot) -> str:
     return "" if call.size is None else f"{call.size.size_bytes}:{call.size.percent:g}"
 
 
-def _same(found: GroupSnapshot, call: CreateGroupSnapshot) -> GroupSnapshot:
+def _same(existing: GroupSnapshot, call: CreateGroupSnapshot) -> GroupSnapshot:
     """Return the existing group snapshot; raise Incompatible if the request asks for another."""
-    sources = sorted(str(snapshot.source_id) for snapshot in found.snapshots)
+    sources = sorted(str(snapshot.source_id) for snapshot in existing.snapshots)
     if sources != list(call.source_ids):
         raise errors.Incompatible(
             f"cannot take group snapshot {call.name!r}: it exists, of {', '.join(sources)}, not of"
             f" {', '.join(call.source_ids)}; use another name"
         )
-    if found.snapshots[0].own_tags.get(tag.ASKED, "") != _size_text(call):
+    if existing.snapshots[0].own_tags.get(tag.ASKED, "") != _size_text(call):
         raise errors.Incompatible(
             f"cannot take group snapshot {call.name!r}: it exists with another size; use"
             " another name"
         )
-    return found
+    return existing
 
 
-def _compare(call: KnownGroupSnapshot, found: list[Snapshot]) -> None:
-    """Raise BadField if a request names other snapshots than those of the group snapshot."""
-    snapshot_ids = {str(snapshot.id) for snapshot in found}
+def _compare(call: KnownGroupSnapshot, snapshots: list[Snapshot]) -> None:
+    """Raise BadField if a request names other snapshots than the group snapshot has."""
+    snapshot_ids = {str(snapshot.id) for snapshot in snapshots}
     if not call.snapshot_ids:
         raise errors.BadField("snapshot_ids", f"is required: {', '.join(sorted(snapshot_ids))}")
     if different_ids := snapshot_ids ^ set(call.snapshot_ids):

@@ -56,7 +56,7 @@ _PATIENCE_SECONDS = 60.0
 class PendingSizes:
     """Sizes of the inline volumes that calls are creating, which reports of other calls may lack.
 
-    The sizes are kept until no call is under way that may have read such a report.
+    A size is kept until each call has ended that may have read a report without the volume.
     """
 
     def __init__(self) -> None:
@@ -78,20 +78,21 @@ class PendingSizes:
                     self._sizes_bytes.clear()
 
     def admit(
-        self, volume_id: str, size_bytes: int, there: Mapping[str, int], limit_bytes: int
+        self, volume_id: str, size_bytes: int, reported_bytes: Mapping[str, int], limit_bytes: int
     ) -> None:
         """Add a volume that is about to be created to the total; raises InlineTotal.
 
-        `there` has the allocated bytes of the volumes in the caller's report, by their ids.
+        `reported_bytes` has the allocated bytes of the volumes in the caller's report, by their
+        ids.
         """
         with self._guard:
-            total_bytes = sum({**self._sizes_bytes, volume_id: 0, **there}.values())
+            total_bytes = sum({**self._sizes_bytes, volume_id: 0, **reported_bytes}.values())
             if total_bytes + size_bytes > limit_bytes:
                 raise errors.InlineTotal(size_bytes, total_bytes, limit_bytes)
             self._sizes_bytes[volume_id] = size_bytes
 
     def forget(self, volume_id: str) -> None:
-        """Remove a volume from the total that was not created, or that is deleted."""
+        """Remove a volume that was not created, or that is deleted, from the total."""
         with self._guard:
             self._sizes_bytes.pop(volume_id, None)
 
@@ -149,15 +150,17 @@ class InlineVolumes:
         The call continues from whatever step an earlier call reached. Runs five commands at most: a
         report, lvcreate, and the commands of staging. Runs none if the volume is mounted.
         """
-        place = target.resolve(self._kernel, call.target_path, self._configuration.now.kubelet_dir)
+        target_path = target.resolve(
+            self._kernel, call.target_path, self._configuration.now.kubelet_dir
+        )
         device_class = self._creator.class_for(
             call.volume_id, call.parameters, "volume_context", is_ephemeral=True
         )
         parameters = plan.with_defaults(call.parameters, [call.capability], device_class)
         self._stager.check_keys(call.volume_id, parameters, call.keys)
         about = {**parameters.about, tag.EPHEMERAL: "true"}
-        if tags.fits(tag.TARGET, place):
-            about[tag.TARGET] = place
+        if tags.fits(tag.TARGET, target_path):
+            about[tag.TARGET] = target_path
         request = CreateVolume(
             name=call.volume_id,
             size=SizeRange(call.size_bytes),
@@ -169,28 +172,28 @@ class InlineVolumes:
         )
         device = self._activator.device(backing.of_id(call.volume_id))
         mounts = table.read(self._kernel)
-        self._check_place(call.volume_id, device, place, mounts)
+        self._check_place(call.volume_id, device, target_path, mounts)
         attempt = _Attempt()
 
-        def admit(here: EveryGroup, size_bytes: int) -> None:
-            extent = here.group(device_class.group).extent_size_bytes
+        def admit(all_groups: EveryGroup, size_bytes: int) -> None:
+            extent = all_groups.group(device_class.group).extent_size_bytes
             allocated = layout.allocated_bytes(size_bytes, extent, device_class.layout)
-            self._check_limits(call, here, allocated)
+            self._check_limits(call, all_groups, allocated)
             attempt.began = True
 
         def find() -> Volume:
             attempt.looked = True
             try:
                 with self._admitted.call():
-                    made = self._creator.create(request, admit)
+                    created = self._creator.create(request, admit)
             finally:
                 for sweep in list(self._sweeps.values()):
                     sweep.may_be_some = True
-            return self._creator.complete(made, nullcontext)
+            return self._creator.complete(created, nullcontext)
 
         try:
             self._stager.ensure_mounted(
-                StageVolume(call.volume_id, place, call.capability, parameters, call.keys),
+                StageVolume(call.volume_id, target_path, call.capability, parameters, call.keys),
                 device,
                 find,
                 mounts,
@@ -247,7 +250,9 @@ class InlineVolumes:
             raise problems[0]
         return False
 
-    def _check_limits(self, call: PublishInline, known: EveryGroup, allocated_bytes: int) -> None:
+    def _check_limits(
+        self, call: PublishInline, all_groups: EveryGroup, allocated_bytes: int
+    ) -> None:
         """Raise BadField or InlineTotal if an inline volume exceeds the configured limits.
 
         BadField is for `inline_volume_limit`, which limits the requested size. InlineTotal is for
@@ -261,13 +266,13 @@ class InlineVolumes:
                 f"volume_context[{SIZE}]",
                 f"{requested} bytes are more than inline_volume_limit, {limit} bytes, allows",
             )
-        groups = known.groups.values()
+        groups = all_groups.groups.values()
         total = self._configuration.now.inline_total_limit
         limit = total.of(sum(Room(group).extents * group.extent_size_bytes for group in groups))
         if limit:
             # Count only volumes of groups that were read: a volume group that never answered must
             # not delay a pod.
-            inline_volumes = (volume for volume in known.shown() if volume.is_ephemeral)
+            inline_volumes = (volume for volume in all_groups.shown() if volume.is_ephemeral)
             present = {
                 volume.own_tags[tag.NAME]: _allocated_bytes(volume) for volume in inline_volumes
             }
@@ -324,9 +329,9 @@ class InlineVolumes:
                 except (errors.VolumeInUse, *errors.MUST_NOT_USE) as error:
                     _log.warning("%s", error)
 
-    def _all(self, known: Known, group: str = "") -> list[Volume]:
+    def _all(self, state: Known, group: str = "") -> list[Volume]:
         """Return the inline volumes of a volume group, or of all groups if none is named."""
-        inline_volumes = (volume for volume in known.volumes() if volume.is_ephemeral)
+        inline_volumes = (volume for volume in state.volumes() if volume.is_ephemeral)
         return [volume for volume in inline_volumes if group in ("", volume.group.name)]
 
     def _find(self, volume_id: str) -> Volume | None:
@@ -346,13 +351,13 @@ class InlineVolumes:
         The volume's target is in the directory of its pod, which is in the directory of all pods.
         The pod is gone if its directory is missing and the directory of all pods exists.
         """
-        place = volume.own_tags.get(tag.TARGET, "")
-        if volume.is_doomed or not volume.is_ephemeral or not place:
+        target_path = volume.own_tags.get(tag.TARGET, "")
+        if volume.is_doomed or not volume.is_ephemeral or not target_path:
             return False
         for kubelet_dir in self._configuration.now.kubelet_dir:
             root = self._kernel.real_path(kubelet_dir).rstrip("/") + "/"
-            all_pods, *below = place.removeprefix(root).split("/")
-            if place.startswith(root) and len(below) > 1 and self._is_there(root + all_pods):
+            all_pods, *below = target_path.removeprefix(root).split("/")
+            if target_path.startswith(root) and len(below) > 1 and self._is_there(root + all_pods):
                 return not self._is_there(f"{root}{all_pods}/{below[0]}")
         return False
 
@@ -367,7 +372,7 @@ class InlineVolumes:
         return True
 
     def _check_place(
-        self, volume_id: str, device: Device | None, place: str, known: table.Table
+        self, volume_id: str, device: Device | None, target_path: str, mount_table: table.Table
     ) -> None:
         """Raise an error if a target is taken, or if the volume has another target.
 
@@ -375,30 +380,32 @@ class InlineVolumes:
         a second target.
         """
         number = None if device is None else device.number
-        for mount in known.at(place):
+        for mount in mount_table.at(target_path):
             if mount.device != number:
-                raise mount_errors.ForeignMount(place, str(mount))
-        target.check_directory(self._kernel, place)
+                raise mount_errors.ForeignMount(target_path, str(mount))
+        target.check_directory(self._kernel, target_path)
         if device is None:
             return
         targets = set(
-            users.targets(self._kernel, known, device, self._configuration.now.kubelet_dir)
+            users.targets(self._kernel, mount_table, device, self._configuration.now.kubelet_dir)
         )
-        if other_targets := targets - {place}:
+        if other_targets := targets - {target_path}:
             elsewhere = ", ".join(sorted(other_targets))
             raise errors.VolumeInUse(
                 volume_id, f"it is published at {elsewhere}, and an inline volume has one target"
             )
 
 
-def _allocated_bytes(one: Volume) -> int:
+def _allocated_bytes(volume: Volume) -> int:
     """Return the bytes that an inline volume allocates in its group.
 
     A mirrored volume allocates several times its size.
     """
     try:
-        return layout.allocated_bytes(one.size_bytes, one.group.extent_size_bytes, one.layout)
+        return layout.allocated_bytes(
+            volume.size_bytes, volume.group.extent_size_bytes, volume.layout
+        )
     except errors.LayoutUnknown:
         # Estimate the size of a volume whose layout tag is lost, so that it delays no other pod:
         # each image counts as a whole copy.
-        return one.size_bytes * max(1, len(one.group.volume(one.name).images))
+        return volume.size_bytes * max(1, len(volume.group.volume(volume.name).images))

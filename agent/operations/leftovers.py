@@ -106,7 +106,7 @@ class Leftovers:
         return _callers(fresh_groups[name] for name in groups if name in fresh_groups)
 
     def _every(self, group: str) -> EveryGroup:
-        """Return all volume groups, as CreateVolume itself reads them to find its volume.
+        """Return a report of all volume groups, read as CreateVolume reads them to find its volume.
 
         The state of the named group is fresh.
         """
@@ -139,15 +139,15 @@ def _group_of(identity: str) -> str:
 
 @contextmanager
 def _unfinished(
-    what: str, ends: Callable[[Exception], bool], left: Callable[[], bool]
+    subject: str, ends_calls: Callable[[Exception], bool], has_leftovers: Callable[[], bool]
 ) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not ends(error) or codes.is_of_request(error):
+        if not ends_calls(error) or codes.is_of_request(error):
             raise
         try:
-            is_left = left()
+            is_left = has_leftovers()
         except errors.GroupRefused:
             # Nothing is left for the caller in a refused group: what it has is another node's or
             # has no owner, and no call on this node creates or deletes it.
@@ -158,4 +158,4 @@ def _unfinished(
             is_left = True
         if not is_left:
             raise
-        raise errors.Unfinished(what, str(error) or type(error).__name__) from error
+        raise errors.Unfinished(subject, str(error) or type(error).__name__) from error

@@ -79,8 +79,8 @@ class Listing:
         A group that takes long to answer is returned as of its last report.
         """
         locks.enter()
-        here: dict[str, Group] = {}
-        away: dict[str, str] = {}
+        present_groups: dict[str, Group] = {}
+        absence_reasons: dict[str, str] = {}
         pending = {
             group.name: begin_states([group], complete=True) for group in self._volume_groups
         }
@@ -90,7 +90,7 @@ class Listing:
                 # the reason why Carver could not create the group.
                 group = await_state()[name] or self._reports.group(Report({}), name)
             except _NO_ANSWER as error:
-                away[name] = str(error)
+                absence_reasons[name] = str(error)
             else:
-                here[name] = group
-        return EveryGroup(here), away
+                present_groups[name] = group
+        return EveryGroup(present_groups), absence_reasons

@@ -37,7 +37,7 @@ def modify(context: Context, call: ModifyVolume) -> None:
         context.limiter.apply(volume, tuned)
 
 
-def ensure(lvm: Lvm, volume: Volume, wanted: Tuning, bound_kib: int) -> Tuning:
+def ensure(lvm: Lvm, volume: Volume, requested: Tuning, bound_kib: int) -> Tuning:
     """Change the mutable parameters that a volume lacks, and return all its parameters.
 
     Writes the group's metadata once, or not at all. `bound_kib` limits RAID recovery, in KiB a
@@ -45,10 +45,10 @@ def ensure(lvm: Lvm, volume: Volume, wanted: Tuning, bound_kib: int) -> Tuning:
     nothing is changed in that case.
     """
     group, present = volume.group, volume.group.volume(volume.name).tuning
-    check(wanted, volume.layout, present)
+    check(requested, volume.layout, present)
     if volume.layout.is_raid:
-        wanted = wanted.bounded(present, bound_kib)
-    lacking = wanted.lacking_in(present)
+        requested = requested.bounded(present, bound_kib)
+    lacking = requested.lacking_in(present)
     if lacking == tuning.AS_IT_IS:
         return present
     snapshot_ids = [
@@ -59,27 +59,29 @@ def ensure(lvm: Lvm, volume: Volume, wanted: Tuning, bound_kib: int) -> Tuning:
             str(volume.id), snapshot_ids, "lvm2 changes its read-ahead only while it has none"
         )
     tuning.change(lvm, group.name, [volume.name], lacking, present)
-    return wanted.over(present)
+    return requested.over(present)
 
 
-def complete(lvm: Lvm, group: str, name: str, wanted: Tuning) -> None:
+def complete(lvm: Lvm, group: str, name: str, requested: Tuning) -> None:
     """Set the parameters of a new volume that lvcreate refuses; runs at most one command.
 
     Few volumes have such parameters.
     """
-    lacking = wanted.lacking_in(wanted.for_new().over(PLAIN))
+    lacking = requested.lacking_in(requested.for_new().over(PLAIN))
     if lacking != tuning.AS_IT_IS:
         tuning.change(lvm, group, [name], lacking)
 
 
-def bounded(config: Config, one: DeviceClass, wanted: Tuning = tuning.AS_IT_IS) -> Tuning:
+def bounded(
+    config: Config, device_class: DeviceClass, requested: Tuning = tuning.AS_IT_IS
+) -> Tuning:
     """Return the parameters of a new volume of a class, with the limit on RAID recovery.
 
-    `wanted` are the requested parameters, and `one` is the device class.
+    `requested` are the mutable parameters that the caller asked for.
     """
-    if not one.layout.is_raid:
-        return wanted
-    return wanted.bounded(PLAIN, config.recovery_bound_kib(one.group))
+    if not device_class.layout.is_raid:
+        return requested
+    return requested.bounded(PLAIN, config.recovery_bound_kib(device_class.group))
 
 
 def bound(context: Context, group: Group) -> int:
@@ -110,8 +112,10 @@ def bound(context: Context, group: Group) -> int:
     return sum(len(volume_names) for volume_names in volumes_by_change.values())
 
 
-def _change(lvm: Lvm, group: str, lacking: Tuning, present: Tuning, names: Sequence[str]) -> None:
-    tuning.change(lvm, group, names, lacking, present)
+def _change(
+    lvm: Lvm, group: str, lacking: Tuning, present_tuning: Tuning, names: Sequence[str]
+) -> None:
+    tuning.change(lvm, group, names, lacking, present_tuning)
 
 
 def resume(context: Context, *groups: str) -> int:
@@ -130,12 +134,12 @@ def resume(context: Context, *groups: str) -> int:
     return count
 
 
-def check(wanted: Tuning, shape: Layout, present: Tuning = PLAIN) -> None:
+def check(requested: Tuning, shape: Layout, present_tuning: Tuning = PLAIN) -> None:
     """Raise BadField for mutable parameters that a volume with a layout cannot have.
 
-    `present` are the parameters that the volume has; those of `wanted` are added to them.
+    `present_tuning` are the parameters that the volume has; those of `requested` are added to them.
     """
-    if not (raid_parts := wanted.of_raid):
+    if not (raid_parts := requested.of_raid):
         return
     if not shape.is_raid:
         keys = {parameter.part: parameter.key for parameter in MUTABLE}
@@ -146,5 +150,5 @@ def check(wanted: Tuning, shape: Layout, present: Tuning = PLAIN) -> None:
             f"{MUTABLE_FIELD}[{keys[raid_parts[-1]]}]",
             f"is for a RAID's layouts, this volume is {shape.kind}; allowed: {', '.join(allowed)}",
         )
-    if why := wanted.over(present).refusal:
+    if why := requested.over(present_tuning).refusal:
         raise errors.BadField(MUTABLE_FIELD, why)

@@ -79,7 +79,7 @@ class NodeVolumes:
         device, _ = self.anywhere(call, table.read(self._kernel))
         return filesystem_health.device_size_bytes(self._kernel, device.path)
 
-    def anywhere(self, call: VolumePath, known: table.Table) -> tuple[Device, table.Mount]:
+    def anywhere(self, call: VolumePath, mount_table: table.Table) -> tuple[Device, table.Mount]:
         """Return a volume's device, and its mount at the path or else any mount.
 
         The method is for the growth of volumes. For a raw block volume in several pods, kubelet
@@ -89,10 +89,12 @@ class NodeVolumes:
         volume does not exist.
         """
         try:
-            return self._at(call, known)
+            return self._at(call, mount_table)
         except (errors.NoSuchPath, errors.NotStaged):
             device = self._activator.device(backing.of_id(call.volume_id))
-            present_mounts = [] if device is None else users.places(self._kernel, known, device)
+            present_mounts = (
+                [] if device is None else users.places(self._kernel, mount_table, device)
+            )
             if device is not None and present_mounts:
                 return device, present_mounts[0]
             # Read a report, which raises NoSuchVolume for a volume that does not exist.
@@ -100,7 +102,7 @@ class NodeVolumes:
             why = "it is mounted and published nowhere on this node"
             raise errors.NotStaged(call.volume_id, why, _GROWS_WHEN_STAGED) from None
 
-    def _at(self, call: VolumePath, known: table.Table) -> tuple[Device, table.Mount]:
+    def _at(self, call: VolumePath, mount_table: table.Table) -> tuple[Device, table.Mount]:
         """Return a volume's device and its mount at the path; raise NoSuchPath if there is none.
 
         Raises NotStaged if the mount is of a device that went away.
@@ -110,7 +112,7 @@ class NodeVolumes:
         else:
             device = self.device(call.volume_id)
         try:
-            mounted = known.top(self.place(call.path))
+            mounted = mount_table.top(self.place(call.path))
         except mount_errors.BadPath:
             mounted = None
         if device is not None and mounted is not None:

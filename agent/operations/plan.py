@@ -28,14 +28,14 @@ _STRIPE_BYTES = 64 << 10
 _MOST_UNIT_BYTES = 64 << 20
 
 
-def header_bytes(one: DeviceClass, allocator: Allocator, group: report.Group) -> int:
+def header_bytes(device_class: DeviceClass, allocator: Allocator, group: report.Group) -> int:
     """Return the size, in bytes, of a new volume's LUKS2 header; 0 without encryption.
 
     The size keeps the data behind the header aligned to stripes or chunks.
     """
-    if not one.encryption:
+    if not device_class.encryption:
         return 0
-    unit = one.layout.stripes * (one.layout.stripe_size_bytes or _STRIPE_BYTES)
+    unit = device_class.layout.stripes * (device_class.layout.stripe_size_bytes or _STRIPE_BYTES)
     if isinstance(allocator, ThinAllocator):
         unit = allocator.pool(group).chunk_size_bytes
     if unit > _MOST_UNIT_BYTES:
@@ -60,35 +60,38 @@ def device_class(config: Config, field: str, parameters: Parameters) -> DeviceCl
     return parameters.applied(named_class, field)
 
 
-def check_stripe_size(one: DeviceClass, group: report.Group) -> None:
+def check_stripe_size(device_class: DeviceClass, group: report.Group) -> None:
     """Raise BadField for a stripe larger than an extent, which lvm2 would silently make smaller."""
-    if one.layout.stripe_size_bytes > group.extent_size_bytes:
+    if device_class.layout.stripe_size_bytes > group.extent_size_bytes:
         raise errors.BadField(
             "parameters[stripeSize]",
-            f"{one.layout.stripe_size_bytes} is more than an extent of volume group {group.name},"
-            f" {group.extent_size_bytes} bytes (class {one.name})",
+            f"{device_class.layout.stripe_size_bytes} is more than an extent of volume group"
+            f" {group.name}, {group.extent_size_bytes} bytes (class {device_class.name})",
         )
 
 
 def with_defaults(
-    parameters: Parameters, capabilities: Sequence[Capability], one: DeviceClass, held: str = ""
+    parameters: Parameters,
+    capabilities: Sequence[Capability],
+    device_class: DeviceClass,
+    source_fs_type: str = "",
 ) -> Parameters:
     """Return parameters completed by their device class, so that they no longer depend on it.
 
-    `held` is the file system of the source of a copy.
+    `source_fs_type` is the file system of the source of a copy.
     """
     requested = (
         next((capability.fs_type for capability in capabilities if capability.fs_type), "")
         or parameters.fs_type
     )
     mounted = any(not capability.is_block for capability in capabilities)
-    fs_type = (requested or held or one.fs_type) if mounted else ""
-    return parameters.with_class_values(one, fs_type)
+    fs_type = (requested or source_fs_type or device_class.fs_type) if mounted else ""
+    return parameters.with_class_values(device_class, fs_type)
 
 
 def new(
     call: CreateVolume,
-    one: DeviceClass,
+    device_class: DeviceClass,
     allocator: Allocator,
     group: report.Group,
     origin: Snapshot | Volume | None,
@@ -99,7 +102,9 @@ def new(
     Raises BadField, BadSize.
     """
     if origin is None:
-        size, own_tags = _planned(call, one, group, header_bytes(one, allocator, group))
+        size, own_tags = _planned(
+            call, device_class, group, header_bytes(device_class, allocator, group)
+        )
         if tag.ZERO in own_tags:
             # Tag the volume as incomplete, because it is zeroed in the background like a copy is
             # filled.
@@ -108,7 +113,7 @@ def new(
     requested_bytes = call.size.required_bytes
     call = replace(call, size=_size_of_copy(call.size, origin))
     source_fs_type = origin.own_tags.get(tag.FORMATTED, "")
-    size, own_tags = _planned(call, one, group, origin.header_bytes, source_fs_type)
+    size, own_tags = _planned(call, device_class, group, origin.header_bytes, source_fs_type)
     own_tags.pop(tag.REQUESTED, None)
     own_tags |= records.requested(requested_bytes, size, origin.header_bytes)
     own_tags |= _tags_of_copy(own_tags, origin)
@@ -136,55 +141,62 @@ def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dic
     One of the tags marks the volume as incomplete. Raises BadField if the contents cannot be used
     as requested, TagsDamaged.
     """
-    source_id, source = str(origin.id), origin.own_tags
-    copied = {**volume_states.tags_for(EndedBy.COPIER), tag.FROM: source_id}
+    source_id, source_tags = str(origin.id), origin.own_tags
+    copied_tags = {**volume_states.tags_for(EndedBy.COPIER), tag.FROM: source_id}
     # Refuse to change the encryption: data are copied as they are on the disk.
-    if own_tags.get(tag.ENCRYPTION, "") != (has := source.get(tag.ENCRYPTION, "")):
+    if own_tags.get(tag.ENCRYPTION, "") != (
+        source_encryption := source_tags.get(tag.ENCRYPTION, "")
+    ):
         raise errors.BadField(
             "volume_content_source",
-            f"{source_id!r} {'is encrypted' if has else 'is not encrypted'}, and what is made of it"
-            f" must be so, too: ask for carver/encryption={has or 'nothing'}",
+            f"{source_id!r} {'is encrypted' if source_encryption else 'is not encrypted'}, and what"
+            " is made of it must be so, too: ask for"
+            f" carver/encryption={source_encryption or 'nothing'}",
         )
     # Copy the tag of a change of keys that is under way, since the copied header may have both
     # keys.
-    copied |= {key: source[key] for key in (tag.SEALED, tag.ROTATING) if key in source}
+    copied_tags |= {
+        key: source_tags[key] for key in (tag.SEALED, tag.ROTATING) if key in source_tags
+    }
     fs_type = own_tags.get(tag.FS_TYPE, "")
     if not fs_type:
         # Check no contents for a raw block volume, which may hold anything.
-        return copied
-    if records.is_block(source_id, source):
+        return copied_tags
+    if records.is_block(source_id, source_tags):
         raise errors.BadField(
             "volume_capabilities",
             f"mount: {source_id!r} is of a raw block volume; what it holds is not Carver's",
         )
-    formatted = source.get(tag.FORMATTED, "")
+    formatted = source_tags.get(tag.FORMATTED, "")
     if formatted and formatted != fs_type:
         raise errors.BadField(
             "volume_content_source", f"{source_id!r} holds {formatted}, not {fs_type}"
         )
-    return copied | ({tag.FORMATTED: formatted} if formatted else {})
+    return copied_tags | ({tag.FORMATTED: formatted} if formatted else {})
 
 
 def _planned(
     call: CreateVolume,
-    one: DeviceClass,
+    device_class: DeviceClass,
     group: report.Group,
     header_bytes: int,
-    held: str = "",
+    source_fs_type: str = "",
 ) -> tuple[int, dict[str, str]]:
     """Return a volume's size, and the tags with which a repeated request is compared.
 
-    `header_bytes` of the size are a LUKS2 header; `held` is the file system of the source of a
-    copy.
+    `header_bytes` of the size are a LUKS2 header; `source_fs_type` is the file system of the source
+    of a copy.
     """
-    parameters = with_defaults(call.parameters, call.capabilities, one, held)
+    parameters = with_defaults(call.parameters, call.capabilities, device_class, source_fs_type)
     _check_options(call, parameters)
-    size = size_bytes(call.size, call.capabilities, parameters, group, one.layout, header_bytes)
+    size = size_bytes(
+        call.size, call.capabilities, parameters, group, device_class.layout, header_bytes
+    )
     own_tags = {
         tag.NAME: call.name,
         **volume_states.tags_for(EndedBy.CALLER),
         tag.SIZE: str(size),
-        tag.LAYOUT: str(one.layout),
+        tag.LAYOUT: str(device_class.layout),
         tag.ACCESS: BLOCK
         if all(capability.is_block for capability in call.capabilities)
         else MOUNT,
@@ -195,7 +207,7 @@ def _planned(
     }
     if header_bytes:
         own_tags[tag.HEADER] = str(header_bytes)
-    return size, own_tags | of_class(one, size, group)
+    return size, own_tags | of_class(device_class, size, group)
 
 
 def _capabilities(call: CreateVolume) -> str:
@@ -208,12 +220,12 @@ def _capabilities(call: CreateVolume) -> str:
     return f"sha256:{hashlib.sha256(capabilities.encode()).hexdigest()}"
 
 
-def of_class(one: DeviceClass, size_bytes: int, group: report.Group) -> dict[str, str]:
+def of_class(device_class: DeviceClass, size_bytes: int, group: report.Group) -> dict[str, str]:
     """Return the tags that a device class gives a volume, whether it is created or received."""
     own_tags = {}
-    if one.cache is not None and not one.layout.is_thin:
-        own_tags[tag.CACHE] = one.cache.tag_value(size_bytes, group.extent_size_bytes)
-    if one.zero == tag.FULLY:
+    if device_class.cache is not None and not device_class.layout.is_thin:
+        own_tags[tag.CACHE] = device_class.cache.tag_value(size_bytes, group.extent_size_bytes)
+    if device_class.zero == tag.FULLY:
         own_tags[tag.ZERO] = tag.FULLY
     return own_tags
 
@@ -279,7 +291,7 @@ def size_bytes(
     return planned
 
 
-def require_same(call: CreateVolume, found: Volume) -> None:
+def require_same(call: CreateVolume, volume: Volume) -> None:
     """Raise Incompatible if an existing volume differs from a CreateVolume request.
 
     Only values that the request contains are compared. The device class may have changed since the
@@ -287,15 +299,15 @@ def require_same(call: CreateVolume, found: Volume) -> None:
     for ever.
     """
     source = call.source.id if call.source is not None else ""
-    if (present := found.own_tags.get(tag.FROM, "")) != source:
+    if (present := volume.own_tags.get(tag.FROM, "")) != source:
         raise errors.Incompatible(
             f"cannot make volume {call.name!r}: it exists, made of {present or 'nothing'}, not of"
             f" {source or 'nothing'}; use another name"
         )
-    made_bytes = found.made_bytes
+    made_bytes = volume.made_bytes
     # Compare the planned size of an incomplete volume, which may still have to grow to that size.
-    header = found.header_bytes
-    if not call.size.allows(size_bytes := max(found.size_bytes, made_bytes) - header):
+    header = volume.header_bytes
+    if not call.size.allows(size_bytes := max(volume.size_bytes, made_bytes) - header):
         raise errors.Incompatible(
             f"cannot make volume {call.name!r}: it exists with a size of {size_bytes} bytes, not of"
             f" {call.size.required_bytes} to {call.size.limit_bytes or 'any number of'}; use"
@@ -306,10 +318,10 @@ def require_same(call: CreateVolume, found: Volume) -> None:
     parameters = call.parameters
     if fs_types or not is_mounted:
         parameters = parameters.with_value(tag.FS_TYPE, fs_types[0] if fs_types else "")
-    capabilities = found.own_tags.get(tag.CAPABILITIES, "")
+    capabilities = volume.own_tags.get(tag.CAPABILITIES, "")
     compared = [
         (tag.CAPABILITIES, _capabilities(call), capabilities),
-        *differing(found, parameters),
+        *differing(volume, parameters),
     ]
     for key, requested, present in compared:
         if present != requested:
@@ -319,23 +331,23 @@ def require_same(call: CreateVolume, found: Volume) -> None:
             )
 
 
-def differing(volume: Volume, given: Parameters) -> Iterator[tuple[str, str, str]]:
+def differing(volume: Volume, parameters: Parameters) -> Iterator[tuple[str, str, str]]:
     """Return the parameters that differ from a volume: key, requested value, and the volume's.
 
     Only parameters that are given are compared, because the device class may have changed since the
     volume was created.
     """
     own_tags = volume.own_tags
-    requested = given.own_tags()
+    requested = parameters.own_tags()
     present = {key: own_tags.get(key, "") for key in requested}
     for row in STORAGE_CLASS:
-        if row.part and row.tag == tag.LAYOUT and row.key in given.given:
-            requested[row.key] = str(given.given[row.key])
+        if row.part and row.tag == tag.LAYOUT and row.key in parameters.given:
+            requested[row.key] = str(parameters.given[row.key])
             # Compare with the layout that the volume was created with; an operator may have
             # converted the volume since.
             shape = layout.Layout.parse(own_tags.get(tag.LAYOUT, "")) or volume.layout
             present[row.key] = str(getattr(shape, row.part))
-    if (size := given.given.get(CACHE_SIZE)) is not None:
+    if (size := parameters.given.get(CACHE_SIZE)) is not None:
         present[CACHE_SIZE] = own_tags.get(tag.CACHE, "") or "no cache"
         cache, extent = Cache.parse(present[CACHE_SIZE]), volume.group.extent_size_bytes
         requested_cache = None if cache is None else replace(cache, size=size)

@@ -150,21 +150,24 @@ def _kubelet_directory(node: Node) -> Iterator[Seen]:
         volume_paths = [
             f"{directory.rstrip('/')}/{subdirectory}" for subdirectory in ("pods", "plugins")
         ]
-        holders = {place: mounts.holding(node.kernel.real_path(place)) for place in volume_paths}
+        holders = {
+            volume_path: mounts.holding(node.kernel.real_path(volume_path))
+            for volume_path in volume_paths
+        }
         private = {
-            place: holder
-            for place, holder in holders.items()
+            volume_path: holder
+            for volume_path, holder in holders.items()
             if holder is None
             or not any(option.startswith("shared:") for option in holder.propagation)
         }
-        for place, holder in private.items():
+        for volume_path, holder in private.items():
             mount = "/" if holder is None else holder.path
             yield (
                 # Only warn if the directory does not exist: without kubelet nothing else needs to
                 # see the mounts.
-                FAIL if node.at(place).exists() else WARN,
-                f"{place} is in a mount that is not shared ({mount}): kubelet and pods would not"
-                " see what Carver mounts there",
+                FAIL if node.at(volume_path).exists() else WARN,
+                f"{volume_path} is in a mount that is not shared ({mount}): kubelet and pods would"
+                " not see what Carver mounts there",
                 f"`mount --make-rshared {mount}`; in a container, mountPropagation: Bidirectional;"
                 " under systemd, nothing that gives the unit mounts of its own (systemd.exec(5))",
             )
@@ -224,13 +227,13 @@ def _devices(node: Node) -> Iterator[Seen]:
                 f"{device}, which `devices` names, is not a block device here",
                 "attach the disk, or correct `devices`; names below /dev/disk/by-id stay the same",
             )
-    listed = [
+    configured_devices = [
         *node.settings.devices,
         *(device for definition in node.settings.definitions for device in definition.devices),
     ]
     # Warn about names directly in /dev: names that udev and device-mapper give are deeper, such as
     # /dev/disk/by-id/… and /dev/mapper/…
-    if unstable := [path for path in dict.fromkeys(listed) if path.count("/") == 2]:
+    if unstable := [path for path in dict.fromkeys(configured_devices) if path.count("/") == 2]:
         yield (
             WARN,
             f"{', '.join(unstable)}: the kernel gives such a name to whatever it finds first, so"
@@ -292,13 +295,13 @@ def _lvm2(node: Node) -> Iterator[Seen]:
     except mount_errors.CommandError as error:
         yield FAIL, str(error), "install lvm2, where `lvm` in the configuration says that it is"
         return
-    shown, oldest = (
+    version_text, oldest_text = (
         f"{numbers[0]}.{numbers[1]:02}.{numbers[2]}" for numbers in (version, LEAST_LVM2)
     )
     if version < LEAST_LVM2:
-        yield FAIL, f"lvm2 is {shown}, too old", f"install {oldest} or newer"
+        yield FAIL, f"lvm2 is {version_text}, too old", f"install {oldest_text} or newer"
     else:
-        yield _pass(f"lvm2 is {shown}; {oldest} is enough")
+        yield _pass(f"lvm2 is {version_text}; {oldest_text} is enough")
 
 
 def _groups(node: Node) -> Iterator[Seen]:
@@ -312,12 +315,12 @@ def _groups(node: Node) -> Iterator[Seen]:
         yield FAIL, str(error), "repair that first; the groups cannot be looked at without it"
         return
     refused, ignored = node.refused(), node.ignored()
-    listed = {
+    defined_devices = {
         definition.group: definition.devices
         for definition in node.settings.definitions
         if definition.devices
     }
-    definitions = GroupDefinitions(node.configuration, node.kernel, listed)
+    definitions = GroupDefinitions(node.configuration, node.kernel, defined_devices)
     unfiltered = _unfiltered(node, groups_report)
     for name in node.settings.groups:
         group, unfiltered_group = groups_report.groups.get(name), unfiltered.get(name)
@@ -331,11 +334,11 @@ def _groups(node: Node) -> Iterator[Seen]:
             yield from _of_group(node, groups_report, definitions, group)
             for why in ignored.get(name, ()):
                 yield WARN, f"volume group {name}: {why}", REMEDY
-        elif name in listed:
+        elif name in defined_devices:
             yield (
                 WARN,
-                f"volume group {name} is not there, which Carver makes of {', '.join(listed[name])}"
-                " when it starts",
+                f"volume group {name} is not there, which Carver makes of"
+                f" {', '.join(defined_devices[name])} when it starts",
                 "start it; if it did, its log says why the group could not be made",
             )
         else:
@@ -353,11 +356,11 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _of_group(
-    node: Node, known: Report, definitions: GroupDefinitions, group: Group
+    node: Node, lvm_report: Report, definitions: GroupDefinitions, group: Group
 ) -> Iterator[Seen]:
     name, fill = group.name, groups.text_percent(group)
     try:
-        definitions.group(known, name)
+        definitions.group(lvm_report, name)
     except errors.GroupRefused as error:
         yield FAIL, str(error), "`vgrename` that group, or correct the list"
         return
@@ -409,11 +412,11 @@ def _damaged(group: Group) -> Iterator[Seen]:
     """Check for volumes and snapshots with tags that no version of Carver writes together."""
     for logical in records.every(group):
         if faults := records.faults(logical):
-            wrong = ", ".join(sorted(faults))
+            damaged_tags = ", ".join(sorted(faults))
             yield (
                 WARN,
                 f"{group.name}/{logical.name} is left alone, as tags of it were lost or changed by"
-                f" hand: {wrong}",
+                f" hand: {damaged_tags}",
                 "see `lvs -o +tags`, and put them right (`lvchange --addtag`, `--deltag`)",
             )
 
@@ -434,12 +437,14 @@ def _of_no_class(node: Node, group: Group) -> Iterator[Seen]:
         if name and is_gone and not names.is_part(logical.name):
             volume_names[name].append(logical.name)
     for name, members in sorted(volume_names.items()):
-        shown = ", ".join(sorted(members)[:_MOST_NAMED]) + ", ..." * (len(members) > _MOST_NAMED)
+        shown_names = ", ".join(sorted(members)[:_MOST_NAMED]) + ", ..." * (
+            len(members) > _MOST_NAMED
+        )
         yield (
             WARN,
-            f"volume group {group.name} has no class {name} any more, by which {shown} were made:"
-            " they are used and extended, but with the defaults of a class, so without its reserve,"
-            " automatic repair, key file, discards and `bypass_workqueue`",
+            f"volume group {group.name} has no class {name} any more, by which {shown_names} were"
+            " made: they are used and extended, but with the defaults of a class, so without its"
+            " reserve, automatic repair, key file, discards and `bypass_workqueue`",
             "put the class back as it was, or move what is left of it",
         )
 
@@ -449,24 +454,24 @@ def _erasing(node: Node, group: Group) -> Iterator[Seen]:
     ways = dict[str, list[str]]()
     for disk in group.disks:
         try:
-            way, doubt = erase_policy.way_on(node.settings, node.kernel, disk.name)
+            way, objection = erase_policy.way_on(node.settings, node.kernel, disk.name)
         except OSError:
             # Skip a disk that cannot be read, such as a missing one.
             continue
-        said = disk.name
-        if doubt and way is By.DISCARD:
-            said += f" ({doubt})"
-        elif doubt:
+        description = disk.name
+        if objection and way is By.DISCARD:
+            description += f" ({objection})"
+        elif objection:
             yield (
                 WARN,
                 f"volume group {group.name}: deleted data on {disk.name} are zeroed, not discarded:"
-                f" {doubt}",
+                f" {objection}",
                 "nothing need be done; see `How deleted data are erased` in docs/security.md",
             )
-        ways.setdefault("not at all" if way is None else f"by {way.value}", []).append(said)
+        ways.setdefault("not at all" if way is None else f"by {way.value}", []).append(description)
     if ways:
-        said = "; ".join(f"{', '.join(disks)} {way}" for way, disks in ways.items())
-        yield _pass(f"deleted data of volume group {group.name} are erased on {said}")
+        description = "; ".join(f"{', '.join(disks)} {way}" for way, disks in ways.items())
+        yield _pass(f"deleted data of volume group {group.name} are erased on {description}")
 
 
 def _hidden(name: str, group: Group | None, root: Path) -> Seen:
@@ -481,10 +486,10 @@ def _hidden(name: str, group: Group | None, root: Path) -> Seen:
         why = "the filters in the node's lvm.conf reject (devices/filter, devices/global_filter)"
         remedy = "correct the filter, or name the disks in the setting `devices`"
     if group is None:
-        seen = f"is on disks that {why}, so lvm2 does not use it, and its classes have no room"
+        problem = f"is on disks that {why}, so lvm2 does not use it, and its classes have no room"
     else:
-        seen = f"misses {group.missing_disks} of its disks, some of which {why}"
-    return WARN, f"volume group {name} {seen}", remedy
+        problem = f"misses {group.missing_disks} of its disks, some of which {why}"
+    return WARN, f"volume group {name} {problem}", remedy
 
 
 def _blocks(kernel: Kernel, group: Group) -> Mapping[int, list[str]]:
@@ -496,12 +501,15 @@ def _blocks(kernel: Kernel, group: Group) -> Mapping[int, list[str]]:
     return disks_by_size
 
 
-def _unfiltered(node: Node, known: Report) -> Mapping[str, Group]:
+def _unfiltered(node: Node, lvm_report: Report) -> Mapping[str, Group]:
     """Return the groups that lvm2 finds without the node's devices file and filters.
 
-    Runs a command if the result may differ from the report `known`; else the result is empty.
+    Runs a command if the result may differ from `lvm_report`; else the result is empty.
     """
-    root, known_groups = node.lvm_root, [known.groups.get(name) for name in node.settings.groups]
+    root, known_groups = (
+        node.lvm_root,
+        [lvm_report.groups.get(name) for name in node.settings.groups],
+    )
     is_well = all(group is not None and not group.missing_disks for group in known_groups)
     has_any = lvm2.devices_file(root) is not None or candidate_devices.read(root) is not None
     # Skip the command with the setting `devices`, which overrides the devices file and the filters.
@@ -547,24 +555,24 @@ def _modules(node: Node) -> Iterator[Seen]:
 
     A missing module is a failure if a class needs it, and a warning if only snapshots do.
     """
-    needed = {
+    class_names = {
         device_class.layout.module: device_class.name
         for device_class in node.settings.classes
         if device_class.layout.module
     }
-    needed |= {
+    class_names |= {
         f"dm-{device_class.cache.kind}": device_class.name
         for device_class in node.settings.classes
         if device_class.cache
     }
     purposes = {"dm-snapshot": "snapshots"} | {
-        module: f"class {needed[module]}" for module in needed
+        module: f"class {class_names[module]}" for module in class_names
     }
     for module, purpose in sorted(purposes.items()):
         is_there = _module_is_there(node, module)
         if is_there:
             yield _pass(f"the kernel has {module}, for {purpose}")
-        elif is_there is None and module not in needed:
+        elif is_there is None and module not in class_names:
             yield _pass(
                 f"{module}, for {purpose}, is loaded when Carver starts, if the node has it"
             )
@@ -577,8 +585,8 @@ def _modules(node: Node) -> Iterator[Seen]:
             )
         else:
             yield (
-                FAIL if module in needed else WARN,
-                f"the kernel has no {module}, which {purpose} need{'s' * (module in needed)}",
+                FAIL if module in class_names else WARN,
+                f"the kernel has no {module}, which {purpose} need{'s' * (module in class_names)}",
                 "install the kernel's full set of modules, or another kernel",
             )
 

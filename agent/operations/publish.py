@@ -151,11 +151,13 @@ class Publisher:
             volume = self._mender.mended_volume(volume_id, Call.USE)
         return volume.is_encrypted
 
-    def _require_single(self, call: PublishVolume, device: Device, known: table.Table) -> None:
+    def _require_single(
+        self, call: PublishVolume, device: Device, mount_table: table.Table
+    ) -> None:
         """Raise VolumeInUse for a second target, unless the access mode allows several targets."""
         if call.capability.is_shared:
             return
-        targets = set(users.targets(self._kernel, known, device, self._volumes.inside))
+        targets = set(users.targets(self._kernel, mount_table, device, self._volumes.inside))
         if other_targets := targets - {call.staging_path, call.target_path}:
             raise errors.VolumeInUse(
                 call.volume_id,

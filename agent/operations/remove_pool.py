@@ -66,7 +66,7 @@ class PoolRemover:
             "reclaim",
             self._erase_and_remove,
             "pool %s is empty, but not removed yet: %s",
-            due=self._due,
+            due_jobs=self._due,
         )
         self._conflicts = context.conflicts
         self._conflicts.add(Work.EMPTY_POOL, self.jobs)
@@ -74,32 +74,34 @@ class PoolRemover:
         # longer.
         self._kept_keys: set[str] = set()
 
-    def remove(self, thin_one: Volume | Snapshot) -> None:
+    def remove(self, thin_volume: Volume | Snapshot) -> None:
         """Remove a thin volume; the caller holds the group's lock, and read the report under it.
 
         If lvm2 fails, the volume may be gone all the same, and a repeated call would not find the
         volume. So the pool is checked after a failure, too.
         """
-        group = thin_one.group.name
+        group = thin_volume.group.name
         try:
-            volumes.remove(self._lvm(group), group, thin_one.name)
+            volumes.remove(self._lvm(group), group, thin_volume.name)
         except mount_errors.CommandError:
-            self.after(thin_one, wait_seconds=0)
+            self.after(thin_volume, wait_seconds=0)
             raise
 
-    def after(self, removed: Volume | Snapshot, wait_seconds: float) -> None:
+    def after(self, removed_volume: Volume | Snapshot, wait_seconds: float) -> None:
         """Remove the thin pool of a removed volume if the volume was the last one in the pool.
 
         Waits up to `wait_seconds` for the job that removes the pool. The caller held the group's
         lock from the volume's report until the removal.
         """
-        pool = removed.group.volume(removed.name).pool
+        pool = removed_volume.group.volume(removed_volume.name).pool
         other_volumes = [
-            volume for volume in removed.group.in_pool(pool) if volume.name != removed.name
+            volume
+            for volume in removed_volume.group.in_pool(pool)
+            if volume.name != removed_volume.name
         ]
         if all(_is_zeroing_volume(volume) for volume in other_volumes):
-            self.remove_if_empty(removed.group.name, pool)
-            if (job := self.jobs.of(f"{removed.group.name}/{pool}")) is not None:
+            self.remove_if_empty(removed_volume.group.name, pool)
+            if (job := self.jobs.of(f"{removed_volume.group.name}/{pool}")) is not None:
                 self.jobs.wait(job, wait_seconds)
 
     def remove_if_empty(self, group: str, pool: str) -> Future[None]:
@@ -118,9 +120,9 @@ class PoolRemover:
                 # key.
                 job = self.jobs.start(Job(key))
             except Stopping:
-                done = Future[None]()
-                done.set_result(None)
-                return done
+                done_future = Future[None]()
+                done_future.set_result(None)
+                return done_future
         if job.cancelled.is_set():
             # The present job was cancelled, and has not ended because its disk does not answer:
             # start another one when it ends.
@@ -145,20 +147,21 @@ class PoolRemover:
                 self._kept_keys.discard(key)
                 self.remove_if_empty(group, pool)
 
-    def retry_holding(self, group: str, pool: str, make: Callable[[], _T]) -> _T:
-        """Return the result of `make`; if it raises Removing, call it again with the pool kept.
+    def retry_holding(self, group: str, pool: str, create: Callable[[], _T]) -> _T:
+        """Return the result of `create`; on PoolBeingZeroed, call it again with the pool kept.
 
-        The first call is made without `kept`, so that a call that is refused anyway cancels no job.
+        The first attempt does not keep the pool, so that a request that is refused anyway cancels
+        no job.
         """
         try:
-            return make()
+            return create()
         except PoolBeingZeroed:
             pass
         with self.kept(group, pool):
-            return make()
+            return create()
 
     def require_kept(self, group: str, pool: str) -> None:
-        """Raise Removing if a thin pool is being zeroed; called before anything is created."""
+        """Raise PoolBeingZeroed, before anything is created, if a thin pool is being zeroed."""
         if self.jobs.has(f"{group}/{pool}"):
             raise PoolBeingZeroed(pool)
 
@@ -185,12 +188,12 @@ class PoolRemover:
             pool = group.volume(pool_name)
             cache = self._detached_cache(group, pool)
             if self._policy.zeroes:
-                wiping = self._wiping_device(group, pool)
-                detached = self._activator.ensure_active(group_name, cache).path if cache else ""
+                thin_path = self._wiping_device(group, pool)
+                cache_path = self._activator.ensure_active(group_name, cache).path if cache else ""
         if self._policy.zeroes:
-            yield from self._zero_pool(job, pool, wiping)
-            if detached:
-                yield from self._zero(job, detached, self._kernel.device_size_bytes(detached))
+            yield from self._zero_pool(job, pool, thin_path)
+            if cache_path:
+                yield from self._zero(job, cache_path, self._kernel.device_size_bytes(cache_path))
         with self._volume_groups.hold(group_name):
             job.check()
             # Read the group again: no other volume than the zeroing one may be removed with the
@@ -256,13 +259,13 @@ class PoolRemover:
             thin.create(self._lvm(group.name), group.name, pool.name, zeroing_volume)
         return self._activator.ensure_active(group.name, name).path
 
-    def _zero_pool(self, job: Job, pool: report.LogicalVolume, wiping: str) -> Steps:
+    def _zero_pool(self, job: Job, pool: report.LogicalVolume, thin_path: str) -> Steps:
         """Zero all that a thin pool ever allocated, by writing to a volume in the pool."""
         group_name, pool_name = job.key.split("/")
         chunk = chunk_bytes(pool)
         try:
             # Stop before a partial chunk at the end of the pool, which is never allocated.
-            yield from self._zero(job, wiping, pool.size_bytes // chunk * chunk)
+            yield from self._zero(job, thin_path, pool.size_bytes // chunk * chunk)
         except OSError:
             # Zero the pool's data device instead if the pool is full. The error is ENOSPC, after
             # the kernel waited a minute for room (no_space_timeout), or EIO.
@@ -276,27 +279,27 @@ class PoolRemover:
                     return
             data = self._devices.pool_data(group_name, pool_name)
             size_bytes = self._kernel.device_size_bytes(data)
-            yield from self._zero(job, data, size_bytes, below=wiping)
+            yield from self._zero(job, data, size_bytes, thin_path=thin_path)
 
     def _is_full(self, group: str, pool: str) -> bool:
         """Whether all chunks of an active thin pool are allocated or leaked; runs no command."""
         status = thin.status_of(self._activator.status(group, pool))
         return status is not None and 0 < status.data_blocks == status.used_data_blocks
 
-    def _zero(self, job: Job, device: str, size_bytes: int, *, below: str = "") -> Steps:
+    def _zero(self, job: Job, device: str, size_bytes: int, *, thin_path: str = "") -> Steps:
         """Zero the first `size_bytes` bytes of a device.
 
-        `below` is the path of a thin volume that is kept open meanwhile, if the device is the data
-        device of its pool.
+        `thin_path` is the path of a thin volume that is kept open meanwhile, if the device is the
+        data device of its pool.
         """
-        pace, is_held = self._paces.of(job.key.split("/")[0]), bool(below)
+        pace, is_held = self._paces.of(job.key.split("/")[0]), bool(thin_path)
         work = pace.work("erase", device, check=job.check, progress=job.progress)
 
         def writing() -> AbstractContextManager[object]:
-            return self._kernel.opened(below) if below else nullcontext()
+            return self._kernel.opened(thin_path) if thin_path else nullcontext()
 
-        def zero(offset: int, length: int, by: By) -> None:
-            self._kernel.zero_out(device, offset, length, held=is_held, by=by)
+        def zero(offset: int, length: int, way: By) -> None:
+            self._kernel.zero_out(device, offset, length, allow_in_use=is_held, method=way)
             # Flush the device; on a thin volume this also commits the pool's mapping of the zeroed
             # chunks.
             self._kernel.flush(device)
@@ -306,7 +309,7 @@ class PoolRemover:
             device,
             size_bytes,
             purpose=Purpose.DELETED,
-            held=is_held,
+            is_held=is_held,
             zero=zero,
             within=writing,
         )

@@ -89,12 +89,12 @@ class Repairer:
                 disks = candidates(volume.group, logical)
                 return self.next_step(volume.group, volume.name, disks)
             path = f"{group}/{logical.pool or volume.name}"
-            if gone := ", ".join(volume.missing_disks):
-                lost = "its volumes" if logical.pool else "the volume"
+            if missing_disks := ", ".join(volume.missing_disks):
+                lost_text = "its volumes" if logical.pool else "the volume"
                 raise errors.NotRepairable(
                     path,
-                    f"a part of it was on the missing disk {gone} alone; attach that again, or"
-                    f" restore {lost} from a backup",
+                    f"a part of it was on the missing disk {missing_disks} alone; attach that"
+                    f" again, or restore {lost_text} from a backup",
                 )
             if logical.pool:
                 return self._repair_pool(volume.group, logical.pool, is_confirmed=pool_metadata)
@@ -106,11 +106,14 @@ class Repairer:
         Call the method with the group's lock held and a report that was read under that lock.
         """
         logical, path, lvm = group.volume(name), f"{group.name}/{name}", self._lvm(group.name)
-        lost = sum(group.lost_images(logical))
-        if lost and not group.survives(logical):
-            why = f"{lost} of its images are on missing disks, and data are on none of the others"
+        lost_images = sum(group.lost_images(logical))
+        if lost_images and not group.survives(logical):
+            why = (
+                f"{lost_images} of its images are on missing disks, and data are on none of the"
+                " others"
+            )
             raise errors.NotRepairable(path, why)
-        if lost:
+        if lost_images:
             self._activator.ensure_active(group.name, name)
         # Read the kernel's status: after a refresh the report is the same as before, because the
         # refresh leaves no trace in lvm2's metadata.
@@ -118,7 +121,7 @@ class Repairer:
         if status is not None and status.is_syncing:
             # Wait for the rebuild: lvm2 replaces no image meanwhile.
             return Progress(False, f"{path} is rebuilt: {status.synced_percent:.0f} %")
-        if lost:
+        if lost_images:
             if self._policy.erases_any([logical]):
                 # Mark the extents of the old images for zeroing: the extents become free and still
                 # have data, and lvm2 accepts their disk again when the disk is attached. All
@@ -153,7 +156,7 @@ class Repairer:
         room = Room(group, self._allocators.promised_extents(group)).for_overwriting
         images = min(len(candidates(group, logical)), room.available_extents // image_extents)
         if images < lost_images:
-            where = (
+            purpose = (
                 "on disks that have no image of the volume yet, for its lost images (add one:"
                 " `carver group replace-disk`)"
             )
@@ -161,7 +164,7 @@ class Repairer:
                 group.name,
                 lost_images * image_extents * extent,
                 images * image_extents * extent,
-                where,
+                purpose,
             )
 
     def _repair_pool(self, group: report.Group, pool: str, *, is_confirmed: bool) -> Progress:
@@ -236,7 +239,7 @@ _FAILURE = "volume group %s: cannot look for volumes to repair: %s"
 
 @dataclass
 class _Seen:
-    """Degraded volumes of a volume group at the last check, by their ids.
+    """Notes about the volumes of a volume group that lacked a disk at the last check.
 
     `logged` has the last message that was logged about each volume.
     """
@@ -325,7 +328,7 @@ class AutoRepair:
             if is_own and volume.is_listed and is_raid and volume.missing_disks:
                 yield volume
 
-    def _repair(self, volume_id: str, seen: _Seen) -> None:
+    def _repair(self, volume_id: str, degraded_state: _Seen) -> None:
         try:
             with command.stall_limit(_PATIENCE_SECONDS):
                 message = self._repairer.repair(volume_id).message
@@ -333,6 +336,6 @@ class AutoRepair:
             # Log the error and go on, as the next volume may well be repaired.
             is_known = isinstance(error, errors.AgentError | mount_errors.CommandError)
             message = f"it is not repaired yet: {error if is_known else repr(error)}"
-        if seen.logged.get(volume_id) != message:
+        if degraded_state.logged.get(volume_id) != message:
             _log.warning("volume %s has lacked a disk for long: %s", volume_id, message)
-        seen.logged[volume_id] = message
+        degraded_state.logged[volume_id] = message

@@ -69,41 +69,44 @@ class Replacement:
         # watcher, by the UUID of the old disk.
         self._watched: dict[str, float] = {}
 
-    def replace(self, old: str, new: str) -> Progress:
+    def replace(self, old_name: str, new_path: str) -> Progress:
         """Take the next step of replacing a disk, and return the progress.
 
-        `old` is the path of a disk, or the UUID of a missing disk; `new` is a path. Raises
-        NoSuchDisk, WouldBeLost, DiskTooSmall, NotVacant, BadField, and the errors of repairing a
-        volume.
+        `old_name` is the path of a disk, or the UUID of a missing disk; `new_path` is a path.
+        Raises NoSuchDisk, WouldBeLost, DiskTooSmall, NotVacant, BadField, and the errors of
+        repairing a volume.
         """
-        name = self._group_of(old, new)
+        name = self._group_of(old_name, new_path)
         with self._volume_groups.hold(name):
             group = self._look(name)
-            leaving, coming = self._find(group, old), self._find(group, new)
-            if leaving is None and coming is None:
+            old_disk, new_disk = self._find(group, old_name), self._find(group, new_path)
+            if old_disk is None and new_disk is None:
                 # Neither disk is in the group any more: both were removed after the group was
                 # found.
-                raise _no_such_disk(old, [group])
-            if leaving is None:
+                raise _no_such_disk(old_name, [group])
+            if old_disk is None:
                 return self._settled(group)
-            if leaving == coming:
-                raise errors.BadField("new_disk", f"{new} is the disk that it is to replace")
-            if leaving.missing:
-                _require_copies(group, leaving)
-            elif gone := ", ".join(group.missing_uuids):
-                why = f"lvm2 moves nothing while the disk {gone} is missing; replace that one first"
-                raise errors.NotRepairable(leaving.name, why)
-            if coming is None:
-                self._add(group, leaving, new)
+            if old_disk == new_disk:
+                raise errors.BadField("new_disk", f"{new_path} is the disk that it is to replace")
+            if old_disk.missing:
+                _require_copies(group, old_disk)
+            elif missing_uuids := ", ".join(group.missing_uuids):
+                why = (
+                    f"lvm2 moves nothing while the disk {missing_uuids} is missing; replace that"
+                    " one first"
+                )
+                raise errors.NotRepairable(old_disk.name, why)
+            if new_disk is None:
+                self._add(group, old_disk, new_path)
                 group = self._look(name)
-                leaving, coming = _by_uuid(group, leaving.uuid), self._find(group, new)
-            if coming is None:
-                raise errors.NoSuchDisk(new, [disk.name for disk in group.disks], [])
-            if leaving.fast and not coming.fast:
-                groups.mark_fast(self._lvm(name), [coming.name])
-            if leaving.missing:
-                return self._rebuild(group, leaving, coming)
-            return self._move(group, leaving, coming)
+                old_disk, new_disk = _by_uuid(group, old_disk.uuid), self._find(group, new_path)
+            if new_disk is None:
+                raise errors.NoSuchDisk(new_path, [disk.name for disk in group.disks], [])
+            if old_disk.fast and not new_disk.fast:
+                groups.mark_fast(self._lvm(name), [new_disk.name])
+            if old_disk.missing:
+                return self._rebuild(group, old_disk, new_disk)
+            return self._move(group, old_disk, new_disk)
 
     def resume(self, *names: str) -> int:
         """Start lvm2's watcher of the moves in these volume groups, or in all if none is named.
@@ -120,7 +123,7 @@ class Replacement:
                     groups.watch_moves(self._lvm(group.name))
         return len(moving_groups)
 
-    def _group_of(self, old: str, new: str) -> str:
+    def _group_of(self, old_name: str, new_path: str) -> str:
         """Return the name of the volume group that has the old disk, or else the new disk.
 
         Only the new disk is found if the old one was removed already. The cached state decides
@@ -129,17 +132,17 @@ class Replacement:
         that cannot be read. Raises GroupBusy if the old disk may be in a group that was never read.
         """
         known_groups = list(self._reports.hint().groups.values())
-        if (group := self._having(known_groups, old)) is not None:
+        if (group := self._having(known_groups, old_name)) is not None:
             return group.name
-        if (group := self._having(known_groups, new)) is not None:
+        if (group := self._having(known_groups, new_path)) is not None:
             all_groups = self._reports.every_group(self._reports.fresh(group.name))
             all_groups.require_read()
             known_groups = list(all_groups.groups.values())
         else:
             known_groups = list(self._reports.fresh().groups.values())
-        group = self._having(known_groups, old) or self._having(known_groups, new)
+        group = self._having(known_groups, old_name) or self._having(known_groups, new_path)
         if group is None:
-            raise _no_such_disk(old, known_groups)
+            raise _no_such_disk(old_name, known_groups)
         return group.name
 
     def _having(self, groups: Iterable[Group], disk: str) -> Group | None:
@@ -178,38 +181,38 @@ class Replacement:
         except OSError:
             return None
 
-    def _add(self, group: Group, leaving: PhysicalVolume, new: str) -> None:
+    def _add(self, group: Group, old_disk: PhysicalVolume, new_path: str) -> None:
         """Add a vacant disk to a volume group.
 
         Raises BadField for a disk that Carver may not use, NotVacant for a disk that is in use, and
-        DiskTooSmall if the extents of `leaving` do not fit.
+        DiskTooSmall if the extents of `old_disk` do not fit.
         """
-        if not self._volume_groups.allows(new):
+        if not self._volume_groups.allows(new_path):
             why = "is not among the configured `devices`, or a filter of lvm.conf rejects it"
-            raise errors.BadField("new_disk", f"{new} {why}")
-        path = self._kernel.real_path(new)
+            raise errors.BadField("new_disk", f"{new_path} {why}")
+        path = self._kernel.real_path(new_path)
         label = self._volume_groups.scan().get(path)
         if isinstance(label, PhysicalLabel) and (label.is_used or label.group is not None):
             name = label.group.name if label.group is not None else "another group"
-            raise mount_errors.NotVacant(new, f"is a disk of {name}", "name another")
-        size_bytes = self._vacant_bytes(new, is_labelled=isinstance(label, PhysicalLabel))
-        self._require_equal_blocks(group, new)
+            raise mount_errors.NotVacant(new_path, f"is a disk of {name}", "name another")
+        size_bytes = self._vacant_bytes(new_path, is_labelled=isinstance(label, PhysicalLabel))
+        self._require_equal_blocks(group, new_path)
         extent = group.extent_size_bytes
         # Give the new disk the largest metadata area that leaves room for the extents, so that a
         # small metadata area of another disk no longer limits the size of the group's metadata.
         for area_bytes in (groups.widest_area_bytes(group), group.metadata_bytes):
             free_extents = max(0, size_bytes - groups.LABEL_BYTES - area_bytes) // extent
-            if free_extents >= leaving.allocated_extents:
+            if free_extents >= old_disk.allocated_extents:
                 break
         else:
             raise errors.DiskTooSmall(
-                new, free_extents * extent, leaving.allocated_extents * extent
+                new_path, free_extents * extent, old_disk.allocated_extents * extent
             )
         lvm = self._volume_groups.lvm_with(group.name, path)
         groups.extend(lvm, group.name, path, area_bytes)
         self._volume_groups.outdate()
 
-    def _vacant_bytes(self, new: str, *, is_labelled: bool) -> int:
+    def _vacant_bytes(self, new_path: str, *, is_labelled: bool) -> int:
         """Return the size, in bytes, of a vacant disk.
 
         Reading the disk has a time limit, because the group's lock is held. Raises NotVacant,
@@ -217,20 +220,20 @@ class Replacement:
         """
 
         def look() -> int:
-            mounts.require_unused(self._kernel, new)
+            mounts.require_unused(self._kernel, new_path)
             if not is_labelled:
-                mounts.require_blank(self._kernel, new)
-            return self._kernel.device_size_bytes(new)
+                mounts.require_blank(self._kernel, new_path)
+            return self._kernel.device_size_bytes(new_path)
 
         deadline = time.monotonic() + command.patience_seconds(_LOOK_SECONDS, 0.5)
         # Read the disk anew under a key of its own: the result of an earlier call may be outdated.
-        result = self._looks.probe(f"{new} {next(self._numbers)}", look, deadline, new)
+        result = self._looks.probe(f"{new_path} {next(self._numbers)}", look, deadline, new_path)
         if result.value is None or result.hanging_seconds:
             problem = f"has not answered for {result.hanging_seconds:.0f} s"
-            raise mount_errors.NotVacant(new, problem, "see `dmesg`, and name another")
+            raise mount_errors.NotVacant(new_path, problem, "see `dmesg`, and name another")
         return result.value
 
-    def _require_equal_blocks(self, group: Group, new: str) -> None:
+    def _require_equal_blocks(self, group: Group, new_path: str) -> None:
         """Raise NotVacant if a disk's logical block size, 512 bytes or 4 KiB, is not the group's.
 
         lvm2 refuses such a disk, too, but only after it has labelled the disk.
@@ -240,13 +243,13 @@ class Replacement:
             # Skip a disk that is missing, or that was just removed.
             with suppress(OSError):
                 group_sizes.add(self._kernel.logical_block_bytes(disk.name))
-        size = self._kernel.logical_block_bytes(new)
+        size = self._kernel.logical_block_bytes(new_path)
         if group_sizes and size not in group_sizes:
             sizes = " and ".join(str(block_bytes) for block_bytes in sorted(group_sizes))
             problem = f"has logical blocks of {size} bytes, and {group.name}'s disks have {sizes}"
-            raise mount_errors.NotVacant(new, problem, "name a disk with blocks like theirs")
+            raise mount_errors.NotVacant(new_path, problem, "name a disk with blocks like theirs")
 
-    def _move(self, group: Group, leaving: PhysicalVolume, coming: PhysicalVolume) -> Progress:
+    def _move(self, group: Group, old_disk: PhysicalVolume, new_disk: PhysicalVolume) -> Progress:
         """Stop allocation on a present disk, move its extents, and remove it from the group.
 
         A move frees extents with users' data: on the old disk, and on the new disk if the move is
@@ -254,82 +257,86 @@ class Replacement:
         extents until these are zeroed. The old disk's free extents are not zeroed while allocation
         on it is stopped; if the replacement is abandoned, they are zeroed.
         """
-        lvm, pair = self._lvm(group.name), (leaving.uuid, coming.uuid)
+        lvm, pair = self._lvm(group.name), (old_disk.uuid, new_disk.uuid)
         filled = {key: value for key, value in group.own_tags.items() if key == tag.FILLED}
-        is_first = leaving.allocated_extents and not (group.moves or coming.unclean)
-        will_have = leaving.allocated_extents + coming.allocated_extents
-        if leaving.allocatable:
-            groups.allow_allocation(lvm, leaving.name, allowed=False)
-        if leaving.allocated_extents or not coming.allocatable:
+        is_first = old_disk.allocated_extents and not (group.moves or new_disk.unclean)
+        will_have = old_disk.allocated_extents + new_disk.allocated_extents
+        if old_disk.allocatable:
+            groups.allow_allocation(lvm, old_disk.name, allowed=False)
+        if old_disk.allocated_extents or not new_disk.allocatable:
             erases = self._policy.erases_any(records.every(group))
             filled_tag = {tag.FILLED: _filled(pair, will_have)} if is_first else {}
-            if erases and erase_deleted.mark_for_erase(lvm, group, set(pair), also=filled_tag):
+            if erases and erase_deleted.mark_for_erase(
+                lvm, group, set(pair), further_tags=filled_tag
+            ):
                 self._freed(group.name)
-        if not coming.allocatable:
+        if not new_disk.allocatable:
             # Allow allocation on the new disk: an earlier call stopped it in order to replace that
             # disk.
-            groups.allow_allocation(lvm, coming.name, allowed=True)
-        if leaving.allocated_extents:
+            groups.allow_allocation(lvm, new_disk.name, allowed=True)
+        if old_disk.allocated_extents:
             if filled and not (group.moves or is_first):
                 # Remove the tag `filled`, which says how full the new disk was to become: a move
                 # was aborted, and may have left data on the new disk.
                 groups.mark(lvm, group.name, old=filled)
-            elapsed_seconds = time.monotonic() - self._watched.get(leaving.uuid, -_WATCH_SECONDS)
+            elapsed_seconds = time.monotonic() - self._watched.get(old_disk.uuid, -_WATCH_SECONDS)
             if not group.moves or elapsed_seconds >= _WATCH_SECONDS:
-                groups.move(lvm, leaving.name, coming.name)
-                self._watched[leaving.uuid] = time.monotonic()
+                groups.move(lvm, old_disk.name, new_disk.name)
+                self._watched[old_disk.uuid] = time.monotonic()
             statuses = [self._activator.status(group.name, name) for name in sorted(group.moves)]
             moves = [
                 target for status in statuses for target in status if isinstance(target, Mirror)
             ]
             how_far = ", ".join(f"{mirror.synced_percent:.0f} %" for mirror in moves) or "begun"
-            return Progress(False, f"{leaving.name} is moved: {how_far}")
-        if filled.get(tag.FILLED) == _filled(pair, coming.allocated_extents):
+            return Progress(False, f"{old_disk.name} is moved: {how_far}")
+        if filled.get(tag.FILLED) == _filled(pair, new_disk.allocated_extents):
             # Unmark the new disk: the move filled it as planned, so its free extents are as clean
             # as before.
-            erase_deleted.unmark_disk(lvm, group, coming.uuid, filled)
+            erase_deleted.unmark_disk(lvm, group, new_disk.uuid, filled)
         elif filled:
             groups.mark(lvm, group.name, old=filled)
-        groups.reduce(lvm, group.name, leaving.name)
+        groups.reduce(lvm, group.name, old_disk.name)
         self._volume_groups.outdate()
         return self._settled(self._look(group.name))
 
-    def _rebuild(self, group: Group, leaving: PhysicalVolume, coming: PhysicalVolume) -> Progress:
+    def _rebuild(
+        self, group: Group, old_disk: PhysicalVolume, new_disk: PhysicalVolume
+    ) -> Progress:
         """Rebuild the RAID images of a missing disk, and remove the disk from the group."""
         lvm, steps = self._lvm(group.name), []
         erase_deleted.remove_partial_sweep(lvm, group)
         for logical in sorted(records.every(group), key=attrgetter("name")):
-            if "raid" in logical.layout and leaving.uuid in logical.disks:
-                steps.append(self._repair(group, logical.name, coming))
-        if leaving.uuid in group.spare_disks:
+            if "raid" in logical.layout and old_disk.uuid in logical.disks:
+                steps.append(self._repair(group, logical.name, new_disk))
+        if old_disk.uuid in group.spare_disks:
             groups.remove_spare(lvm, group.name)
         group = self._look(group.name)
-        if _by_uuid(group, leaving.uuid).allocated_extents:
+        if _by_uuid(group, old_disk.uuid).allocated_extents:
             return Progress(False, "; ".join(steps) or "a repair is awaited")
         missing = [disk for disk in group.disks if disk.missing and disk.allocated_extents]
-        if others := ", ".join(disk.uuid for disk in missing):
+        if other_disks := ", ".join(disk.uuid for disk in missing):
             return Progress(
                 False,
-                f"nothing lies on {leaving.uuid} any more; it is taken out with {others}, which"
-                " are missing too: replace them",
+                f"nothing lies on {old_disk.uuid} any more; it is taken out with {other_disks},"
+                " which are missing too: replace them",
             )
         groups.reduce_missing(lvm, group.name)
         self._volume_groups.outdate()
         return self._settled(self._look(group.name))
 
-    def _repair(self, group: Group, name: str, coming: PhysicalVolume) -> str:
+    def _repair(self, group: Group, name: str, new_disk: PhysicalVolume) -> str:
         """Take the next step of a RAID volume's repair, and return a message about its progress.
 
         If several images are lost, lvm2 may rebuild any of them on the new disk, and a disk holds
         only one image of a volume.
         """
-        image_disks, disks = group.volume(name).disks, [coming.name]
-        if coming.uuid in image_disks:
+        image_disks, disks = group.volume(name).disks, [new_disk.name]
+        if new_disk.uuid in image_disks:
             disks += candidates(group, group.volume(name))
         try:
             return self._repairer.next_step(group, name, disks).message
         except lvm_errors.NoSpace:
-            if coming.uuid not in image_disks:
+            if new_disk.uuid not in image_disks:
                 raise
         return f"{group.name}/{name} lacks more than one disk: replace each, then this one again"
 
@@ -355,15 +362,15 @@ class Replacement:
         return Progress(True, f"{group.name} is whole")
 
 
-def _filled(pair: tuple[str, str], extents: int) -> str:
+def _filled(disk_uuids: tuple[str, str], extents: int) -> str:
     """Return the value of the tag `filled`: both disks' UUIDs, and the extents to be allocated."""
-    return tag.BETWEEN.join((*pair, str(extents)))
+    return tag.BETWEEN.join((*disk_uuids, str(extents)))
 
 
-def _no_such_disk(disk: str, own: Sequence[Group]) -> errors.NoSuchDisk:
-    present_disks = [disk.name for group in own for disk in group.disks if not disk.missing]
+def _no_such_disk(disk: str, own_groups: Sequence[Group]) -> errors.NoSuchDisk:
+    present_disks = [disk.name for group in own_groups for disk in group.disks if not disk.missing]
     return errors.NoSuchDisk(
-        disk, present_disks, [uuid for group in own for uuid in group.missing_uuids]
+        disk, present_disks, [uuid for group in own_groups for uuid in group.missing_uuids]
     )
 
 
@@ -371,14 +378,14 @@ def _by_uuid(group: Group, uuid: str) -> PhysicalVolume:
     return next(disk for disk in group.disks if disk.uuid == uuid)
 
 
-def _require_copies(group: Group, leaving: PhysicalVolume) -> None:
+def _require_copies(group: Group, old_disk: PhysicalVolume) -> None:
     """Raise WouldBeLost for volumes that have data on a missing disk and nowhere else."""
     lost_names: list[str] = []
     waiting_names: list[str] = []
     for logical in sorted(records.every(group), key=attrgetter("name")):
         name = logical.name
         holder, is_pool = group.volumes.get(logical.pool, logical), is_own_pool(logical)
-        if leaving.uuid not in holder.disks or group.survives(holder):
+        if old_disk.uuid not in holder.disks or group.survives(holder):
             continue
         # Skip a pool with volumes, which are counted themselves, and the volume that zeroes free
         # extents, which holds no data.
@@ -387,4 +394,4 @@ def _require_copies(group: Group, leaving: PhysicalVolume) -> None:
                 name
             )
     if lost_names or waiting_names:
-        raise errors.WouldBeLost(leaving.uuid, lost_names, waiting_names)
+        raise errors.WouldBeLost(old_disk.uuid, lost_names, waiting_names)

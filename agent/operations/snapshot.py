@@ -162,14 +162,14 @@ class Snapshotter:
         size: layout.Reserve | None,
         *,
         copy_on_write: bool = False,
-        beside_bytes: int = 0,
-        beside: int = 0,
+        further_bytes: int = 0,
+        further_count: int = 0,
     ) -> int:
         """Return the bytes that a new snapshot needs, if there is room for them.
 
         For a copy-on-write snapshot these are the size of its COW store. For a thin snapshot they
-        are the size of its volume, which the thin pool must be able to allocate. `beside_bytes` of
-        the room are for `beside` other logical volumes. Raises NoRoom, NotSnapshotted.
+        are the size of its volume, which the thin pool must be able to allocate. `further_bytes` of
+        the room are for `further_count` other logical volumes. Raises NoRoom, NotSnapshotted.
         """
         group = volume.group
         if not caches.can_be_origin(group.volume(volume.name)):
@@ -182,22 +182,27 @@ class Snapshotter:
         is_thin = bool(group.volume(volume.name).pool) and not copy_on_write
         if is_thin:
             allocator = self._allocators.of_volume(volume)
-            limited = allocator.full(group, beside)
-            needed, free_bytes = volume.size_bytes, 0 if limited else allocator.maximum_bytes(group)
+            limited = allocator.full(group, further_count)
+            needed_bytes, free_bytes = (
+                volume.size_bytes,
+                0 if limited else allocator.maximum_bytes(group),
+            )
             purpose = limited or allocator.purpose(group)
         else:
             device_class = self._configuration.now.device_class(
                 class_name := volume.own_tags.get(tag.CLASS, "")
             )
-            wish = size or (SNAPSHOT_SIZE if device_class is None else device_class.snapshot_size)
-            needed = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
-            closed = closed_to_new(group) or full(group, 1 + beside)
+            store_size = size or (
+                SNAPSHOT_SIZE if device_class is None else device_class.snapshot_size
+            )
+            needed_bytes = layout.copy_on_write_bytes(volume.size_bytes, store_size, group)
+            closed = closed_to_new(group) or full(group, 1 + further_count)
             free_bytes = 0 if closed else self._allocators.beside_bytes(Room(group), class_name)
             purpose = f"for a snapshot of {volume.name} {closed}".rstrip()
-        free_bytes = max(0, free_bytes - beside_bytes)
-        if needed > free_bytes:
-            raise errors.NoRoom(group.name, needed, free_bytes, purpose)
-        return needed
+        free_bytes = max(0, free_bytes - further_bytes)
+        if needed_bytes > free_bytes:
+            raise errors.NoRoom(group.name, needed_bytes, free_bytes, purpose)
+        return needed_bytes
 
     def delete(self, snapshot_id: str) -> None:
         """Split a snapshot from its origin, erase and remove it; a missing snapshot is no error.
@@ -233,8 +238,8 @@ class Snapshotter:
         if copies := self._readers(snapshot_id):
             raise errors.VolumeInUse(snapshot_id, f"{', '.join(copies)} is copied from it")
 
-    def go_on(self, known: Known, snapshot_id: str) -> None:
-        """Erase in the background what is left of a snapshot that was split from its origin.
+    def go_on(self, state: Known, snapshot_id: str) -> None:
+        """Erase, in the background, the rest of a snapshot that was split from its origin.
 
         Raises NeedsOther or TagsDamaged for a snapshot that must not be erased.
         """
@@ -244,7 +249,7 @@ class Snapshotter:
         ):
             return
         try:
-            remains = known.doomed_volume(snapshot_id)
+            remains = state.doomed_volume(snapshot_id)
         except (errors.NoSuchVolume, errors.OtherGroup):
             return
         self._eraser.delete(remains)
@@ -284,7 +289,7 @@ class Snapshotter:
         For a thin snapshot, remove its pool if the snapshot was the last volume in it.
         """
         if self._is_deferred(snapshot):
-            self._eraser.finish(records.remains_of(snapshot, parted=False))
+            self._eraser.finish(records.remains_of(snapshot, is_split=False))
         elif snapshot.is_thin:
             self._pool_remover.after(snapshot, self._eraser.grace_seconds)
         elif self._eraser.policy.erases(snapshot):
@@ -326,22 +331,22 @@ class Snapshotter:
         }
         return requests.part(snapshots, call.page)
 
-    def require_free(self, known: Known, *logical: str) -> None:
+    def require_free(self, state: Known, *logical: str) -> None:
         """Raise OperationPending while a deleted snapshot of one of these names is erased."""
-        for doomed in known.doomed():
+        for doomed in state.doomed():
             if doomed.name in logical:
                 # Start a job, as none may exist yet: a killed lvcreate leaves a COW store, too.
                 self._eraser.delete(doomed)
                 raise self._eraser.pending(doomed)
 
 
-def _same(found: Snapshot, call: CreateSnapshot) -> Snapshot:
+def _same(existing: Snapshot, call: CreateSnapshot) -> Snapshot:
     """Return the snapshot of an earlier call; raise Incompatible if it has another source."""
-    if str(found.source_id) != call.source_id:
+    if str(existing.source_id) != call.source_id:
         raise errors.Incompatible(
-            f"cannot take snapshot {call.name!r}: it exists, of {found.source_id}, not of"
+            f"cannot take snapshot {call.name!r}: it exists, of {existing.source_id}, not of"
             f" {call.source_id}; use another name"
         )
-    if found.problem:
-        _log.warning("snapshot %s can no longer be used: %s", found.id, found.problem)
-    return found
+    if existing.problem:
+        _log.warning("snapshot %s can no longer be used: %s", existing.id, existing.problem)
+    return existing

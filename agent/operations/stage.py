@@ -126,15 +126,18 @@ class Stager:
         call: StageVolume,
         device: Device | None,
         find: Callable[[], Volume],
-        known: table.Table,
+        mount_table: table.Table,
     ) -> None:
         """Find or create a volume, activate, open, format and mount it, and grow its file system.
 
-        `known` is the mount table. `find` is called for the volume only if the table does not have
-        it at the staging path; no command runs if the table has it.
+        `find` is called for the volume only if the volume is not mounted at the staging path
+        according to `mount_table`; no command runs if the volume is mounted there.
         """
         volume: Volume | None
-        if device is None or (mounted := known.top_of(call.staging_path, device.number)) is None:
+        if (
+            device is None
+            or (mounted := mount_table.top_of(call.staging_path, device.number)) is None
+        ):
             volume = self._mounted(call, find())
         else:
             volume = self._reports.cached(call.volume_id)
@@ -143,7 +146,7 @@ class Stager:
                 raise errors.Incompatible(
                     f"{call.staging_path} is staged with {mounted.fs_type}, not {fs_type}"
                 )
-            self.mount(call, device, fs_type, known)
+            self.mount(call, device, fs_type, mount_table)
             self.record_formatted(volume, fs_type)
         # Grow the file system of a mounted volume, too. Crash point: the volume is mounted, and its
         # file system is smaller. A reader's file system does not grow: the kernel needs a writable
@@ -160,14 +163,14 @@ class Stager:
         if volume is not None:
             self._limiter.apply(volume)
 
-    def record_formatted(self, staged: Volume | None, fs_type: str) -> None:
+    def record_formatted(self, volume: Volume | None, fs_type: str) -> None:
         """Write the tag `formatted` of a staged volume after the response, if it is missing.
 
-        The tag is missing if the process that formatted the volume was killed. `staged` is the
+        The tag is missing if the process that formatted the volume was killed. `volume` is the
         volume by the cached state, or None if the cache does not have the volume yet.
         """
-        if staged is not None and tag.FORMATTED not in staged.own_tags:
-            self._record_later(staged, {tag.FORMATTED: fs_type})
+        if volume is not None and tag.FORMATTED not in volume.own_tags:
+            self._record_later(volume, {tag.FORMATTED: fs_type})
 
     def _activated(self, call: StageVolume, volume: Volume) -> tuple[Volume, Device]:
         """Check the keys, grow a volume to the size in its tag `wanted`, and activate it.
@@ -205,16 +208,16 @@ class Stager:
             self.mount(call, device, fs_type)
         return volume
 
-    def _grow(self, call: StageVolume, seen: Volume | None) -> None:
-        at = VolumePath(call.volume_id, call.staging_path)
+    def _grow(self, call: StageVolume, volume: Volume | None) -> None:
+        volume_path = VolumePath(call.volume_id, call.staging_path)
         try:
-            if self._expander.fill_device(at, call.keys, if_possible=True):
+            if self._expander.fill_device(volume_path, call.keys, if_possible=True):
                 self._expander.settle(call.volume_id)
         except mount_errors.GrowFailed as error:
             # Raise the error for a copy that was never expanded, which would stay smaller than its
             # claim unnoticed.
-            is_on_record = seen is not None and {tag.WANTED, tag.REFUSED} & seen.own_tags.keys()
-            if seen is None or (seen.is_copied and not is_on_record):
+            is_on_record = volume is not None and {tag.WANTED, tag.REFUSED} & volume.own_tags.keys()
+            if volume is None or (volume.is_copied and not is_on_record):
                 raise
             # Go on, so that the pod starts with the present size; NodeExpandVolume reports why the
             # volume did not grow.
@@ -274,9 +277,9 @@ class Stager:
         return {} if formatted else {tag.FORMATTED: fs_type}
 
     def _discard_unfinished(
-        self, volume: Volume, device: Device, found: filesystem.Signature
+        self, volume: Volume, device: Device, signature: filesystem.Signature
     ) -> bool:
-        """Zero the superblock that a killed mkfs left; return whether `found` was one.
+        """Zero the superblock that a killed mkfs left; return whether `signature` was one.
 
         The superblock is zeroed only if all of these say so:
 
@@ -288,15 +291,17 @@ class Stager:
         A copy may have the superblock of its source, which held no data either: no tag of the
         source said that it was formatted. Raises ProbeFailed.
         """
-        is_own = found.uuid == _own_uuid(device)
-        is_of_source = volume.is_copied and _is_derived(found.uuid)
+        is_own = signature.uuid == _own_uuid(device)
+        is_of_source = volume.is_copied and _is_derived(signature.uuid)
         if volume.own_tags.keys() & _IN_USE or not (is_own or is_of_source):
             return False
         self._activator.require_same(volume, device)
-        return filesystem.discard_unfinished(self._kernel, device.path, found.fs_type, found.uuid)
+        return filesystem.discard_unfinished(
+            self._kernel, device.path, signature.fs_type, signature.uuid
+        )
 
     def _in_unformatted(self, volume: Volume, device: Device) -> filesystem.Signature | None:
-        """Return the contents of a volume that is not formatted by its tags; None if blank."""
+        """Return the contents of a volume without the tag `formatted`; None for a blank volume."""
         made_bytes = volume.made_bytes - volume.header_bytes
         if volume.own_tags.keys() & _USED:
             return filesystem.probe(self._kernel, device.path)
@@ -307,18 +312,22 @@ class Stager:
         volume: Volume,
         device: Device,
         look: Callable[[], filesystem.Signature | None],
-        found: filesystem.Signature | None,
+        signature: filesystem.Signature | None,
     ) -> None:
-        """Raise an error if a volume or its contents changed since `look` returned `found`.
+        """Raise an error if a volume or its contents changed since `look` returned `signature`.
 
         The errors are NoSuchVolume and UnexpectedContents.
         """
         self._activator.require_same(volume, device)
-        if (contents := look()) != found:
-            raise mount_errors.UnexpectedContents(device.path, str(contents), str(found))
+        if (contents := look()) != signature:
+            raise mount_errors.UnexpectedContents(device.path, str(contents), str(signature))
 
     def mount(
-        self, call: StageVolume, device: Device, fs_type: str, before: table.Table | None = None
+        self,
+        call: StageVolume,
+        device: Device,
+        fs_type: str,
+        mount_table: table.Table | None = None,
     ) -> None:
         """Mount a volume's file system at the staging path, if it is not mounted there."""
         flags = (*call.parameters.mount_options, *call.capability.mount_flags)
@@ -329,28 +338,30 @@ class Stager:
             fs_type,
             options.parse(flags, fs_type),
             read_only=call.capability.read_only,
-            before=before,
+            mount_table=mount_table,
         )
 
-    def without_errors(self, call: StageVolume, device: Device, known: table.Table) -> table.Table:
+    def without_errors(
+        self, call: StageVolume, device: Device, mount_table: table.Table
+    ) -> table.Table:
         """Mount a staged file system again after an error, if it is published nowhere.
 
         Kubelet does not unstage a volume when one pod follows another. Returns the mount table
         afterwards. Raises the errors of staging; the file system is then unmounted, and the next
         call mounts it.
         """
-        all_mounts = known.of_device(device.number)
+        all_mounts = mount_table.of_device(device.number)
         mounted = next((mount for mount in all_mounts if mount.path == call.staging_path), None)
         if mounted is None and not all_mounts:
             # Crash point: an earlier call unmounted the file system, and did not mount it again.
             volume = self._to_be_remounted(call.volume_id, device)
             if volume is None:
-                return known
+                return mount_table
             formatted = volume.own_tags.get(tag.FORMATTED)
             fs_type = formatted or call.capability.fs_type or DEFAULT_FS_TYPE
         elif mounted is None or len(all_mounts) > 1:
-            return known
-        elif filesystem_health.is_over_when_mounted_anew(self._kernel, known, mounted):
+            return mount_table
+        elif filesystem_health.is_over_when_mounted_anew(self._kernel, mount_table, mounted):
             fs_type = mounted.fs_type
             try:
                 volume = self._mender.mended_volume(call.volume_id, Call.USE)
@@ -360,9 +371,9 @@ class Stager:
                 mounts.ensure_unmounted(self._kernel, call.staging_path, [device.number])
             except (*_LOOKUP_ERRORS, mount_errors.MountError) as error:
                 _log.warning("cannot mount volume %s again: %s", call.volume_id, error)
-                return known
+                return mount_table
         else:
-            return known
+            return mount_table
         _log.warning("volume %s had errors: it is checked and mounted again", volume.id)
         # Record in memory that the volume is formatted: the volume was mounted, so if its device is
         # blank, the file system is lost, and must not be replaced by a new one.
@@ -381,7 +392,7 @@ class Stager:
         return table.read(self._kernel)
 
     def _to_be_remounted(self, volume_id: str, device: Device) -> Volume | None:
-        """Return a volume if an earlier call unmounted it to mount it again, else None."""
+        """Return a volume that an earlier call unmounted in order to mount it again, else None."""
         try:
             volume = self._mender.mended_volume(volume_id, Call.USE)
         except _LOOKUP_ERRORS:
@@ -389,16 +400,16 @@ class Stager:
         is_open = device.below is not None or not volume.is_encrypted
         return volume if is_open and tag.REMOUNT in volume.own_tags else None
 
-    def _tag_remount(self, volume: Volume, new: dict[str, str]) -> None:
-        self._tag_writer.replace(volume.backing, (tag.REMOUNT,), new)
+    def _tag_remount(self, volume: Volume, new_tags: dict[str, str]) -> None:
+        self._tag_writer.replace(volume.backing, (tag.REMOUNT,), new_tags)
 
-    def _record_later(self, volume: Volume, tags: dict[str, str]) -> None:
+    def _record_later(self, volume: Volume, own_tags: dict[str, str]) -> None:
         """Write tags to a volume after the response.
 
         If the tags are lost, the next NodeStageVolume call finds the same tags.
         """
-        if tags:
-            self._volume_groups.add_tags_later(volume.group.name, volume.name, tags)
+        if own_tags:
+            self._volume_groups.add_tags_later(volume.group.name, volume.name, own_tags)
 
     @contextmanager
     def _closing_on_failure(self, volume: Volume, device: Device) -> Iterator[None]:
@@ -412,7 +423,7 @@ class Stager:
             raise
 
     def check_keys(self, volume_id: str, parameters: Parameters, keys: Keys) -> None:
-        """Raise the error of staging without a key, before the volume exists."""
+        """Raise, before the volume exists, the error that staging without a key would raise."""
         is_encrypted = parameters.is_encrypted
         self._encrypted.check_keys(volume_id, parameters.device_class, keys, encrypted=is_encrypted)
 

@@ -169,11 +169,12 @@ class StorageHealth:
 
 def _of_group(group: Group) -> Iterator[Condition]:
     if group.missing_uuids or group.missing_disks:
-        gone = ", ".join(group.missing_uuids) or f"{group.missing_disks} of them"
+        missing_disks = ", ".join(group.missing_uuids) or f"{group.missing_disks} of them"
         yield Condition(
             Reason.DISK_MISSING,
-            f"volume group {group.name} misses a disk ({gone}): attach it again (`pvs`), or see"
-            " `A disk is replaced` in docs/operations.md. What lies on it alone cannot be used",
+            f"volume group {group.name} misses a disk ({missing_disks}): attach it again (`pvs`),"
+            " or see `A disk is replaced` in docs/operations.md. What lies on it alone cannot be"
+            " used",
         )
     if groups.is_text_full(group):
         yield Condition(

@@ -45,7 +45,7 @@ def unfit(volume: Volume, capability: Capability) -> str:
 
 def _require_same(volume: Volume, call: ValidateVolume) -> None:
     """Raise BadField if the request's volume_context or parameters differ from the volume's."""
-    own_tags, given = volume.own_tags, call.parameters
+    own_tags, requested_parameters = volume.own_tags, call.parameters
     if call.context and call.context != (own_context := parameters.context_of(own_tags)):
         raise errors.BadField(
             "volume_context", f"{call.context} is not the volume's, {own_context}"
@@ -53,8 +53,8 @@ def _require_same(volume: Volume, call: ValidateVolume) -> None:
     if volume.is_block or any(capability.fs_type for capability in call.capabilities):
         # The parameter `fs_type` is not compared here: a raw block volume has no file system, and
         # the `fs_type` of a capability takes precedence over that of the parameters.
-        given = given.with_value(tag.FS_TYPE, "")
-    for key, requested, present in plan.differing(volume, given):
+        requested_parameters = requested_parameters.with_value(tag.FS_TYPE, "")
+    for key, requested, present in plan.differing(volume, requested_parameters):
         raise errors.BadField(
             f"parameters[{key}]", f"{requested!r}, the volume has {present or 'none'!r}"
         )

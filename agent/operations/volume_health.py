@@ -134,15 +134,18 @@ class VolumesHealth:
         return requests.first(self._unhealthy(page_entries), page, attrgetter("size_bytes"))
 
     def _unhealthy(
-        self, every: Iterable[tuple[str, VolumeGroup, Volume | None]]
+        self, reported_volumes: Iterable[tuple[str, VolumeGroup, Volume | None]]
     ) -> Iterator[tuple[str, VolumeHealth]]:
         mounts, deadline = self._diagnosis.mounts(), time.monotonic() + diagnosis.PATIENCE_SECONDS
-        for volume_id, volume_group, volume in every:
+        for volume_id, volume_group, volume in reported_volumes:
             if volume is None:
                 conditions = [*diagnosis.silent_condition(volume_group)]
             else:
-                away = _away(volume_group)
-                conditions = [*away, *self._conditions(volume_group, volume, mounts, deadline)]
+                group_conditions = _away(volume_group)
+                conditions = [
+                    *group_conditions,
+                    *self._conditions(volume_group, volume, mounts, deadline),
+                ]
             if conditions:
                 yield volume_id, VolumeHealth(volume_id, diagnosis.distinct(conditions))
 
@@ -160,15 +163,15 @@ class VolumesHealth:
                     self._conflicts.check(Call.USE, str(volume.id))
                     yield volume
 
-    def _of(self, volume_id: str, parsed: VolumeId, *, by_node: bool) -> VolumeHealth:
+    def _of(self, volume_id: str, parsed_id: VolumeId, *, by_node: bool) -> VolumeHealth:
         self._conflicts.check(Call.USE, volume_id)
         self._reports.keep_fresh()
-        groups, name = self._volume_groups, parsed.group
+        groups, name = self._volume_groups, parsed_id.group
         if (volume_group := groups.known(name) or groups.of(name)) is None:
             raise errors.OtherGroup(volume_id, f"group {name} is not on this node")
         self._require_seen(volume_group)
-        if volume_group.cached is None or not parsed.is_of(volume_group.cached.uuid):
-            return self._of_missing_group(volume_id, parsed, volume_group, by_node=by_node)
+        if volume_group.cached is None or not parsed_id.is_of(volume_group.cached.uuid):
+            return self._of_missing_group(volume_id, parsed_id, volume_group, by_node=by_node)
         try:
             volume = self._reported(volume_group.cached, volume_id)
         except errors.Copying:
@@ -187,7 +190,7 @@ class VolumesHealth:
         return VolumeHealth(volume_id, self._conditions(volume_group, volume))
 
     def _of_missing_group(
-        self, volume_id: str, parsed: VolumeId, volume_group: VolumeGroup, *, by_node: bool
+        self, volume_id: str, parsed_id: VolumeId, volume_group: VolumeGroup, *, by_node: bool
     ) -> VolumeHealth:
         """Return the health of a volume whose group is not on this node.
 
@@ -195,24 +198,24 @@ class VolumesHealth:
         raises OtherGroup for a group that this node never had.
         """
         last_seen, volume = volume_group.last_seen, None
-        if last_seen is not None and parsed.is_of(last_seen.uuid):
+        if last_seen is not None and parsed_id.is_of(last_seen.uuid):
             volume = self._reported(last_seen, volume_id)
         elif not by_node:
             # Raise an error, and report no health condition: the volume may be healthy on another
             # node.
-            raise errors.OtherGroup(volume_id, f"its group {parsed.group} is not on this node")
+            raise errors.OtherGroup(volume_id, f"its group {parsed_id.group} is not on this node")
         if volume is None:
             conditions = self._by_kernel(volume_group, volume_id)
         else:
             conditions = self._conditions(volume_group, volume)
-        away = _away(volume_group) or (
+        group_conditions = _away(volume_group) or (
             Condition(
                 Reason.GROUP_MISSING,
                 f"its volume group is not on this node; another has its name, {volume_group.name}",
                 volume_group.time_seconds,
             ),
         )
-        return VolumeHealth(volume_id, diagnosis.distinct([*away, *conditions]))
+        return VolumeHealth(volume_id, diagnosis.distinct([*group_conditions, *conditions]))
 
     def _inline(self, volume_id: str) -> VolumeHealth:
         """Return the health of an inline volume.
@@ -272,18 +275,20 @@ class VolumesHealth:
         except errors.NoSuchVolume:
             return None
 
-    def _proved(self, volume_group: VolumeGroup, volume_id: str, before: Volume | None) -> Volume:
+    def _proved(
+        self, volume_group: VolumeGroup, volume_id: str, last_volume: Volume | None
+    ) -> Volume:
         """Return a volume by a fresh report of its group; raise NoSuchVolume if it is absent.
 
-        If the group does not answer, the result is `before`; if that is None, the group's error is
-        raised.
+        If the group does not answer, the result is `last_volume`; if that is None, the group's
+        error is raised.
         """
         try:
             volume = self._read_volume(volume_group, volume_id)
         except _NO_ANSWER:
-            if before is None:
+            if last_volume is None:
                 raise
-            volume = before
+            volume = last_volume
         if volume is None:
             raise errors.NoSuchVolume(volume_id)
         return volume

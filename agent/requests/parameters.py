@@ -82,28 +82,30 @@ def _inline_size(text: str) -> int:
     return size_bytes
 
 
-def _set_cache_size(one: DeviceClass, size: Reserve) -> DeviceClass:
-    if one.cache is None:
+def _set_cache_size(device_class: DeviceClass, size: Reserve) -> DeviceClass:
+    if device_class.cache is None:
         raise ValueError("the class has no cache; name one that has")
-    if one.layout.is_thin:
+    if device_class.layout.is_thin:
         raise ValueError("cannot be set for a volume of a thin pool: the cache is its pool's")
-    return replace(one, cache=replace(one.cache, size=size))
+    return replace(device_class, cache=replace(device_class.cache, size=size))
 
 
-def _set_encryption(one: DeviceClass, encryption: str) -> DeviceClass:
-    return replace(one, encryption=encryption or one.encryption)
+def _set_encryption(device_class: DeviceClass, encryption: str) -> DeviceClass:
+    return replace(device_class, encryption=encryption or device_class.encryption)
 
 
 def _of_layout(key: str, read: Callable[[str], Any], part: str) -> Parameter:
     """A parameter that overrides the field `part` of the device class's layout."""
 
-    def apply(one: DeviceClass, value: Any) -> DeviceClass:
+    def apply(device_class: DeviceClass, value: Any) -> DeviceClass:
         # Refuse the parameter: a thin or cached volume is not created with the options that
         # Layout.words returns, so the value would be ignored.
-        if (one.layout.is_thin or one.cache) and value != getattr(one.layout, part):
+        if (device_class.layout.is_thin or device_class.cache) and value != getattr(
+            device_class.layout, part
+        ):
             raise ValueError("cannot be set for a class that is thin or has a cache")
-        changed: dict[str, Any] = {part: value}
-        return replace(one, layout=replace(one.layout, **changed))
+        layout_fields: dict[str, Any] = {part: value}
+        return replace(device_class, layout=replace(device_class.layout, **layout_fields))
 
     return Parameter(key, read, tag.LAYOUT, None, part, apply)
 
@@ -278,30 +280,34 @@ class Parameters:
             raise errors.BadField(f"{field}[mkfsOptions]", str(error)) from None
         check_mount_options(f"{field}[mountOptions]", self.mount_options, fs_type)
 
-    def applied(self, one: DeviceClass, field: str) -> DeviceClass:
-        """The device class `one`, changed by the parameters that override it; raises BadField."""
+    def applied(self, device_class: DeviceClass, field: str) -> DeviceClass:
+        """Return a device class with the parameters in place of the settings that these override.
+
+        Raises BadField for a parameter that the class does not allow; `field` is the name of the
+        request's field that has the parameters.
+        """
         for row in STORAGE_CLASS:
             if row.apply is None or row.key not in self.given:
                 continue
             try:
-                one = row.apply(one, self.given[row.key])
+                device_class = row.apply(device_class, self.given[row.key])
             except ValueError as error:
                 raise errors.BadField(
-                    f"{field}[{row.key}]", f"{error} (class {one.name})"
+                    f"{field}[{row.key}]", f"{error} (class {device_class.name})"
                 ) from None
-        return one
+        return device_class
 
-    def with_class_values(self, one: DeviceClass, fs_type: str) -> Self:
+    def with_class_values(self, device_class: DeviceClass, fs_type: str) -> Self:
         """The parameters, completed by the values of a device class and by a file system.
 
         The volume keeps the completed parameters, so the class may change later.
         """
-        inherits = not self.mkfs_options and fs_type == one.fs_type
+        inherits = not self.mkfs_options and fs_type == device_class.fs_type
         completed = {
-            tag.CLASS: one.name,
+            tag.CLASS: device_class.name,
             tag.FS_TYPE: fs_type,
-            tag.MKFS_OPTIONS: one.mkfs_options if inherits else self.mkfs_options,
-            tag.ENCRYPTION: one.encryption,
+            tag.MKFS_OPTIONS: device_class.mkfs_options if inherits else self.mkfs_options,
+            tag.ENCRYPTION: device_class.encryption,
         }
         return replace(self, given={**self.given, **completed})
 
@@ -339,8 +345,8 @@ def snapshot_parameters(
     """
     field = "parameters"
     _check_map(field, wire)
-    about = _about(field, wire, names)
-    return _read(field, _without_kubernetes(wire), SNAPSHOT).get(SIZE), about
+    object_tags = _about(field, wire, names)
+    return _read(field, _without_kubernetes(wire), SNAPSHOT).get(SIZE), object_tags
 
 
 def tuning_of(wire: Mapping[str, str]) -> Tuning:
@@ -353,8 +359,8 @@ def tuning_of(wire: Mapping[str, str]) -> Tuning:
     return tuning
 
 
-def _tuning(given: Mapping[str, Any], rows: Sequence[Parameter]) -> Tuning:
-    return Tuning(**{row.part: given[row.key] for row in rows if row.key in given})
+def _tuning(parsed_values: Mapping[str, Any], rows: Sequence[Parameter]) -> Tuning:
+    return Tuning(**{row.part: parsed_values[row.key] for row in rows if row.key in parsed_values})
 
 
 def _of_volume(
@@ -409,9 +415,9 @@ def _without_kubernetes(wire: Mapping[str, str]) -> dict[str, str]:
 
 def _about(field: str, wire: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
     """The tags that keep the names of Kubernetes objects in a map of parameters."""
-    about = {names[key]: text for key, text in wire.items() if key in names}
-    require_object_names(field, about)
-    return about
+    object_tags = {names[key]: text for key, text in wire.items() if key in names}
+    require_object_names(field, object_tags)
+    return object_tags
 
 
 def require_object_names(field: str, own_tags: Mapping[str, str]) -> None:

@@ -195,29 +195,32 @@ class ListPage(Generic[T]):
     next_token: str
 
 
-def part(found: Mapping[str, T], page: Page) -> ListPage[T]:
+def part(entries_by_id: Mapping[str, T], page: Page) -> ListPage[T]:
     """The requested page of a list of volumes or snapshots, sorted by ids.
 
-    `found` has all entries of the list by their ids. The token is the first id of the next page, so
-    it stays valid when volumes are created or deleted between the requests for two pages.
+    `entries_by_id` has all entries of the list by their ids. The token is the first id of the next
+    page. So the token stays valid when volumes are created or deleted between the requests for two
+    pages.
     """
-    entries = [(key, found[key]) for key in sorted(found) if key >= page.starting_token]
+    entries = [
+        (key, entries_by_id[key]) for key in sorted(entries_by_id) if key >= page.starting_token
+    ]
     return first(entries, page)
 
 
 def first(
-    rest: Iterable[tuple[str, T]], page: Page, weigh_bytes: Callable[[T], int] = lambda _: 0
+    remaining: Iterable[tuple[str, T]], page: Page, weigh_bytes: Callable[[T], int] = lambda _: 0
 ) -> ListPage[T]:
     """The requested page of a list that is already sorted by ids.
 
-    `rest` has the ids and entries of the list from the page's token on. `rest` is consumed up to
-    the first entry of the next page. `weigh_bytes` estimates the size of an entry in the message,
-    in bytes.
+    `remaining` has the ids and entries of the list from the page's token on. `remaining` is
+    consumed up to the first entry of the next page. `weigh_bytes` estimates the size of an entry in
+    the message, in bytes.
     """
     maximum_entries = min(page.maximum_entries or MOST_ENTRIES, MOST_ENTRIES)
     entries: list[T] = []
     size_bytes = 0
-    for key, entry in rest:
+    for key, entry in remaining:
         size_bytes += weigh_bytes(entry)
         if len(entries) == maximum_entries or (entries and size_bytes > MOST_BYTES):
             return ListPage(tuple(entries), key)
@@ -269,10 +272,15 @@ class Topology:
             tuple(dict(topology.segments) for topology in wire.preferred),
         )
 
-    def includes(self, here: Mapping[str, str]) -> bool:
-        """Whether a node with the segments `here` is allowed; without a requirement any node is."""
+    def includes(self, node_segments: Mapping[str, str]) -> bool:
+        """Whether a node with the topology segments `node_segments` is allowed.
+
+        Without a requirement any node is allowed.
+        """
         topologies = self.requisite or self.preferred
-        return not topologies or any(segments.items() <= here.items() for segments in topologies)
+        return not topologies or any(
+            segments.items() <= node_segments.items() for segments in topologies
+        )
 
 
 @dataclass(frozen=True)
@@ -431,13 +439,13 @@ class GetCapacity:
         Invalid capabilities are no error: the capacity for them is 0.
         """
         segments = dict(wire.accessible_topology.segments)
-        where = segments if wire.HasField("accessible_topology") else None
+        requested_segments = segments if wire.HasField("accessible_topology") else None
         parameters = Parameters.from_proto(wire.parameters)
         try:
             capabilities = Capability.several(wire.volume_capabilities)
         except errors.BadField:
-            return cls((), parameters, where, unsupported=True)
-        return cls(capabilities, parameters, where, unsupported=False)
+            return cls((), parameters, requested_segments, unsupported=True)
+        return cls(capabilities, parameters, requested_segments, unsupported=False)
 
 
 @dataclass(frozen=True)
@@ -458,9 +466,9 @@ class CreateSnapshot:
         """Read and check a CreateSnapshot request; raises BadField."""
         _check_name("name", wire.name)
         source_id = required(wire, "source_volume_id")
-        size, about = snapshot_parameters(wire.parameters, OF_SNAPSHOT)
+        size, object_tags = snapshot_parameters(wire.parameters, OF_SNAPSHOT)
         topology = Topology.from_proto(wire.accessibility_requirements)
-        return cls(wire.name, source_id, size, about, topology)
+        return cls(wire.name, source_id, size, object_tags, topology)
 
 
 @dataclass(frozen=True)
@@ -483,8 +491,8 @@ class CreateGroupSnapshot:
                 raise errors.Missing(f"{field}[{index}]")
             if source_id in sources[:index]:
                 raise errors.BadField(f"{field}[{index}]", f"{source_id!r} is named twice")
-        size, about = snapshot_parameters(wire.parameters, OF_GROUP_SNAPSHOT)
-        return cls(wire.name, tuple(sorted(sources)), size, about)
+        size, object_tags = snapshot_parameters(wire.parameters, OF_GROUP_SNAPSHOT)
+        return cls(wire.name, tuple(sorted(sources)), size, object_tags)
 
 
 @dataclass(frozen=True)
@@ -748,11 +756,11 @@ def keys_of(secrets: Mapping[str, str]) -> Keys:
 
     Raises BadField. Keys with an invalid name are overwritten before the error is raised.
     """
-    present, previous = (
+    present_key, previous_key = (
         secret.of_text(f"secrets[{name}]", secrets[name]) if name in secrets else None
         for name in (secret.PASSPHRASE, secret.PREVIOUS_PASSPHRASE)
     )
-    keys = Keys(present, previous, secrets.get(secret.GENERATION, ""))
+    keys = Keys(present_key, previous_key, secrets.get(secret.GENERATION, ""))
     try:
         _check_generation(keys)
     except errors.BadField:

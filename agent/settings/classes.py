@@ -116,10 +116,10 @@ REMOVED: Mapping[str, str] = {
 _OF_ENCRYPTED = {"discard", "erase", "key_file", "bypass_workqueue"}
 
 
-def parse(source: str, listed: object) -> tuple[DeviceClass, ...]:
+def parse(source: str, tables: object) -> tuple[DeviceClass, ...]:
     """Parse the tables [[classes]] into device classes; raises BadConfig."""
-    checked = values.read(source, "classes", listed, CLASS_KEYS, ("name", "group"), REMOVED)
-    classes = [_class(source, where, table) for where, table in checked]
+    checked = values.read(source, "classes", tables, CLASS_KEYS, ("name", "group"), REMOVED)
+    classes = [_class(source, position, table) for position, table in checked]
     if len({device_class.name for device_class in classes}) != len(classes):
         raise errors.BadConfig(source, "classes", "two classes have the same name")
     defaults = [device_class for device_class in classes if device_class.default]
@@ -129,32 +129,34 @@ def parse(source: str, listed: object) -> tuple[DeviceClass, ...]:
     return tuple(classes)
 
 
-def _class(source: str, where: str, table: dict[str, Any]) -> DeviceClass:
+def _class(source: str, position: str, table: dict[str, Any]) -> DeviceClass:
     key = "layout"
     try:
-        shape = table["layout"] = _layout(table)
-        table["pool"] = _pool(table, shape)
+        parsed_layout = table["layout"] = _layout(table)
+        table["pool"] = _pool(table, parsed_layout)
         key = "cache"
-        table["cache"] = _cache(table, shape)
+        table["cache"] = _cache(table, parsed_layout)
     except ValueError as error:
-        raise errors.BadConfig(source, f"{where}.{key}", str(error)) from None
+        raise errors.BadConfig(source, f"{position}.{key}", str(error)) from None
     device_class = DeviceClass(**table)
-    if not shape.is_raid and table.keys() & {"repair", "repair_after_seconds"}:
+    if not parsed_layout.is_raid and table.keys() & {"repair", "repair_after_seconds"}:
         why = f"is for layouts with copies or parity: {', '.join(layout.RAIDS)}"
-        raise errors.BadConfig(source, f"{where}.repair", why)
-    if shape.is_thin and "zero" in table:
+        raise errors.BadConfig(source, f"{position}.repair", why)
+    if parsed_layout.is_thin and "zero" in table:
         why = "is for layouts with extents of their own: a thin pool zeroes what it gives out"
-        raise errors.BadConfig(source, f"{where}.zero", why)
+        raise errors.BadConfig(source, f"{position}.zero", why)
     if not device_class.encryption and (encryption_keys := table.keys() & _OF_ENCRYPTED):
         key = min(encryption_keys)
-        raise errors.BadConfig(source, f"{where}.{key}", 'is for classes with encryption = "luks2"')
+        raise errors.BadConfig(
+            source, f"{position}.{key}", 'is for classes with encryption = "luks2"'
+        )
     try:
         filesystem.check_options(device_class.fs_type, device_class.mkfs_options)
     except mount_errors.BadOption as error:
-        raise errors.BadConfig(source, f"{where}.mkfs_options", str(error)) from None
+        raise errors.BadConfig(source, f"{position}.mkfs_options", str(error)) from None
     if uuid := filesystem.fixed_uuid(device_class.fs_type, device_class.mkfs_options):
         why = f"would give each volume of the class the same UUID, {uuid}; leave it out"
-        raise errors.BadConfig(source, f"{where}.mkfs_options", why)
+        raise errors.BadConfig(source, f"{position}.mkfs_options", why)
     return device_class
 
 
@@ -180,16 +182,16 @@ POOL_KEYS: Mapping[str, str] = {
 }
 
 
-def _pool(table: dict[str, Any], shape: Layout) -> thin.Policy | None:
+def _pool(table: dict[str, Any], parsed_layout: Layout) -> thin.Policy | None:
     """Remove the keys of the thin pool from a class's table, and return the pool's policy.
 
     None for another layout than thin. Raises ValueError.
     """
     fields = {field: table.pop(key) for key, field in POOL_KEYS.items() if key in table}
-    if not shape.is_thin:
+    if not parsed_layout.is_thin:
         if fields:
             keys = ", ".join(key for key, field in POOL_KEYS.items() if field in fields)
-            raise ValueError(f"{keys}: only for layout thin, this is {shape.kind}")
+            raise ValueError(f"{keys}: only for layout thin, this is {parsed_layout.kind}")
         return None
     policy = thin.Policy(**fields)
     if policy.autoextend_threshold >= policy.refuse_above:
@@ -197,7 +199,7 @@ def _pool(table: dict[str, Any], shape: Layout) -> thin.Policy | None:
     return policy
 
 
-def _cache(table: dict[str, Any], shape: Layout) -> Cache | None:
+def _cache(table: dict[str, Any], parsed_layout: Layout) -> Cache | None:
     """Remove the keys of the cache from a class's table, and return the cache.
 
     None for a class without a cache. Raises ValueError.
@@ -208,8 +210,8 @@ def _cache(table: dict[str, Any], shape: Layout) -> Cache | None:
         if options:
             raise ValueError(f"{', '.join(options)}: only for a class with a cache")
         return None
-    if not (shape.is_linear or shape.is_thin):
-        raise ValueError(f"cache: only for layouts linear and thin, this is {shape.kind}")
+    if not (parsed_layout.is_linear or parsed_layout.is_thin):
+        raise ValueError(f"cache: only for layouts linear and thin, this is {parsed_layout.kind}")
     mode = caches.WRITEBACK if kind == caches.WRITECACHE else caches.WRITETHROUGH
     size = options.get("cache_size", Cache.size)
     return Cache(kind, options.get("cache_mode", mode), size)

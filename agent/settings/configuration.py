@@ -33,8 +33,10 @@ class Configuration:
         such as BadConfig, and changes nothing after such an error.
         """
         self.is_taken = False
-        loaded, before = load(), self._now
-        fixed = {key: getattr(before, key) for key, setting in SETTINGS.items() if setting.fixed}
+        loaded, old_settings = load(), self._now
+        fixed = {
+            key: getattr(old_settings, key) for key, setting in SETTINGS.items() if setting.fixed
+        }
         waiting = {
             key: SETTINGS[key].fixed
             for key, value in fixed.items()

@@ -59,7 +59,7 @@ GROUP_KEYS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def parse_groups(
-    source: str, listed: object, classes: Sequence[DeviceClass]
+    source: str, tables: object, classes: Sequence[DeviceClass]
 ) -> tuple[tuple[GroupDefinition, ...], Mapping[str, Bandwidth]]:
     """Parse the tables [[groups]]; raises BadConfig, also for a group that no class uses.
 
@@ -71,34 +71,34 @@ def parse_groups(
     names: set[str] = set()
     bandwidths: dict[str, Bandwidth] = {}
     paths: set[str] = set()
-    for where, table in values.read(source, "groups", listed, GROUP_KEYS, ("name",)):
+    for position, table in values.read(source, "groups", tables, GROUP_KEYS, ("name",)):
         if (name := table["name"]) not in used:
-            raise errors.BadConfig(source, f"{where}.name", f"no class uses the group {name}")
+            raise errors.BadConfig(source, f"{position}.name", f"no class uses the group {name}")
         if name in names:
-            raise errors.BadConfig(source, f"{where}.name", f"{name} is listed twice")
+            raise errors.BadConfig(source, f"{position}.name", f"{name} is listed twice")
         names.add(name)
         if _BANDWIDTH in table:
             bandwidths[name] = table.pop(_BANDWIDTH)
             if table.keys() == {"name"}:
                 continue  # the table sets only a limit, for a group that Carver does not create
-        definition = _definition(source, where, table)
+        definition = _definition(source, position, table)
         for path in (str(definition.file.path),) if definition.file else definition.devices:
             if path in paths:
-                raise errors.BadConfig(source, where, f"{path} is listed twice")
+                raise errors.BadConfig(source, position, f"{path} is listed twice")
             paths.add(path)
         definitions.append(definition)
     return tuple(definitions), bandwidths
 
 
-def _definition(source: str, where: str, table: Mapping[str, Any]) -> GroupDefinition:
+def _definition(source: str, position: str, table: Mapping[str, Any]) -> GroupDefinition:
     devices, file = table.get("devices", ()), table.get("file")
     if bool(devices) == bool(file):
-        raise errors.BadConfig(source, where, "has either devices or a file")
+        raise errors.BadConfig(source, position, "has either devices or a file")
     if file is None and "file_size" in table:
-        raise errors.BadConfig(source, f"{where}.file_size", "is for a group on a file")
+        raise errors.BadConfig(source, f"{position}.file_size", "is for a group on a file")
     fast = table.get("fast", ())
     if not set(fast) <= set(devices):
-        raise errors.BadConfig(source, f"{where}.fast", "are some of the group's `devices`")
+        raise errors.BadConfig(source, f"{position}.fast", "are some of the group's `devices`")
     backing = BackingFile(file, table.get("file_size")) if file else None
     return GroupDefinition(table["name"], tuple(devices), backing, tuple(fast))
 

@@ -243,9 +243,9 @@ def parse_read_ahead(value: object) -> int | Literal["auto"]:
         size = parse_size(value)
     except ValueError as error:
         raise ValueError(f"{tuning.AUTO}, 0 for none, or a size: {error}") from None
-    unit, most = tuning.READ_AHEAD_UNIT_BYTES, tuning.MOST_READ_AHEAD_BYTES
-    if size > most or size % unit:
-        raise ValueError(f"{tuning.AUTO}, or 0 to {most >> 30}GiB in steps of {unit >> 10}KiB")
+    unit, largest = tuning.READ_AHEAD_UNIT_BYTES, tuning.MOST_READ_AHEAD_BYTES
+    if size > largest or size % unit:
+        raise ValueError(f"{tuning.AUTO}, or 0 to {largest >> 30}GiB in steps of {unit >> 10}KiB")
     return size
 
 
@@ -285,9 +285,9 @@ def parse_bandwidth_per_gib(value: object) -> int:
     return _limit(parse_size(str(value).removesuffix("/s")), 0, tuning.MOST_BANDWIDTH_BYTES)
 
 
-def _limit(limit: int, least: int, most: int) -> int:
-    if limit and not least <= limit <= most:
-        raise ValueError(f"0 for no limit, or {least} to {most} a second")
+def _limit(limit: int, smallest: int, largest: int) -> int:
+    if limit and not smallest <= limit <= largest:
+        raise ValueError(f"0 for no limit, or {smallest} to {largest} a second")
     return limit
 
 
@@ -311,8 +311,8 @@ def parse_ratio(value: object) -> float:
 def parse_chunk_size(value: object) -> int:
     """Parse the chunk size of a thin pool into bytes."""
     size = parse_size(value)
-    least, most = thin.LEAST_CHUNK_BYTES, thin.MOST_CHUNK_BYTES
-    if not least <= size <= most or size & (size - 1):
+    smallest, largest = thin.LEAST_CHUNK_BYTES, thin.MOST_CHUNK_BYTES
+    if not smallest <= size <= largest or size & (size - 1):
         raise ValueError("a power of two from 64KiB to 1GiB")
     return size
 
@@ -341,19 +341,22 @@ def read(
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise errors.BadConfig(source, name, f"is a list of tables: [[{name}]]")
     for index, table in enumerate(tables):
-        where = f"{name}[{index}]"
+        position = f"{name}[{index}]"
         for key in table:
             if key in removed:
-                raise errors.BadConfig(source, f"{where}.{key}", removed[key])
+                raise errors.BadConfig(source, f"{position}.{key}", removed[key])
             if key not in keys:
                 allowed = ", ".join(keys)
                 raise errors.BadConfig(
-                    source, f"{where}.{key}", f"is not a key; allowed: {allowed}"
+                    source, f"{position}.{key}", f"is not a key; allowed: {allowed}"
                 )
         for key in required:
             if key not in table:
-                raise errors.BadConfig(source, f"{where}.{key}", "is required")
+                raise errors.BadConfig(source, f"{position}.{key}", "is required")
         yield (
-            where,
-            {key: checked(source, f"{where}.{key}", keys[key], raw) for key, raw in table.items()},
+            position,
+            {
+                key: checked(source, f"{position}.{key}", keys[key], raw)
+                for key, raw in table.items()
+            },
         )

@@ -47,10 +47,11 @@ class Activator:
         self._held: frozenset[tuple[str, str]] = frozenset()
 
     def device(self, volume: Backing) -> active_devices.Device | None:
-        """Return the device of an active volume, without a command; None proves nothing.
+        """Return the device of an active volume, without a command.
 
-        For an open encrypted volume it is the dm-crypt device. For a closed encrypted volume it is
-        the logical volume's device, which callers must not publish.
+        The result None does not prove that the volume is inactive. For an open encrypted
+        volume it is the dm-crypt device. For a closed encrypted volume it is the logical volume's
+        device, which callers must not publish.
         """
         devices = (self._devices.find(group, volume.name) for group in self._groups_of(volume))
         device = next(filter(None, devices), None)
@@ -76,28 +77,28 @@ class Activator:
         return self.ensure_active(volume.group.name, volume.name, partial=partial)
 
     def ensure_active(
-        self, group: str, name: str, by: str = "", *, partial: bool = False
+        self, group: str, name: str, activated_name: str = "", *, partial: bool = False
     ) -> active_devices.Device:
         """Return the device of any logical volume; run a command only if the volume is inactive.
 
         1. An active volume whose disk was disconnected and is back is deactivated.
-        2. An inactive volume is activated. `by` names another volume whose activation activates
-           this one. `partial` activates what is left of a volume with missing disks.
+        2. An inactive volume is activated. `activated_name` names another volume whose activation
+           activates this one. `partial` activates what is left of a volume with missing disks.
         3. If lvm2 fails, the parts of RAIDs and pools that a killed lvm2 left active are
            deactivated, and the activation is retried once.
 
         Raises Inactive.
         """
         device = self._devices.find(group, name)
-        if device is not None and not self._deactivate_stranded(group, by or name):
+        if device is not None and not self._deactivate_stranded(group, activated_name or name):
             return device
         lvm = self._volume_groups.lvm
         try:
-            volumes.activate(lvm(group), group, by or name, partial=partial)
+            volumes.activate(lvm(group), group, activated_name or name, partial=partial)
         except mount_errors.CommandFailed:
             if not self.deactivate_parts(self._reports.fresh(group).group(group)):
                 raise
-            volumes.activate(lvm(group), group, by or name, partial=partial)
+            volumes.activate(lvm(group), group, activated_name or name, partial=partial)
         if (device := self._devices.find(group, name)) is None:
             raise lvm_errors.Inactive(group, name)
         return device
@@ -129,8 +130,8 @@ class Activator:
         """
         # A copy-on-write snapshot is activated by its origin's name. By the snapshot's name, lvm2
         # would ask whether to activate the origin as well.
-        by = "" if snapshot.is_thin else snapshot.origin
-        return self.ensure_active(snapshot.group.name, snapshot.name, by)
+        activated_name = "" if snapshot.is_thin else snapshot.origin
+        return self.ensure_active(snapshot.group.name, snapshot.name, activated_name)
 
     def _deactivate_stranded(self, group: str, name: str) -> bool:
         """Deactivate a volume that uses the old device of a disk that went away and came back.
@@ -179,8 +180,9 @@ class Activator:
         # The status is read as well, since a pool may be active without a device of its own name.
         leftovers = [
             part
-            for part, whole in sorted(parts.items())
-            if whole in whole_names - active and not self._devices.status(group.name, whole)
+            for part, whole_name in sorted(parts.items())
+            if whole_name in whole_names - active
+            and not self._devices.status(group.name, whole_name)
         ]
         if not leftovers:
             return False
@@ -259,12 +261,12 @@ class Activator:
         """
         path = f"{group}/{name}"
         until = time.monotonic() + command.patience_seconds(_POOL_SECONDS)
-        seen = self._pools.probe(
+        result = self._pools.probe(
             path, lambda: thin.status_of(self.status(group, name)), until, path
         )
-        if seen.hanging_seconds:
-            raise errors.PoolSilent(group, name, seen.hanging_seconds)
-        return seen.value
+        if result.hanging_seconds:
+            raise errors.PoolSilent(group, name, result.hanging_seconds)
+        return result.value
 
     def has_overflowed(self, snapshot: Snapshot) -> bool:
         """Whether the COW store of an active snapshot has overflowed. Runs no command."""
@@ -285,14 +287,14 @@ class Activator:
         Each volume is a pair: the names of its volume group and of its logical volume. No two calls
         may have the same volume at the same time.
         """
-        kept = frozenset(volumes)
+        suspended = frozenset(volumes)
         with self._guard:
-            self._held |= kept
+            self._held |= suspended
         try:
             yield
         finally:
             with self._guard:
-                self._held -= kept
+                self._held -= suspended
 
     def is_kept_suspended(self, group: str, name: str) -> bool:
         """Whether a logical volume is suspended on purpose (`keep_suspended`)."""

@@ -93,8 +93,10 @@ def closed(room: Room) -> str:
     if not room.group.missing_disks:
         is_closed = room.is_unclean and not room.takes_unclean
         return "while what is free in it is being overwritten" * is_closed
-    gone = ", ".join(room.group.missing_uuids)
-    return f"while its disk {gone} is missing; see `A disk is replaced` in docs/operations.md"
+    missing_uuids = ", ".join(room.group.missing_uuids)
+    return (
+        f"while its disk {missing_uuids} is missing; see `A disk is replaced` in docs/operations.md"
+    )
 
 
 def closed_to_new(group: report.Group) -> str:
@@ -110,16 +112,17 @@ def closed_to_new(group: report.Group) -> str:
     return why
 
 
-def full(group: report.Group, added: int = 1) -> str:
-    """Return why `added` logical volumes more would exceed a group's limit; empty if they do not.
+def full(group: report.Group, added_count: int = 1) -> str:
+    """Return why a group may not get further logical volumes; empty if it may get them.
 
-    The reason is the number of logical volumes, not a lack of free extents.
+    `added_count` is the number of further logical volumes. The reason is the number of logical
+    volumes, not a lack of free extents.
     """
-    if group.may_add(added):
+    if group.may_add(added_count):
         return ""
     return (
         f"while it has {len(group.volumes)} logical volumes, of {group.most_volumes} that it may"
-        f" have by its max_lv, and this takes {added} more; lift that limit by `vgchange"
+        f" have by its max_lv, and this takes {added_count} more; lift that limit by `vgchange"
         f" --logicalvolume 0 {group.name}`"
     )
 
@@ -139,13 +142,14 @@ def _of_policy(group: report.Group) -> str:
 class ThickAllocator:
     """Allocator of volumes that have all their extents from the start.
 
-    `layout` is that of the volumes, `kept` the number of extents to keep free. Sizes are in bytes,
-    of whole extents. For `create` and `extend` the caller holds the group's lock, and has read the
-    report under that lock. `finish` completes a volume whose `create` was killed.
+    `layout` is the layout of the volumes. `kept_extents` returns the number of extents that must
+    stay free in a group. Sizes are in bytes, of whole extents. For `create` and `extend` the caller
+    holds the group's lock, and has read the report under that lock. `finish` completes a volume
+    whose `create` was killed.
     """
 
     layout: Layout
-    kept: Kept
+    kept_extents: Kept
 
     def maximum_bytes(self, group: report.Group) -> int:
         """Return the size of the largest volume that can be created now."""
@@ -155,14 +159,15 @@ class ThickAllocator:
 
     def room(self, group: report.Group) -> Room:
         """Return the free space of a volume group that the device class may use."""
-        return Room(group, self.kept(group))
+        return Room(group, self.kept_extents(group))
 
-    def full(self, group: report.Group, beside: int = 0) -> str:
+    def full(self, group: report.Group, further_count: int = 0) -> str:
         """Return why a group has too many logical volumes for another volume; empty if it has not.
 
-        `beside` is the number of logical volumes that are created together with the volume.
+        `further_count` is the number of other logical volumes that are created together with the
+        volume.
         """
-        return full(group, 1 + beside)
+        return full(group, 1 + further_count)
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
         """Return the number of bytes by which a volume can grow, on its own disks."""
@@ -178,14 +183,16 @@ class ThickAllocator:
         room = self.room(group)
         disks = sum(1 for disk in room.slow if room.free_on(disk))
         unclean = ", ".join(disk.name for disk in group.disks if disk.unclean)
-        beside = f" ({unclean} is overwritten first where it is free)" if unclean else ""
-        need = f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room{beside}"
-        return f"{need}{_of_policy(group)}"
+        remark = f" ({unclean} is overwritten first where it is free)" if unclean else ""
+        purpose = (
+            f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room{remark}"
+        )
+        return f"{purpose}{_of_policy(group)}"
 
-    def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
+    def create(self, lvm: Lvm, group: report.Group, new_volume: New) -> None:
         """Create a volume by one command."""
         disks = layout.placement(Room(group), self.layout)
-        volumes.create(lvm, group.name, new, layout=self.layout, disks=disks)
+        volumes.create(lvm, group.name, new_volume, layout=self.layout, disks=disks)
 
     def extend(self, lvm: Lvm, volume: Volume, size_bytes: int) -> None:
         """Extend a volume on its own disks, by one command."""
@@ -215,12 +222,12 @@ class Cached(ThickAllocator):
             return 0
         return caches.maximum_bytes(self.room(group), self.cache)
 
-    def full(self, group: report.Group, beside: int = 0) -> str:
+    def full(self, group: report.Group, further_count: int = 0) -> str:
         """Return why a group has too many logical volumes for another volume and its cache, or "".
 
         Until the cache is attached, it is a logical volume of its own.
         """
-        return full(group, 2 + beside)
+        return full(group, 2 + further_count)
 
     def purpose(self, group: report.Group) -> str:
         """Return a text for error messages: the cache, and the free space of the fast disks."""
@@ -232,9 +239,9 @@ class Cached(ThickAllocator):
             " free,"
         )
 
-    def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
+    def create(self, lvm: Lvm, group: report.Group, new_volume: New) -> None:
         """Create a volume and its cache by one command."""
-        caches.create(lvm, group, new, self.cache)
+        caches.create(lvm, group, new_volume, self.cache)
 
     def finish(self, lvm: Lvm, volume: Volume) -> None:
         """Attach a volume's cache if it is missing.
@@ -258,7 +265,7 @@ class ThinAllocator:
     device_class: str
     group: str
     policy: Policy
-    kept: Kept
+    kept_extents: Kept
     activator: Activator
 
     def pool(self, group: report.Group) -> Pool:
@@ -282,12 +289,14 @@ class ThinAllocator:
         """
         return 0 if self.full(group) else self._maximum_bytes(group)
 
-    def full(self, group: report.Group, beside: int = 0) -> str:
+    def full(self, group: report.Group, further_count: int = 0) -> str:
         """Return why a group has too many logical volumes for another volume; empty if it has not.
 
-        The pool counts as well if it is missing. `beside` is as for `Thick.full`.
+        The pool counts as well if it is missing. `further_count` is as for `ThickAllocator.full`.
         """
-        return full(group, beside + (1 if pool_name(self.device_class) in group.volumes else 2))
+        return full(
+            group, further_count + (1 if pool_name(self.device_class) in group.volumes else 2)
+        )
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
         """Return the bytes by which a thin volume can grow: what its pool may still promise."""
@@ -301,7 +310,7 @@ class ThinAllocator:
 
     def room(self, group: report.Group) -> Room:
         """Return the free space of a volume group that the device class may use."""
-        return Room(group, self.kept(group))
+        return Room(group, self.kept_extents(group))
 
     def purpose(self, group: report.Group) -> str:
         """Return a text for error messages: the pool's limit, or why the pool takes no volume."""
@@ -310,11 +319,11 @@ class ThinAllocator:
         times += _of_policy(group)
         return f"for thin volumes: {why or times}"
 
-    def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
+    def create(self, lvm: Lvm, group: report.Group, new_volume: New) -> None:
         """Create a volume by one command, and the pool by another one if it is missing."""
         pool = self.pool(group)
         self._ensure_made(lvm, group, pool)
-        thin.create(lvm, group.name, pool.name, new)
+        thin.create(lvm, group.name, pool.name, new_volume)
 
     def extend(self, lvm: Lvm, volume: Volume, size_bytes: int) -> None:
         """Extend a volume by one command; first extend the pool if it is too full.
@@ -359,7 +368,7 @@ class ThinAllocator:
         group, extent = room.group, room.group.extent_size_bytes
         if not (pool := self.pool(group)).promised_bytes:
             return None
-        growth = pools.room_extents(room.keeping(self.kept(group)), pool)
+        growth = pools.room_extents(room.keeping(self.kept_extents(group)), pool)
         most_extents = 0 if closed(room) else growth
         more_extents = min(
             most_extents, pools.wanted_extents(pool.data_extents, percent, self.policy)
@@ -373,12 +382,13 @@ class ThinAllocator:
     def extend_metadata(self, lvm: Lvm, room: Room, percent: float) -> int | None:
         """Extend the metadata of a pool that is `percent` full; return the bytes, 0 if none.
 
-        In all else it is as `extend_data`.
+        The class's reserve is kept free, beside what `room` keeps free. Returns None for a pool
+        without volumes, which is being zeroed before its removal.
         """
         group, extent = room.group, room.group.extent_size_bytes
         if not (pool := self.pool(group)).promised_bytes:
             return None
-        growth = pools.metadata_growth_extents(room.keeping(self.kept(group)), pool)
+        growth = pools.metadata_growth_extents(room.keeping(self.kept_extents(group)), pool)
         most_extents = 0 if closed(room) else growth
         more_extents = min(
             most_extents, pools.wanted_extents(pool.metadata_extents, percent, self.policy)
@@ -475,12 +485,12 @@ class CachedThin(ThinAllocator):
             self._tag_cache(lvm, group, existing)
         caches.attach(lvm, group, pool.name, self.cache, self.cache.of_pool(group))
 
-    def _tag_cache(self, lvm: Lvm, group: report.Group, made: report.LogicalVolume) -> None:
+    def _tag_cache(self, lvm: Lvm, group: report.Group, pool: report.LogicalVolume) -> None:
         """Tag a pool with the cache that is about to be attached."""
-        own_tags, wanted = made.own_tags, self._cache_tags(group)
-        old_tags = {key: own_tags[key] for key in wanted if key in own_tags}
-        if old_tags != wanted:
-            volumes.mark(lvm, group.name, made.name, old=old_tags, new=wanted)
+        own_tags, new_tags = pool.own_tags, self._cache_tags(group)
+        old_tags = {key: own_tags[key] for key in new_tags if key in own_tags}
+        if old_tags != new_tags:
+            volumes.mark(lvm, group.name, pool.name, old=old_tags, new=new_tags)
 
     def _cache_tags(self, group: report.Group) -> Mapping[str, str]:
         """Return the tag of the pool's cache, with the size that the cache will have."""
@@ -503,19 +513,28 @@ class Allocators:
         """The device classes of the present configuration."""
         return self._configuration.now.classes
 
-    def of(self, one: DeviceClass) -> Allocator:
+    def of(self, device_class: DeviceClass) -> Allocator:
         """Return the allocator of a device class."""
-        kept = partial(self._kept, one)
-        match one.pool, one.cache:
+        kept_extents = partial(self._kept, device_class)
+        match device_class.pool, device_class.cache:
             case None, None:
-                return ThickAllocator(one.layout, kept)
+                return ThickAllocator(device_class.layout, kept_extents)
             case None, Cache() as cache:
-                return Cached(one.layout, kept, cache)
+                return Cached(device_class.layout, kept_extents, cache)
             case Policy() as policy, None:
-                return ThinAllocator(one.name, one.group, policy, kept, self._activator)
+                return ThinAllocator(
+                    device_class.name, device_class.group, policy, kept_extents, self._activator
+                )
             case Policy() as policy, Cache() as cache:
-                return CachedThin(one.name, one.group, policy, kept, self._activator, cache)
-        raise AssertionError(one)  # pragma: no cover - there is no other class
+                return CachedThin(
+                    device_class.name,
+                    device_class.group,
+                    policy,
+                    kept_extents,
+                    self._activator,
+                    cache,
+                )
+        raise AssertionError(device_class)  # pragma: no cover - there is no other class
 
     def of_volume(self, volume: Volume) -> Allocator:
         """Return the allocator that extends a volume, without limits if its device class is gone.
@@ -535,8 +554,8 @@ class Allocators:
                 # The allocator has no cache: only the volume's data grow, on slow disks.
                 return self.of(replace(device_class, layout=shape, cache=None))
         policy = Policy() if shape.is_thin else None
-        gone = volume.own_tags.get(tag.CLASS, "")
-        return self.of(DeviceClass(gone, volume.group.name, layout=shape, pool=policy))
+        class_name = volume.own_tags.get(tag.CLASS, "")
+        return self.of(DeviceClass(class_name, volume.group.name, layout=shape, pool=policy))
 
     def thin(self, group: report.Group) -> list[ThinAllocator]:
         """Return the allocators of the pools in a volume group, whatever the present classes say.
@@ -546,19 +565,19 @@ class Allocators:
         """
         return [self._of_pool(class_name, group.name) for class_name in self._pooled(group)]
 
-    def growing(self, group: str, seen: report.Group | None) -> list[ThinAllocator]:
+    def growing(self, group: str, last_state: report.Group | None) -> list[ThinAllocator]:
         """Return the allocators of the pools of a group that may have to grow.
 
-        These are the pools in the state `seen`, which may be old, and the pools of the group's
-        classes, which may be newer than that state.
+        These are the pools in `last_state`, a state of the group that may be old, and the pools of
+        the group's classes, which may be newer than that state.
         """
         class_names = {
             device_class.name
             for device_class in self._classes
             if device_class.pool is not None and device_class.group == group
         }
-        if seen is not None:
-            class_names |= {*self._pooled(seen)}
+        if last_state is not None:
+            class_names |= {*self._pooled(last_state)}
         return [self._of_pool(class_name, group) for class_name in sorted(class_names)]
 
     def _pooled(self, group: report.Group) -> Iterator[str]:
@@ -601,24 +620,26 @@ class Allocators:
         group = room.group
         if closed(room):
             return 0
-        kept = self.promised_extents(group)
+        kept_extents = self.promised_extents(group)
         for configured in self._classes:
             if configured.name == device_class:
-                kept += configured.reserve.extents(group)
-        return layout.maximum_bytes(room.keeping(kept))
+                kept_extents += configured.reserve.extents(group)
+        return layout.maximum_bytes(room.keeping(kept_extents))
 
-    def _kept(self, one: DeviceClass, group: report.Group) -> int:
+    def _kept(self, device_class: DeviceClass, group: report.Group) -> int:
         """Return the extents that a device class leaves free in a volume group.
 
         These are the class's reserve, and the extents that the pools of other classes have promised
         to volumes and do not have yet.
         """
-        return one.reserve.extents(group) + self.promised_extents(group, but=one.name)
+        return device_class.reserve.extents(group) + self.promised_extents(
+            group, excluded_class=device_class.name
+        )
 
-    def promised_extents(self, group: report.Group, but: str = "") -> int:
+    def promised_extents(self, group: report.Group, excluded_class: str = "") -> int:
         """Return the extents that a group's pools have promised to volumes and do not have yet.
 
-        The pool of the device class `but` is left out.
+        The pool of the device class `excluded_class` is left out.
         """
-        allocators = (pool for pool in self.thin(group) if pool.device_class != but)
+        allocators = (pool for pool in self.thin(group) if pool.device_class != excluded_class)
         return sum(pool.outstanding_extents(group) for pool in allocators)

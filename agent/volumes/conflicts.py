@@ -43,7 +43,9 @@ def _pending(job: Job) -> errors.AgentError:
 
 
 class Conflicts:
-    """Applies the table of states to the jobs and the holds of this process.
+    """Decides whether a call conflicts with the jobs and the holds of this process.
+
+    The decision follows the table in agent/volumes/volume_states.py.
 
     The `subject` of a call is the id of a volume, or for Call.GROW the name of a volume group.
     """
@@ -66,20 +68,22 @@ class Conflicts:
         """
         self._queues[work] = _Queue(jobs.of, jobs, key_of, aborted)
 
-    def add_mkfs(self, detached: DetachedTasks) -> None:
-        """Register the mkfs that outlive their calls."""
-        self._queues[Work.FORMAT] = _Queue(detached.mkfs_of, None, str, lambda task: task.problem())
+    def add_mkfs(self, detached_tasks: DetachedTasks) -> None:
+        """Register the mkfs processes that outlive their calls."""
+        self._queues[Work.FORMAT] = _Queue(
+            detached_tasks.mkfs_of, None, str, lambda task: task.problem()
+        )
 
     def require(self, call: Call, volume: Recorded) -> None:
-        """Raise the error of a call that must not use a volume.
+        """Raise an error if a call must not use a volume now.
 
-        The reason is the volume's record, or work or a hold of this process.
+        The reason is the volume's record, or background work or a hold of this process.
         """
         volume_states.require(call, volume)
         self.check(call, str(volume.id))
 
     def check(self, call: Call, subject: str) -> None:
-        """Raise the error of a call that work or a hold of this process stops. Runs no command.
+        """Raise an error if background work or a hold excludes a call now. Runs no command.
 
         Raises NoSuchVolume, Receiving, Moved, or an error that says that work is in progress.
         """
@@ -87,7 +91,7 @@ class Conflicts:
         self.check_jobs(call, subject)
 
     def check_jobs(self, call: Call, subject: str) -> None:
-        """Raise the error of a call that work of this process stops; ignore holds.
+        """Raise an error if background work excludes a call now; ignore holds.
 
         A volume that is held may not exist, or may be about to be created anew.
         """

@@ -91,16 +91,16 @@ class ErasePolicy:
 
     @property
     def zeroes(self) -> bool:
-        """Whether the setting has deleted data erased, encrypted or not."""
+        """Whether the setting `wipe` demands that deleted data are zeroed, even encrypted data."""
         return self._wipe.zeroes
 
-    def erases(self, one: Volume | Snapshot) -> bool:
+    def erases(self, deleted: Volume | Snapshot) -> bool:
         """Whether a deleted volume or snapshot is overwritten, all of it or only a LUKS header."""
-        return self.zeroes or one.is_encrypted
+        return self.zeroes or deleted.is_encrypted
 
-    def erases_any(self, every: Iterable[report.LogicalVolume]) -> bool:
+    def erases_any(self, logical_volumes: Iterable[report.LogicalVolume]) -> bool:
         """Whether the extents of any of these logical volumes must be zeroed before their reuse."""
-        return self.zeroes or any(is_encrypted(logical.own_tags) for logical in every)
+        return self.zeroes or any(is_encrypted(logical.own_tags) for logical in logical_volumes)
 
     def method(self, volume: Volume) -> str:
         """Return how a deleted volume is erased (one of classes.ERASURES).
@@ -172,7 +172,7 @@ class ErasePolicy:
         begin_bytes: int = 0,
         *,
         purpose: Purpose,
-        held: bool = False,
+        is_held: bool = False,
         zero: Callable[[int, int, By], None] | None = None,
         within: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> Steps:
@@ -188,32 +188,34 @@ class ErasePolicy:
            all pieces are zeroed again by the next way.
 
         Each operation on the device is done in the context `within`. `zero` is called with a
-        piece's offset and length in bytes, and the way; the default is Kernel.zero_out, with
-        `held`.
+        piece's offset and length in bytes, and the way; the default is Kernel.zero_out. With
+        `is_held`, the device may be in use by another device of device-mapper, such as a thin pool.
         """
         if end_bytes <= begin_bytes:
             return
-        zero = zero or partial(self._zero, device, held)
+        zero = zero or partial(self._zero, device, is_held)
         stack = self._kernel.stack(device)
-        for by in self._ways(device, stack, purpose):
-            disks = frozenset[str]() if by.is_proved else stack.disks
-            tried = {(disk, by) for disk in disks}
-            is_known = by is By.HOLE and bool(tried) and tried <= self._proved
+        for way in self._ways(device, stack, purpose):
+            disks = frozenset[str]() if way.is_proved else stack.disks
+            tried = {(disk, way) for disk in disks}
+            is_known = way is By.HOLE and bool(tried) and tried <= self._proved
             blocks = _SAMPLE_AGAIN if is_known else _SAMPLE
             all_samples, is_zero = sample(begin_bytes, end_bytes, blocks), True
             for piece in work.chunks(end_bytes, begin_bytes):
                 with piece as (offset, length):
                     is_first, is_last = offset == begin_bytes, offset + length == end_bytes
-                    first = sample(offset, offset + length, blocks) if is_first else []
-                    if is_first and not by.is_proved:
+                    first_samples = sample(offset, offset + length, blocks) if is_first else []
+                    if is_first and not way.is_proved:
                         with within():
-                            self._kernel.mark(device, sorted({*first, *all_samples}), held=held)
+                            self._kernel.mark(
+                                device, sorted({*first_samples, *all_samples}), allow_in_use=is_held
+                            )
                     with within():
-                        zero(offset, length, by)
-                    if not by.is_proved and (is_first or is_last):
+                        zero(offset, length, way)
+                    if not way.is_proved and (is_first or is_last):
                         with within():
                             is_zero = self._kernel.are_zero(
-                                device, all_samples if is_last else first
+                                device, all_samples if is_last else first_samples
                             )
                 if not is_zero:
                     break
@@ -222,11 +224,11 @@ class ErasePolicy:
                 self._proved |= tried
                 return
             self._proved -= tried
-            self._distrust(device, by, disks)
+            self._distrust(device, way, disks)
 
-    def _zero(self, device: str, held: bool, offset: int, length: int, by: By) -> None:
+    def _zero(self, device: str, is_held: bool, offset: int, length: int, way: By) -> None:
         """Zero one piece of a device, in one of the kernel's ways."""
-        self._kernel.zero_out(device, offset, length, held=held, by=by)
+        self._kernel.zero_out(device, offset, length, allow_in_use=is_held, method=way)
 
     def prove(self, device: str, size_bytes: int) -> None:
         """Prove that a device zeroes by itself, before a copy onto the device leaves holes.
@@ -234,27 +236,27 @@ class ErasePolicy:
         The copy overwrites `size_bytes` of the device. Blocks at the beginning are sampled, once
         for the device's disks. Disks that do not zero are distrusted from then on.
         """
-        stack, by = self._kernel.stack(device), By.HOLE
+        stack, way = self._kernel.stack(device), By.HOLE
         disks = stack.disks
-        tried = {(disk, by) for disk in disks}
-        if self._kernel.zeroing(device, stack) is not by or (tried and tried <= self._proved):
+        tried = {(disk, way) for disk in disks}
+        if self._kernel.zeroing(device, stack) is not way or (tried and tried <= self._proved):
             return
         length = min(size_bytes, PROVED_BYTES)
         places = sample(0, length)
         self._kernel.mark(device, places)
-        self._kernel.zero_out(device, 0, length, by=by)
+        self._kernel.zero_out(device, 0, length, method=way)
         if self._kernel.are_zero(device, places):
             self._proved |= tried
         else:
-            self._distrust(device, by, disks)
+            self._distrust(device, way, disks)
 
-    def _distrust(self, device: str, by: By, disks: Iterable[str]) -> None:
-        """Never ask these disks again to zero in this way; log each disk once."""
-        if newly_distrusted := self._kernel.distrust(disks, by):
+    def _distrust(self, device: str, way: By, disks: Iterable[str]) -> None:
+        """Never again use this way to zero these disks; log each disk once."""
+        if newly_distrusted := self._kernel.distrust(disks, way):
             _log.error(
                 "%s: data were still there after %s on %s, which reported success; they are"
                 " overwritten, and this is not tried there again. Look for newer firmware",
-                *(device, by.value, ", ".join(newly_distrusted)),
+                *(device, way.value, ", ".join(newly_distrusted)),
             )
 
     @staticmethod
@@ -268,11 +270,11 @@ def sample(begin_bytes: int, end_bytes: int, blocks: int = _SAMPLE) -> Sequence[
 
     The blocks are spread evenly over the range.
     """
-    last = (end_bytes - begin_bytes) // SAMPLE_BYTES - 1
-    steps = min(blocks - 1, last)
+    last_block = (end_bytes - begin_bytes) // SAMPLE_BYTES - 1
+    steps = min(blocks - 1, last_block)
     if steps <= 0:
-        return [begin_bytes] * (last == 0)
-    return [begin_bytes + step * last // steps * SAMPLE_BYTES for step in range(steps + 1)]
+        return [begin_bytes] * (last_block == 0)
+    return [begin_bytes + step * last_block // steps * SAMPLE_BYTES for step in range(steps + 1)]
 
 
 def way_on(config: Config, kernel: Kernel, disk: str) -> tuple[By | None, str]:
@@ -281,10 +283,10 @@ def way_on(config: Config, kernel: Kernel, disk: str) -> tuple[By | None, str]:
     The second result is why the disk may not be discarded, if the setting asks for discards; else
     it is empty.
     """
-    wipe = WIPES[config.wipe]
-    if not wipe.zeroes:
+    wipe_setting = WIPES[config.wipe]
+    if not wipe_setting.zeroes:
         return None, ""
-    doubts = kernel.discard_doubts(disk) if wipe.discards else {}
-    is_discarded = wipe.discards and not (doubts and wipe.only_if_certain)
+    doubts = kernel.discard_doubts(disk) if wipe_setting.discards else {}
+    is_discarded = wipe_setting.discards and not (doubts and wipe_setting.only_if_certain)
     way = By.DISCARD if is_discarded else kernel.zeroing(disk)
     return way, "; ".join(doubts.values())

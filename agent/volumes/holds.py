@@ -19,15 +19,16 @@ from agent.volumes.volume_states import Call, EndedBy, Outcome
 class _Lease:
     """A temporary hold of a volume, which its holder has to renew.
 
-    `word` is the secret that renews the hold, `until_seconds` its end (monotonic), `why` the error
-    of a call that is refused. `before` has the LVM UUIDs of the logical volumes that the group had
-    when the held volume was known to be unused; None until then.
+    `secret` is what the holder presents to renew the hold, `until_seconds` is the end of the hold
+    (monotonic), and `why` is the error of a call that is refused. `logical_uuids` has the LVM UUIDs
+    of the logical volumes that the group had when the held volume was known to be unused; it is
+    None before the held volume was known to be unused.
     """
 
-    word: str
+    secret: str
     until_seconds: float
     why: errors.AgentError
-    before: frozenset[str] | None = None
+    logical_uuids: frozenset[str] | None = None
 
 
 class Holds:
@@ -70,48 +71,48 @@ class Holds:
         with self._guard:
             self._why.pop(volume_id, None)
 
-    def hold(self, volume_id: str, node: str, seconds: float, word: str = "") -> str:
+    def hold(self, volume_id: str, node: str, seconds: float, secret: str = "") -> str:
         """Hold a volume for `seconds`, or renew its hold; return the secret that renews the hold.
 
-        `word` is the secret of the hold to renew, or empty for a new hold. Raises Receiving or
-        Moved if the volume is held already, or if the hold to renew has ended.
+        `secret` is what an earlier call returned for the hold to renew, or empty for a new hold.
+        Raises Receiving or Moved if the volume is held already, or if the hold to renew has ended.
         """
         why = errors.Moved(volume_id, node, "is being sent for the last time")
         with self._guard:
             now, lease = time.monotonic(), self._lease(volume_id)
             if final := self._why.get(volume_id):
                 raise final[1].with_traceback(None)
-            if (lease.word if lease else "") != word:
+            if (lease.secret if lease else "") != secret:
                 raise why
             if lease is None:
                 lease = _Lease(secrets.token_hex(8), now + seconds, why)
             self._held[volume_id] = replace(lease, until_seconds=now + seconds)
-            return lease.word
+            return lease.secret
 
-    def release(self, volume_id: str, word: str) -> None:
-        """End the hold of a volume that has the secret `word`, if it has not ended already."""
+    def release(self, volume_id: str, secret: str) -> None:
+        """End the hold of a volume that has this secret, if the hold has not ended already."""
         with self._guard:
-            if self._lease(volume_id, word) is not None:
+            if self._lease(volume_id, secret) is not None:
                 del self._held[volume_id]
 
-    def note(self, volume_id: str, word: str, before: frozenset[str]) -> None:
+    def note(self, volume_id: str, secret: str, logical_uuids: frozenset[str]) -> None:
         """Note that a held volume is unused, and the LVM UUIDs of its group's logical volumes."""
         with self._guard:
-            lease = self._lease(volume_id, word)
-            if lease is not None and lease.before is None:
-                self._held[volume_id] = replace(lease, before=before)
+            lease = self._lease(volume_id, secret)
+            if lease is not None and lease.logical_uuids is None:
+                self._held[volume_id] = replace(lease, logical_uuids=logical_uuids)
 
-    def has_all(self, volume_id: str, word: str, snapshot_uuid: str) -> bool:
+    def has_all(self, volume_id: str, secret: str, snapshot_uuid: str) -> bool:
         """Whether a snapshot was taken during an uninterrupted hold of a volume.
 
         The snapshot must be missing among the group's logical volumes that `note` recorded. Times
         are not compared, because clocks may be set.
         """
         with self._guard:
-            lease = self._lease(volume_id, word)
-            if lease is None or lease.before is None:
+            lease = self._lease(volume_id, secret)
+            if lease is None or lease.logical_uuids is None:
                 return False
-            return snapshot_uuid not in lease.before
+            return snapshot_uuid not in lease.logical_uuids
 
     def resume(self, reports: Reports, *groups: str) -> int:
         """Note which volumes calls may not use, by their tags; return the number of such volumes.
@@ -124,16 +125,16 @@ class Holds:
             self._note(str(volume.id), volume.ended_by, volume.own_tags)
         return len(noted)
 
-    def _lease(self, volume_id: str, word: str | None = None) -> _Lease | None:
+    def _lease(self, volume_id: str, secret: str | None = None) -> _Lease | None:
         """Return the present hold of a volume, or None if the volume is not held.
 
-        If `word` is given, only the hold with that secret is returned.
+        If `secret` is given, only the hold with that secret is returned.
         """
         lease = self._held.get(volume_id)
         if (
             lease is None
             or time.monotonic() >= lease.until_seconds
-            or word not in (None, lease.word)
+            or secret not in (None, lease.secret)
         ):
             return None
         return lease

@@ -72,13 +72,13 @@ class Limited:
         `count` is the pods' I/O on the device until now.
         """
         now = time.monotonic()
-        seconds, before = now - self.counted_seconds, self.count
+        seconds, last_count = now - self.counted_seconds, self.count
         if self.counted_seconds and any(
-            limit and after - earlier >= _NEARLY * limit * seconds
-            for limit, after, earlier in zip(
+            limit and present - earlier >= _NEARLY * limit * seconds
+            for limit, present, earlier in zip(
                 vars(self.io_max).values(),
                 vars(count).values(),
-                vars(before).values(),
+                vars(last_count).values(),
                 strict=True,
             )
         ):
@@ -125,23 +125,26 @@ class Limiter:
         Writes nothing if the volume has these limits already. A failure to set limits must not make
         the volume unusable: it is logged, and the periodic check tries again.
         """
-        wanted = limits(volume.own_tags) if tuning is None else tuning
-        if not wanted.is_limited and not self._limited:
+        requested = limits(volume.own_tags) if tuning is None else tuning
+        if not requested.is_limited and not self._limited:
             return
         device = self._activator.device(volume.backing)
         if device is None or not self._is_used(device):
             return
         new_limits = Limited(
-            str(volume.id), volume.backing, device.number, wanted, volume.capacity_bytes
+            str(volume.id), volume.backing, device.number, requested, volume.capacity_bytes
         )
         with self._guard:
-            before = self._limited.pop(new_limits.number, None)
-            if before is not None and before.volume_id == new_limits.volume_id:
-                new_limits.count, new_limits.counted_seconds = before.count, before.counted_seconds
-                new_limits.limited_seconds = before.limited_seconds
+            previous = self._limited.pop(new_limits.number, None)
+            if previous is not None and previous.volume_id == new_limits.volume_id:
+                new_limits.count, new_limits.counted_seconds = (
+                    previous.count,
+                    previous.counted_seconds,
+                )
+                new_limits.limited_seconds = previous.limited_seconds
             if new_limits.io_max:
                 self._limited[new_limits.number] = new_limits
-            if new_limits.io_max != (UNLIMITED if before is None else before.io_max):
+            if new_limits.io_max != (UNLIMITED if previous is None else previous.io_max):
                 self._set_own(new_limits)
 
     def grown(self, volume: Backing, size_bytes: int) -> None:
@@ -211,14 +214,14 @@ class Limiter:
                 self._lift_others(present)
         return sum(1 for volume in present if any(self._of(volume.backing)))
 
-    def _lift_others(self, own: Sequence[Volume]) -> None:
-        """Remove limits of these volumes that no tag has: a killed process left them."""
+    def _lift_others(self, own_volumes: Sequence[Volume]) -> None:
+        """Remove I/O limits that a killed process left on volumes and that no tag records."""
         try:
             present = self._cgroups.limits()
         except mount_errors.NoCgroup:
             present = {}
         with self._guard:
-            for volume in own if present.keys() - self._limited.keys() else ():
+            for volume in own_volumes if present.keys() - self._limited.keys() else ():
                 device = self._activator.device(volume.backing)
                 if device is None or device.number in self._limited:
                     continue
@@ -279,17 +282,17 @@ class Limiter:
         limited = None if device is None else self._limited.get(device.number)
         return [] if limited is None else [limited]
 
-    def _set_own(self, one: Limited) -> None:
-        """Set the limits of a volume, unless a caller has lifted them: then they are set later."""
-        if not self._lifted[one.number]:
-            self._set(one, one.io_max)
+    def _set_own(self, limited: Limited) -> None:
+        """Set the I/O limits of a volume, unless the limits are lifted at the moment (`lifted`)."""
+        if not self._lifted[limited.number]:
+            self._set(limited, limited.io_max)
 
-    def _set(self, one: Limited, io_max: IoMax) -> None:
+    def _set(self, limited: Limited, io_max: IoMax) -> None:
         """Set limits for the device of a volume; a failure is only logged."""
         self._kept = None
         try:
-            self._cgroups.limit(one.number, io_max)
+            self._cgroups.limit(limited.number, io_max)
         except mount_errors.NoCgroup as error:
-            _log.warning("limits of volume %s, %s: %s", one.volume_id, io_max.words(), error)
+            _log.warning("limits of volume %s, %s: %s", limited.volume_id, io_max.words(), error)
         else:
-            _log.debug("limits of volume %s: %s", one.volume_id, io_max.words())
+            _log.debug("limits of volume %s: %s", limited.volume_id, io_max.words())

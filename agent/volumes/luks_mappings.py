@@ -30,16 +30,16 @@ class HeaderCopies:
         self._directory = directory
         self._cryptsetup = program
 
-    def keep(self, device: Device, *, anew: bool = False) -> None:
-        """Back up a volume's LUKS2 header, if there is no backup or `anew` is set; one command.
+    def keep(self, device: Device, *, overwrite: bool = False) -> None:
+        """Back up a volume's LUKS2 header; runs one command at most.
 
-        `anew` is set after a change of keys, because the earlier backup opens by the old key.
-        Failures are only logged.
+        An existing backup is kept unless `overwrite` is set. `overwrite` is set after a change of
+        keys, because the earlier backup opens by the old key. Failures are only logged.
         """
         if self._directory is None:
             return
         file = self._directory / f"{device.logical.uuid}.luks"
-        if file.exists() and not anew:
+        if file.exists() and not overwrite:
             return
         unfinished = file.with_suffix(".new")
         try:
@@ -84,8 +84,8 @@ class Mappings:
         self._activator = context.activator
         self._devices = context.devices
         self._configuration = context.configuration
-        waits = context.config.lvm != "host" and luks.has_udev()
-        self.cryptsetup = Cryptsetup(context.run, waits_for_udev=waits)
+        waits_for_udev = context.config.lvm != "host" and luks.has_udev()
+        self.cryptsetup = Cryptsetup(context.run, waits_for_udev=waits_for_udev)
 
     @property
     def copies(self) -> HeaderCopies:
@@ -147,7 +147,7 @@ class Mappings:
         self._kernel.zero_out(device, 0, length)
         step = math.gcd(length, 1 << 20)
         if not self._kernel.are_zero(device, range(0, length, step), step):
-            self._kernel.zero_out(device, 0, length, by=By.WRITES)
+            self._kernel.zero_out(device, 0, length, method=By.WRITES)
         self._kernel.flush(device)
 
     def _found_bytes(self, path: str) -> int:

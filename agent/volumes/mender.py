@@ -133,9 +133,9 @@ class Mender:
 
     def _each(
         self,
-        left: Iterable[tuple[str, str]],
-        what: str,
-        act: Callable[[Lvm, str, str], object],
+        volume_names: Iterable[tuple[str, str]],
+        action: str,
+        repair: Callable[[Lvm, str, str], object],
     ) -> _Problems:
         """Repair each of these volumes; return the errors of those that lvm2 refuses to repair.
 
@@ -143,13 +143,13 @@ class Mender:
         repaired then either.
         """
         problems: _Problems = {}
-        for key in left:
+        for key in volume_names:
             try:
-                act(self._volume_groups.lvm(key[0]), *key)
+                repair(self._volume_groups.lvm(key[0]), *key)
             except mount_errors.CommandFailed as error:
                 problems[key] = error
                 if self._logged.get(key) != str(error):
-                    _log.error("cannot %s %s/%s yet: %s", what, *key, error)
+                    _log.error("cannot %s %s/%s yet: %s", action, *key, error)
                 self._logged[key] = str(error)
             else:
                 self._logged.pop(key, None)

@@ -139,14 +139,16 @@ class Volume:
     def kept_snapshots(self) -> list[str]:
         """Ids of the volume's copy-on-write snapshots that were not deleted."""
         snapshots = self.group.copy_on_write_of(self.name)
-        kept = (logical for logical in snapshots if not volume_states.is_deleted_snapshot(logical))
-        return sorted(str(VolumeId.of(self.group, logical.name)) for logical in kept)
+        undeleted = (
+            logical for logical in snapshots if not volume_states.is_deleted_snapshot(logical)
+        )
+        return sorted(str(VolumeId.of(self.group, logical.name)) for logical in undeleted)
 
     @property
     def wanted_bytes(self) -> int:
         """Size to which the volume is to grow when it is staged next, in bytes; 0 for none."""
-        wanted = _number(self.own_tags, tag.WANTED)
-        return wanted if wanted > self.size_bytes else 0
+        wanted_bytes = _number(self.own_tags, tag.WANTED)
+        return wanted_bytes if wanted_bytes > self.size_bytes else 0
 
     @property
     def refused_bytes(self) -> int:
@@ -210,8 +212,10 @@ class Volume:
         computed from a requested capacity.
         """
         if self.is_encrypted and not self.header_bytes:
-            lost = f"no `{tag.HEADER}`, which a stage of a volume that has been used writes again"
-            raise errors.TagsDamaged(str(self.id), {lost})
+            lost_tag = (
+                f"no `{tag.HEADER}`, which a stage of a volume that has been used writes again"
+            )
+            raise errors.TagsDamaged(str(self.id), {lost_tag})
 
     @property
     def capacity_bytes(self) -> int:
@@ -368,20 +372,20 @@ class Snapshot:
         )
 
 
-def requested(asked_bytes: int, size_bytes: int, header_bytes: int) -> dict[str, str]:
-    """Return the tag of a volume that has more capacity than its caller asked for, else none.
+def requested(required_bytes: int, size_bytes: int, header_bytes: int) -> dict[str, str]:
+    """Return the tag with the requested size if a volume has more capacity than requested.
 
     The capacity is the volume's size without its LUKS2 header.
     """
-    if not 0 < asked_bytes < size_bytes - header_bytes:
+    if not 0 < required_bytes < size_bytes - header_bytes:
         return {}
-    return {tag.REQUESTED: f"{asked_bytes}/{size_bytes}"}
+    return {tag.REQUESTED: f"{required_bytes}/{size_bytes}"}
 
 
 def requested_bytes(own_tags: Mapping[str, str], size_bytes: int) -> int:
-    """Return the bytes that were asked for and rounded up to this size; 0 if no tag says so."""
-    asked, _, given = own_tags.get(tag.REQUESTED, "").partition("/")
-    return tags.number(asked) or 0 if given == str(size_bytes) else 0
+    """Return the requested bytes that were rounded up to `size_bytes`; 0 if no tag records them."""
+    requested_text, _, size_text = own_tags.get(tag.REQUESTED, "").partition("/")
+    return tags.number(requested_text) or 0 if size_text == str(size_bytes) else 0
 
 
 _Record = TypeVar("_Record", Volume, Snapshot)
@@ -409,11 +413,11 @@ class MadeByNewerVersion(Generic[_Record]):
         return errors.TagsDamaged(str(self.shown.id), self.faults)
 
 
-def to_use(either: _Record | MadeByNewerVersion[_Record]) -> _Record:
+def to_use(record: _Record | MadeByNewerVersion[_Record]) -> _Record:
     """Return a volume or snapshot; raise NeedsOther or TagsDamaged if it must not be used."""
-    if isinstance(either, MadeByNewerVersion):
-        raise either.problem
-    return either
+    if isinstance(record, MadeByNewerVersion):
+        raise record.problem
+    return record
 
 
 # Keys of tags that decide what is done to data. If such a tag has several values, none is chosen.
@@ -493,11 +497,15 @@ def unknown_needs(logical: report.LogicalVolume) -> frozenset[str]:
 
 
 def _guarded(
-    group: report.Group, logical: report.LogicalVolume, made: _Record
+    group: report.Group, logical: report.LogicalVolume, record: _Record
 ) -> _Record | MadeByNewerVersion[_Record]:
-    """Return the record; a `MadeByNewerVersion` if this version must not use volume or pool."""
-    needs, wrong = _needs(group, logical), faults(logical)
-    return MadeByNewerVersion(made, needs, wrong) if needs or wrong else made
+    """Return a record, wrapped in `MadeByNewerVersion` if this version of Carver must not use it.
+
+    This version must not use a volume if it does not know a property of the volume or of its thin
+    pool, or if tags of the volume were lost or changed by hand.
+    """
+    needs, faulty_tags = _needs(group, logical), faults(logical)
+    return MadeByNewerVersion(record, needs, faulty_tags) if needs or faulty_tags else record
 
 
 def _needs(group: report.Group, logical: report.LogicalVolume) -> frozenset[str]:
@@ -563,7 +571,7 @@ _last_volumes: dict[str, tuple[report.Group, Sequence[Volume | MadeByNewerVersio
 
 
 def volumes_of(group: report.Group) -> Sequence[Volume | MadeByNewerVersion[Volume]]:
-    """Return the volumes of a group; cached for the group's last state, as lists are frequent.
+    """Return the volumes of a group, from a cache if the group has not changed since the last call.
 
     The state of a group is the same object until something changes in the group.
     """
@@ -581,8 +589,8 @@ def volumes_of(group: report.Group) -> Sequence[Volume | MadeByNewerVersion[Volu
 def named(group: report.Group, name: str, prefix: str = ids.VOLUME_PREFIX) -> Volume | None:
     """Return the volume of a group that the CO calls `name`; raise NeedsOther or TagsDamaged."""
     logical = group.volumes.get(names.logical_volume(prefix, name))
-    either = None if logical is None else volume(group, logical)
-    return None if either is None else to_use(either)
+    record = None if logical is None else volume(group, logical)
+    return None if record is None else to_use(record)
 
 
 def remains(
@@ -651,35 +659,35 @@ def next_sequence(group: report.Group) -> int:
     return 1 + max((tags.number(value) or 0 for value in values), default=0)
 
 
-def is_older(one: Snapshot, other: Snapshot | Volume) -> bool | None:
+def is_older(snapshot: Snapshot, reference: Snapshot | Volume) -> bool | None:
     """Whether a snapshot is older than another snapshot of its volume; None if unknown.
 
-    If `other` is a volume, the snapshot is older, since the volume has the present contents. Times
-    are not compared, since the clock may have been set. Snapshots of Carver 0.1.0 have no number;
-    in a thin pool, the order of thin ids decides for them.
+    If `reference` is a volume, the snapshot is older, since the volume has the present contents.
+    Times are not compared, since the clock may have been set. Snapshots of Carver 0.1.0 have no
+    number; in a thin pool, the order of thin ids decides for them.
     """
-    if isinstance(other, Volume):
+    if isinstance(reference, Volume):
         return True
-    if one.sequence and other.sequence:
-        numbers: tuple[int | None, int | None] = (one.sequence, other.sequence)
-    elif one.pool and one.pool == other.pool:
-        numbers = (_thin_id(one), _thin_id(other))
+    if snapshot.sequence and reference.sequence:
+        numbers: tuple[int | None, int | None] = (snapshot.sequence, reference.sequence)
+    elif snapshot.pool and snapshot.pool == reference.pool:
+        numbers = (_thin_id(snapshot), _thin_id(reference))
     else:
         return None
-    first, second = numbers
-    if first is None or second is None or first == second:
+    snapshot_number, reference_number = numbers
+    if snapshot_number is None or reference_number is None or snapshot_number == reference_number:
         return None
-    return first < second
+    return snapshot_number < reference_number
 
 
-def remains_of(snapshot: Snapshot, *, parted: bool = True) -> Volume:
+def remains_of(snapshot: Snapshot, *, is_split: bool = True) -> Volume:
     """Return the record of a deleted snapshot as a read-only volume that is to be erased.
 
-    With `detached_cachevol`, the record is that of the snapshot after its split from the origin.
+    If `is_split` is true, the record is that of the snapshot after its split from the origin.
     """
     own_tags = {**snapshot.own_tags, **volume_states.tags_for(EndedBy.ERASER)}
     group, logical = snapshot.group, snapshot.group.volumes.get(snapshot.name)
-    if parted and logical is not None:
+    if is_split and logical is not None:
         # The origin is removed from the report, which is older than the split.
         alone = replace(logical, origin="")
         group = replace(group, volumes={**group.volumes, snapshot.name: alone})

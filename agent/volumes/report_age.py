@@ -99,8 +99,8 @@ class Current(Contents):
         volume's group is not in the report, so that nothing is proved. Raises NeedsOther or
         TagsDamaged if this version must not use the volume.
         """
-        place = self._find(volume_id)
-        volume = None if place is None else records.volume(*place)
+        location = self._find(volume_id)
+        volume = None if location is None else records.volume(*location)
         if volume is None:
             raise errors.NoSuchVolume(volume_id)
         return to_use(volume)
@@ -121,9 +121,9 @@ class Current(Contents):
         NeedsOther, as `volume` does. Callers of RPCs get snapshots by `Reports.snapshot`, which
         leaves out the snapshots of incomplete group snapshots.
         """
-        place = self._find(snapshot_id)
-        either = None if place is None else records.snapshot(*place)
-        snapshot = None if either is None else to_use(either)
+        location = self._find(snapshot_id)
+        record = None if location is None else records.snapshot(*location)
+        snapshot = None if record is None else to_use(record)
         if snapshot is None or snapshot.is_bridge:
             raise errors.NoSuchSnapshot(snapshot_id)
         return snapshot
@@ -147,9 +147,11 @@ class Current(Contents):
 
     def doomed_volume(self, identity: str) -> Volume:
         """Return the volume with an id that is recorded as deleted; raise as `volume` does."""
-        place = self._find(identity)
-        either = None if place is None else records.volume(*place) or records.remains(*place)
-        volume = None if either is None else to_use(either)
+        location = self._find(identity)
+        record = (
+            None if location is None else records.volume(*location) or records.remains(*location)
+        )
+        volume = None if record is None else to_use(record)
         if volume is None or not volume.is_doomed:
             raise errors.NoSuchVolume(identity)
         return volume
@@ -283,8 +285,8 @@ class EveryGroup(Current):
         If no group is named, all groups count.
         """
         if silent := self.unanswered(*groups):
-            named = ", ".join(sorted(silent))
-            raise errors.GroupBusy(f"volume group {named}", "it has not answered")
+            group_names = ", ".join(sorted(silent))
+            raise errors.GroupBusy(f"volume group {group_names}", "it has not answered")
 
     def require_read(self) -> None:
         """Raise GroupBusy while a volume group was never read.
@@ -293,8 +295,10 @@ class EveryGroup(Current):
         also in a group that hangs, are known by their jobs.
         """
         if self.unread:
-            named = ", ".join(sorted(self.unread))
-            raise errors.GroupBusy(f"volume group {named}", "it has not answered since the start")
+            group_names = ", ".join(sorted(self.unread))
+            raise errors.GroupBusy(
+                f"volume group {group_names}", "it has not answered since the start"
+            )
 
 
 @dataclass(frozen=True)

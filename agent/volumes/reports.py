@@ -59,21 +59,21 @@ class Reports:
         """
         locks.enter(*groups)
         configured = self._groups
-        asked = groups or configured
-        own = {name: self._volume_groups.of(name) for name in asked}
+        group_names = groups or configured
+        volume_groups = {name: self._volume_groups.of(name) for name in group_names}
         states = {
             name: volume_group.state()
-            for name, volume_group in own.items()
+            for name, volume_group in volume_groups.items()
             if volume_group is not None
         }
         return Fresh(
             self._present(states),
-            asked=frozenset(asked),
-            unasked=frozenset(configured).difference(asked),
+            asked=frozenset(group_names),
+            unasked=frozenset(configured).difference(group_names),
         )
 
-    def every_group(self, known: Fresh) -> EveryGroup:
-        """Return a report of all groups: the fresh ones of `known`, and others as Carver left them.
+    def every_group(self, state: Fresh) -> EveryGroup:
+        """Return a report of all groups: the fresh ones of `state`, and others as Carver left them.
 
         Runs no command and does not wait for a group that Carver did not change since its last
         read. So an idle group that hangs delays no call on another group. A group that was changed,
@@ -81,16 +81,16 @@ class Reports:
         A refused group is `silent` as well, and is not read here: a call about that group, or the
         next retry, reads it.
         """
-        others = [group for group in self._volume_groups if group.name not in known.asked]
-        read = begin_states(filter(_is_to_be_read, others))()
-        cached = {group.name: group.cached for group in others}
-        silent = frozenset(group.name for group in others if not group.has_own_changes)
-        unread = frozenset(group.name for group in others if group.status == "unknown")
+        other_groups = [group for group in self._volume_groups if group.name not in state.asked]
+        read = begin_states(filter(_is_to_be_read, other_groups))()
+        cached = {group.name: group.cached for group in other_groups}
+        silent = frozenset(group.name for group in other_groups if not group.has_own_changes)
+        unread = frozenset(group.name for group in other_groups if group.status == "unknown")
         return EveryGroup(
-            self._present({**cached, **read, **known.groups}),
+            self._present({**cached, **read, **state.groups}),
             silent=silent,
             unread=unread,
-            problems=known.problems,
+            problems=state.problems,
         )
 
     def await_others(self, *groups: str) -> None:
@@ -100,8 +100,8 @@ class Reports:
         not answer in three seconds is not waited for again for a minute.
         """
         locks.enter(*groups)
-        others = (group for group in self._volume_groups if group.name not in groups)
-        begin_states(filter(_is_to_be_read, others))()
+        other_groups = (group for group in self._volume_groups if group.name not in groups)
+        begin_states(filter(_is_to_be_read, other_groups))()
 
     def lists(self) -> EveryGroup:
         """Return a report of all groups for a list.
@@ -118,123 +118,126 @@ class Reports:
         locks.enter()
         return Seen(self._present(begin_states(self._volume_groups)()))
 
-    def search(self, is_it: Callable[[Volume], bool]) -> Volume | None:
-        """Return the volume for which `is_it` is true, by fresh reports; None if there is none.
+    def search(self, matches: Callable[[Volume], bool]) -> Volume | None:
+        """Return the volume for which `matches` is true, by fresh reports; None if there is none.
 
         If a hint shows the volume, only the volume's group is read, so the volume is found while
         another group hangs. Otherwise all groups are read. Raises as `fresh` does.
         """
-        hint = next(filter(is_it, self.hint().volumes()), None)
+        hint = next(filter(matches, self.hint().volumes()), None)
         if hint is not None:
             fresh = self.fresh(hint.group.name)
-            if (volume := next(filter(is_it, fresh.volumes()), None)) is not None:
+            if (volume := next(filter(matches, fresh.volumes()), None)) is not None:
                 return volume
-        return next(filter(is_it, self.fresh().volumes()), None)
+        return next(filter(matches, self.fresh().volumes()), None)
 
-    def group(self, known: report.Report, name: str) -> report.Group:
+    def group(self, state: report.Report, name: str) -> report.Group:
         """Return a group in which volumes can be created; raise GroupMissing or GroupRefused."""
-        return self._definitions.group(known, name)
+        return self._definitions.group(state, name)
 
-    def require_groups(self, known: report.Report) -> None:
+    def require_groups(self, state: report.Report) -> None:
         """Raise GroupMissing or GroupRefused if one of the configured groups cannot be used."""
         for name in self._groups:
-            self.group(known, name)
+            self.group(state, name)
 
-    def snapshot(self, known: Known, snapshot_id: str) -> Snapshot:
+    def snapshot(self, state: Known, snapshot_id: str) -> Snapshot:
         """Return the snapshot with an id for the caller of an RPC.
 
         If the snapshot belongs to a group snapshot that is not recorded as complete, all groups are
         read. Raises NoSuchSnapshot, OtherGroup or NeedsOther.
         """
-        snapshot = known.taken_snapshot(snapshot_id)
+        snapshot = state.taken_snapshot(snapshot_id)
         group_snapshot_id = snapshot.group_snapshot_id
         if group_snapshot_id and tag.COMMITTED not in snapshot.own_tags:
-            everywhere = known if isinstance(known, EveryGroup) else self.every_group(known)
-            if self.is_half_made(everywhere, everywhere.members(group_snapshot_id)):
+            all_groups = state if isinstance(state, EveryGroup) else self.every_group(state)
+            if self.is_half_made(all_groups, all_groups.members(group_snapshot_id)):
                 raise errors.NoSuchSnapshot(snapshot_id)
         return snapshot
 
-    def listed_snapshots(self, known: Known) -> Iterator[Snapshot]:
+    def listed_snapshots(self, state: Known) -> Iterator[Snapshot]:
         """Yield the snapshots that callers asked for, to be listed.
 
         Snapshots that this version of Carver must not use (`MadeByNewerVersion`) are included. If a
         snapshot belongs to a group snapshot that is not recorded as complete, all groups are read.
         """
         half_made: set[str] | None = None
-        for entry in known.every_snapshot():
+        for entry in state.every_snapshot():
             snapshot = entry.shown if isinstance(entry, MadeByNewerVersion) else entry
             if snapshot.is_bridge:
                 continue
             if snapshot.group_snapshot_id and tag.COMMITTED not in snapshot.own_tags:
                 if half_made is None:
-                    everywhere = known if isinstance(known, EveryGroup) else self.every_group(known)
-                    half_made = self.half_made(everywhere)
+                    all_groups = state if isinstance(state, EveryGroup) else self.every_group(state)
+                    half_made = self.half_made(all_groups)
                 if snapshot.group_snapshot_id in half_made:
                     continue
             yield snapshot
 
-    def half_made(self, known: EveryGroup) -> set[str]:
+    def half_made(self, all_groups: EveryGroup) -> set[str]:
         """Return the ids of the group snapshots that never were complete.
 
-        Callers do not get the snapshots of these. Two facts prove it: no snapshot has the tag that
-        all were taken, and no group is absent that may hold another snapshot.
+        Callers do not get the snapshots of such a group snapshot. Two facts prove that it never was
+        complete: none of its snapshots has the tag `committed`, and no group is absent that may
+        hold a further snapshot of it.
         """
         return {
             identity
-            for identity, members in known.group_snapshots().items()
+            for identity, members in all_groups.group_snapshots().items()
             if (usable_members := [member for member in members if isinstance(member, Snapshot)])
             == members
-            and self.is_half_made(known, usable_members)
+            and self.is_half_made(all_groups, usable_members)
         }
 
-    def is_half_made(self, known: EveryGroup, members: Sequence[Snapshot]) -> bool:
+    def is_half_made(self, all_groups: EveryGroup, members: Sequence[Snapshot]) -> bool:
         """Whether the group snapshot of these snapshots is, and always was, incomplete."""
         if records.is_whole(members) or any(
             tag.COMMITTED in snapshot.own_tags for snapshot in members
         ):
             return False
-        return not self._away(known, members)
+        return not self._away(all_groups, members)
 
-    def awaited(self, known: EveryGroup, members: Sequence[Snapshot]) -> list[str]:
+    def awaited(self, all_groups: EveryGroup, members: Sequence[Snapshot]) -> list[str]:
         """Return the absent groups that may come back with further snapshots of a group snapshot.
 
         Left out are groups that no class names any more, and groups that were replaced by another
         group of the same name.
         """
-        away = self._away(known, members)
+        absent_groups = self._away(all_groups, members)
         return sorted(
-            group for group in away if (group in self._groups) != self._volume_groups.has(group)
+            group
+            for group in absent_groups
+            if (group in self._groups) != self._volume_groups.has(group)
         )
 
-    def _away(self, known: EveryGroup, members: Sequence[Snapshot]) -> set[str]:
+    def _away(self, all_groups: EveryGroup, members: Sequence[Snapshot]) -> set[str]:
         """Return the absent groups that may hold further snapshots of a group snapshot."""
         present = {
             records.place_of(str(VolumeId.of(group, records.UNKNOWN)))
-            for group in known.groups.values()
+            for group in all_groups.groups.values()
         }
-        named = {records.place_of(snapshot.group_snapshot_id) for snapshot in members}
+        places = {records.place_of(snapshot.group_snapshot_id) for snapshot in members}
         for snapshot in members:
-            named |= set(filter(None, snapshot.own_tags.get(tag.MEMBER_GROUPS, "").split(",")))
-        away = {place.partition("@")[0] for place in named - present}
+            places |= set(filter(None, snapshot.own_tags.get(tag.MEMBER_GROUPS, "").split(",")))
+        absent_groups = {place.partition("@")[0] for place in places - present}
         if any(tag.MEMBER_GROUPS not in snapshot.own_tags for snapshot in members):
             # Snapshots of older versions lack the tag with the groups, so further snapshots may be
             # in any group.
-            away |= set(self._groups) - set(known.groups)
-        return away
+            absent_groups |= set(self._groups) - set(all_groups.groups)
+        return absent_groups
 
-    def seen(self, max_age: float) -> Seen:
-        """Return the cached state, in which each group is at most `max_age` seconds old.
+    def seen(self, max_age_seconds: float) -> Seen:
+        """Return the cached state, in which each group is at most `max_age_seconds` old.
 
         Each group is read at most once in that time, however many callers ask, and not at all if
         calls read it anyway. A group that does not answer has its last state. If no group answers,
-        the error of a read is raised, and raised again to each caller for `max_age` seconds. Raises
+        the error of a read is raised, and raised again to each caller for `max_age_seconds`. Raises
         GroupSilent, and CommandTimedOut after five seconds.
         """
         groups = list(self._volume_groups)
         refreshing = [
             group.refresh()
             for group in groups
-            if not 0 <= time.time() - group.tried_seconds < max_age
+            if not 0 <= time.time() - group.tried_seconds < max_age_seconds
         ]
         wait(refreshing, _MONITOR_WAIT_SECONDS)
         # The error of a refused group does not count: the group was read, and is like an absent
@@ -257,7 +260,7 @@ class Reports:
     def cached(self, volume_id: str) -> Volume | None:
         """Return a volume by the cached state, and have that state refreshed when it is due.
 
-        None proves nothing.
+        The result None does not prove that the volume is absent.
         """
         self.keep_fresh()
         logical = backing.of_id(volume_id)
@@ -276,20 +279,21 @@ class Reports:
         """Note that a caller uses the cached state of all groups, so that `refresh` reads them."""
         self._in_use.update(self._groups)
 
-    def outdate(self, written: str | None = None) -> None:
+    def outdate(self, written_path: str | None = None) -> None:
         """Have all disks scanned at the next read (`VolumeGroups.outdate`)."""
-        self._volume_groups.outdate(written)
+        self._volume_groups.outdate(written_path)
 
-    def refresh(self, max_age: float) -> "list[Future[report.Group | None]]":
-        """Begin to read each group whose cached state is in use and older than `max_age` seconds.
+    def refresh(self, max_age_seconds: float) -> "list[Future[report.Group | None]]":
+        """Begin to read each group whose cached state is in use and too old.
 
-        Returns at once. A read that failed counts as a read, so that it is not repeated at once.
-        Also starts deferred work for which no thread was available.
+        A cached state is too old after `max_age_seconds`. Returns at once. A read that failed
+        counts as a read, so that it is not repeated at once. Also starts deferred work for which no
+        thread was available.
         """
         self._volume_groups.catch_up()
         refreshing = []
         for group in self._volume_groups:
-            is_due = abs(time.time() - group.tried_seconds) >= max_age
+            is_due = abs(time.time() - group.tried_seconds) >= max_age_seconds
             if is_due and group.name in self._in_use:
                 refreshing.append(group.refresh())
                 self._in_use.discard(group.name)

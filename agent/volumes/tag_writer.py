@@ -25,27 +25,27 @@ class TagWriter:
         self._volume_groups = volume_groups
         self._mender = mender
 
-    def replace(self, volume: Backing, keys: Collection[str], new: Mapping[str, str]) -> None:
-        """Replace all values of a volume's tags under these keys by `new`; one command, or none.
+    def replace(self, volume: Backing, keys: Collection[str], new_tags: Mapping[str, str]) -> None:
+        """Replace all values of a volume's tags under `keys` by `new_tags`; one command at most.
 
         Takes the lock of the volume's group, and first repairs what lvm2 left in the group. Raises
         as `Mender.mend`, VolumeMissing, and BadField for a value that is too long for a tag.
         """
-        for key, text in new.items():
+        for key, text in new_tags.items():
             tag.require_fits(key, key, text)
         group, name = volume.group, volume.name
         with self._volume_groups.hold(group):
             present = self._mender.mend(group).group(group).volume(name).tags
             # All values of a key are replaced; only other programs write several values of one key.
             existing = {(key, value) for key in keys for value in tags.values(present, key)}
-            removed, added = sorted(existing - new.items()), dict(new.items() - existing)
+            removed, added = sorted(existing - new_tags.items()), dict(new_tags.items() - existing)
             if removed or added:
                 volumes.mark(self._volume_groups.lvm(group), group, name, old=removed, new=added)
 
 
 @contextmanager
 def logging_refusals(volume_id: str, key: str) -> Iterator[None]:
-    """Log lvm2's refusal to change a tag without which the call can succeed, and go on.
+    """Log lvm2's refusal to change a tag that the call does not depend on, and go on.
 
     lvm2 writes no tag in a group that is full or that lacks a disk. An error that leaves the
     outcome unknown is raised: the caller repeats the call.

@@ -23,15 +23,15 @@ _LOOK_SECONDS = 0.02
 
 
 def numbers(
-    kernel: Kernel, device: Device, loops: Sequence[str] | None = None
+    kernel: Kernel, device: Device, loop_paths: Sequence[str] | None = None
 ) -> list[DeviceNumber]:
     """Return the numbers of a device and of the read-only loop devices over it.
 
-    `loops` are the paths of these loop devices, if they are known.
+    `loop_paths` are the paths of these loop devices, if they are known.
     """
-    if loops is None:
-        loops = loop.over(kernel, device.number)
-    return [device.number, *(kernel.device_number(path) for path in loops)]
+    if loop_paths is None:
+        loop_paths = loop.over(kernel, device.number)
+    return [device.number, *(kernel.device_number(path) for path in loop_paths)]
 
 
 def places(kernel: Kernel, mounts: Table, device: Device) -> list[Mount]:
@@ -39,21 +39,23 @@ def places(kernel: Kernel, mounts: Table, device: Device) -> list[Mount]:
 
     Left out are bind mounts of the volume's directories, which kubelet makes for a subPath.
     """
-    whole = [mounted for mounted in mounts.of_device(device.number) if mounted.root == "/"]
+    full_mounts = [mounted for mounted in mounts.of_device(device.number) if mounted.root == "/"]
     if not (bound := nodes.bound_nodes(kernel, mounts)):
-        return whole
+        return full_mounts
     own_numbers = numbers(kernel, device)
-    return [*whole, *(mounted for mounted, number in bound if number in own_numbers)]
+    return [*full_mounts, *(mounted for mounted, number in bound if number in own_numbers)]
 
 
-def targets(kernel: Kernel, mounts: Table, device: Device, inside: Sequence[str]) -> Iterator[str]:
-    """Yield the paths at which an active volume is mounted in the CO's directories `inside`.
+def targets(
+    kernel: Kernel, mounts: Table, device: Device, directories: Sequence[str]
+) -> Iterator[str]:
+    """Yield the paths at which an active volume is mounted in the CO's directories.
 
     If kubelet's directory is visible at another path, so are its mounts (mount_namespaces(7),
     shared subtrees); these copies do not count.
     """
     for mounted in places(kernel, mounts, device):
-        if target.is_inside(kernel, mounted.path, inside):
+        if target.is_inside(kernel, mounted.path, directories):
             yield mounted.path
 
 
@@ -125,7 +127,8 @@ def _holders(kernel: Kernel, activator: Activator, volume: Volume) -> str:
 def holders(kernel: Kernel, device: Device) -> str:
     """Return a text for error messages: which devices or processes have a device open.
 
-    Devices that stand on the device are named, or else the processes. Runs no command.
+    The devices on top of the device are named, or else the processes that have it open. Runs no
+    command.
     """
     names: list[str] = []
     with suppress(OSError, mount_errors.MountError):
@@ -138,5 +141,5 @@ def holders(kernel: Kernel, device: Device) -> str:
         )
     with suppress(OSError, ValueError):
         names = list(nodes.processes(kernel, kernel.real_path(device.path)))
-    who = ", ".join(names) if names else "a process"
-    return f"{who} has its device open"
+    users = ", ".join(names) if names else "a process"
+    return f"{users} has its device open"

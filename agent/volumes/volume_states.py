@@ -380,7 +380,10 @@ def is_deleted_snapshot(logical: report.LogicalVolume) -> bool:
 
 
 def faults(own_tags: Mapping[str, str]) -> Iterator[str]:
-    """Yield why tags record no state that a version of Carver wrote: some were lost or changed."""
+    """Yield the faults of tags that record no state that any version of Carver writes.
+
+    Such tags were lost, or changed by hand.
+    """
     has_source = tag.FROM in own_tags
     is_zeroed = tag.ZERO in own_tags and _OF_COPIES.isdisjoint(own_tags)
     if is_recorded(own_tags, EndedBy.COPIER) and not (has_source or is_zeroed):
@@ -404,13 +407,13 @@ def _by_tags(own_tags: Mapping[str, str]) -> set[State]:
     return {by_tag(own_tags)} | ({State.INLINE} if tag.EPHEMERAL in own_tags else set())
 
 
-def meets(call: Call, volume: Recorded, wanted: Outcome) -> bool:
-    """Whether a call has this outcome because of one of the states in a volume's record."""
-    return any(STATES[state].calls[call] is wanted for state in of(volume))
+def meets(call: Call, volume: Recorded, expected: Outcome) -> bool:
+    """Whether one of the states in a volume's record has the outcome `expected` for a call."""
+    return any(STATES[state].calls[call] is expected for state in of(volume))
 
 
 def require(call: Call, volume: Recorded) -> None:
-    """Raise the error of a call that a volume's state stops, by the volume's record.
+    """Raise an error if a volume's state, by the volume's record, excludes a call.
 
     Raises NoSuchVolume, Copying, OperationPending, Receiving, Moved.
     """
@@ -435,10 +438,10 @@ def tags_for(ender: EndedBy) -> Mapping[str, str]:
     return {tag.STATE: word_of(ender)}
 
 
-def hand_over(lvm: Lvm, group: str, name: str, own_tags: Mapping[str, str], to: EndedBy) -> None:
-    """Record, by one command, that a logical volume is now in the state that is ended by `to`.
+def hand_over(lvm: Lvm, group: str, name: str, own_tags: Mapping[str, str], ender: EndedBy) -> None:
+    """Record, by one command, that a logical volume is now in the state that `ender` ends.
 
-    `to` is an `EndedBy`. `own_tags` are the present tags of the logical volume.
+    `own_tags` are the present tags of the logical volume.
     """
     old_tags = {tag.STATE: str(by_tag(own_tags))}
-    volumes.mark(lvm, group, name, old=old_tags, new=tags_for(to))
+    volumes.mark(lvm, group, name, old=old_tags, new=tags_for(ender))

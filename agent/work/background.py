@@ -31,12 +31,12 @@ def run_all(works: Mapping[str, Callable[[], object]], seconds: float) -> None:
     The wait is at most `seconds`. An error of a function is logged, and so is a function that has
     not ended by then; neither delays the other functions.
     """
-    begun = {name: _begun(name, work) for name, work in works.items()}
-    wait(begun.values(), seconds)
-    for name, ended in begun.items():
-        if not ended.done():
+    futures = {name: _begun(name, work) for name, work in works.items()}
+    wait(futures.values(), seconds)
+    for name, future in futures.items():
+        if not future.done():
             _log.warning("%s has not ended after %g s, and is left to itself", name, seconds)
-        elif (error := ended.exception()) is not None:
+        elif (error := future.exception()) is not None:
             _log.error("%s has not ended well: %s", name, error)
 
 
@@ -79,9 +79,9 @@ def _begun(name: str, work: Callable[[], object]) -> Future[object]:
     except RuntimeError as error:
         # Without a thread the function is not run: in the present thread it could hang, and delay
         # the other functions.
-        ended = Future[object]()
-        ended.set_exception(error)
-        return ended
+        future = Future[object]()
+        future.set_exception(error)
+        return future
 
 
 # Errors whose message says all; their stack trace is not logged.
@@ -169,21 +169,21 @@ class PeriodicTask:
             pause_seconds = self.run_once()
 
 
-def all_or_each(names: Sequence[str], act: Callable[[Sequence[str]], object]) -> None:
+def all_or_each(names: Sequence[str], action: Callable[[Sequence[str]], object]) -> None:
     """Act on several volumes by one command; if lvm2 refuses that, act on each volume by itself.
 
     So a volume that lvm2 refuses does not keep the action from the other volumes. Raises an
     ExceptionGroup of the errors for single volumes.
     """
     try:
-        act(names)
+        action(names)
     except mount_errors.CommandFailed:
         if len(names) == 1:
             raise
         with Attempts() as attempts:
             for name in names:
                 with attempts.one():
-                    act([name])
+                    action([name])
 
 
 T = TypeVar("T")
@@ -215,7 +215,7 @@ class Seen(Generic[T]):
 
 @dataclass(frozen=True)
 class _Probe(Generic[T]):
-    what: str
+    target: str
     place: str
     began_seconds: float
     result: "Future[T]"
@@ -224,7 +224,7 @@ class _Probe(Generic[T]):
 class Probes(Generic[T]):
     """Runs probes, which may hang, in threads: one at a time for each thing, four for each place.
 
-    `what` names the thing that is probed, `place` its pool or volume group. A caller waits no
+    `target` names the thing that is probed, `place` its pool or volume group. A caller waits no
     longer than its time limit; then it gets the last result.
     """
 
@@ -234,7 +234,7 @@ class Probes(Generic[T]):
         self._last: OrderedDict[str, T] = OrderedDict()
 
     def probe(
-        self, what: str, work: Callable[[], T], until_seconds: float, place: str = ""
+        self, target: str, work: Callable[[], T], until_seconds: float, place: str = ""
     ) -> Seen[T]:
         """Run a probe and wait for its result until a time (monotonic, seconds).
 
@@ -243,7 +243,7 @@ class Probes(Generic[T]):
         begun, and the requested one counts as hanging.
         """
         while True:
-            awaited, is_new = self._awaited(what, work, place)
+            awaited, is_new = self._awaited(target, work, place)
             began = max(running.began_seconds for running in awaited)
             if is_new:
                 end = max(until_seconds, began + _LEAST_SECONDS)
@@ -254,42 +254,42 @@ class Probes(Generic[T]):
                 [running.result for running in awaited], left_seconds, FIRST_COMPLETED
             ).done:
                 with self._guard:
-                    return Seen(self._last.get(what), time.monotonic() - began)
-            if awaited[0].what == what:
+                    return Seen(self._last.get(target), time.monotonic() - began)
+            if awaited[0].target == target:
                 return Seen(awaited[0].result.result())
 
     def _awaited(
-        self, what: str, work: Callable[[], T], place: str
+        self, target: str, work: Callable[[], T], place: str
     ) -> tuple[Sequence[_Probe[T]], bool]:
         """Return the probes to wait for, and whether a probe was begun now.
 
-        The result is the running or new probe of the thing `what`, or the probes of the same place
-        if no further probe may run there.
+        The result is the running or new probe of `target`, or all probes of the same place if no
+        further probe may run in that place.
         """
         with self._guard:
-            if (running := self._running.get(what)) is not None:
+            if (running := self._running.get(target)) is not None:
                 return [running], False
-            same_place = [probe for probe in self._running.values() if probe.place == place]
-            if len(same_place) >= _MOST_AT_ONCE:
-                return same_place, False
+            probes_of_place = [probe for probe in self._running.values() if probe.place == place]
+            if len(probes_of_place) >= _MOST_AT_ONCE:
+                return probes_of_place, False
             began_seconds = time.monotonic()
-            result = command.begin("probe", lambda: self._do(what, work))
-            probe = self._running[what] = _Probe(what, place, began_seconds, result)
+            result = command.begin("probe", lambda: self._do(target, work))
+            probe = self._running[target] = _Probe(target, place, began_seconds, result)
             return [probe], True
 
-    def _do(self, what: str, work: Callable[[], T]) -> T:
+    def _do(self, target: str, work: Callable[[], T]) -> T:
         """Run a probe and keep its result."""
         try:
             value = work()
             with self._guard:
-                self._last[what] = value
-                self._last.move_to_end(what)
+                self._last[target] = value
+                self._last.move_to_end(target)
                 while len(self._last) > _MOST_KEPT:
                     self._last.popitem(last=False)
             return value
         finally:
             with self._guard:
-                del self._running[what]
+                del self._running[target]
 
 
 # Maximum number of mkfs and fsck that run at the same time in one volume group. More would not make
@@ -300,7 +300,7 @@ _AT_ONCE = 8
 @dataclass(frozen=True)
 class _Detached:
     volume_id: str
-    what: str
+    name: str
     recheck: Callable[[], None]
     work: Callable[[], None]
     place: GroupLock
@@ -332,7 +332,7 @@ class _Detached:
 
     def problem(self) -> errors.StillAtWork:
         seconds = time.monotonic() - self.started_seconds
-        return errors.StillAtWork(self.volume_id, self.what, seconds)
+        return errors.StillAtWork(self.volume_id, self.name, seconds)
 
 
 # Name of the task that makes a volume's file system.
@@ -357,7 +357,7 @@ class DetachedTasks:
         self,
         volume_id: str,
         group: str,
-        what: str,
+        task_name: str,
         work: Callable[[], None],
         recheck: Callable[[], None],
     ) -> None:
@@ -371,10 +371,10 @@ class DetachedTasks:
             if group not in self._places:
                 place = GroupLock(f"volume group {group}", math.inf, places=_AT_ONCE)
                 self._places[group] = place
-            task = _Detached(volume_id, what, recheck, work, self._places[group])
+            task = _Detached(volume_id, task_name, recheck, work, self._places[group])
             self._detached[volume_id] = task
         # The task runs in a context of its own, without the caller's deadline.
-        command.begin(what, partial(contextvars.Context().run, task.run))
+        command.begin(task_name, partial(contextvars.Context().run, task.run))
         self.finish(volume_id)
 
     def finish(self, volume_id: str) -> None:
@@ -385,7 +385,7 @@ class DetachedTasks:
             return
         # The call's trace has the wait as a step, but not the program that the task runs: the
         # program may outlive the call.
-        with trace.step(trace.WAIT, task.what):
+        with trace.step(trace.WAIT, task.name):
             wait([task.ended], command.remaining_seconds())
         if not task.ended.done():
             raise task.problem()
@@ -396,7 +396,7 @@ class DetachedTasks:
         """Return a volume's mkfs that is running or waits for a slot; None if there is none."""
         with self._guard:
             task = self._detached.get(volume_id)
-        return task if task is not None and task.what == MKFS else None
+        return task if task is not None and task.name == MKFS else None
 
     def cancel(self, volume_id: str) -> None:
         """Cancel the task of a volume that is deleted; raise StillAtWork if the task is running."""

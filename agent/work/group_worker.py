@@ -1,8 +1,8 @@
 """One loop for each volume group: it does the group's background work, one step at a time.
 
 The state in LVM's metadata, as tags, says what work is due. A kind of work (`Jobs`) has two
-functions: `due` finds the jobs that are due in a group by a fresh report, and `steps` does one job
-in steps. The loop repeats:
+functions: `due_jobs` finds the jobs that are due in a group by a fresh report, and `steps` does one
+job in steps. The loop repeats:
 
 1. Take the most urgent job that has a step due.
 2. Do one step of that job.
@@ -132,15 +132,15 @@ J = TypeVar("J", bound=Job)
 class Jobs(Generic[J]):
     """The jobs of one kind of work: one job for each key, done by the loop of the key's group.
 
-    `steps` does a job; a plain function does a job that has one step only. `due` returns an
+    `steps` does a job; a plain function does a job that has one step only. `due_jobs` returns an
     iterator of the jobs that are due in a group by its fresh state, or raises if the state cannot
     be read, for instance because the group is not on this node. Each job is taken before the
-    iterator is asked for the next one, so `due` may hold a lock in between.
+    iterator is asked for the next one, so `due_jobs` may hold a lock in between.
 
-    `gone` is called with a failed job that is no longer due by the state. Without `due`, a failed
-    job is retried unchanged. `failure` is the log line of an error, with %s for the key and for the
-    error. `urgent` jobs are done before all other jobs. `last` jobs are still done when the service
-    ends.
+    `clear_failed` is called with a failed job that is no longer due by the state. Without
+    `due_jobs`, a failed job is retried unchanged. `failure` is the log line of an error, with %s
+    for the key and for the error. `urgent` jobs are done before all other jobs. Jobs of a kind with
+    `survives_halt` are still done when the service ends.
     """
 
     def __init__(
@@ -150,15 +150,15 @@ class Jobs(Generic[J]):
         steps: Callable[[J], Steps | None],
         failure: str,
         *,
-        due: Callable[[str], Iterable[J]] | None = None,
-        gone: Callable[[J], None] = lambda _job: None,
+        due_jobs: Callable[[str], Iterable[J]] | None = None,
+        clear_failed: Callable[[J], None] = lambda _job: None,
         urgent: bool = False,
-        last: bool = False,
+        survives_halt: bool = False,
         retry_seconds: float = 60.0,
         level: int = logging.ERROR,
     ) -> None:
-        self.kind, self.steps, self.urgent, self.last = kind, steps, urgent, last
-        self._workers, self._due, self._gone = workers, due, gone
+        self.kind, self.steps, self.urgent, self.survives_halt = kind, steps, urgent, survives_halt
+        self._workers, self._due_jobs, self._clear_failed = workers, due_jobs, clear_failed
         self._failure, self._level = failure, level
         # Time until the retry of a failed job, in seconds, and the shorter time after an unknown
         # outcome: the fresh state shows the outcome.
@@ -281,7 +281,7 @@ class Jobs(Generic[J]):
         """
         number = 0
         with Attempts() as attempts, attempts.one():
-            for job in () if self._due is None else self._due(group):
+            for job in () if self._due_jobs is None else self._due_jobs(group):
                 with attempts.one():
                     self.start(job)
                 number += 1
@@ -343,15 +343,15 @@ class Jobs(Generic[J]):
                 and job.ended.done()
                 and (job is failed or (not job.at_work and job.due_seconds <= until_seconds))
             }
-        if self._due is None:
+        if self._due_jobs is None:
             self._replace(worker, failed, replace(failed))
             return
         try:
             with command.time_limit(_LOOKING_SECONDS):
-                for job in self._due(_group_of(failed.key)):
-                    if (before := remaining.pop(job.key, None)) is not None:
-                        job.logged, job.failures = before.logged, before.failures
-                        self._replace(worker, before, job)
+                for job in self._due_jobs(_group_of(failed.key)):
+                    if (failed_job := remaining.pop(job.key, None)) is not None:
+                        job.logged, job.failures = failed_job.logged, failed_job.failures
+                        self._replace(worker, failed_job, job)
         except BaseException as error:
             self._log(failed, error)
             with worker.guard:
@@ -360,13 +360,13 @@ class Jobs(Generic[J]):
         else:
             for old_job in remaining.values():
                 worker.drop(self, old_job)
-                self._gone(old_job)
+                self._clear_failed(old_job)
 
-    def _replace(self, worker: "GroupWorker", before: J, job: J) -> None:
+    def _replace(self, worker: "GroupWorker", failed_job: J, job: J) -> None:
         """Replace a failed job by a new one, unless a call has halted or forgotten the old job."""
         with worker.guard:
             place = (self.kind, job.key)
-            if worker.jobs.get(place) is before and place not in worker.barred:
+            if worker.jobs.get(place) is failed_job and place not in worker.barred:
                 job.due_seconds = -math.inf
                 worker.put(self, job)
                 worker.guard.notify()
@@ -389,7 +389,7 @@ class PeriodicJobs:
     """Work that is repeated at an interval in each of several volume groups, as one job for each.
 
     `groups` returns the groups' names at each moment; the job of a group that is no longer among
-    them ends at its next run. `look` is called with a group's name `interval_seconds` after the
+    them ends at its next run. `work` is called with a group's name `interval_seconds` after the
     start, then `interval_seconds` after each run, or at once after a run that returned True.
     `failure` is logged with %s for the group and for the error.
     """
@@ -399,11 +399,11 @@ class PeriodicJobs:
         workers: "GroupWorkers",
         kind: str,
         groups: Callable[[], Iterable[str]],
-        look: Callable[[str], bool | None],
+        work: Callable[[str], bool | None],
         interval_seconds: float,
         failure: str,
     ) -> None:
-        self.kind, self._groups, self._look = kind, groups, look
+        self.kind, self._groups, self._work = kind, groups, work
         self._interval_seconds = interval_seconds
         self._jobs: Jobs[Job] = Jobs(
             workers, kind, self._steps, failure, urgent=True, retry_seconds=interval_seconds
@@ -432,9 +432,9 @@ class PeriodicJobs:
             self._jobs.forget(job.key)
 
     def _steps(self, job: Job) -> Steps:
-        """Call `look` at the interval while the job's group is among the groups."""
+        """Call `work` at the interval while the job's group is among the groups."""
         while job.key in self._groups():
-            is_due = self._look(job.key)
+            is_due = self._work(job.key)
             if job.failures:
                 _log.warning(
                     "%s %s: well again after %d failures", self.kind, job.key, job.failures
@@ -489,7 +489,7 @@ class GroupWorker:
         """Have a job done at a time (monotonic, seconds) or earlier; it is added if need be.
 
         If no thread can be started, raises RuntimeError after the job was added. While the service
-        ends, jobs of a kind that is `last` (see `Jobs`) can still be woken.
+        ends, jobs of a kind with `survives_halt` (see `Jobs`) can still be woken.
         """
         if due_seconds >= job.due_seconds:
             return
@@ -528,19 +528,21 @@ class GroupWorker:
             self._relieve()
 
     def halt(self) -> None:
-        """Cancel all jobs except those of a kind that is `last` (see `Jobs`); let no job begin.
+        """Cancel all jobs except those of kinds with `survives_halt`; let no job begin.
 
         The jobs that remain are due at once, unless they wait for a wake.
         """
         with self.guard:
             self._is_ending = True
-            before = dict(self.jobs)
-            self.jobs = {place: job for place, job in before.items() if self._kinds[place[0]].last}
+            old_jobs = dict(self.jobs)
+            self.jobs = {
+                place: job for place, job in old_jobs.items() if self._kinds[place[0]].survives_halt
+            }
             for job in self.jobs.values():
                 if job.due_seconds < math.inf:
                     job.due_seconds = -math.inf
             self.guard.notify_all()
-        for place, job in before.items():
+        for place, job in old_jobs.items():
             if place not in self.jobs:
                 self.cancel(job)
 
@@ -564,7 +566,7 @@ class GroupWorker:
         """Whether the loop needs a thread.
 
         While the service ends, a thread is needed only if a job is due: the remaining jobs are
-        those of a kind that is `last` (see `Jobs`).
+        those of a kind with `survives_halt` (see `Jobs`).
         """
         return bool(self._ready(time.monotonic()) if self._is_ending else self.jobs)
 
@@ -601,54 +603,54 @@ class GroupWorker:
             is_here = self.jobs.get((kind.kind, job.key)) is job and not job.ended.done()
             if not is_here or job.at_work or job.due_seconds > time.monotonic():
                 return False
-            self._begin(chosen := _Found(kind, job))
-        self._do(chosen)
+            self._begin(task := _Found(kind, job))
+        self._do(task)
         return True
 
     def _run(self) -> None:
         """Run the loop in this thread while the thread is the leader."""
-        me = threading.current_thread()
+        this_thread = threading.current_thread()
         with self.guard:
-            self._threads.add(me)
-        while (chosen := self._next(me)) is not None:
+            self._threads.add(this_thread)
+        while (task := self._next(this_thread)) is not None:
             try:
-                self._do(chosen)
+                self._do(task)
             except BaseException:
                 # An error here is a fault of the loop itself. The loop continues with other jobs.
-                _log.exception("%s %s is not seen to", chosen.kind.kind, chosen.job.key)
+                _log.exception("%s %s is not seen to", task.kind.kind, task.job.key)
         with self.guard:
-            self._threads.discard(me)
+            self._threads.discard(this_thread)
 
-    def _begin(self, found: _Found) -> None:
+    def _begin(self, task: _Found) -> None:
         """Note that a thread does a step of a job now."""
-        found.job.at_work, found.job.due_seconds = True, math.inf
-        self._under_way.append(found.kind.kind)
+        task.job.at_work, task.job.due_seconds = True, math.inf
+        self._under_way.append(task.kind.kind)
 
-    def _do(self, found: _Found) -> None:
+    def _do(self, task: _Found) -> None:
         """Do a step of a job, then end the job if it was cancelled during the step."""
         try:
-            found.kind.do_step(self, found.job)
+            task.kind.do_step(self, task.job)
         finally:
             with self.guard:
-                found.job.at_work = False
-                self._under_way.remove(found.kind.kind)
-                if is_called_off := found.job.cancelled.is_set():
-                    found.job.due_seconds = math.inf
+                task.job.at_work = False
+                self._under_way.remove(task.kind.kind)
+                if is_called_off := task.job.cancelled.is_set():
+                    task.job.due_seconds = math.inf
                 # Wake the leader, which may be another thread by now, and may wait for this job.
                 self.guard.notify_all()
             if is_called_off:
-                found.job.end(Stopping(found.job.key))
+                task.job.end(Stopping(task.job.key))
 
-    def _next(self, me: threading.Thread) -> _Found | None:
+    def _next(self, this_thread: threading.Thread) -> _Found | None:
         """Wait for the next job with a step due; return None if the thread is no longer needed."""
         with self.guard:
-            while self._leader is me:
+            while self._leader is this_thread:
                 now_seconds = time.monotonic()
-                if ready := self._ready(now_seconds):
-                    chosen = self._most_urgent(ready)
-                    self._begin(chosen)
+                if ready_tasks := self._ready(now_seconds):
+                    task = self._most_urgent(ready_tasks)
+                    self._begin(task)
                     self._since_seconds = now_seconds
-                    return chosen
+                    return task
                 self._since_seconds = math.inf
                 if not self._wait(now_seconds):
                     self._leader = None
@@ -676,17 +678,17 @@ class GroupWorker:
             and self._under_way.count(kind) < _MOST_HANGING
         ]
 
-    def _most_urgent(self, ready: list[_Found]) -> _Found:
+    def _most_urgent(self, ready_tasks: list[_Found]) -> _Found:
         """Return the job that gets the next step.
 
         Among urgent jobs it is the one that is due first. Otherwise the oldest job and the job with
         the fewest bytes left are chosen alternately.
         """
-        if urgent := [entry for entry in ready if entry.kind.urgent]:
+        if urgent := [entry for entry in ready_tasks if entry.kind.urgent]:
             return min(urgent, key=lambda entry: entry.job.due_seconds)
         if next(self._turns) % 2:
-            return min(ready, key=lambda entry: entry.job.number)
-        return min(ready, key=lambda entry: (entry.job.left_bytes, entry.job.number))
+            return min(ready_tasks, key=lambda entry: entry.job.number)
+        return min(ready_tasks, key=lambda entry: (entry.job.left_bytes, entry.job.number))
 
 
 class GroupWorkers:
@@ -703,7 +705,7 @@ class GroupWorkers:
         return self._is_ending
 
     def of(self, group: str) -> GroupWorker:
-        """Return the loop of a volume group, which no class need name."""
+        """Return the loop of a volume group, even of a group that no class names."""
         with self._guard:
             if group not in self._workers:
                 self._workers[group] = GroupWorker(group)
@@ -712,8 +714,8 @@ class GroupWorkers:
     def let_go(self, group: str) -> None:
         """Cancel the jobs of a volume group at their next safe points, and drop the group's loop.
 
-        Jobs of a kind that is `last` (see `Jobs`) are not cancelled. A call that names the group
-        later begins a new loop.
+        Jobs of a kind with `survives_halt` (see `Jobs`) are not cancelled. A call that names the
+        group later begins a new loop.
         """
         with self._guard:
             worker = self._workers.pop(group, None)
@@ -735,7 +737,7 @@ class GroupWorkers:
             worker.replace_hanging_threads()
 
     def halt(self) -> None:
-        """Cancel all jobs at their next safe points, except those of a kind that is `last`.
+        """Cancel all jobs at their next safe points, except those of a kind with `survives_halt`.
 
         `Jobs` says what such a kind is.
         """

@@ -30,14 +30,14 @@ TIMES_LEFT = 3
 class Slots:
     """A number of slots that the calls on all volume groups share.
 
-    `places` is the number of slots, `most` the limit for one group. A group may hold at most
+    `slots` is the number of slots, `group_limit` the limit for one group. A group may hold at most
     TIMES_LEFT times as many slots as are free: the more slots are taken, the fewer a further group
     gets. No call waits for a slot.
     """
 
-    def __init__(self, places: int, most: int | None = None) -> None:
-        self._places = self.left = places
-        self._most = places if most is None else most
+    def __init__(self, slots: int, group_limit: int | None = None) -> None:
+        self._slots = self.free_slots = slots
+        self._group_limit = slots if group_limit is None else group_limit
         # The number of taken slots that count for each group.
         self.taken: Counter[str] = Counter()
         self._guard = threading.Lock()
@@ -61,9 +61,9 @@ class Slots:
     def take(self) -> None:
         """Take a slot that counts for no group yet. Raises TooManyCalls if no slot is free."""
         with self._guard:
-            if not self.left:
-                raise errors.TooManyCalls(self._places)
-            self.left -= 1
+            if not self.free_slots:
+                raise errors.TooManyCalls(self._slots)
+            self.free_slots -= 1
 
     def count_for(self, group: str) -> None:
         """Count a slot that was taken for a group.
@@ -72,14 +72,16 @@ class Slots:
         """
         with self._guard:
             # The call's own slot counts as free, hence the 1.
-            if (taken := self.taken[group]) >= min(self._most, TIMES_LEFT * (self.left + 1)):
-                raise errors.TooManyCalls(taken, group)
+            if (taken_slots := self.taken[group]) >= min(
+                self._group_limit, TIMES_LEFT * (self.free_slots + 1)
+            ):
+                raise errors.TooManyCalls(taken_slots, group)
             self.taken[group] += 1
 
     def give_back(self, groups: Iterable[str] = ()) -> None:
         """Give back a slot that counts for these groups."""
         with self._guard:
-            self.left += 1
+            self.free_slots += 1
             self.taken.subtract(groups)
             # Groups without slots are removed, since callers may send ids with arbitrary names of
             # groups.
@@ -305,21 +307,21 @@ class VolumeLocks:
                 self._held.difference_update(names)
                 self._changed.notify_all()
 
-    def wait_until(self, is_so: Callable[[], bool]) -> None:
+    def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait up to five seconds, holding no lock, for a condition that other calls bring about.
 
-        `is_so` is polled ten times a second, so it must be cheap. Returns at once if too many calls
-        wait already.
+        `condition` is polled ten times a second, so it must be cheap. The method returns at once if
+        too many calls wait already.
         """
         end = time.monotonic() + command.patience_seconds(self.grace_seconds, _PART)
-        if is_so():
+        if condition():
             return
         with self._changed:
             if len(self._waiting) >= MOST_CALLS_WAITING:
                 return
             ticket = self._line_up([])
         try:
-            while not is_so() and time.monotonic() < end:
+            while not condition() and time.monotonic() < end:
                 time.sleep(_LOOK_SECONDS)
         finally:
             with self._changed:
@@ -354,8 +356,10 @@ class VolumeLocks:
 
         Only calls that came before the waiting call with the ticket `turn` count, if it is given.
         """
-        before = takewhile(lambda ticket: ticket is not turn, self._waiting)
-        return self._held.union(*(self._waiting[ticket] for ticket in before)).intersection(names)
+        earlier_tickets = takewhile(lambda ticket: ticket is not turn, self._waiting)
+        return self._held.union(
+            *(self._waiting[ticket] for ticket in earlier_tickets)
+        ).intersection(names)
 
 
 # Maximum numbers of calls that wait for the lock of one volume group: to change the group, and to
@@ -378,16 +382,18 @@ def holding(names: Iterable[str]) -> Iterator[None]:
         _held.reset(token)
 
 
-def require_none_held(doing: str) -> None:
+def require_none_held(operation: str) -> None:
     """Raise AssertionError if this thread holds the lock of a volume group.
 
     Called before an operation that may hang: a read or a write of a device, a program other than
     lvm2, or a wait for another group. Each other call to the locked group would hang with it.
-    `doing` names the operation. Tests call this function before each operation of the kernel and
-    each program (tests/support/unheld.py).
+    `operation` names the operation. Tests call this function before each operation of the kernel
+    and each program (tests/support/unheld.py).
     """
-    if held := _held.get():
-        raise AssertionError(f"{doing} while volume group {', '.join(sorted(held))} is held")
+    if held_groups := _held.get():
+        raise AssertionError(
+            f"{operation} while volume group {', '.join(sorted(held_groups))} is held"
+        )
 
 
 class GroupLock:
@@ -398,9 +404,9 @@ class GroupLock:
     only, and never over mkfs, an erase, a copy or a read of a device (`require_none_held`).
     """
 
-    def __init__(self, what: str, most: float = MOST_WAITING, *, places: int = 1) -> None:
-        self._what = what
-        self._most, self._left = most, places
+    def __init__(self, name: str, waiter_limit: float = MOST_WAITING, *, places: int = 1) -> None:
+        self._name = name
+        self._waiter_limit, self._free_places = waiter_limit, places
         self._guard = threading.Lock()
         self._released_at = -math.inf
         # An event for each waiter, in the order of the queue, set when the waiter gets the lock.
@@ -421,12 +427,12 @@ class GroupLock:
                 if self._waiting:
                     self._waiting.popleft().set()
                 else:
-                    self._left += 1
+                    self._free_places += 1
 
     @property
     def is_taken(self) -> bool:
         """Whether a further caller would have to wait for the lock."""
-        return not self._left
+        return not self._free_places
 
     @property
     def held_at(self) -> float:
@@ -439,22 +445,24 @@ class GroupLock:
         Raises GroupBusy at the deadline, or if too many callers wait already.
         """
         with self._guard:
-            if self._left:
-                self._left -= 1
+            if self._free_places:
+                self._free_places -= 1
                 return False
-            if len(self._waiting) >= self._most:
-                raise errors.GroupBusy(self._what, f"{self._most} calls wait for it already")
-            mine = threading.Event()
-            self._waiting.append(mine)
+            if len(self._waiting) >= self._waiter_limit:
+                raise errors.GroupBusy(
+                    self._name, f"{self._waiter_limit} calls wait for it already"
+                )
+            own_event = threading.Event()
+            self._waiting.append(own_event)
         limit = command.remaining_seconds()
-        with trace.step(trace.WAIT, self._what):
-            mine.wait(limit)
-        if mine.is_set():
+        with trace.step(trace.WAIT, self._name):
+            own_event.wait(limit)
+        if own_event.is_set():
             return True
         with self._guard:
-            if not mine.is_set():
-                self._waiting.remove(mine)
-                raise errors.GroupBusy(self._what, "another call was at work on it all the time")
+            if not own_event.is_set():
+                self._waiting.remove(own_event)
+                raise errors.GroupBusy(self._name, "another call was at work on it all the time")
         # The waiter got the lock at the moment of the deadline. Its first command will fail because
         # of the deadline.
         return True

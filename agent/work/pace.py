@@ -250,16 +250,16 @@ class _GivingWay:
         if self._changed_at() >= self._looked_at:
             self._pass_over(work)
             pause(_FIRST_SECONDS)
-        for disk, now in self._loads(work).items():
-            before = self._seen[disk]
-            completed = now.completed - before.completed
+        for disk, load in self._loads(work).items():
+            previous_load = self._seen[disk]
+            completed = load.completed - previous_load.completed
             if completed > 0:
-                waited_milliseconds = now.waited_milliseconds - before.waited_milliseconds
+                waited_milliseconds = load.waited_milliseconds - previous_load.waited_milliseconds
                 measured = waited_milliseconds / completed / 1000
                 self._others_take_seconds = _mean(self._others_take_seconds, measured)
-            if completed > 0 or now.in_flight:
+            if completed > 0 or load.in_flight:
                 self._others_at = self._clock()
-            self._seen[disk] = now
+            self._seen[disk] = load
         self._looked_at = self._clock()
 
     def _pass_over(self, work: Work) -> None:
@@ -320,9 +320,12 @@ class _Unlimited:
 _UNLIMITED = _Unlimited()
 
 
-def _mean(before: float, measured: float) -> float:
-    """Return a mean in which the latest measurements count most; `before` is 0 if there is none."""
-    return before + (measured - before) * _NEW_PART if before else measured
+def _mean(previous_mean: float, measured: float) -> float:
+    """Return a mean in which the latest measurements count most.
+
+    `previous_mean` is 0 if there is no earlier measurement.
+    """
+    return previous_mean + (measured - previous_mean) * _NEW_PART if previous_mean else measured
 
 
 def _rounded(length_bytes: int, most_bytes: int = MOST_BYTES) -> int:
@@ -424,58 +427,58 @@ class Pace:
     def _enter(self, work: Work) -> _Shared:
         """Wait for an I/O slot, or for one that can be joined, and return the slot."""
         work.check()
-        own = _Shared(work.disks, self._rule, work.may_join)
+        own_slot = _Shared(work.disks, self._rule, work.may_join)
         try:
-            slot = self._wait(own, work.check)
-            if slot is own:
-                self._begin(own, own.rule.begin(work, partial(self._pause, work.check)))
+            slot = self._wait(own_slot, work.check)
+            if slot is own_slot:
+                self._begin(own_slot, own_slot.rule.begin(work, partial(self._pause, work.check)))
         except BaseException:
-            self._remove(own)
+            self._remove(own_slot)
             raise
         return slot
 
-    def _wait(self, own: _Shared, check: Callable[[], None]) -> _Shared:
+    def _wait(self, own_slot: _Shared, check: Callable[[], None]) -> _Shared:
         """Wait in the queue until the worker's own slot is first, or another slot can be joined."""
-        if own.rule is _UNLIMITED:
-            return own
+        if own_slot.rule is _UNLIMITED:
+            return own_slot
         with self._moved:
-            self._queue.append(own)
+            self._queue.append(own_slot)
         while True:
             with self._moved:
-                if (slot := self._turn_for(own)) is not None:
+                if (slot := self._turn_for(own_slot)) is not None:
                     return slot
                 self._moved.wait(_CHECK_SECONDS)
             check()
 
-    def _turn_for(self, own: _Shared) -> _Shared | None:
+    def _turn_for(self, own_slot: _Shared) -> _Shared | None:
         """Return the slot that a waiting worker may enter now, or None if the worker has to wait.
 
         The slot is the worker's own. Or it is a shared slot; then the worker leaves the queue.
         """
-        first = self._queue[0]
-        if first is not own and self.clock() >= first.hangs_at:
+        first_slot = self._queue[0]
+        if first_slot is not own_slot and self.clock() >= first_slot.hangs_at:
             # A slot whose piece hangs leaves the queue. The slot behind it is then the first.
             self._queue.popleft()
-            first = self._queue[0]
-        if first is own:
-            return own
-        is_open = self.clock() < first.joined_until and own.disks <= first.disks
+            first_slot = self._queue[0]
+        if first_slot is own_slot:
+            return own_slot
+        is_open = self.clock() < first_slot.joined_until and own_slot.disks <= first_slot.disks
         # A worker joins only if all in the queue may: otherwise it would overtake a worker that
         # waits for a slot of its own.
         if not (is_open and all(slot.may_join for slot in self._queue)):
             return None
-        self._queue.remove(own)
-        first.workers += 1
-        return first
+        self._queue.remove(own_slot)
+        first_slot.workers += 1
+        return first_slot
 
-    def _begin(self, own: _Shared, length_bytes: int) -> None:
+    def _begin(self, own_slot: _Shared, length_bytes: int) -> None:
         """Begin the piece of a slot that has become the first, with its maximum size."""
-        is_alone = isinstance(own.rule, _GivingWay) and not own.rule.is_beside_others
+        is_alone = isinstance(own_slot.rule, _GivingWay) and not own_slot.rule.is_beside_others
         with self._moved:
-            own.length_bytes, own.begun_at = length_bytes, self.clock()
-            own.hangs_at = own.begun_at + _HANGING_SECONDS
-            if own.may_join and is_alone:
-                own.joined_until = own.begun_at + _LONG_SECONDS
+            own_slot.length_bytes, own_slot.begun_at = length_bytes, self.clock()
+            own_slot.hangs_at = own_slot.begun_at + _HANGING_SECONDS
+            if own_slot.may_join and is_alone:
+                own_slot.joined_until = own_slot.begun_at + _LONG_SECONDS
                 self._moved.notify_all()
 
     def _leave(self, work: Work, shared: _Shared, done_bytes: int) -> None:
@@ -497,17 +500,17 @@ class Pace:
         finally:
             self._remove(shared)
 
-    def _remove(self, own: _Shared) -> None:
+    def _remove(self, own_slot: _Shared) -> None:
         """Remove a slot from the queue, so that the slot behind it is the first."""
         with self._moved:
             with suppress(ValueError):  # its piece hung, or no worker waits with the setting 0
-                self._queue.remove(own)
+                self._queue.remove(own_slot)
             self._moved.notify_all()
 
     def _pause(self, check: Callable[[], None], seconds: float) -> None:
         """Sleep for some seconds, checking now and then whether the work was cancelled."""
-        until = self.clock() + seconds
-        while (left_seconds := until - self.clock()) > 0:
+        until_seconds = self.clock() + seconds
+        while (left_seconds := until_seconds - self.clock()) > 0:
             check()
             self._sleep(min(left_seconds, _CHECK_SECONDS))
         check()
@@ -532,7 +535,7 @@ class Paces:
         self._paces: dict[str, Pace] = {}
 
     def of(self, group: str) -> Pace:
-        """Return the pace of a volume group, which no class need name."""
+        """Return the pace of a volume group, even of a group that no class names."""
         with self._guard:
             if group not in self._paces:
                 self._paces[group] = Pace(
@@ -543,6 +546,6 @@ class Paces:
             return self._paces[group]
 
     def every(self) -> Mapping[str, Pace]:
-        """Return the paces that `of` was asked for, by their groups' names."""
+        """Return the paces that `of` has returned until now, by the names of the groups."""
         with self._guard:
             return dict(self._paces)

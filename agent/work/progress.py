@@ -35,16 +35,18 @@ class Progress:
     def left_seconds(self) -> float | None:
         """Estimated time until the job is done, in seconds; None if no rate was measured."""
         marks = list(self._marks)
-        if not marks or (done := self.done_bytes - marks[0][1]) <= 0:
+        if not marks or (bytes_since_mark := self.done_bytes - marks[0][1]) <= 0:
             return None
-        return (self.of_bytes - self.done_bytes) * (self._clock() - marks[0][0]) / done
+        return (self.of_bytes - self.done_bytes) * (self._clock() - marks[0][0]) / bytes_since_mark
 
     def __str__(self) -> str:
         if not self.of_bytes:
             return "it has not begun"
         unit, name = next((entry for entry in _UNITS if self.of_bytes >= entry[0]), (1, "bytes"))
-        done, whole = (round(amount / unit, 1) for amount in (self.done_bytes, self.of_bytes))
-        text = f"{done:.12g} of {whole:.12g} {name}"
+        done_amount, total_amount = (
+            round(amount / unit, 1) for amount in (self.done_bytes, self.of_bytes)
+        )
+        text = f"{done_amount:.12g} of {total_amount:.12g} {name}"
         left_seconds = self.left_seconds
         return (
             text

@@ -194,7 +194,7 @@ def test_a_snapshot_that_a_command_reads_stays_active(disk: Disk, here: Node) ->
         here.restart()
         assert active(disk) == [name_of(taken)]
         assert first.device.read(0, 4096) == b"a" * 4096
-        first.at.caller = here.client
+        first.verbs.caller = here.client
     require_left_alone(disk)
 
 

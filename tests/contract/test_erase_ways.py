@@ -49,7 +49,7 @@ class Asked:
         monkeypatch.setattr(host.kernel, "zero_out", self._zero_out)
 
     def _zero_out(self, path: str, offset: int, length: int, **how: Any) -> None:
-        if (by := how.get("by") or self._kernel.zeroing(path)) not in self.ways:
+        if (by := how.get("method") or self._kernel.zeroing(path)) not in self.ways:
             self.ways.append(by)
         self._real(path, offset, length, **how)
 

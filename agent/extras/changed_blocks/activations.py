@@ -70,7 +70,9 @@ class Reservations:
         self._volume_groups = context.volume_groups
         self._reports, self._activator = context.reports, context.activator
         self._devices = context.devices
-        self._turns: defaultdict[tuple[str, str], MetadataReaders] = defaultdict(MetadataReaders)
+        self._pool_readers: defaultdict[tuple[str, str], MetadataReaders] = defaultdict(
+            MetadataReaders
+        )
 
     @contextmanager
     def held(self, group: str, pool: str) -> Iterator[str]:
@@ -83,12 +85,12 @@ class Reservations:
         Runs two lvm2 commands, which set and remove the tag. Raises MetadataReserved where another
         program has reserved a metadata snapshot, OperationPending at the caller's deadline.
         """
-        turn = self._turns[group, pool]
-        self._join(turn, group, pool)
+        pool_readers = self._pool_readers[group, pool]
+        self._join(pool_readers, group, pool)
         try:
             yield self._devices.pool_metadata(group, pool)
         finally:
-            self._leave(turn, group, pool)
+            self._leave(pool_readers, group, pool)
 
     def resume(self, *groups: str) -> int:
         """Release metadata snapshots that an earlier process left; return the number released.
@@ -110,38 +112,47 @@ class Reservations:
 
         Does nothing while this process reads the pool's metadata.
         """
-        if self._turns[group, pool].readers:
+        if self._pool_readers[group, pool].readers:
             return False
         if not self._activator.is_active(group, pool):
             volumes.activate(self._volume_groups.lvm(group), group, pool)
         self._release(group, pool)
         return True
 
-    def _join(self, turn: MetadataReaders, group: str, pool: str) -> None:
-        with turn.changed:
-            wanted = turn.begun + 1
+    def _join(self, pool_readers: MetadataReaders, group: str, pool: str) -> None:
+        """Wait for a metadata snapshot newer than this call; reserve the snapshot if needed.
+
+        Raises OperationPending at the caller's deadline.
+        """
+        with pool_readers.changed:
+            wanted_number = pool_readers.begun + 1
             while True:
-                if not turn.is_changing and turn.readers and turn.begun >= wanted:
-                    turn.readers += 1
+                if (
+                    not pool_readers.is_changing
+                    and pool_readers.readers
+                    and pool_readers.begun >= wanted_number
+                ):
+                    pool_readers.readers += 1
                     return
-                if not turn.is_changing and not turn.readers:
-                    turn.is_changing = True
+                if not pool_readers.is_changing and not pool_readers.readers:
+                    pool_readers.is_changing = True
                     break
-                if not turn.changed.wait(command.remaining_seconds()):
+                if not pool_readers.changed.wait(command.remaining_seconds()):
                     raise errors.OperationPending(f"{group}/{pool}")
         try:
             self._reserve(group, pool)
         except BaseException:
-            self._changed(turn, readers=0)
+            self._changed(pool_readers, readers=0)
             raise
-        self._changed(turn, readers=1)
+        self._changed(pool_readers, readers=1)
 
-    def _leave(self, turn: MetadataReaders, group: str, pool: str) -> None:
-        with turn.changed:
-            turn.readers -= 1
-            if turn.readers:
+    def _leave(self, pool_readers: MetadataReaders, group: str, pool: str) -> None:
+        """Remove a reader; release the metadata snapshot after the last one, and log a failure."""
+        with pool_readers.changed:
+            pool_readers.readers -= 1
+            if pool_readers.readers:
                 return
-            turn.is_changing = True
+            pool_readers.is_changing = True
         try:
             # Run in an empty context: without the caller's deadline, which may have passed, and
             # without the caller's position in the queue for the group's lock.
@@ -149,7 +160,7 @@ class Reservations:
         except (errors.AgentError, mount_errors.CommandError, OSError) as error:
             _log.error("thin pool %s/%s keeps old metadata for now: %s", group, pool, error)
         finally:
-            self._changed(turn, readers=0)
+            self._changed(pool_readers, readers=0)
 
     def _let_go(self, group: str, pool: str) -> None:
         with command.time_limit(_RELEASE_SECONDS):
@@ -160,11 +171,12 @@ class Reservations:
                 volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
 
     @staticmethod
-    def _changed(turn: MetadataReaders, readers: int) -> None:
-        with turn.changed:
-            turn.begun += readers
-            turn.readers, turn.is_changing = readers, False
-            turn.changed.notify_all()
+    def _changed(pool_readers: MetadataReaders, readers: int) -> None:
+        """Record the end of a reservation or of a release, and wake all waiting threads."""
+        with pool_readers.changed:
+            pool_readers.begun += readers
+            pool_readers.readers, pool_readers.is_changing = readers, False
+            pool_readers.changed.notify_all()
 
     def _reserve(self, group: str, pool: str) -> None:
         with self._volume_groups.hold(group):
@@ -185,7 +197,7 @@ class Reservations:
                 raise
 
     def _release(self, group: str, pool: str) -> None:
-        """Release a pool's metadata snapshot, if there is one, and then remove the tag.
+        """Release a pool's metadata snapshot, if the pool has one, and then remove Carver's tag.
 
         The caller holds the group's lock.
         """
@@ -194,6 +206,7 @@ class Reservations:
         volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
 
     def _has(self, group: str, pool: str) -> bool:
+        """Return whether an active thin pool has a metadata snapshot."""
         status = self._activator.status(group, pool)
         return any(
             isinstance(target, ThinPool) and target.has_metadata_snapshot for target in status
@@ -275,8 +288,8 @@ class Activations:
             return ""
         lease = secrets.token_hex(8)
         with self._guard:
-            until = time.monotonic() + _LEASE_SECONDS
-            self._leases[lease] = ((snapshot.group.name, snapshot.name), until)
+            end_seconds = time.monotonic() + _LEASE_SECONDS
+            self._leases[lease] = ((snapshot.group.name, snapshot.name), end_seconds)
         return lease
 
     def end_lease(self, group: str, lease: str) -> None:
@@ -314,8 +327,8 @@ class Activations:
         with Attempts() as attempts:
             for name in groups or self._volume_groups.names:
                 with attempts.one(), self._volume_groups.hold(name):
-                    current = self._reports.fresh(name)
-                    if unread := self._unread(current):
+                    fresh_report = self._reports.fresh(name)
+                    if unread := self._unread(fresh_report):
                         self._deactivate(name, unread)
                         count += len(unread)
         return count
@@ -327,7 +340,7 @@ class Activations:
             volumes.mark(self._volume_groups.lvm(group), group, name, old={}, new=_OWN)
         return self._activator.activate_snapshot(snapshot)
 
-    def _unread(self, known: Fresh) -> list[str]:
+    def _unread(self, fresh_report: Fresh) -> list[str]:
         """The names of snapshots of a group that Carver activated and that are not in use.
 
         In use are snapshots that are read, have a lease, are open, or are being copied.
@@ -335,20 +348,26 @@ class Activations:
         now = time.monotonic()
         with self._guard:
             self._leases = {lease: entry for lease, entry in self._leases.items() if entry[1] > now}
-            read = {*self._readers, *(key for key, _ in self._leases.values())}
-        own = [snapshot for snapshot in known.snapshots() if tag.ACTIVATED in snapshot.own_tags]
-        unread = [snapshot for snapshot in own if (snapshot.group.name, snapshot.name) not in read]
+            keys_in_use = {*self._readers, *(key for key, _ in self._leases.values())}
+        own_snapshots = [
+            snapshot for snapshot in fresh_report.snapshots() if tag.ACTIVATED in snapshot.own_tags
+        ]
+        unread = [
+            snapshot
+            for snapshot in own_snapshots
+            if (snapshot.group.name, snapshot.name) not in keys_in_use
+        ]
         if not unread:
             return []
         # A copy in progress opens its snapshot only for moments at a time, so the snapshot may be
         # closed now. The copy may be in another group, so all groups are searched for copies.
-        everywhere = self._reports.every_group(known)
-        everywhere.require_read()
-        copied = {copy.own_tags.get(tag.FROM) for copy in everywhere.copies()}
+        all_groups = self._reports.every_group(fresh_report)
+        all_groups.require_read()
+        copied_ids = {copy.own_tags.get(tag.FROM) for copy in all_groups.copies()}
         return [
             snapshot.name
             for snapshot in unread
-            if str(snapshot.id) not in copied
+            if str(snapshot.id) not in copied_ids
             and not self._devices.is_open(snapshot.group.name, snapshot.name)
         ]
 
@@ -364,6 +383,6 @@ class Activations:
 
     def _forget(self, group: str, names: Sequence[str]) -> None:
         """Remove Carver's tag from each of these snapshots that is not active."""
-        done = [(group, name) for name in names if not self._activator.is_active(group, name)]
-        if done:
-            volumes.mark_all(self._volume_groups.lvm(group), done, old=_OWN)
+        inactive = [(group, name) for name in names if not self._activator.is_active(group, name)]
+        if inactive:
+            volumes.mark_all(self._volume_groups.lvm(group), inactive, old=_OWN)

@@ -93,7 +93,9 @@ def require_snapshots(*identities: str) -> None:
 
 
 def _answers(
-    held: AbstractContextManager[Reading], call: GetMetadata, answer: Callable[..., T]
+    open_reading: AbstractContextManager[Reading],
+    call: GetMetadata,
+    response_class: Callable[..., T],
 ) -> Generator[T, None, None]:
     """Make CSI's response messages from a reading.
 
@@ -101,11 +103,11 @@ def _answers(
     """
 
     def view(reading: Reading) -> tuple[int, Iterator[Range]]:
-        seen = reading.for_user()
-        return seen.size_bytes, seen.extents(UserOffset(call.starting_offset))
+        user_reading = reading.for_user()
+        return user_reading.size_bytes, user_reading.extents(UserOffset(call.starting_offset))
 
     def make(size_bytes: int, piece: Sequence[Range]) -> T:
-        return answer(
+        return response_class(
             # Adjacent ranges are merged, so their lengths vary.
             block_metadata_type=csi.BlockMetadataType.VARIABLE_LENGTH,
             volume_capacity_bytes=size_bytes,
@@ -115,13 +117,13 @@ def _answers(
             ],
         )
 
-    return in_pieces(held, view, make, call.maximum_results)
+    return in_pieces(open_reading, view, make, call.maximum_results)
 
 
 def in_pieces(
-    held: AbstractContextManager[Reading],
+    open_reading: AbstractContextManager[Reading],
     view: Callable[[Reading], tuple[int, Iterator[Range]]],
-    make: Callable[[int, Sequence[Range]], T],
+    make_response: Callable[[int, Sequence[Range]], T],
     max_results: int = 0,
 ) -> Generator[T, None, None]:
     """Make responses of a reading's size and ranges, as a generator.
@@ -130,11 +132,11 @@ def in_pieces(
     ends early once its ranges have MAX_RANGE_BYTES in total: the caller reads those bytes before it
     asks for the next response. A reading without ranges gets one response without ranges.
     """
-    with held as reading:
+    with open_reading as reading:
         size_bytes, extents = view(reading)
         piece = _piece(extents, max_results)
         while True:
-            yield make(size_bytes, piece)
+            yield make_response(size_bytes, piece)
             piece = _piece(extents, max_results)
             if not piece:
                 return

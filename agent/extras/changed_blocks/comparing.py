@@ -52,15 +52,15 @@ def _chunks(
     end_bytes: int,
     check: Callable[[], None],
 ) -> Iterator[Extent]:
-    size = tables[0].chunk_bytes
-    last = -(-end_bytes // size)
+    chunk_bytes = tables[0].chunk_bytes
+    end_chunk = -(-end_bytes // chunk_bytes)
     # Numbers of the parts that are still to do; the first pass over the tables finds all of them.
-    part, remaining = start_bytes // size // _PART_CHUNKS, set[int]()
-    while part * _PART_CHUNKS < last:
+    part, remaining = start_bytes // chunk_bytes // _PART_CHUNKS, set[int]()
+    while part * _PART_CHUNKS < end_chunk:
         base = part * _PART_CHUNKS
-        chunks = min(_PART_CHUNKS, last - base)
+        chunks = min(_PART_CHUNKS, end_chunk - base)
         for number, count in _runs(_marked(tables, base, chunks, remaining, check)):
-            yield Extent((base + number) * size, count * size)
+            yield Extent((base + number) * chunk_bytes, count * chunk_bytes)
         remaining.discard(part)
         if not remaining:
             return
@@ -71,13 +71,13 @@ def _marked(
     tables: Sequence[Exceptions],
     base: int,
     chunks: int,
-    left: set[int],
+    later_parts: set[int],
     check: Callable[[], None],
 ) -> bytearray:
     """Set a bit for each chunk of one part that any table contains; return the bits.
 
     `base` is the part's first chunk, `chunks` its length. The numbers of later parts that have
-    chunks in a table are added to `left`.
+    chunks in a table are added to `later_parts`.
     """
     bits = bytearray(-(-chunks // 8))
     for copied in chain.from_iterable(table.chunks() for table in tables):
@@ -95,7 +95,7 @@ def _marked(
             if 0 <= bit < chunks:
                 bits[bit >> 3] |= 1 << (bit & 7)
             elif bit >= _PART_CHUNKS:
-                left.add(chunk // _PART_CHUNKS)
+                later_parts.add(chunk // _PART_CHUNKS)
     return bits
 
 
@@ -158,37 +158,40 @@ def _differing(
     ahead = _Ahead(extents)
     while ahead.any():
         differences = list[Extent]()
-        with work.piece(_TURN_BYTES) as turn:
-            left_bytes, turn.length_bytes = turn.length_bytes // (1 if base is None else 2), 0
-            while left_bytes > 0 and ahead.any():
+        with work.piece(_TURN_BYTES) as io_slot:
+            remaining_bytes, io_slot.length_bytes = (
+                io_slot.length_bytes // (1 if base is None else 2),
+                0,
+            )
+            while remaining_bytes > 0 and ahead.any():
                 work.check()
-                extent = ahead.take(min(left_bytes, PIECE_BYTES))
-                at, length = extent.offset_bytes, extent.length_bytes
-                target_data = target.read(at, length)
+                extent = ahead.take(min(remaining_bytes, PIECE_BYTES))
+                offset, length = extent.offset_bytes, extent.length_bytes
+                target_data = target.read(offset, length)
                 base_data = _ZEROES if length == PIECE_BYTES else bytes(length)
-                base_length = max(0, min(length, base_bytes - at)) if base is not None else 0
+                base_length = max(0, min(length, base_bytes - offset)) if base is not None else 0
                 if base is not None and base_length:
-                    base_data = base.read(at, base_length) + bytes(length - base_length)
+                    base_data = base.read(offset, base_length) + bytes(length - base_length)
                 if target_data != base_data:
                     unequal = _unequal(target_data, base_data)
-                    differences += (Extent(at + start, end - start) for start, end in unequal)
-                left_bytes -= length
-                turn.length_bytes += length + base_length
+                    differences += (Extent(offset + start, end - start) for start, end in unequal)
+                remaining_bytes -= length
+                io_slot.length_bytes += length + base_length
         yield from differences
 
 
-def _unequal(here: bytes, there: bytes) -> Iterator[tuple[int, int]]:
-    """The runs of blocks that differ, each as its start and end in these bytes."""
+def _unequal(target_data: bytes, base_data: bytes) -> Iterator[tuple[int, int]]:
+    """The runs of blocks that differ, each as the run's start and end offset in the data."""
     run_start = -1
-    for start in range(0, len(here), BLOCK_BYTES):
+    for start in range(0, len(target_data), BLOCK_BYTES):
         end = start + BLOCK_BYTES
-        if here[start:end] != there[start:end]:
+        if target_data[start:end] != base_data[start:end]:
             run_start = start if run_start < 0 else run_start
         elif run_start >= 0:
             yield run_start, start
             run_start = -1
     if run_start >= 0:
-        yield run_start, len(here)
+        yield run_start, len(target_data)
 
 
 class _Ahead:
@@ -262,12 +265,12 @@ class Spool:
 
 
 @contextmanager
-def opened(otherwise: Path) -> Iterator[Spool]:
+def opened(fallback_directory: Path) -> Iterator[Spool]:
     """Open a spool that is deleted on exit.
 
-    The file is in /var/tmp, or in the directory `otherwise` where /var/tmp cannot be written, as in
-    a pod.
+    The file is in /var/tmp. Where /var/tmp cannot be written, as in a pod, the file is in
+    `fallback_directory`.
     """
-    directory = _ON_DISK if os.access(_ON_DISK, os.W_OK) else otherwise
+    directory = _ON_DISK if os.access(_ON_DISK, os.W_OK) else fallback_directory
     with SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=str(directory)) as file:
         yield Spool(file)

@@ -43,7 +43,7 @@ from mount.kernel import Kernel
 _Read = Snapshot | Volume
 
 
-def start_of_user_data(kernel: Kernel, those: Sequence[tuple[_Read, str]]) -> LogicalOffset:
+def start_of_user_data(kernel: Kernel, sources: Sequence[tuple[_Read, str]]) -> LogicalOffset:
     """The offset of the user's first byte, which the LUKS2 headers of these devices agree on.
 
     The devices are of snapshots of one volume, or of the volume itself. The offset is 0 if the
@@ -56,44 +56,44 @@ def start_of_user_data(kernel: Kernel, those: Sequence[tuple[_Read, str]]) -> Lo
 
     Raises BlocksUnknown where the headers do not agree or cannot be read, OSError.
     """
-    starts = [_start(kernel, source, device) for source, device in those]
+    starts = [_start(kernel, source, device) for source, device in sources]
     if len(set(starts)) > 1:
         raise errors.BlocksUnknown(
-            str(those[-1][0].id),
-            f"{those[0][0].id!s} has another master key, has its data elsewhere, or is of before"
+            str(sources[-1][0].id),
+            f"{sources[0][0].id!s} has another master key, has its data elsewhere, or is of before"
             " the volume was used first",
             "make a full backup (GetMetadataAllocated)",
         )
     return starts[0][0]
 
 
-def _start(kernel: Kernel, one: _Read, device: str) -> tuple[LogicalOffset, str]:
+def _start(kernel: Kernel, source: _Read, device: str) -> tuple[LogicalOffset, str]:
     """The offset of the data on one device, and a digest of how the data are encrypted.
 
     Raises BlocksUnknown where the header is missing, damaged, or of a re-encryption in progress.
     """
-    if not one.is_encrypted:
+    if not source.is_encrypted:
         return LogicalOffset(0), ""
     if (header := luks.read(kernel, device)) is None:
         # A new volume has no header before its first use: only its space is reserved.
-        was_used = {tag.SEALED, tag.FORMATTED} & one.own_tags.keys()
-        if was_used or not one.header_bytes or luks.bears_any(kernel, device):
+        was_used = {tag.SEALED, tag.FORMATTED} & source.own_tags.keys()
+        if was_used or not source.header_bytes or luks.bears_any(kernel, device):
             raise errors.BlocksUnknown(
-                str(one.id),
+                str(source.id),
                 "its LUKS2 header is not there, or not whole",
                 "restore the volume's header (`carver volume header restore`), take another"
                 " snapshot",
             )
-        return LogicalOffset(one.header_bytes), ""
+        return LogicalOffset(source.header_bytes), ""
     if header.is_reencrypting:
         raise errors.BlocksUnknown(
-            str(one.id),
+            str(source.id),
             "it was taken during a re-encryption",
             "take another snapshot when that is over, and make a full backup of it",
         )
     if header.offset_bytes % BLOCK_BYTES:
         raise errors.BlocksUnknown(
-            str(one.id),
+            str(source.id),
             f"its data begin at byte {header.offset_bytes}, inside a block of {BLOCK_BYTES} bytes",
             "back it up by reading all of it",
         )
@@ -154,17 +154,17 @@ class ChangedRanges:
         Raises NoSuchSnapshot, NoSuchVolume, OtherGroup, Copying, SourceLost, MetadataReserved.
         """
         check = self._check(identity, is_wanted)
-        with ExitStack() as ending:
-            [(source, reader)] = self._opened(ending, identity)
+        with ExitStack() as exit_stack:
+            [(source, reader)] = self._opened(exit_stack, identity)
             compares = is_compared and not source.is_encrypted
             work = self._work(check, source, reader)
             unlike_zeroes = partial(comparing.differing, None, 0, reader, work)
             pick: _Filter = unlike_zeroes if compares else iter
             candidates: _Candidates = _everything
             if pool := _pool(source):
-                ranges = ending.enter_context(self._new_spool())
-                words = thinmaps.mapped_words
-                self._spool(ranges, pool, thinmaps.mapped, words, check, source)
+                ranges = exit_stack.enter_context(self._new_spool())
+                make_command = thinmaps.mapped_words
+                self._spool(ranges, pool, thinmaps.mapped, make_command, check, source)
                 # The blocks that a thin volume has allocated are not searched for zeroes.
                 pick, candidates = iter, partial(clipped, ranges)
             yield self._reading([(source, reader)], candidates, pick)
@@ -192,35 +192,41 @@ class ChangedRanges:
         larger or newer than the target.
         """
         check = self._check(target_id, is_wanted)
-        with ExitStack() as ending:
-            (base, old), (target, new) = self._opened(ending, base_id, target_id)
+        with ExitStack() as exit_stack:
+            (base, base_reader), (target, target_reader) = self._opened(
+                exit_stack, base_id, target_id
+            )
             candidates: _Candidates = _everything
             if _pool(base) and _pool(base) == _pool(target):
-                ranges = ending.enter_context(self._new_spool())
-                words = thinmaps.differing_words
-                self._spool(ranges, _pool(base), thinmaps.differing, words, check, base, target)
+                ranges = exit_stack.enter_context(self._new_spool())
+                make_command = thinmaps.differing_words
+                self._spool(
+                    ranges, _pool(base), thinmaps.differing, make_command, check, base, target
+                )
                 candidates = partial(clipped, ranges)
             elif tables := self._tables(base, target):
                 candidates = partial(_overwritten, tables, base.size_bytes, check)
-            work = self._work(check, target, old, new)
-            unlike: _Filter = partial(comparing.differing, old, base.size_bytes, new, work)
+            work = self._work(check, target, base_reader, target_reader)
+            unlike: _Filter = partial(
+                comparing.differing, base_reader, base.size_bytes, target_reader, work
+            )
             if target.is_encrypted:
                 unlike = partial(_up_to, base.size_bytes, unlike)
             pick: _Filter = unlike if is_compared else iter
-            yield self._reading([(base, old), (target, new)], candidates, pick)
+            yield self._reading([(base, base_reader), (target, target_reader)], candidates, pick)
 
     def stop(self) -> None:
         """End all readings at their next piece, or at the next block of a COW table."""
         self._stopping.set()
 
     def _reading(
-        self, those: list[tuple[_Read, Reader]], candidates: _Candidates, pick: _Filter
+        self, sources: list[tuple[_Read, Reader]], candidates: _Candidates, pick: _Filter
     ) -> "Reading":
-        source, reader = those[-1]
-        places = [(source, reader.device) for source, reader in those]
+        source, reader = sources[-1]
+        device_paths = [(source, reader.device) for source, reader in sources]
 
         def require() -> None:
-            for source, _ in those:
+            for source, _ in sources:
                 # A COW snapshot whose COW store is full is invalid, and what was read from it just
                 # before may already have been wrong.
                 if isinstance(source, Snapshot) and self._activator.has_overflowed(source):
@@ -228,39 +234,41 @@ class ChangedRanges:
                         str(source.id), "its area is full, what it held is lost"
                     )
 
-        user_start = partial(start_of_user_data, self._kernel, places)
+        user_start = partial(start_of_user_data, self._kernel, device_paths)
         return Reading(
             source, source.size_bytes, reader.device, candidates, pick, require, user_start
         )
 
-    def _opened(self, ending: ExitStack, *identities: str) -> list[tuple[_Read, Reader]]:
+    def _opened(self, exit_stack: ExitStack, *identities: str) -> list[tuple[_Read, Reader]]:
         """Open the devices of these ids; run one lvm2 command for each that is not active.
 
-        The devices are closed when `ending` is, and their snapshots deactivated after that.
+        The devices are closed when `exit_stack` is, and their snapshots deactivated after that.
         """
         for identity in identities:
             if VolumeId.parse(identity) is None:
                 raise errors.NoSuchSnapshot(identity)
         groups = sorted({ids.group_of(identity) for identity in identities})
         with self._volume_groups.hold(*groups):
-            current = self._mender.mend(*groups)
-            sources = [self._found(current, identity) for identity in identities]
+            fresh_report = self._mender.mend(*groups)
+            sources = [self._found(fresh_report, identity) for identity in identities]
             if len(sources) > 1:
                 _require_comparable(*sources)
-            if thin := sorted({source.group.name for source in sources if _pool(source)}):
+            if thin_groups := sorted({source.group.name for source in sources if _pool(source)}):
                 # `end` is registered first, so that it is called after the devices are closed.
-                ending.callback(self.activations.end, *thin)
-            readers = [self._kernel.reader(self._activate(ending, source)) for source in sources]
+                exit_stack.callback(self.activations.end, *thin_groups)
+            readers = [
+                self._kernel.reader(self._activate(exit_stack, source)) for source in sources
+            ]
             # While these devices are open, lvm2 cannot remove their volumes.
             return [
-                (source, ending.enter_context(reader))
+                (source, exit_stack.enter_context(reader))
                 for source, reader in zip(sources, readers, strict=True)
             ]
 
-    def _found(self, known: Fresh, identity: str) -> _Read:
+    def _found(self, fresh_report: Fresh, identity: str) -> _Read:
         if names.is_of(ids.VOLUME_PREFIX, ids.logical_name(identity)):
-            return known.usable(identity, Call.MANAGE)
-        snapshot = self._reports.snapshot(known, identity)
+            return fresh_report.usable(identity, Call.MANAGE)
+        snapshot = self._reports.snapshot(fresh_report, identity)
         if snapshot.problem:
             raise errors.SourceLost(identity, snapshot.problem)
         return snapshot
@@ -279,36 +287,39 @@ class ChangedRanges:
 
         return check
 
-    def _work(self, check: Callable[[], None], of: _Read, *readers: Reader) -> Work:
+    def _work(self, check: Callable[[], None], source: _Read, *readers: Reader) -> Work:
         devices = [reader.device for reader in readers]
-        return self._paces.of(of.group.name).work("compare", *devices, check=check, may_join=True)
+        return self._paces.of(source.group.name).work(
+            "compare", *devices, check=check, may_join=True
+        )
 
-    def _activate(self, ending: ExitStack, one: _Read) -> str:
-        if isinstance(one, Snapshot):
-            return ending.enter_context(self.activations.held(one)).path
-        return self._activator.activate(one).path
+    def _activate(self, exit_stack: ExitStack, source: _Read) -> str:
+        if isinstance(source, Snapshot):
+            return exit_stack.enter_context(self.activations.held(source)).path
+        return self._activator.activate(source).path
 
     def _spool(
         self,
         ranges: Spool,
         pool: str,
-        read: Callable[[BinaryIO], Iterator[Run]],
-        words: Callable[..., tuple[str, ...]],
+        parse_output: Callable[[BinaryIO], Iterator[Run]],
+        make_command: Callable[..., tuple[str, ...]],
         check: Callable[[], None],
-        *those: _Read,
+        *sources: _Read,
     ) -> None:
         """Read the whole output of a thin-provisioning tool at once into a spool file.
 
         The pool's metadata snapshot is reserved while the tool runs, so the tool must not wait for
-        this call's caller. `words` makes the tool's command line, `read` parses its output.
+        this call's caller. `make_command` makes the tool's command line, and `parse_output` parses
+        the tool's output.
         """
-        group = those[-1].group.name
-        numbers = [self._number(group, source.name) for source in those]
+        group = sources[-1].group.name
+        numbers = [self._number(group, source.name) for source in sources]
         with (
             self.reservations.held(group, pool) as metadata,
-            self._stream(*words(metadata, *numbers)) as printed,
+            self._stream(*make_command(metadata, *numbers)) as output,
         ):
-            ranges.fill(merged(_checked(read(printed), check)))
+            ranges.fill(merged(_checked(parse_output(output), check)))
 
     def _number(self, group: str, name: str) -> int:
         number = self._devices.thin_id(group, name)
@@ -429,17 +440,17 @@ def _require_comparable(base: _Read, target: _Read) -> None:
         raise errors.NotComparable(str(base.id), str(target.id), why)
 
 
-def _pool(one: _Read) -> str:
-    return one.group.volume(one.name).pool
+def _pool(source: _Read) -> str:
+    return source.group.volume(source.name).pool
 
 
 def _overwritten(
     tables: Sequence[Exceptions], base_bytes: int, check: Callable[[], None], start: int, end: int
 ) -> Iterator[Extent]:
     """The ranges between two offsets that COW tables contain, and all behind the base's end."""
-    own = min(end, base_bytes)
-    if start < own:
-        yield from comparing.ranges(tables, start, own, check)
+    base_end = min(end, base_bytes)
+    if start < base_end:
+        yield from comparing.ranges(tables, start, base_end, check)
     yield from _everything(max(start, base_bytes), end)
 
 

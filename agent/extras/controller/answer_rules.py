@@ -69,7 +69,7 @@ def _shown(value: Any) -> str:
 
 @dataclass
 class Asked:
-    """A request, with what the controller knows of the node that it was sent to."""
+    """A request to a node, with what the controller knows of that node."""
 
     request: Any
     node: str
@@ -92,7 +92,7 @@ class Asked:
 Rule = Callable[[Any, Asked], str]
 
 
-def any_value(_value: Any, _asked: Asked) -> str:
+def any_value(_value: Any, _call: Asked) -> str:
     """Accept any value: the field is about the node's own volume, snapshot or capacity."""
     return ""
 
@@ -101,9 +101,9 @@ def its_own(prefix: str) -> Rule:
     """Make a rule: the value is an id on the node that answered, with this prefix in its name."""
     begins = f"{prefix}-", f"{prefix}."
 
-    def judge(value: str, asked: Asked) -> str:
+    def judge(value: str, call: Asked) -> str:
         name = value.partition("/")[2]
-        if problem := _not_there(value, asked):
+        if problem := _not_there(value, call):
             return problem
         if not name.startswith(begins) or not ids.is_name(name):
             return f"it must be the id of a {prefix!r}"
@@ -115,10 +115,10 @@ def its_own(prefix: str) -> Rule:
 def equals_request_id(key: str) -> Rule:
     """Make a rule: the value equals the id in a field of the request, and is on the node."""
 
-    def judge(value: str, asked: Asked) -> str:
-        if value != (wanted := getattr(asked.request, key)):
-            return f"asked for was {wanted!r}"
-        return _not_there(value, asked)
+    def judge(value: str, call: Asked) -> str:
+        if value != (expected := getattr(call.request, key)):
+            return f"asked for was {expected!r}"
+        return _not_there(value, call)
 
     return judge
 
@@ -126,10 +126,10 @@ def equals_request_id(key: str) -> Rule:
 def if_asked(key: str, rule: Rule) -> Rule:
     """Make a rule: the value fits `rule`, and equals the id in a field of the request, if set."""
 
-    def judge(value: str, asked: Asked) -> str:
-        if value != (getattr(asked.request, key) or value):
-            return f"asked for was {getattr(asked.request, key)!r}"
-        return rule(value, asked)
+    def judge(value: str, call: Asked) -> str:
+        if value != (getattr(call.request, key) or value):
+            return f"asked for was {getattr(call.request, key)!r}"
+        return rule(value, call)
 
     return judge
 
@@ -141,28 +141,28 @@ def named_as_asked(prefix: str, sources: str = "") -> Rule:
     sources.
     """
 
-    def judge(value: str, asked: Asked) -> str:
+    def judge(value: str, call: Asked) -> str:
         place, _, name = value.partition("/")
-        if problem := _not_there(value, asked):
+        if problem := _not_there(value, call):
             return problem
-        if name != (wanted := names.logical_volume(prefix, asked.request.name)):
-            return f"the name that was asked for gives {wanted!r}"
-        if sources and place not in map(_place, routes.ids_in(asked.request, sources)):
+        if name != (expected := names.logical_volume(prefix, call.request.name)):
+            return f"the name that was asked for gives {expected!r}"
+        if sources and place not in map(_place, routes.ids_in(call.request, sources)):
             return "it is in another volume group than its source"
         return ""
 
     return judge
 
 
-def member_as_asked(value: str, asked: Asked) -> str:
+def member_as_asked(value: str, call: Asked) -> str:
     """Require the id of a snapshot in a group snapshot.
 
     The id follows from the request's name and the snapshot's source.
     """
-    source = asked.part.source_volume_id
-    name = ids.group_member(asked.request.name, source)
-    wanted = f"{_place(source)}/{name}"
-    return "" if value == wanted else f"the name that was asked for gives {wanted!r}"
+    source = call.part.source_volume_id
+    name = ids.group_member(call.request.name, source)
+    expected = f"{_place(source)}/{name}"
+    return "" if value == expected else f"the name that was asked for gives {expected!r}"
 
 
 def beside(key: str) -> Rule:
@@ -171,26 +171,26 @@ def beside(key: str) -> Rule:
     Both fields are in the same message.
     """
 
-    def judge(value: str, asked: Asked) -> str:
-        if VolumeId.parse(value) is None or _place(value) != _place(getattr(asked.part, key)):
+    def judge(value: str, call: Asked) -> str:
+        if VolumeId.parse(value) is None or _place(value) != _place(getattr(call.part, key)):
             return f"it must be in the volume group of {key}"
         return ""
 
     return judge
 
 
-def nothing(value: Any, _asked: Asked) -> str:
+def nothing(value: Any, _call: Asked) -> str:
     """Require an empty field."""
     return "it must be empty" if value else ""
 
 
-def of_its_group_snapshot(value: str, asked: Asked) -> str:
+def of_its_group_snapshot(value: str, call: Asked) -> str:
     """Require the id of the group snapshot that the answer is about."""
-    wanted = asked.answer.group_snapshot.group_snapshot_id
-    return "" if value == wanted else f"the group snapshot is {wanted!r}"
+    expected = call.answer.group_snapshot.group_snapshot_id
+    return "" if value == expected else f"the group snapshot is {expected!r}"
 
 
-def group_snapshot_or_none(value: str, asked: Asked) -> str:
+def group_snapshot_or_none(value: str, call: Asked) -> str:
     """Require an empty value, or the id of a group snapshot that is not another node's.
 
     A group snapshot that spans several volume groups is named after one of them, which may be
@@ -198,11 +198,11 @@ def group_snapshot_or_none(value: str, asked: Asked) -> str:
     """
     parsed = VolumeId.parse(value)
     if not value or (parsed and names.is_of(ids.GROUP_SNAPSHOT_PREFIX, parsed.name)):
-        return _in_no_group(asked) if parsed and asked.is_elsewhere(parsed) else ""
+        return _in_no_group(call) if parsed and call.is_elsewhere(parsed) else ""
     return f"it must be the id of a {ids.GROUP_SNAPSHOT_PREFIX!r}"
 
 
-def any_volume(value: str, _asked: Asked) -> str:
+def any_volume(value: str, _call: Asked) -> str:
     """Require the id of a volume, on any node: `_leave_out` removes those of other nodes."""
     parsed = VolumeId.parse(value)
     if parsed is not None and names.is_of(ids.VOLUME_PREFIX, parsed.name):
@@ -213,51 +213,53 @@ def any_volume(value: str, _asked: Asked) -> str:
 def one_of_each(key: str, sources: str) -> Rule:
     """Make a rule: the list has one message for each id in a field of the request."""
 
-    def judge(value: Sequence[Any], asked: Asked) -> str:
-        wanted = set(getattr(asked.request, sources))
-        is_whole = len(value) == len(wanted) and {getattr(entry, key) for entry in value} == wanted
+    def judge(value: Sequence[Any], call: Asked) -> str:
+        expected = set(getattr(call.request, sources))
+        is_whole = (
+            len(value) == len(expected) and {getattr(entry, key) for entry in value} == expected
+        )
         return "" if is_whole else f"it must have one for each of {sources}"
 
     return judge
 
 
-def own_topology(value: Sequence[csi.Topology], asked: Asked) -> str:
+def own_topology(value: Sequence[csi.Topology], call: Asked) -> str:
     """Require exactly one topology: that of the node that answered."""
     # Messages are compared first: that is fast, comparing maps is slow. The maps decide if the
     # messages differ in fields that this version does not know.
     if len(value) == 1 and (
-        value[0] == asked.topology or value[0].segments == asked.topology.segments
+        value[0] == call.topology or value[0].segments == call.topology.segments
     ):
         return ""
-    return f"it must be the topology of that node, {dict(asked.topology.segments)}, alone"
+    return f"it must be the topology of that node, {dict(call.topology.segments)}, alone"
 
 
-def itself_only(value: Sequence[str], asked: Asked) -> str:
+def itself_only(value: Sequence[str], call: Asked) -> str:
     """Require a list of node ids with the node's own id, or an empty list."""
-    if not value or (len(value) == 1 and value[0] == asked.node):
+    if not value or (len(value) == 1 and value[0] == call.node):
         return ""
     return "a volume of that node can be published there only"
 
 
-def of_itself(_value: Any, asked: Asked) -> str:
+def of_itself(_value: Any, call: Asked) -> str:
     """Require that the request attaches the volume to the node that answered; accept any content.
 
     Only the node's own plugin reads the content.
     """
-    wanted = asked.request.node_id
-    return "" if wanted == asked.node else f"it was to be attached to node {wanted!r}"
+    expected = call.request.node_id
+    return "" if expected == call.node else f"it was to be attached to node {expected!r}"
 
 
 def each_of(*rules: Rule) -> Rule:
     """Make a rule: the value fits all these rules."""
 
-    def judge(value: Any, asked: Asked) -> str:
-        return next(filter(None, (rule(value, asked) for rule in rules)), "")
+    def judge(value: Any, call: Asked) -> str:
+        return next(filter(None, (rule(value, call) for rule in rules)), "")
 
     return judge
 
 
-def a_few_conditions(value: Sequence[csi.VolumeHealth.VolumeHealthEntry], _asked: Asked) -> str:
+def a_few_conditions(value: Sequence[csi.VolumeHealth.VolumeHealthEntry], _call: Asked) -> str:
     """Require conditions of a volume within the limits of number and length that Carver keeps."""
     if len(value) > _MOST_CONDITIONS:
         return f"there may be at most {_MOST_CONDITIONS}"
@@ -269,37 +271,38 @@ def a_few_conditions(value: Sequence[csi.VolumeHealth.VolumeHealthEntry], _asked
     return ""
 
 
-def not_negative(value: Any, _asked: Asked) -> str:
+def not_negative(value: Any, _call: Asked) -> str:
     """Require a number of bytes that is not negative."""
     number = value if isinstance(value, int) else value.value
     return "" if number >= 0 else "it must not be negative"
 
 
-def asked_size(value: int, asked: Asked) -> str:
+def asked_size(value: int, call: Asked) -> str:
     """Require a size within the request's capacity range."""
-    wanted = asked.request.capacity_range
-    if SizeRange(wanted.required_bytes, wanted.limit_bytes).allows(value):
+    expected = call.request.capacity_range
+    if SizeRange(expected.required_bytes, expected.limit_bytes).allows(value):
         return ""
     return (
-        f"asked for were {wanted.required_bytes} to {wanted.limit_bytes or 'any number of'} bytes"
+        f"asked for were {expected.required_bytes} to"
+        f" {expected.limit_bytes or 'any number of'} bytes"
     )
 
 
-def made_size(value: int, asked: Asked) -> str:
+def made_size(value: int, call: Asked) -> str:
     """Require the size of a new volume: the requested size, rounded up.
 
     A copy is as large as its source, whose size the controller does not know.
     """
-    if problem := asked_size(value, asked):
+    if problem := asked_size(value, call):
         return problem
-    wanted = asked.request.capacity_range
-    is_bound = wanted.limit_bytes or asked.request.HasField("volume_content_source")
-    if is_bound or value <= wanted.required_bytes + _MOST_ROUNDING:
+    expected = call.request.capacity_range
+    is_bound = expected.limit_bytes or call.request.HasField("volume_content_source")
+    if is_bound or value <= expected.required_bytes + _MOST_ROUNDING:
         return ""
-    return f"asked for were {wanted.required_bytes} bytes"
+    return f"asked for were {expected.required_bytes} bytes"
 
 
-def a_context(value: Mapping[str, str], _asked: Asked) -> str:
+def a_context(value: Mapping[str, str], _call: Asked) -> str:
     """Require a context with Carver's own keys only, within the limits of CSI.
 
     Carver on the node reads the context when it publishes the volume.
@@ -312,39 +315,39 @@ def a_context(value: Mapping[str, str], _asked: Asked) -> str:
     return "" if size <= _MOST_MAP_BYTES else f"it has more than {_MOST_MAP_BYTES} bytes"
 
 
-def asked_source(value: csi.VolumeContentSource, asked: Asked) -> str:
+def asked_source(value: csi.VolumeContentSource, call: Asked) -> str:
     """Require the request's content source, or none if the request has none."""
-    wanted, field = routes.source(asked.request.volume_content_source)
-    if routes.source(value) == (wanted, field):
+    expected, field = routes.source(call.request.volume_content_source)
+    if routes.source(value) == (expected, field):
         return ""
-    return f"asked for was {field} {wanted!r}" if field else "no source was asked for"
+    return f"asked for was {field} {expected!r}" if field else "no source was asked for"
 
 
-def a_time(value: Any, _asked: Asked) -> str:
+def a_time(value: Any, _call: Asked) -> str:
     """Require a time that a Timestamp can have."""
     fits = value.seconds in _SECONDS and value.nanos in _NANOSECONDS
     return "" if fits else "it is no moment"
 
 
-def a_page(value: Sequence[Any], asked: Asked) -> str:
+def a_page(value: Sequence[Any], call: Asked) -> str:
     """Require at most as many entries as were asked for, or as Carver's own pages have."""
-    most = asked.request.max_entries or MOST_ENTRIES
+    most = call.request.max_entries or MOST_ENTRIES
     return f"there may be at most {most}" if most < len(value) else ""
 
 
-def advances(value: str, asked: Asked) -> str:
+def advances(value: str, call: Asked) -> str:
     """Require an empty token at the end of the list, or one that is beyond the request's token.
 
     A page with a token must have entries.
     """
-    if not value or (value > asked.request.starting_token and asked.part.entries):
+    if not value or (value > call.request.starting_token and call.part.entries):
         return ""
-    return f"the page began at {asked.request.starting_token!r}"
+    return f"the page began at {call.request.starting_token!r}"
 
 
-def ranges(value: Sequence[csi.BlockMetadata], asked: Asked) -> str:
+def ranges(value: Sequence[csi.BlockMetadata], call: Asked) -> str:
     """Require ranges within the snapshot, at most as many as were asked for."""
-    most, size = asked.request.max_results or _MOST_RANGES, asked.part.volume_capacity_bytes
+    most, size = call.request.max_results or _MOST_RANGES, call.part.volume_capacity_bytes
     if most < len(value):
         return f"there may be at most {most}"
     if all(
@@ -359,17 +362,17 @@ def _place(identity: str) -> str:
     return identity.partition("/")[0]
 
 
-def _not_there(identity: str, asked: Asked) -> str:
+def _not_there(identity: str, call: Asked) -> str:
     """Return why an id is not on the node that answered; empty if it may be there."""
-    if _place(identity) not in asked.places:
-        return _in_no_group(asked)
-    if (parsed := VolumeId.parse(identity)) is not None and asked.is_anothers(parsed):
-        return f"its PersistentVolume names another node than {asked.node}"
+    if _place(identity) not in call.places:
+        return _in_no_group(call)
+    if (parsed := VolumeId.parse(identity)) is not None and call.is_anothers(parsed):
+        return f"its PersistentVolume names another node than {call.node}"
     return ""
 
 
-def _in_no_group(asked: Asked) -> str:
-    return f"it is in no volume group of node {asked.node}"
+def _in_no_group(call: Asked) -> str:
+    return f"it is in no volume group of node {call.node}"
 
 
 # Rules, by the fields of a message.
@@ -518,18 +521,18 @@ class Row:
     @classmethod
     def of(cls, service: str, method: str) -> "Row":
         """Return the rules of an RPC's answer. Raises KeyError for an RPC without rules."""
-        parts: dict[tuple[str, ...], list[tuple[str, Rule]]] = {}
+        rules_by_path: dict[tuple[str, ...], list[tuple[str, Rule]]] = {}
         for path, rule in RULES[service][method].items():
             *steps, key = path.split(".")
             if rule is not any_value:
-                parts.setdefault(tuple(steps), []).append((key, rule))
+                rules_by_path.setdefault(tuple(steps), []).append((key, rule))
         request = routes.request_class(service, method).DESCRIPTOR
         identities = tuple(_identities(request, ()))
         answer = routes.response_class(service, method)
         is_list = "entries" in answer.DESCRIPTOR.fields_by_name
-        return cls(answer, identities, parts, MOST_PAGE_BYTES if is_list else _MOST_BYTES)
+        return cls(answer, identities, rules_by_path, MOST_PAGE_BYTES if is_list else _MOST_BYTES)
 
-    def judge(self, asked: Asked, data: bytes) -> Any:
+    def judge(self, call: Asked, data: bytes) -> Any:
         """Parse and check an answer, and return it. Raises Untrue.
 
         1. Refuse an answer with too many bytes, and parse it.
@@ -545,36 +548,36 @@ class Row:
         if len(data) > self.most_bytes:
             raise Untrue("the answer", data, f"it has more than {self.most_bytes} bytes")
         try:
-            answer = asked.answer = self.answer.FromString(data)
+            answer = call.answer = self.answer.FromString(data)
         except DecodeError:
             raise Untrue("the answer", data, "it cannot be read") from None
         for steps, key in self.identities:
-            for part in _parts(asked.request, steps):
-                self._judge_asked(getattr(part, key), asked, key)
+            for part in _parts(call.request, steps):
+                self._judge_asked(getattr(part, key), call, key)
         for steps, rules in self.parts.items():
             for part in _parts(answer, steps):
-                asked.part = part
+                call.part = part
                 for key, rule in rules:
                     value = getattr(part, key)
-                    if problem := rule(value, asked):
+                    if problem := rule(value, call):
                         raise Untrue(".".join((*steps, key)), value, problem)
         if isinstance(answer, csi.ControllerListVolumeHealthResponse):
-            _leave_out(answer, asked)
+            _leave_out(answer, call)
         return answer
 
     @staticmethod
-    def _judge_asked(value: Any, asked: Asked, key: str) -> None:
+    def _judge_asked(value: Any, call: Asked, key: str) -> None:
         """Raise Untrue if an id in the request is another node's.
 
         The node then answered that it carried out a call about another node's volume.
         """
         for identity in [value] if isinstance(value, str) else value:
             # A text that is no volume id names no volume: deleting it succeeds.
-            if VolumeId.parse(identity) is not None and (problem := _not_there(identity, asked)):
+            if VolumeId.parse(identity) is not None and (problem := _not_there(identity, call)):
                 raise Untrue(f"the request's {key}", identity, problem)
 
 
-def _leave_out(answer: csi.ControllerListVolumeHealthResponse, asked: Asked) -> None:
+def _leave_out(answer: csi.ControllerListVolumeHealthResponse, call: Asked) -> None:
     """Remove the health of other nodes' volumes from an answer: those nodes list it themselves.
 
     A node goes on to report the volumes of a volume group as missing after the group was attached
@@ -585,12 +588,12 @@ def _leave_out(answer: csi.ControllerListVolumeHealthResponse, asked: Asked) -> 
         for health in answer.entries
         if (parsed := VolumeId.parse(health.volume_id))
     ]
-    asked.left_out = [parsed for _, parsed in parsed_entries if asked.is_elsewhere(parsed)]
-    own_entries = [health for health, parsed in parsed_entries if parsed not in asked.left_out]
+    call.left_out = [parsed for _, parsed in parsed_entries if call.is_elsewhere(parsed)]
+    own_entries = [health for health, parsed in parsed_entries if parsed not in call.left_out]
     if len(own_entries) < len(answer.entries):
-        kept = [health.SerializeToString() for health in own_entries]
+        own_data = [health.SerializeToString() for health in own_entries]
         del answer.entries[:]
-        answer.entries.extend(map(csi.VolumeHealth.FromString, kept))
+        answer.entries.extend(map(csi.VolumeHealth.FromString, own_data))
 
 
 def _identities(message: Any, steps: Sequence[str]) -> Iterator[tuple[Sequence[str], str]]:

@@ -92,7 +92,7 @@ class _Signer:
         return x509.load_pem_x509_certificate(self.certificate)
 
     def is_valid(self, now: datetime.datetime) -> bool:
-        """Whether the authority is valid at the time `now`: begun, and not expired."""
+        """Return whether the authority is valid at the time `now`: begun, and not expired."""
         parsed = self.parsed
         return parsed.not_valid_before_utc <= now < parsed.not_valid_after_utc
 
@@ -126,16 +126,16 @@ class _Signer:
 def _builder(
     subject: x509.Name,
     public_key: ec.EllipticCurvePublicKey,
-    begins: datetime.datetime,
-    ends: datetime.datetime,
+    not_before: datetime.datetime,
+    not_after: datetime.datetime,
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .public_key(public_key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(begins)
-        .not_valid_after(ends)
+        .not_valid_before(not_before)
+        .not_valid_after(not_after)
     )
 
 
@@ -217,20 +217,20 @@ class Authority:
     def _publish(self) -> None:
         """Write the trusted authorities into the ConfigMap, unless it has them already."""
         path = f"{self._maps}/{self._name}"
-        wanted = {"ca.crt": self.bundle.decode("ascii")}
+        data = {"ca.crt": self.bundle.decode("ascii")}
         published = self._objects.find(path, "ConfigMap")
         if published is None:
-            self._objects.create(self._maps, self._object("ConfigMap", wanted))
-        elif published.get("data") != wanted:
+            self._objects.create(self._maps, self._object("ConfigMap", data))
+        elif published.get("data") != data:
             version = published["metadata"]["resourceVersion"]
-            self._objects.change(path, {"data": wanted}, version)
+            self._objects.change(path, {"data": data}, version)
 
     def _object(self, kind: str, data: Mapping[str, str]) -> dict[str, Any]:
         metadata = {"name": self._name}
         return {"apiVersion": "v1", "kind": kind, "metadata": metadata, "data": dict(data)}
 
 
-def _renewed(known: Mapping[str, _Signer], now: datetime.datetime) -> dict[str, _Signer]:
+def _renewed(stored: Mapping[str, _Signer], now: datetime.datetime) -> dict[str, _Signer]:
     """Return the authorities that the Secret is to hold now, by role.
 
     1. If no current authority is there, or it is not valid: a valid previous or next authority
@@ -246,7 +246,7 @@ def _renewed(known: Mapping[str, _Signer], now: datetime.datetime) -> dict[str, 
     the previous authority until another authority takes that role. A controller with a right clock
     makes it the current one again.
     """
-    renewed = dict(known)
+    renewed = dict(stored)
     if _CURRENT not in renewed or not renewed[_CURRENT].is_valid(now):
         heirs = [
             role for role in (_PREVIOUS, _NEXT) if role in renewed and renewed[role].is_valid(now)

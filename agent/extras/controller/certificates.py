@@ -82,15 +82,17 @@ class Certificates:
     @classmethod
     def read(cls, directory: Path) -> Self:
         """Read the three files. Raises BadConfig if one cannot be read, or they do not match."""
-        read = cls(*(read_pem(directory / name) for name in (_AUTHORITY, _CERTIFICATE, _KEY)))
+        certificates = cls(
+            *(read_pem(directory / name) for name in (_AUTHORITY, _CERTIFICATE, _KEY))
+        )
         try:
-            read.check()
+            certificates.check()
         except (ssl.SSLError, ValueError) as error:
             # The files do not match, for instance, while they are being replaced one after the
             # other.
             problem = f"{_CERTIFICATE}, {_KEY} and {_AUTHORITY} cannot be used together: {error}"
             raise errors.BadConfig(str(directory), "tls_directory", problem) from None
-        return read
+        return certificates
 
     def check(self) -> None:
         """Check that the certificate fits the key. Raises SSLError or ValueError."""
@@ -124,35 +126,36 @@ class Certificates:
 
 
 def server_credentials(
-    current: Callable[[], Certificates], *, of_any: bool = False
+    current: Callable[[], Certificates], *, any_client: bool = False
 ) -> grpc.ServerCredentials:
     """Return a server's credentials, which call `current` at each connection.
 
-    Clients must have a certificate, too, except with `of_any`. Raises BadConfig if the certificates
-    cannot be read now. If the certificates cannot be read later, the last ones stay in use.
+    Clients must have a certificate, too, except with `any_client`. Raises BadConfig if the
+    certificates cannot be read now. If the certificates cannot be read later, the last ones stay in
+    use.
     """
-    known = current()
+    served_certificates = current()
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal known
+        nonlocal served_certificates
         try:
-            read = current()
+            new_certificates = current()
         except errors.BadConfig as error:
             _log.warning("the certificates stay as they were: %s", error)
             return None
-        if read == known:
+        if new_certificates == served_certificates:
             # The same certificates must not be given to gRPC again at each connection: if two
             # clients connect at once, gRPC frees what the other connection uses, and the process
             # crashes (issue 36693 of grpc/grpc).
             return None
-        known = read
+        served_certificates = new_certificates
         _log.info("serving with another certificate")
-        return read.for_server()
+        return new_certificates.for_server()
 
     return grpc.dynamic_ssl_server_credentials(
-        known.for_server(),
+        served_certificates.for_server(),
         renewed,  # type: ignore[arg-type]  # None: as it was (grpc's documentation)
-        require_client_authentication=not of_any,
+        require_client_authentication=not any_client,
     )
 
 
@@ -182,10 +185,11 @@ class OnlyFrom(grpc.ServerInterceptor):
         def call(request: Any, context: grpc.ServicerContext) -> Any:
             names: Iterable[Any] = context.auth_context().get(_NAMES, ())
             if self._name.encode() not in names:
-                had = ", ".join(name.decode() for name in names) or "none"
+                peer_names = ", ".join(name.decode() for name in names) or "none"
                 context.abort(
                     grpc.StatusCode.PERMISSION_DENIED,
-                    f"only {self._name} may call this node; the certificate's names are: {had}",
+                    f"only {self._name} may call this node; the certificate's names are:"
+                    f" {peer_names}",
                 )
             return behaviour(request, context)
 

@@ -88,19 +88,19 @@ class Claims:
         self._driver_name, self.topology_key = driver_name, topology_key
         self._segments = SharedReading(self._read_segments, time.monotonic)
 
-    def has_node(self, segment: str, begun: float) -> bool:
-        """Whether the cluster has a Node whose name leads to this topology segment, ready or not.
+    def has_node(self, segment: str, since_seconds: float) -> bool:
+        """Return whether the cluster has a Node, ready or not, whose name gives a topology segment.
 
         Labels do not count: root on a node can write the labels of its Node. If the Node exists,
-        that is one request for a few bytes. Only the list of all Nodes proves that a Node does not
-        exist, or shows a name that was shortened. Concurrent calls share a list that was read after
-        they were asked, at `begun` (monotonic, seconds).
+        the look-up is one request for a few bytes. Only the list of all Nodes proves that a Node
+        does not exist, or shows a name that was shortened. Concurrent calls share a list that was
+        read after `since_seconds` (monotonic), the time at which this call began.
         """
         if not ids.looks_shortened(segment):
             listing = self._lists.metadata(NODES, fieldSelector=f"metadata.name={segment}")
             if listing.items:
                 return True
-        return segment in self._segments.since(begun)
+        return segment in self._segments.since(since_seconds)
 
     def _read_segments(self) -> frozenset[str]:
         """Return the topology segments of all Nodes, by their names."""
@@ -108,7 +108,7 @@ class Claims:
         return frozenset(ids.node_segment(node["metadata"]["name"]) for node in nodes)
 
     def is_scheduled(self, claim: ClaimName) -> bool:
-        """Whether the scheduler chose a node for a claim.
+        """Return whether the scheduler chose a node for a claim.
 
         The scheduler does so for a class with volumeBindingMode WaitForFirstConsumer.
 
@@ -125,15 +125,15 @@ class Claims:
         it has neither a PersistentVolume nor a source of this driver, if its source does not exist
         yet, and beyond the first 64.
         """
-        others = []
+        other_claims = []
         for pod in self._waiting(claim.namespace):
             names = dict.fromkeys(claims_of(pod))
             if claim.name in names and not pod["metadata"].get("deletionTimestamp"):
                 pod_name = pod["metadata"]["name"]
-                others += [(pod_name, name) for name in names if name != claim.name]
+                other_claims += [(pod_name, name) for name in names if name != claim.name]
         return [
             place
-            for pod_name, name in others[:_MOST_CLAIMS]
+            for pod_name, name in other_claims[:_MOST_CLAIMS]
             for place in self._places(pod_name, claim.namespace, name)
         ]
 
@@ -149,8 +149,8 @@ class Claims:
             return
         spec = claim.get("spec") or {}
         if spec.get("volumeName"):
-            bound = self._volume_of(claim)
-            segments = frozenset(references.nodes_of(bound, self.topology_key))
+            volume_spec = self._volume_of(claim)
+            segments = frozenset(references.nodes_of(volume_spec, self.topology_key))
             if segments:
                 yield OtherVolume(pod, name, segments=segments)
         elif source := self._source(namespace, spec):
@@ -172,9 +172,9 @@ class Claims:
         """Return the id of a snapshot; until the snapshot is taken, that of its volume."""
         path = _path(f"/apis/{_SNAPSHOTS}/v1", namespace, "volumesnapshots", name)
         snapshot = self._objects.find(path, "VolumeSnapshot") or {}
-        bound = (snapshot.get("status") or {}).get("boundVolumeSnapshotContentName")
+        content_name = (snapshot.get("status") or {}).get("boundVolumeSnapshotContentName")
         snapshot_source = (snapshot.get("spec") or {}).get("source") or {}
-        if content := bound or snapshot_source.get("volumeSnapshotContentName"):
+        if content := content_name or snapshot_source.get("volumeSnapshotContentName"):
             content_object = self._objects.find(f"{CONTENTS}/{_quoted(content)}", _CONTENT) or {}
             spec, status = content_object.get("spec") or {}, content_object.get("status") or {}
             if not _is_for(spec.get("volumeSnapshotRef"), namespace, name):
@@ -192,8 +192,8 @@ class Claims:
         source = (self._volume_of(bound_claim).get("csi") if bound_claim else None) or {}
         return self._own_id(source, source.get("volumeHandle"))
 
-    def _own_id(self, of: Object, handle: Any) -> VolumeId | None:
-        is_own = of.get("driver") == self._driver_name
+    def _own_id(self, source: Object, handle: Any) -> VolumeId | None:
+        is_own = source.get("driver") == self._driver_name
         return VolumeId.parse(str(handle)) if is_own else None
 
     def _volume_of(self, claim: Object) -> Object:
@@ -227,7 +227,9 @@ class ClaimQuestions:
         self.claims = claims
         self._questions = Questions("claims", questions.PATIENCE_SECONDS)
 
-    async def ask(self, namespace: str, question: Callable[..., _T], *about: object) -> _T | None:
+    async def ask(
+        self, namespace: str, question: Callable[..., _T], *arguments: object
+    ) -> _T | None:
         """Return the result of a method of `claims`, for a claim of that namespace.
 
         Return None, and log a warning, if the API server refuses for good, such as without the
@@ -235,7 +237,7 @@ class ClaimQuestions:
         does not answer.
         """
         try:
-            return await self._questions.ask(f"namespace {namespace!r}", question, *about)
+            return await self._questions.ask(f"namespace {namespace!r}", question, *arguments)
         except NotInTime as error:
             problem, is_refusal = str(error), False
         except (errors.ClusterRefused, errors.ClusterSilent) as error:
@@ -243,7 +245,7 @@ class ClaimQuestions:
         except (AttributeError, KeyError, TypeError) as error:
             problem = f"an object cannot be parsed: {type(error).__name__}: {error}"
             is_refusal = True
-        subjects = ", ".join(map(str, about))
+        subjects = ", ".join(map(str, arguments))
         problem = f"cannot look up {subjects}, for which a volume is to be made: {problem}"
         if not is_refusal:
             raise unavailable(f"{problem}; ask again")
@@ -256,7 +258,7 @@ class ClaimQuestions:
 
 
 def _is_for(reference: Object | None, namespace: str, name: str) -> bool:
-    """Whether a cluster-wide object refers to this object of a namespace.
+    """Return whether a cluster-wide object refers to this object of a namespace.
 
     A reference in the other direction proves nothing: anyone in a namespace may make an object that
     names another's PersistentVolume or content.

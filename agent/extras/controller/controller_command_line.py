@@ -36,9 +36,9 @@ _SETTINGS = (
 )
 
 
-def add(line: CommandLine) -> None:
+def add(command_line: CommandLine) -> None:
     """Add the command `controller` to the command line."""
-    parser = line.commands.add_parser(
+    parser = command_line.commands.add_parser(
         "controller",
         help="serve CSI for a whole cluster: pass each call on to its node",
         description="Serve CSI on a unix socket for the sidecars of a whole cluster: each call is"
@@ -87,10 +87,10 @@ def _status(config: settings.Config, parsed: argparse.Namespace) -> int:
         except grpc.RpcError as error:
             raise errors.CallRefused(error.code().name, error.details() or "") from None
     if parsed.json:
-        shown = MessageToJson(
+        json_text = MessageToJson(
             answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
         )
-        sys.stdout.write(f"{shown}\n")
+        sys.stdout.write(f"{json_text}\n")
     else:
         sys.stdout.writelines(f"{line}\n" for line in lines(answer, time.time()))
     return 1 if any(node.problem for node in answer.nodes) else 0

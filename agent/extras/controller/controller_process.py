@@ -184,13 +184,15 @@ class ClusterController:
         now, monotonic = time.time(), time.monotonic()
         answer = carver.NodesResponse(certificate_ends_seconds=self._certificates.ends_seconds)
         for node in self.nodes:
-            answered = now - (monotonic - node.answered_seconds) if node.answered_seconds else 0.0
+            answered_at = (
+                now - (monotonic - node.answered_seconds) if node.answered_seconds else 0.0
+            )
             answer.nodes.add(
                 name=node.name,
                 address=node.address,
                 version=node.version,
                 problem=node.problem or self.nodes.conflict(node),
-                answered_seconds=answered,
+                answered_seconds=answered_at,
                 groups=node.groups,
             )
         return answer.SerializeToString()
@@ -204,25 +206,25 @@ def run(config: Config) -> None:
     with (
         process_ender(_STOP_SECONDS) as ender,
         claimed(config.endpoint),
-        ExitStack() as ending,
+        ExitStack() as exit_stack,
     ):
         observers: list[Callable[[Call], None]] = []
-        text = {"/healthz": monitor.Page(monitor.healthz(config.endpoint))}
+        pages = {"/healthz": monitor.Page(monitor.healthz(config.endpoint))}
         controller = ClusterController(config, _source(config), lambda call: _tell(observers, call))
         orphans = orphan_watch(config)
         orphans.start()
-        ending.callback(orphans.stop)
+        exit_stack.callback(orphans.stop)
         if config.metrics_address is not None:
             from agent.extras.controller.controller_metrics import Metrics
 
             metrics = Metrics(controller.nodes, orphans.gauges)
             observers.append(metrics.count_call)
-            text["/metrics"] = monitor.Page(metrics.text, metrics.CONTENT_TYPE)
+            pages["/metrics"] = monitor.Page(metrics.text, metrics.CONTENT_TYPE)
         for address in (config.metrics_address, config.health_address):
             if address is not None:
-                pages = monitor.Monitor(address, text)
-                pages.start()
-                ending.callback(pages.stop)
+                page_server = monitor.Monitor(address, pages)
+                page_server.start()
+                exit_stack.callback(page_server.stop)
         events = health_events(config, controller.nodes)
         asyncio.run(_serve(controller, config, ender, events))
 
@@ -251,7 +253,7 @@ def orphan_watch(config: Config) -> Extra:
     return Orphans(OrphanWatch(look, interval, first_seconds=_ORPHANS_SECONDS))
 
 
-def health_events(config: Config, known: Nodes) -> Extra:
+def health_events(config: Config, cluster_nodes: Nodes) -> Extra:
     """Return the task that writes Events about unhealthy volumes. Raises BadConfig.
 
     If the settings disable the task, return an extra that does nothing.
@@ -263,7 +265,7 @@ def health_events(config: Config, known: Nodes) -> Extra:
     from agent.extras.kubernetes.objects import Lists, Objects
 
     server = access.find(config.kubeconfig, os.environ)
-    return HealthEvents(config, known, Objects(server), Lists(server))
+    return HealthEvents(config, cluster_nodes, Objects(server), Lists(server))
 
 
 def _tell(observers: Sequence[Callable[[Call], None]], call: Call) -> None:
@@ -274,24 +276,24 @@ def _tell(observers: Sequence[Callable[[Call], None]], call: Call) -> None:
 async def _serve(
     controller: ClusterController, config: Config, ender: ProcessEnder, events: Extra
 ) -> None:
-    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    end_event, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def end() -> None:
-        ended.set()
+        end_event.set()
         ender.is_stopping.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, end)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, end)
     await controller.start()
     events.start()
     _log.info("serving %d nodes on %s", len(controller.nodes), config.endpoint)
-    looking: asyncio.Task[None] | None = None
-    while not ended.is_set():
+    look_task: asyncio.Task[None] | None = None
+    while not end_event.is_set():
         try:
-            await asyncio.wait_for(ended.wait(), _LOOK_SECONDS)
+            await asyncio.wait_for(end_event.wait(), _LOOK_SECONDS)
         except TimeoutError:
-            if looking is None or looking.done():
-                looking = loop.create_task(controller.look())
+            if look_task is None or look_task.done():
+                look_task = loop.create_task(controller.look())
             controller.take()
     events.stop()
     await controller.stop()

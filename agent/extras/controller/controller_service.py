@@ -117,10 +117,10 @@ class Listener(Extra):
         if self._server is not None:
             return
         service, name = self._service, self._service.configuration.now.driver_name
-        only = certificates.OnlyFrom(certificates.controller_name(name))
+        only_controller = certificates.OnlyFrom(certificates.controller_name(name))
         server = grpc.server(
             ThreadPoolExecutor(locks.THREADS, thread_name_prefix="controller"),
-            interceptors=[only, service.interceptor],
+            interceptors=[only_controller, service.interceptor],
             options=certificates.SERVER_OPTIONS,
         )
         csi_pb2_grpc.add_IdentityServicer_to_server(

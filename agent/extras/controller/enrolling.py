@@ -120,7 +120,7 @@ class Enroller:
         _log.info("this node has a certificate until %s", certificate.not_valid_after_utc)
 
     def _needs_certificate(self) -> bool:
-        """Whether this node needs a new certificate.
+        """Return whether this node needs a new certificate.
 
         There are three reasons:
 
@@ -165,10 +165,10 @@ class Enroller:
             raise NotEnrolled(f"{self._directory / _TOKEN}: {error.strerror}") from None
 
 
-def _issued(authority: x509.Certificate, made: x509.Certificate) -> bool:
-    """Whether an authority issued a certificate, by its name and signature."""
+def _issued(authority: x509.Certificate, certificate: x509.Certificate) -> bool:
+    """Return whether an authority issued a certificate, by its name and signature."""
     try:
-        made.verify_directly_issued_by(authority)
+        certificate.verify_directly_issued_by(authority)
     except (ValueError, TypeError, InvalidSignature):
         return False
     return True

@@ -145,7 +145,7 @@ class Enrolment:
         methods: dict[str, Any] = {"Enrol": grpc.unary_unary_rpc_method_handler(self._enrol)}
         handler: Any = grpc.method_handlers_generic_handler("carver.v2.Enrolment", methods)
         server.add_generic_rpc_handlers((handler,))
-        credentials = certificates.server_credentials(lambda: self.certificates, of_any=True)
+        credentials = certificates.server_credentials(lambda: self.certificates, any_client=True)
         self.port = server.add_secure_port(str(self._config.enrolment_address), credentials)
         await server.start()
 
@@ -174,14 +174,14 @@ class Enrolment:
             # Renew the own certificate also while the API server does not answer.
             self.certificates, self._own_made = self._authority.own(self.audience), now
         if not self._refreshed or now - self._refreshed >= _AUTHORITY_SECONDS:
-            before = self._authority.bundle
+            old_bundle = self._authority.bundle
             await asyncio.to_thread(self._authority.refresh)
             self._refreshed = now
-            if before != self._authority.bundle:
+            if old_bundle != self._authority.bundle:
                 self.certificates, self._own_made = self._authority.own(self.audience), now
 
     def _own_lasts(self) -> bool:
-        """Whether the controller's own certificate has begun, and lasts for 12 more hours."""
+        """Return whether the controller's own certificate has begun, and lasts 12 more hours."""
         certificate = x509.load_pem_x509_certificate(self.certificates.certificate)
         now = datetime.datetime.now(datetime.UTC)
         return (
@@ -201,8 +201,8 @@ class Enrolment:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"address: {error}")
         if not address:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "address: is required")
-        proved = await self._node_of(request.token, context)
-        node, answer = proved.node, carver.EnrolResponse()
+        review = await self._node_of(request.token, context)
+        node, answer = review.node, carver.EnrolResponse()
         if request.certificate_request:
             if not self._takes_more(node):
                 await context.abort(
@@ -215,7 +215,7 @@ class Enrolment:
             name = certificates.node_name(node, self._config.driver_name)
             answer.certificate = self._authority.sign(name, key)
             _log.info("node %s at %s got a certificate", node, address)
-        self.record.enrol(node, address, proved.uid)
+        self.record.enrol(node, address, review.uid)
         return answer.SerializeToString()
 
     def _takes_more(self, node: str) -> bool:
@@ -226,20 +226,20 @@ class Enrolment:
         thousands of certificates.
         """
         now = time.monotonic()
-        until = max(self._signed.get(node, now), now) + _CERTIFICATE_SECONDS
-        if until - now > _CERTIFICATES_AT_ONCE * _CERTIFICATE_SECONDS:
+        ahead_until = max(self._signed.get(node, now), now) + _CERTIFICATE_SECONDS
+        if ahead_until - now > _CERTIFICATES_AT_ONCE * _CERTIFICATE_SECONDS:
             return False
         if len(self._signed) >= _MOST_REVIEWED:
             self._signed = {name: moment for name, moment in self._signed.items() if moment > now}
-        self._signed[node] = until
+        self._signed[node] = ahead_until
         return True
 
     async def _node_of(self, token: str, context: Any) -> _Reviewed:
         """Return the node of the pod that a token is bound to; abort the call without one."""
         digest = hashlib.sha256(token.encode()).hexdigest()
-        reviewed = self._reviewed.get(digest)
-        if reviewed is not None and self._counts(reviewed, digest):
-            return reviewed
+        review = self._reviewed.get(digest)
+        if review is not None and self._counts(review, digest):
+            return review
         # gRPC's name of a peer is, for instance, ipv4:10.0.0.1:40000; the host is the part before
         # the port.
         host = context.peer().rpartition(":")[0]
@@ -252,11 +252,11 @@ class Enrolment:
             self._reviewers, self._review, token, digest
         )
 
-        def ended(reviewed: "asyncio.Future[_Reviewed]") -> None:
+        def ended(future: "asyncio.Future[_Reviewed]") -> None:
             # The host may send another token, also if this caller has gone and does not read the
             # error.
             self._reviewing.discard(host)
-            _ = reviewed.cancelled() or reviewed.exception()
+            _ = future.cancelled() or future.exception()
 
         reviewing.add_done_callback(ended)
         try:
@@ -273,11 +273,11 @@ class Enrolment:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"token: {error}")
         raise AssertionError
 
-    def _counts(self, known: _Reviewed, digest: str) -> bool:
-        """Whether the review of a token need not be repeated."""
-        is_last = self._last.get(known.node) == digest
-        is_same = self.record.uid_of(known.node) == known.uid
-        return is_last and is_same and known.until > time.monotonic()
+    def _counts(self, review: _Reviewed, digest: str) -> bool:
+        """Return whether the review of a token need not be repeated."""
+        is_last = self._last.get(review.node) == digest
+        is_same = self.record.uid_of(review.node) == review.uid
+        return is_last and is_same and review.until > time.monotonic()
 
     def _review(self, token: str, digest: str) -> _Reviewed:
         """Have the API server review a token, and keep the result.

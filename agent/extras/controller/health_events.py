@@ -77,7 +77,7 @@ class _Key(NamedTuple):
 
 
 class _Fate(enum.Enum):
-    """What became of a condition: it lasts or is unknown, is over, or is gone with its volume."""
+    """The fate of a condition: it lasts or is not known, it is over, or it went with its volume."""
 
     LASTS = enum.auto()
     OVER = enum.auto()
@@ -86,7 +86,10 @@ class _Fate(enum.Enum):
 
 @dataclass
 class _Condition:
-    """A condition that was found, and is not known to be over. Times are monotonic, in seconds."""
+    """A condition that a node reported, and that is not known to be over.
+
+    Times are monotonic, in seconds.
+    """
 
     key: _Key
     node: str
@@ -129,7 +132,7 @@ class HealthEvents(Extra):
         self._loop: asyncio.AbstractEventLoop
         self._conditions: dict[_Key, _Condition] = {}
         # The names of the nodes whose volumes were listed before.
-        self._read_volume: frozenset[str] = frozenset()
+        self._listed_nodes: frozenset[str] = frozenset()
         # How often a condition was over, and when it last was.
         self._ends: dict[_Key, tuple[int, float]] = {}
         # The text of the last Event about nodes that share a volume group, by the node's name.
@@ -176,11 +179,11 @@ class HealthEvents(Extra):
 
     async def _ask_all(self) -> Mapping[str, Sequence[_Condition]]:
         """Return the conditions of volumes by the name of their node, of the nodes that answer."""
-        turn, conditions = asyncio.Semaphore(_AT_ONCE), dict[str, Sequence[_Condition]]()
+        limit, conditions = asyncio.Semaphore(_AT_ONCE), dict[str, Sequence[_Condition]]()
         problems: dict[str, str] = {}
 
         async def ask(node: Node) -> None:
-            async with turn:
+            async with limit:
                 try:
                     async with asyncio.timeout(_PATIENCE_SECONDS):
                         conditions[node.name] = await self._listed(node)
@@ -232,42 +235,44 @@ class HealthEvents(Extra):
                 segment,
                 _status(entry.status),
                 entry.message[:_MESSAGE_CHARACTERS],
-                is_new=node.name in self._read_volume,
+                is_new=node.name in self._listed_nodes,
             )
             for entry in health.health_statuses
         ]
 
     # Write Events
 
-    def _note(self, found: Mapping[str, Sequence[_Condition]], now: float) -> None:
+    def _note(self, reported: Mapping[str, Sequence[_Condition]], now: float) -> None:
         """Take over the conditions that nodes reported in this round."""
-        for conditions in found.values():
+        for conditions in reported.values():
             for condition in conditions:
-                kept = self._conditions.setdefault(condition.key, condition)
-                kept.node, kept.segment = condition.node, condition.segment
-                kept.status, kept.message, kept.seen_seconds = (
+                kept_condition = self._conditions.setdefault(condition.key, condition)
+                kept_condition.node, kept_condition.segment = condition.node, condition.segment
+                kept_condition.status, kept_condition.message, kept_condition.seen_seconds = (
                     condition.status,
                     condition.message,
                     now,
                 )
-        self._forget(found)
-        looked = self._read_volume.union(found)
-        self._read_volume = frozenset(name for name in looked if self._nodes.get(name) is not None)
-        lately = now - _COUNTED_SECONDS
-        self._ends = {key: end for key, end in self._ends.items() if end[1] > lately}
+        self._forget(reported)
+        listed_nodes = self._listed_nodes.union(reported)
+        self._listed_nodes = frozenset(
+            name for name in listed_nodes if self._nodes.get(name) is not None
+        )
+        oldest_end = now - _COUNTED_SECONDS
+        self._ends = {key: end for key, end in self._ends.items() if end[1] > oldest_end}
 
     def _forget(self, nodes: Iterable[str]) -> None:
         """Forget the conditions above a node's limit that were reported the longest ago."""
-        of = {name: list[_Condition]() for name in nodes}
+        by_node = {name: list[_Condition]() for name in nodes}
         for condition in self._conditions.values():
-            if condition.node in of:
-                of[condition.node].append(condition)
-        for conditions in of.values():
+            if condition.node in by_node:
+                by_node[condition.node].append(condition)
+        for conditions in by_node.values():
             conditions.sort(key=lambda condition: condition.seen_seconds, reverse=True)
             for condition in conditions[_MOST_OF_A_NODE:]:
                 del self._conditions[condition.key]
 
-    def _say(self, found: Mapping[str, Sequence[_Condition]], now: float) -> None:
+    def _say(self, reported: Mapping[str, Sequence[_Condition]], now: float) -> None:
         """Write Events of conditions that began and that are over.
 
         1. A condition begins if this round found the condition and it has no Event yet.
@@ -279,24 +284,28 @@ class HealthEvents(Extra):
            failures, none at all.
         """
         conditions = sorted(self._conditions.values(), key=lambda condition: condition.due_seconds)
-        due = [condition for condition in conditions if condition.due_seconds <= now]
-        begun = [
+        due_conditions = [condition for condition in conditions if condition.due_seconds <= now]
+        new_conditions = [
             condition
-            for condition in due
+            for condition in due_conditions
             if condition.subjects is None and condition.seen_seconds == now
         ]
         # A condition may end only if its node answered without naming it, or left the cluster.
-        answered = [
+        answered_conditions = [
             condition
-            for condition in due
-            if condition.node in found or self._nodes.get(condition.node) is None
+            for condition in due_conditions
+            if condition.node in reported or self._nodes.get(condition.node) is None
         ]
-        ending = [
-            condition for condition in answered if now - condition.seen_seconds >= _CALM_SECONDS
+        ending_conditions = [
+            condition
+            for condition in answered_conditions
+            if now - condition.seen_seconds >= _CALM_SECONDS
         ]
-        work = [(condition, self._beginning(condition)) for condition in _round_robin(begun)]
-        if ending:
-            work += self._in_loop(self._ended(_round_robin(ending)))
+        work = [
+            (condition, self._beginning(condition)) for condition in _round_robin(new_conditions)
+        ]
+        if ending_conditions:
+            work += self._in_loop(self._ended(_round_robin(ending_conditions)))
         users = VolumeUsers(
             self._objects, self._lists, self._config.driver_name, self._config.topology_key
         )
@@ -329,7 +338,7 @@ class HealthEvents(Extra):
             self._is_refused = False
 
     async def _found_conflicts(self) -> Mapping[str, str]:
-        """Return the error text for each node whose volume groups others have, too, by its name."""
+        """Return the error texts of nodes whose volume groups other nodes have, by node name."""
         conflicts = {node.name: self._nodes.conflict(node, is_lasting=True) for node in self._nodes}
         return {name: problem for name, problem in conflicts.items() if problem}
 
@@ -350,90 +359,100 @@ class HealthEvents(Extra):
             self._events.ensure(subject, event, is_new=True)
             self._conflicts[name] = problem
 
-    async def _ended(self, ending: Sequence[_Condition]) -> list[tuple[_Condition, Event]]:
+    async def _ended(
+        self, ending_conditions: Sequence[_Condition]
+    ) -> list[tuple[_Condition, Event]]:
         """Return the Events of conditions that are over according to their nodes.
 
         Conditions that are over, and have no Event yet, are forgotten. Each node has at most ten
         seconds for all its conditions in a round, as the Events of all other nodes wait for this.
         """
-        turn, over = asyncio.Semaphore(_AT_ONCE), list[tuple[_Condition, Event]]()
-        loop, spent = asyncio.get_running_loop(), defaultdict[str, float](float)
+        limit, ended_events = asyncio.Semaphore(_AT_ONCE), list[tuple[_Condition, Event]]()
+        loop, spent_seconds = asyncio.get_running_loop(), defaultdict[str, float](float)
 
-        async def judge(one: _Condition) -> None:
-            async with turn:
-                if spent[one.node] >= _PATIENCE_SECONDS:
+        async def judge(condition: _Condition) -> None:
+            async with limit:
+                if spent_seconds[condition.node] >= _PATIENCE_SECONDS:
                     # The node's time limit for this round is used up; its other conditions are
                     # judged in the next round.
                     return
-                begun = loop.time()
-                fate, others = await self._outcome(one)
-                spent[one.node] += loop.time() - begun
+                start_seconds = loop.time()
+                fate, other_reasons = await self._outcome(condition)
+                spent_seconds[condition.node] += loop.time() - start_seconds
             if fate is _Fate.LASTS:
-                one.due_seconds = self._monotonic() + _AGAIN_SECONDS
-            elif fate is _Fate.OVER and one.subjects:
-                over.append((one, self._end(one, others)))
+                condition.due_seconds = self._monotonic() + _AGAIN_SECONDS
+            elif fate is _Fate.OVER and condition.subjects:
+                ended_events.append((condition, self._end(condition, other_reasons)))
             else:
-                del self._conditions[one.key]
+                del self._conditions[condition.key]
 
-        await asyncio.gather(*map(judge, ending))
-        return over
+        await asyncio.gather(*map(judge, ending_conditions))
+        return ended_events
 
-    async def _outcome(self, one: _Condition) -> tuple[_Fate, Sequence[str]]:
+    async def _outcome(self, condition: _Condition) -> tuple[_Fate, Sequence[str]]:
         """Return what became of a condition that the node's list lacks, and the volume's reasons.
 
         A list also lacks the condition if the node was restarted and has not scanned the volume
         group since.
         """
-        request = csi.ControllerGetVolumeHealthRequest(volume_id=one.key.volume_id)
+        request = csi.ControllerGetVolumeHealthRequest(volume_id=condition.key.volume_id)
         try:
-            node = await self._nodes.owner(one.key.volume_id, "volume_id")
+            node = await self._nodes.owner(condition.key.volume_id, "volume_id")
             health = (await self._asked(node, _GET, request)).volume_health
         except grpc.aio.AioRpcError as error:
             is_gone = error.code() is grpc.StatusCode.NOT_FOUND
             return (_Fate.GONE if is_gone else _Fate.LASTS), ()
         except NoOwner:
-            is_gone = self._nodes.get(one.node) is None
+            is_gone = self._nodes.get(condition.node) is None
             return (_Fate.GONE if is_gone else _Fate.LASTS), ()
         except Gone:
             return _Fate.GONE, ()
         except (Exception, asyncio.CancelledError) as error:
-            _log.debug("what became of %s is not known: %s", one.key.volume_id, problem_of(error))
+            _log.debug(
+                "what became of %s is not known: %s", condition.key.volume_id, problem_of(error)
+            )
             return _Fate.LASTS, ()
         reasons = [entry.reason for entry in health.health_statuses]
-        return (_Fate.LASTS if one.key.reason in reasons else _Fate.OVER), reasons
+        return (_Fate.LASTS if condition.key.reason in reasons else _Fate.OVER), reasons
 
-    def _subjects(self, one: _Condition, users: VolumeUsers) -> Sequence[Subject]:
+    def _subjects(self, condition: _Condition, users: VolumeUsers) -> Sequence[Subject]:
         """Return the objects that a condition concerns. Raises ClusterRefused, ClusterSilent."""
-        node = self._nodes.get(one.node)
+        node = self._nodes.get(condition.node)
         is_watched = node is not None and node.is_watched
-        return users.of(one.key.volume_id, one.node, one.segment, is_watched=is_watched)
+        return users.of(
+            condition.key.volume_id, condition.node, condition.segment, is_watched=is_watched
+        )
 
-    def _write(self, one: _Condition, event: Event, found: Sequence[Subject]) -> None:
+    def _write(self, condition: _Condition, event: Event, subjects: Sequence[Subject]) -> None:
         """Write the Event of a condition on each of these objects. Raises ClusterRefused."""
-        if one.subjects is None:
-            for subject in found:
-                self._events.ensure(subject, event, is_new=one.is_new)
-            if found:
-                one.subjects, one.due_seconds = found, 0.0
+        if condition.subjects is None:
+            for subject in subjects:
+                self._events.ensure(subject, event, is_new=condition.is_new)
+            if subjects:
+                condition.subjects, condition.due_seconds = subjects, 0.0
             return
-        for subject in found:
-            if subject in one.subjects:
+        for subject in subjects:
+            if subject in condition.subjects:
                 self._events.ensure(subject, event, is_new=True)
-        self._ends[one.key] = event.times, self._monotonic()
-        del self._conditions[one.key]
+        self._ends[condition.key] = event.times, self._monotonic()
+        del self._conditions[condition.key]
 
-    def _beginning(self, one: _Condition) -> Event:
-        message = f"{one.status}: {one.message}"
-        return self._event(WARNING, one.key.reason, message, one)
+    def _beginning(self, condition: _Condition) -> Event:
+        message = f"{condition.status}: {condition.message}"
+        return self._event(WARNING, condition.key.reason, message, condition)
 
-    def _end(self, one: _Condition, others: Sequence[str]) -> Event:
-        rest = f"it still has {', '.join(others)}" if others else "the volume is healthy"
-        return self._event(NORMAL, ENDED, f"{one.key.reason} is over, {rest}", one)
+    def _end(self, condition: _Condition, other_reasons: Sequence[str]) -> Event:
+        remaining_text = (
+            f"it still has {', '.join(other_reasons)}" if other_reasons else "the volume is healthy"
+        )
+        return self._event(
+            NORMAL, ENDED, f"{condition.key.reason} is over, {remaining_text}", condition
+        )
 
-    def _event(self, kind: str, reason: str, message: str, one: _Condition) -> Event:
-        where = f"volume {one.key.volume_id} on node {one.node}"
-        ends, _ = self._ends.get(one.key, (0, 0.0))
-        key = f"{kind} {one.key.reason} {one.key.volume_id}"
+    def _event(self, kind: str, reason: str, message: str, condition: _Condition) -> Event:
+        where = f"volume {condition.key.volume_id} on node {condition.node}"
+        ends, _ = self._ends.get(condition.key, (0, 0.0))
+        key = f"{kind} {condition.key.reason} {condition.key.volume_id}"
         return Event(kind, reason, f"{message}; {where}", key, ends + 1)
 
 
@@ -442,10 +461,10 @@ def _round_robin(conditions: Iterable[_Condition]) -> Sequence[_Condition]:
 
     At most 200 are returned, so that no node takes up the whole round.
     """
-    of: dict[str, list[_Condition]] = {}
+    by_node: dict[str, list[_Condition]] = {}
     for condition in conditions:
-        of.setdefault(condition.node, []).append(condition)
-    rows = chain.from_iterable(zip_longest(*of.values()))
+        by_node.setdefault(condition.node, []).append(condition)
+    rows = chain.from_iterable(zip_longest(*by_node.values()))
     return list(islice(filter(None, rows), _MOST_SAID))
 
 

@@ -50,41 +50,42 @@ async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
     """
     if request.max_entries < 0:
         raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "max_entries: must not be negative")
-    most = min(request.max_entries or MOST_ENTRIES, MOST_ENTRIES)
-    rest, count, token = _from(nodes, request.starting_token)
+    most_entries = min(request.max_entries or MOST_ENTRIES, MOST_ENTRIES)
+    remaining_nodes, count, token = _from(nodes, request.starting_token)
     size_bytes = 0
-    while rest:
-        batch = rest[: 1 if token else _AT_ONCE]
-        room = most - len(answer.entries)
-        first = _request(request, token, room)
-        others = [_request(request, "", room)] * (len(batch) - 1)
-        answers = await asyncio.gather(
+    while remaining_nodes:
+        batch = remaining_nodes[: 1 if token else _AT_ONCE]
+        free_entries = most_entries - len(answer.entries)
+        first_request = _request(request, token, free_entries)
+        other_requests = [_request(request, "", free_entries)] * (len(batch) - 1)
+        node_pages = await asyncio.gather(
             *(
                 ask(node, part_request)
-                for node, part_request in zip(batch, [first, *others], strict=True)
+                for node, part_request in zip(batch, [first_request, *other_requests], strict=True)
             )
         )
-        for part in answers:
-            more_bytes = part.ByteSize()
-            is_full = size_bytes > 0 and size_bytes + more_bytes > MOST_PAGE_BYTES
-            if len(answer.entries) + len(part.entries) > most or is_full:
+        for node_page in node_pages:
+            page_bytes = node_page.ByteSize()
+            is_full = size_bytes > 0 and size_bytes + page_bytes > MOST_PAGE_BYTES
+            if len(answer.entries) + len(node_page.entries) > most_entries or is_full:
                 # An answer that does not fit is dropped. The node is asked again: for fewer
                 # entries, or on the next page.
                 break
-            answer.entries.extend(part.entries)
-            size_bytes += more_bytes
+            answer.entries.extend(node_page.entries)
+            size_bytes += page_bytes
             # The count is of requested entries, not of returned ones: a page may be short, or lack
             # entries that another node must list.
-            token, count = part.next_token, count + first.max_entries
+            token, count = node_page.next_token, count + first_request.max_entries
             if token and count > _MOST_OF_A_NODE:
                 raise unavailable(
-                    f"node {rest[0].name} lists more than {_MOST_OF_A_NODE} entries, and no end"
+                    f"node {remaining_nodes[0].name} lists more than {_MOST_OF_A_NODE} entries, and"
+                    " no end"
                 )
             if token:
                 break
-            rest, count = rest[1:], 0
-        if rest and (len(answer.entries) >= most or is_full):
-            answer.next_token = f"{rest[0].name}:{count}:{token}"
+            remaining_nodes, count = remaining_nodes[1:], 0
+        if remaining_nodes and (len(answer.entries) >= most_entries or is_full):
+            answer.next_token = f"{remaining_nodes[0].name}:{count}:{token}"
             return answer
     return answer
 
@@ -98,19 +99,19 @@ def _from(nodes: Nodes, token: str) -> tuple[Sequence[Node], int, str]:
     all_nodes = nodes.require_all()
     if not token:
         return all_nodes, 0, ""
-    name, count, inner = (*token.split(":", 2), "", "")[:3]
+    name, count, node_token = (*token.split(":", 2), "", "")[:3]
     if not (count.isascii() and count.isdigit()) or nodes.get(name) is None:
         # The caller begins a new list after this code (CSI spec, ListVolumes errors).
         raise Refused(
             grpc.StatusCode.ABORTED,
             f"starting_token: {token!r} names no node of the cluster; list from the start",
         )
-    return [node for node in all_nodes if node.name >= name], int(count), inner
+    return [node for node in all_nodes if node.name >= name], int(count), node_token
 
 
-def _request(request: Any, token: str, room: int) -> Any:
+def _request(request: Any, token: str, free_entries: int) -> Any:
     copy = type(request)()
     copy.CopyFrom(request)
     copy.starting_token = token
-    copy.max_entries = min(room, _OF_A_NODE)
+    copy.max_entries = min(free_entries, _OF_A_NODE)
     return copy

@@ -112,11 +112,11 @@ class Record:
         return frozenset()
 
     def names_deleted(self, group_uuid: str) -> bool:
-        """Whether a PersistentVolume of a volume group names a node that has no Node object."""
+        """Return whether a PersistentVolume of a volume group names a node with no Node object."""
         return False
 
     def names_another(self, identity: VolumeId, node: str) -> bool:
-        """Whether a volume's PersistentVolume named another node than `node` when it was last read.
+        """Return whether a volume's PersistentVolume, as last read, named another node than `node`.
 
         Known only for volumes in volume groups that are named for several nodes, and for renamed
         PersistentVolumes.
@@ -128,7 +128,7 @@ class Record:
         return 0.0
 
     def is_newer(self, moment: float) -> bool:
-        """Whether the last read of PersistentVolumes began at `moment` or later."""
+        """Return whether the last read of PersistentVolumes began at `moment` or later."""
         return True
 
     def doubt(self) -> None:
@@ -137,19 +137,19 @@ class Record:
     def request_early_refresh(self) -> None:
         """Have PersistentVolumes read again: a node's claim to a volume group waits for that."""
 
-    # In the next three methods `begun` is the time (`now`) at which the CSI call began. A result
-    # that was read since, for any call, is used again.
+    # In the next three methods `call_start` is the time (`now`) at which the CSI call began. A
+    # result that was read since, for any call, is used again.
 
-    def node_of(self, identity: VolumeId, begun: float) -> str | None:
-        """The node that a volume's own PersistentVolume names; None if it has none.
+    def node_of(self, identity: VolumeId, call_start: float) -> str | None:
+        """The node that a volume's own PersistentVolume names; None if the volume has none.
 
-        The node is empty if it has no Node object. A snapshot has the node of its volume, a group
-        snapshot that of its volumes. Waits for the API server. Raises ClusterRefused,
+        The result is empty if that node has no Node object. A snapshot has the node of its volume,
+        a group snapshot that of its volumes. Waits for the API server. Raises ClusterRefused,
         ClusterSilent, WrongSource.
         """
         return None
 
-    def deleted(self, identity: VolumeId, begun: float) -> Deleted | None:
+    def deleted(self, identity: VolumeId, call_start: float) -> Deleted | None:
         """The node of an id, if it is known to be deleted; else None.
 
         If no grace is left in the result, the Nodes were read after the call began. Waits for the
@@ -157,7 +157,7 @@ class Record:
         """
         return None
 
-    def snapshots_of(self, identity: VolumeId, begun: float) -> Sequence[str]:
+    def snapshots_of(self, identity: VolumeId, call_start: float) -> Sequence[str]:
         """The names of the VolumeSnapshotContents that need a volume's PersistentVolume.
 
         Waits for the API server. Raises ClusterSilent.
@@ -166,9 +166,9 @@ class Record:
 
 
 class _Enrolled(NamedTuple):
-    """An enrolment: the node's address, the UID of its Node, and the time on the clock.
+    """The enrolment of a node: the node's address, the UID of the Node object, and the time.
 
-    The node proved the UID.
+    The node proved the UID. The time is on the Record's clock.
     """
 
     address: str
@@ -219,7 +219,7 @@ class _Reading:
         return frozenset(self.nodes[segment] for segment in segments if segment in self.nodes)
 
     def has(self, enrolled: _Enrolled, name: str) -> bool:
-        """Whether the node that enrolled is the present Node of that name, not an earlier one."""
+        """Return whether an enrolment is of the present Node of that name, not an earlier Node."""
         uid = self.uids.get(name, "")
         return bool(uid) and enrolled.uid == uid
 
@@ -251,7 +251,7 @@ class ClusterRecord(Record):
         # names, with the read and the marker that the names follow from.
         self._change = _Change()
         self._members: tuple[tuple[_Reading, _Change] | None, frozenset[str]] = None, frozenset()
-        self._seen = _Reading()
+        self._last_reading = _Reading()
         # When the Nodes and PersistentVolumes were last read: the times at which the reads began,
         # and for PersistentVolumes also the end.
         self._nodes_read = self._volumes_read = self._volumes_ended = float("-inf")
@@ -259,7 +259,7 @@ class ClusterRecord(Record):
         # agree with the nodes' reports; a claim to a volume group waits for a read; a node enrolled
         # that is not among the Nodes. A read that began later and succeeded removes the reason.
         self._doubted = self._claimed = self._strange = float("-inf")
-        self._reading = threading.RLock()
+        self._read_lock = threading.RLock()
         self._contents = SharedReading(self._read_contents, self.now)
         self._group_contents = SharedReading(self._read_group_contents, self.now)
 
@@ -272,50 +272,53 @@ class ClusterRecord(Record):
         Another thread may read the Nodes meanwhile. An address with which an earlier Node of that
         name enrolled is never returned with the UID of the present Node.
         """
-        seen, addresses = self._read_members()
+        reading, addresses = self._read_members()
         return {
-            name: Serving(addresses.get(name, ""), seen.uids.get(name, ""))
-            for name in seen.labelled.union(seen.every_named, addresses)
+            name: Serving(addresses.get(name, ""), reading.uids.get(name, ""))
+            for name in reading.labelled.union(reading.every_named, addresses)
         }
 
     @property
     def members(self) -> frozenset[str]:
         """The names of all members.
 
-        The object stays the same until the members change, as each call reads it.
+        The same object is returned until the members change: `Nodes` finds a change by identity.
         """
-        by = self._seen, self._change
-        if (cached := self._members)[0] != by:
-            seen, addresses = self._read_members()
-            self._members = cached = by, seen.labelled.union(seen.every_named, addresses)
+        cache_key = self._last_reading, self._change
+        if (cached := self._members)[0] != cache_key:
+            reading, addresses = self._read_members()
+            self._members = cached = (
+                cache_key,
+                reading.labelled.union(reading.every_named, addresses),
+            )
         return cached[1]
 
     def _read_members(self) -> tuple[_Reading, Mapping[str, str]]:
         """Return what was last read, and the addresses of the Nodes in it that enrolled."""
-        seen, enrolled = self._seen, dict(self._enrolled)
-        return seen, {
+        reading, enrolments = self._last_reading, dict(self._enrolled)
+        return reading, {
             name: enrolment.address
-            for name, enrolment in enrolled.items()
-            if seen.has(enrolment, name)
+            for name, enrolment in enrolments.items()
+            if reading.has(enrolment, name)
         }
 
     @property
     def named(self) -> frozenset[str]:
         """The names of the Nodes in the node affinity of any PersistentVolume of the driver."""
-        return self._seen.every_named
+        return self._last_reading.every_named
 
     def uid_of(self, name: str) -> str:
         """The UID of the Node of that name when the Nodes were last read; empty without one."""
-        return self._seen.uids.get(name, "")
+        return self._last_reading.uids.get(name, "")
 
     def enrol(self, name: str, address: str, uid: str) -> None:
         """Keep the address of a node that proved to be the Node with this UID.
 
         The address counts once a Node with this UID was read.
         """
-        before, now = self._enrolled.get(name), self._clock()
+        old_enrolment, now = self._enrolled.get(name), self._clock()
         self._enrolled[name] = _Enrolled(address, uid, now)
-        if before is None or before.uid != uid:
+        if old_enrolment is None or old_enrolment.uid != uid:
             self._change = _Change()
         if self.uid_of(name) != uid:
             self._strange = now
@@ -330,25 +333,28 @@ class ClusterRecord(Record):
         now, seconds = self._clock(), _NODES_SECONDS
         if self._strange >= self._nodes_read:
             seconds = _SOON_SECONDS
-        elif any(now - since < (self._grace_seconds or 0) for since in self._seen.missing.values()):
+        elif any(
+            now - since < (self._grace_seconds or 0)
+            for since in self._last_reading.missing.values()
+        ):
             seconds = _GRACE_INTERVAL_SECONDS
         return now - self._nodes_read >= seconds
 
     @property
     def _volumes_are_due(self) -> bool:
-        read = self._volumes_read
+        last_read = self._volumes_read
         seconds = min(
-            _VOLUMES_SECONDS if self._doubted >= read else float("inf"),
-            _CLAIM_SECONDS if self._claimed >= read else float("inf"),
+            _VOLUMES_SECONDS if self._doubted >= last_read else float("inf"),
+            _CLAIM_SECONDS if self._claimed >= last_read else float("inf"),
         )
-        return self._clock() - read >= seconds
+        return self._clock() - last_read >= seconds
 
     def look(self) -> None:
         """Read Nodes and PersistentVolumes, each if its time has come. Raises ClusterSilent.
 
         After an error, what was last read stays in use, and the reasons for another read stay.
         """
-        with self._reading:
+        with self._read_lock:
             try:
                 if self._volumes_are_due:
                     self._read_volumes()
@@ -357,7 +363,7 @@ class ClusterRecord(Record):
                     self._read_nodes()
 
     def _read_nodes(self) -> None:
-        begun = self._clock()
+        read_start = self._clock()
         items = self._lists.nodes().items
         every_metadata = [metadata["metadata"] for metadata in items]
         uids = {
@@ -370,18 +376,20 @@ class ClusterRecord(Record):
             for node in items
             if self._topology_key in (node["metadata"].get("labels") or {})
         )
-        self._nodes_read = begun
+        self._nodes_read = read_start
         self._take(
-            replace(self._seen, uids=uids, nodes=nodes, existing=existing, labelled=labelled)
+            replace(
+                self._last_reading, uids=uids, nodes=nodes, existing=existing, labelled=labelled
+            )
         )
         for name, enrolment in list(self._enrolled.items()):
             # A Node that was deleted and made again is another machine, which enrols itself.
-            if uids.get(name) != enrolment.uid and enrolment.seen < begun:
+            if uids.get(name) != enrolment.uid and enrolment.seen < read_start:
                 del self._enrolled[name]
                 self._change = _Change()
 
     def _read_volumes(self) -> None:
-        begun = self._clock()
+        read_start = self._clock()
         named_segments: dict[str, frozenset[str]] = {}
         listing = self._lists.whole(VOLUMES, "PersistentVolumeList", keep=self._place)
         volumes = [volume for volume in listing.items if volume]
@@ -397,10 +405,14 @@ class ClusterRecord(Record):
         # when it has no Node.
         all_named = frozenset[str]().union(*named_segments.values())
         missing = {
-            segment: since for segment, since in self._seen.missing.items() if segment in all_named
+            segment: since
+            for segment, since in self._last_reading.missing.items()
+            if segment in all_named
         }
-        self._take(replace(self._seen, named=named_segments, placed=placed, missing=missing))
-        self._volumes_read, self._volumes_ended = begun, self._clock()
+        self._take(
+            replace(self._last_reading, named=named_segments, placed=placed, missing=missing)
+        )
+        self._volumes_read, self._volumes_ended = read_start, self._clock()
 
     def _place(self, volume: Object) -> Mapping[str, Any]:
         """Return what is kept of a PersistentVolume: its id, its topology segment and its name.
@@ -430,7 +442,7 @@ class ClusterRecord(Record):
             return None, ""
         return handle, segments.pop()
 
-    def _take(self, seen: _Reading) -> None:
+    def _take(self, reading: _Reading) -> None:
         """Keep what was read, and since when each topology segment has no Node.
 
         If a segment has a Node again, its time begins anew when that Node is deleted.
@@ -438,39 +450,41 @@ class ClusterRecord(Record):
         missing: Mapping[str, float] = {}
         if self._nodes_read > float("-inf"):
             # Before the Nodes were first read, no topology segment is known to be without a Node.
-            segments, now = frozenset(seen.missing).union(*seen.named.values()), self._clock()
+            segments, now = frozenset(reading.missing).union(*reading.named.values()), self._clock()
             missing = {
-                segment: seen.missing.get(segment, now)
+                segment: reading.missing.get(segment, now)
                 for segment in segments
-                if segment not in seen.existing
+                if segment not in reading.existing
             }
-        self._seen = replace(seen, missing=missing)
+        self._last_reading = replace(reading, missing=missing)
 
     # The nodes of a volume group
 
     def nodes_of(self, group_uuid: str) -> frozenset[str]:
         """The names of the Nodes in the node affinity of a volume group's PersistentVolumes."""
-        return self._seen.names(self._seen.named.get(group_uuid, frozenset()))
+        return self._last_reading.names(self._last_reading.named.get(group_uuid, frozenset()))
 
     def names_deleted(self, group_uuid: str) -> bool:
-        """Whether a PersistentVolume of a volume group names a node that has no Node object."""
-        return not self._seen.nodes.keys() >= self._seen.named.get(group_uuid, frozenset())
+        """Return whether a PersistentVolume of a volume group names a node with no Node object."""
+        return not self._last_reading.nodes.keys() >= self._last_reading.named.get(
+            group_uuid, frozenset()
+        )
 
     def names_another(self, identity: VolumeId, node: str) -> bool:
-        """Whether a volume's PersistentVolume named another node than `node` when it was last read.
+        """Return whether a volume's PersistentVolume, as last read, named another node than `node`.
 
         Known only for volumes in volume groups that are named for several nodes, and for renamed
         PersistentVolumes.
         """
-        _, segment = self._seen.placed.get(str(identity), ("", ""))
-        return self._seen.nodes.get(segment, node) != node
+        _, segment = self._last_reading.placed.get(str(identity), ("", ""))
+        return self._last_reading.nodes.get(segment, node) != node
 
     def now(self) -> float:
         """The time on this Record's clock, to compare by `is_newer`."""
         return self._clock()
 
     def is_newer(self, moment: float) -> bool:
-        """Whether the last read of PersistentVolumes began at `moment` or later."""
+        """Return whether the last read of PersistentVolumes began at `moment` or later."""
         return self._volumes_read >= moment
 
     def doubt(self) -> None:
@@ -481,12 +495,12 @@ class ClusterRecord(Record):
         """Have PersistentVolumes read again, but no sooner than 20 seconds after the last read."""
         self._claimed = self._clock()
 
-    def node_of(self, identity: VolumeId, begun: float) -> str | None:
-        """The node that a volume's own PersistentVolume names; None if it has none."""
-        segment = self._segment_of(identity, begun)
-        return self._seen.nodes.get(segment, "") if segment else None
+    def node_of(self, identity: VolumeId, call_start: float) -> str | None:
+        """The node that a volume's own PersistentVolume names; None if the volume has none."""
+        segment = self._segment_of(identity, call_start)
+        return self._last_reading.nodes.get(segment, "") if segment else None
 
-    def _segment_of(self, identity: VolumeId, begun: float) -> str:
+    def _segment_of(self, identity: VolumeId, call_start: float) -> str:
         """The topology segment in the PersistentVolume of a volume, or of a snapshot's volumes.
 
         Empty if there is no PersistentVolume, or if a group snapshot's volumes have several
@@ -494,7 +508,7 @@ class ClusterRecord(Record):
         """
         if not any(names.is_of(prefix, identity.name) for prefix in _TAKEN):
             return self._segment_of_volume(identity)
-        sources = dict.fromkeys(self._sources_of(identity, begun))
+        sources = dict.fromkeys(self._sources_of(identity, call_start))
         segments = {self._segment_of_volume(source) for source in sources} - {""}
         return segments.pop() if len(segments) == 1 else ""
 
@@ -509,28 +523,31 @@ class ClusterRecord(Record):
         """
         if segment := self._segment_by(ids.readable_name(str(identity)), identity):
             return segment
-        with self._reading:
+        with self._read_lock:
             if self._volumes_ended <= self._clock() - _FRESH_SECONDS:
                 self._read_volumes()
-            name, segment = self._seen.placed.get(str(identity), ("", ""))
+            name, segment = self._last_reading.placed.get(str(identity), ("", ""))
         # The list gives the PersistentVolume's name. The PersistentVolume itself is read, too,
         # since it may have been replaced since the list was read. This read is without the lock,
         # for which calls about other volume groups and the list of Nodes wait.
         if name and self._segment_by(name, identity) != segment:
-            differed = self._clock()
-            with self._reading:
-                if self._volumes_read <= differed:
+            differed_at = self._clock()
+            with self._read_lock:
+                if self._volumes_read <= differed_at:
                     self._read_volumes()
-                _, segment = self._seen.placed.get(str(identity), ("", ""))
+                _, segment = self._last_reading.placed.get(str(identity), ("", ""))
         return segment
 
     def _segment_by(self, name: str, identity: VolumeId) -> str:
-        """The topology segment in the PersistentVolume of that name; empty if of another volume."""
+        """The topology segment in the PersistentVolume of that name.
+
+        Empty if the PersistentVolume is of another volume.
+        """
         volume = find_named(self._objects, VOLUMES, name, "PersistentVolume")
         handle, segment = (None, "") if volume is None else self._parsed(volume)
         return segment if handle == identity else ""
 
-    def _sources_of(self, identity: VolumeId, begun: float) -> Sequence[VolumeId]:
+    def _sources_of(self, identity: VolumeId, call_start: float) -> Sequence[VolumeId]:
         """The volumes that a snapshot or group snapshot was taken of; empty for an imported one.
 
         Only volumes in the id's own volume group count. Raises WrongSource where the content names
@@ -538,16 +555,16 @@ class ClusterRecord(Record):
         """
         if source := self._source_of(identity):
             return [source]
-        return self._sources_in_group(identity, begun)
+        return self._sources_in_group(identity, call_start)
 
-    def _sources_in_group(self, identity: VolumeId, begun: float) -> Sequence[VolumeId]:
+    def _sources_in_group(self, identity: VolumeId, call_start: float) -> Sequence[VolumeId]:
         """The source volumes of a group snapshot, or of one of its snapshots.
 
         The volumes are found in the driver's VolumeGroupSnapshotContents. The id of each snapshot
         in a group snapshot follows from the group snapshot's name and the volume's id. So a content
         is believed only about its own snapshots.
         """
-        for content in self._group_contents.since(begun):
+        for content in self._group_contents.since(call_start):
             if sources := self._sources_by(content, identity):
                 return sources
         return []
@@ -638,7 +655,7 @@ class ClusterRecord(Record):
 
     # Deleted nodes
 
-    def deleted(self, identity: VolumeId, begun: float) -> Deleted | None:
+    def deleted(self, identity: VolumeId, call_start: float) -> Deleted | None:
         """The node of an id, if it was deleted; else None.
 
         The node is that of the id's PersistentVolume, or else that of all PersistentVolumes in the
@@ -646,43 +663,53 @@ class ClusterRecord(Record):
         """
         if self._grace_seconds is None:
             return None
-        asked_at = self._clock()
-        segment = self._segment_of(identity, begun)
-        with self._reading:
-            if not segment and self._volumes_ended <= asked_at - _FRESH_SECONDS:
+        now = self._clock()
+        segment = self._segment_of(identity, call_start)
+        with self._read_lock:
+            if not segment and self._volumes_ended <= now - _FRESH_SECONDS:
                 self._read_volumes()
-            if self._nodes_read <= asked_at - _FRESH_SECONDS:
+            if self._nodes_read <= now - _FRESH_SECONDS:
                 self._read_nodes()
             deleted = self._deleted(identity, segment, self._grace_seconds)
-            if deleted is not None and not deleted.seconds and self._nodes_read < begun:
+            if deleted is not None and not deleted.seconds and self._nodes_read < call_start:
                 # Read the Nodes again: a node that joined since may have the deleted node's disks,
                 # and the deleted node may have come back.
                 self._read_nodes()
                 deleted = self._deleted(identity, segment, self._grace_seconds)
         return deleted
 
-    def _deleted(self, identity: VolumeId, own: str, grace_seconds: float) -> Deleted | None:
+    def _deleted(
+        self, identity: VolumeId, own_segment: str, grace_seconds: float
+    ) -> Deleted | None:
         """The node of an id, if it was deleted according to what was last read; else None.
 
-        `own` is the topology segment of the id's volume, or empty. Of several segments, return the
-        one that was without a Node the shortest time.
+        `own_segment` is the topology segment of the id's volume, or empty. Of several segments,
+        return the one that was without a Node the shortest time.
         """
-        segments = {own} if own else self._seen.named.get(identity.group_uuid, frozenset())
-        if not segments or not self._seen.existing.isdisjoint(segments):
+        segments = (
+            {own_segment}
+            if own_segment
+            else self._last_reading.named.get(identity.group_uuid, frozenset())
+        )
+        if not segments or not self._last_reading.existing.isdisjoint(segments):
             return None
         now = self._clock()
-        begun = {segment: self._seen.missing.get(segment, now) for segment in segments}
-        self._seen = replace(self._seen, missing={**self._seen.missing, **begun})
-        last = max(begun, key=lambda segment: (begun[segment], segment))
-        return Deleted(last, max(0.0, begun[last] + grace_seconds - now))
+        missing_since = {
+            segment: self._last_reading.missing.get(segment, now) for segment in segments
+        }
+        self._last_reading = replace(
+            self._last_reading, missing={**self._last_reading.missing, **missing_since}
+        )
+        last_segment = max(missing_since, key=lambda segment: (missing_since[segment], segment))
+        return Deleted(last_segment, max(0.0, missing_since[last_segment] + grace_seconds - now))
 
-    def snapshots_of(self, identity: VolumeId, begun: float) -> Sequence[str]:
+    def snapshots_of(self, identity: VolumeId, call_start: float) -> Sequence[str]:
         """The names of the VolumeSnapshotContents that need a volume's PersistentVolume.
 
         Contents that no VolumeSnapshot was made for count if they are in the volume's volume group,
         since their volume is not known.
         """
-        contents = self._contents.since(begun)
+        contents = self._contents.since(call_start)
         return sorted(
             content["name"] for content in contents if _needs(content["source"], identity)
         )
@@ -697,7 +724,7 @@ def _volumes(sources: Sequence[VolumeId], kind: str, content: str) -> Sequence[V
 
 
 def _needs(source: Object, identity: VolumeId) -> bool:
-    """Whether the source in a VolumeSnapshotContent is, or may be, the volume of that id."""
+    """Return whether the source in a VolumeSnapshotContent is, or may be, the volume of that id."""
     if of_volume := source.get("volumeHandle"):
         return bool(of_volume == str(identity))
     snapshot = VolumeId.parse(str(source.get("snapshotHandle")))

@@ -51,13 +51,13 @@ class Answers:
         entries that another node must list may be missing from the answer. Otherwise, Refused is
         raised if an entry was left out that no other node lists. Raises AioRpcError, Refused.
         """
-        question = self.asked(node, request, owned)
+        call = self.asked(node, request, owned)
         try:
             answer = await unary(node, path, data, timeout)
         except Untrue as error:
             raise _refused(node, path, error) from None
-        parsed = await self.read(node, path, question, answer)
-        for identity in () if in_part else question.left_out:
+        parsed = await self.read(node, path, call, answer)
+        for identity in () if in_part else call.left_out:
             self._nodes.require_elsewhere(node, identity, "the answer")
         return answer, parsed
 
@@ -80,7 +80,7 @@ class Answers:
             lambda identity: str(identity) not in owned and self._nodes.is_anothers(node, identity),
         )
 
-    async def read(self, node: Node, path: str, asked: Asked, data: bytes) -> Any:
+    async def read(self, node: Node, path: str, call: Asked, data: bytes) -> Any:
         """Check an answer, or a message of a stream, and return it parsed. Raises Refused.
 
         1. Apply the rules.
@@ -91,16 +91,16 @@ class Answers:
         4. Otherwise refuse the answer with INTERNAL.
         """
         try:
-            return _judged(path, asked, data)
+            return _judged(path, call, data)
         except Untrue as error:
             # Ask the node for its volume groups: it may have one that it did not have when it was
             # last asked. If the node does not report one now, the known groups count.
             await self._nodes.ask_anew(node)
-            places, problem = asked.places | self._nodes.places(node), error
-        if places != asked.places:
-            asked.places = places
+            places, problem = call.places | self._nodes.places(node), error
+        if places != call.places:
+            call.places = places
             try:
-                return _judged(path, asked, data)
+                return _judged(path, call, data)
             except Untrue as error:
                 problem = error
         parsed = VolumeId.parse(problem.value) if isinstance(problem.value, str) else None
@@ -109,10 +109,10 @@ class Answers:
         raise _refused(node, path, problem)
 
 
-def _judged(path: str, asked: Asked, data: bytes) -> Any:
+def _judged(path: str, call: Asked, data: bytes) -> Any:
     """Apply the rules of an RPC to an answer. Raises Untrue, also if a rule itself fails."""
     try:
-        return _ROWS[path].judge(asked, data)
+        return _ROWS[path].judge(call, data)
     except Untrue:
         raise
     except Exception as error:

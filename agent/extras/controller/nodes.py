@@ -311,15 +311,15 @@ class Nodes:
         # The nodes that ceased to claim a volume group, each with the time at which it did so on
         # the clock of the Record, by the start of the group's UUID. PersistentVolumes that were
         # made since the last read may name these nodes.
-        self._former: dict[str, dict[str, float]] = {}
+        self._former_claimants: dict[str, dict[str, float]] = {}
         # A cache: the set of all members of the cluster, and the sorted names of those that have
         # reported no volume groups. Each check of a claim needs these names. None if a node may
         # have reported since.
-        self._unheard: tuple[frozenset[str], Sequence[str]] | None = None
+        self._unreported_members: tuple[frozenset[str], Sequence[str]] | None = None
         # The last error that was logged about a volume group of several nodes, by the start of its
         # UUID.
         self._logged: dict[str, str] = {}
-        self._turn = asyncio.Semaphore(_AT_ONCE)
+        self._limit = asyncio.Semaphore(_AT_ONCE)
         self._questions = Questions("owners", _QUESTION_SECONDS)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -354,12 +354,12 @@ class Nodes:
                 _log.info("node %s serves at %s", name, node.address or "no known address")
                 node.problem, node.asked_seconds = _NOT_ASKED, 0.0
                 self._replace_channel(node)
-        for name, served in serving.items():
+        for name, member in serving.items():
             if name not in self._nodes:
-                channel = self._channel(name, served.address)
-                self._nodes[name] = Node(name, served.address, channel, served.uid)
-                if served.address:
-                    _log.info("node %s serves at %s", name, served.address)
+                channel = self._channel(name, member.address)
+                self._nodes[name] = Node(name, member.address, channel, member.uid)
+                if member.address:
+                    _log.info("node %s serves at %s", name, member.address)
 
     def reconnect(self) -> None:
         """Replace the connections to all nodes, as after a change of certificates.
@@ -370,9 +370,9 @@ class Nodes:
             self._replace_channel(node)
 
     def _replace_channel(self, node: Node) -> None:
-        old, node.channel = node.channel, self._channel(node.name, node.address)
-        if old is not None:
-            self._later(old.close(_GRACE_SECONDS))
+        old_channel, node.channel = node.channel, self._channel(node.name, node.address)
+        if old_channel is not None:
+            self._later(old_channel.close(_GRACE_SECONDS))
 
     def _channel(self, name: str, address: str) -> grpc.aio.Channel | None:
         return self._connect(name, address) if address else None
@@ -414,37 +414,39 @@ class Nodes:
             await self.ask(node)
         await self.ask(node)
 
-    async def owner(self, identity: str, what: str) -> Node:
-        """Return the node of the volume or snapshot that an id names; `what` is the id's field.
+    async def owner(self, identity: str, field_name: str) -> Node:
+        """Return the node of the volume or snapshot that an id names.
+
+        `field_name` is the request's field with the id, for errors.
 
         Raises Refused for an empty id, if no node has the volume group, or if its node does not
         answer; Gone for a text that is no id; Forgotten if the node was deleted.
         """
-        parsed = VolumeId.parse(identity)
-        if parsed is None:
+        volume_id = VolumeId.parse(identity)
+        if volume_id is None:
             # The call is refused here and not passed on to any node, because the request may
             # contain another node's secrets.
-            raise _not_an_id(identity, what)
-        node = self._agreed(parsed.group_uuid)
+            raise _not_an_id(identity, field_name)
+        node = self._agreed(volume_id.group_uuid)
         if node is None:
-            if self._should_ask_again(parsed.group_uuid):
+            if self._should_ask_again(volume_id.group_uuid):
                 await self._ask_all()
             try:
-                node = await self._owner(parsed, what)
+                node = await self._owner(volume_id, field_name)
             except NoOwner as error:
-                await self._require_not_forgotten(parsed, str(error))
+                await self._require_not_forgotten(volume_id, str(error))
                 raise
         node.require_answering()
         return node
 
     def _agreed(self, uuid: str) -> Node | None:
-        """The node that everything in a volume group belongs to; None if that is not certain."""
-        claiming = self._claims.get(uuid, ())
-        node = self._nodes[next(iter(claiming))] if len(claiming) == 1 else None
+        """The node that everything in a volume group belongs to; None if no node is certain."""
+        claimants = self._claims.get(uuid, ())
+        node = self._nodes[next(iter(claimants))] if len(claimants) == 1 else None
         return node if node is not None and self._is_settled(node, uuid) else None
 
     def _is_settled(self, node: Node, uuid: str) -> bool:
-        """Whether a node's claim to a volume group is settled, so everything in it is the node's.
+        """Return whether a node's claim to a volume group is settled: the whole group is its own.
 
         No other node may claim the group, and PersistentVolumes may name no other node, not even a
         deleted one. A settled claim stays settled for as long as these two conditions hold, also if
@@ -456,20 +458,20 @@ class Nodes:
             node.settled.add(uuid)
         return uuid in node.settled
 
-    def _unsettled(self, node: Node, uuid: str, others: Sequence[str]) -> str:
+    def _unsettled(self, node: Node, uuid: str, unreported: Sequence[str]) -> str:
         """Return why the only claim to a volume group does not count yet; empty if it counts.
 
-        `others` are the members that have reported no groups, and may have this one. If
+        `unreported` are the members that have reported no groups, and may have this one. If
         PersistentVolumes must be read first, the Record is asked to read them.
         """
         is_named = node.name in self._record.nodes_of(uuid)
         if not is_named and not self._record.is_newer(node.claimed.get(uuid, 0.0)):
             self._record.request_early_refresh()
             return "PersistentVolumes, which may name another, are being read"
-        if others:
+        if unreported:
             return (
-                f"it may be that of {_several(others)}, without any report of its groups to this"
-                " controller. Start Carver there, or delete its Node if it will not come back"
+                f"it may be that of {_several(unreported)}, without any report of its groups to"
+                " this controller. Start Carver there, or delete its Node if it will not come back"
             )
         return ""
 
@@ -479,10 +481,10 @@ class Nodes:
         Each such member may have any volume group.
         """
         members = self._record.members
-        if self._unheard is None or self._unheard[0] is not members:
+        if self._unreported_members is None or self._unreported_members[0] is not members:
             reported = (name for name, member in self._nodes.items() if member.has_reported)
-            self._unheard = members, sorted(members.difference(reported))
-        return [name for name in self._unheard[1] if name != node.name]
+            self._unreported_members = members, sorted(members.difference(reported))
+        return [name for name in self._unreported_members[1] if name != node.name]
 
     def _new_unreported_members(self, node: Node) -> Sequence[str]:
         """The other members that joined less than two minutes ago and reported no volume groups.
@@ -490,21 +492,21 @@ class Nodes:
         Members that PersistentVolumes name for some group are left out: at a controller's start
         they would otherwise delay volumes on nodes whose groups are new.
         """
-        others = (name for name in self._unreported(node) if name not in self._record.named)
-        return [name for name in others if self.is_new(name)]
+        unreported = (name for name in self._unreported(node) if name not in self._record.named)
+        return [name for name in unreported if self.is_new(name)]
 
     def _should_ask_again(self, uuid: str) -> bool:
-        """Whether all nodes are to be asked for a volume group again, before a call is refused.
+        """Return whether to ask all nodes for a volume group again before a call is refused.
 
         True if no node claims the group and PersistentVolumes name none for it; or if a node that
         PersistentVolumes name answers, and does not claim the group.
         """
-        named_nodes, claiming = self._named(uuid), self._claims.get(uuid, set())
+        named_nodes, claimants = self._named(uuid), self._claims.get(uuid, set())
         if not named_nodes:
-            return not claiming
-        return any(not self._nodes[name].problem for name in named_nodes - claiming)
+            return not claimants
+        return any(not self._nodes[name].problem for name in named_nodes - claimants)
 
-    async def _owner(self, parsed: VolumeId, what: str) -> Node:
+    async def _owner(self, volume_id: VolumeId, field_name: str) -> Node:
         """Return the node of the volume or snapshot that an id names.
 
         Raises Refused where the node is not certain.
@@ -521,73 +523,76 @@ class Nodes:
         7. Otherwise the id's node reports that it does not have the group. Raise NoOwner; or
            Refused if the group may be on a disk that the node has not scanned, or on another node.
         """
-        uuid = parsed.group_uuid
-        if (agreed := self._agreed(uuid)) is not None:
-            return agreed
-        owner_name = await self._asked(self._record.node_of, parsed)
+        uuid = volume_id.group_uuid
+        if (settled_owner := self._agreed(uuid)) is not None:
+            return settled_owner
+        owner_name = await self._asked(self._record.node_of, volume_id)
         # Read again: nodes may have joined or left during the look-up.
-        named_nodes, claiming = self._named(uuid), self._claims.get(uuid, set())
+        named_nodes, claimants = self._named(uuid), self._claims.get(uuid, set())
         self._record.doubt()
-        if owner_name is None and not claiming and len(named_nodes) == 1:
+        if owner_name is None and not claimants and len(named_nodes) == 1:
             [owner_name] = named_nodes
         if owner_name is None and not self._record.names_deleted(uuid):
-            return self._only_holder(parsed, what)
+            return self._only_holder(volume_id, field_name)
         if not owner_name:
-            raise NoOwner(self._deleted(parsed, what))
+            raise NoOwner(self._deleted(volume_id, field_name))
         if (node := self._nodes.get(owner_name)) is None:
-            raise unavailable(f"{what}: node {owner_name}, which has {parsed}, is not known yet")
-        if owner_name in claiming or node.problem:
+            raise unavailable(
+                f"{field_name}: node {owner_name}, which has {volume_id}, is not known yet"
+            )
+        if owner_name in claimants or node.problem:
             return node
         if node.is_whole is False:
             raise unavailable(
-                f"{what}: node {owner_name} has not looked at all its disks by its last look, and"
-                f" volume group {parsed.group} ({uuid}) may be on one: see Carver's log there"
+                f"{field_name}: node {owner_name} has not looked at all its disks by its last look,"
+                f" and volume group {volume_id.group} ({uuid}) may be on one: see Carver's log"
+                " there"
             )
-        if claiming:
-            raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
-        raise NoOwner(self._unknown(parsed, what))
+        if claimants:
+            raise unavailable(f"{field_name}: {self._dispute(volume_id.group, uuid)}")
+        raise NoOwner(self._unknown(volume_id, field_name))
 
-    def _only_holder(self, parsed: VolumeId, what: str) -> Node:
+    def _only_holder(self, volume_id: VolumeId, field_name: str) -> Node:
         """Return the only node that can have the volume group of an id.
 
         The method is for ids that no PersistentVolume names.
 
         Raises Refused where another node may have the group, too.
         """
-        uuid = parsed.group_uuid
-        named_nodes, claiming = self._named(uuid), self._claims.get(uuid, set())
-        if not named_nodes and not claiming:
-            raise NoOwner(self._unknown(parsed, what))
-        is_possible = len(claiming) == 1 and (not named_nodes or claiming <= named_nodes)
+        uuid = volume_id.group_uuid
+        named_nodes, claimants = self._named(uuid), self._claims.get(uuid, set())
+        if not named_nodes and not claimants:
+            raise NoOwner(self._unknown(volume_id, field_name))
+        is_possible = len(claimants) == 1 and (not named_nodes or claimants <= named_nodes)
         if not is_possible or not all(
-            self._nodes[name].has_all_named for name in named_nodes - claiming
+            self._nodes[name].has_all_named for name in named_nodes - claimants
         ):
-            raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
-        node = self._nodes[next(iter(claiming))]
-        if self._unsettled(node, uuid, others := self._unreported(node)):
-            raise unavailable(f"{what}: {self._unproved(node, uuid, others)}")
+            raise unavailable(f"{field_name}: {self._dispute(volume_id.group, uuid)}")
+        node = self._nodes[next(iter(claimants))]
+        if self._unsettled(node, uuid, unreported := self._unreported(node)):
+            raise unavailable(f"{field_name}: {self._unproved(node, uuid, unreported)}")
         return node
 
-    def _unproved(self, node: Node, uuid: str, others: Sequence[str]) -> str:
+    def _unproved(self, node: Node, uuid: str, unreported: Sequence[str]) -> str:
         """Return the error text for a volume group whose only claim does not count yet.
 
-        `others` are the members of the cluster that may have the group, too.
+        `unreported` are the members of the cluster that may have the group, too.
         """
         return (
             f"node {node.name} alone claims volume group {node.groups[uuid]} ({uuid}), and that"
             " does not count yet for what has no PersistentVolume of its own:"
-            f" {self._unsettled(node, uuid, others)}"
+            f" {self._unsettled(node, uuid, unreported)}"
         )
 
-    def _deleted(self, parsed: VolumeId, what: str) -> str:
+    def _deleted(self, volume_id: VolumeId, field_name: str) -> str:
         """Return the error text for an id whose PersistentVolume names a node that was deleted."""
-        claiming = sorted(self._claims.get(parsed.group_uuid, ()))
-        if not claiming:
-            return self._unknown(parsed, what)
+        claimants = sorted(self._claims.get(volume_id.group_uuid, ()))
+        if not claimants:
+            return self._unknown(volume_id, field_name)
         return (
-            f"{what}: the node that PersistentVolumes name for {parsed} was deleted, and its volume"
-            f" group is on node {' and '.join(claiming)} by now: write its PersistentVolumes anew"
-            " (docs/operations.md, Move a group to another node)"
+            f"{field_name}: the node that PersistentVolumes name for {volume_id} was deleted, and"
+            f" its volume group is on node {' and '.join(claimants)} by now: write its"
+            " PersistentVolumes anew (docs/operations.md, Move a group to another node)"
         )
 
     def _named(self, uuid: str) -> frozenset[str]:
@@ -598,10 +603,10 @@ class Nodes:
         here.
         """
         named_nodes = self._record.nodes_of(uuid)
-        if former := self._former.get(uuid):
+        if former := self._former_claimants.get(uuid):
             former_nodes = tuple(former.items())
             named_nodes = named_nodes.union(
-                name for name, at in former_nodes if not self._record.is_newer(at)
+                name for name, moment in former_nodes if not self._record.is_newer(moment)
             )
         return frozenset(name for name in named_nodes if name in self._nodes)
 
@@ -629,10 +634,12 @@ class Nodes:
         again.
         """
         holders = self._lasting_holders if is_lasting else self._holders
-        disputed = [
+        disputed_groups = [
             (uuid, group) for uuid, group in sorted(node.groups.items()) if len(holders(uuid)) > 1
         ]
-        return "; ".join(self._dispute(group, uuid) for uuid, group in disputed[:_MOST_NAMED])
+        return "; ".join(
+            self._dispute(group, uuid) for uuid, group in disputed_groups[:_MOST_NAMED]
+        )
 
     def why_no_new_volumes(self, node: Node) -> str:
         """Return why no new volume may be made on a node; empty if one may be made.
@@ -647,12 +654,12 @@ class Nodes:
         """
         if problem := self.conflict(node):
             return problem
-        if self._has_own(node) or not (coming := self._new_unreported_members(node)):
+        if self._has_own(node) or not (unreported := self._new_unreported_members(node)):
             return ""
-        return self._unproved(node, min(node.groups), coming)
+        return self._unproved(node, min(node.groups), unreported)
 
     def has_no_capacity(self, node: Node) -> bool:
-        """Whether a node's capacity is 0 because no new volume may be made on it.
+        """Return whether a node's capacity is 0 because no new volume may be made on it.
 
         Raises Refused where the reason may be over in a moment: the external-provisioner retries an
         error at once, but keeps a capacity of 0 for minutes.
@@ -663,7 +670,7 @@ class Nodes:
         return bool(problem)
 
     def _is_transient(self, node: Node) -> bool:
-        """Whether the reason why no new volume may be made on a node may be over in a moment.
+        """Return whether the reason that forbids new volumes on a node may be over in a moment.
 
         True if PersistentVolumes, once they are read again, may end the conflict; or if members
         that joined a moment ago have not reported their volume groups.
@@ -673,7 +680,7 @@ class Nodes:
         return bool(self._new_unreported_members(node))
 
     def is_new(self, name: str) -> bool:
-        """Whether a member joined less than two minutes ago.
+        """Return whether a member joined less than two minutes ago.
 
         True also for a member that is not in this list of nodes yet.
         """
@@ -696,47 +703,50 @@ class Nodes:
 
     def _dispute(self, group: str, uuid: str) -> str:
         """Return the error text for a volume group that several nodes may have, with its remedy."""
-        named_nodes, claiming = sorted(self._named(uuid)), sorted(self._claims.get(uuid, ()))
+        named_nodes, claimants = sorted(self._named(uuid)), sorted(self._claims.get(uuid, ()))
         text = f"PersistentVolumes name {' and '.join(named_nodes) or 'none of them'}"
-        if len(claiming) < 2:
+        if len(claimants) < 2:
             return (
-                f"volume group {group} ({uuid}) is on node {' and '.join(claiming) or 'none'}, but"
+                f"volume group {group} ({uuid}) is on node {' and '.join(claimants) or 'none'}, but"
                 f" {text}, where it is not known to be, and no volume is made in it: attach its"
                 " disks where they were, or write its PersistentVolumes anew (docs/operations.md,"
                 " Move a group to another node)"
             )
         return (
-            f"nodes {' and '.join(claiming)} both claim volume group {group} ({uuid}), {text}, and"
+            f"nodes {' and '.join(claimants)} both claim volume group {group} ({uuid}), {text}, and"
             " no volume is made on any of these nodes: one has a copy, as of a machine template"
             " or a restored disk. Find out which, and give the copy another UUID (vgchange"
             " --uuid, or vgimportclone); change nothing on a node that PersistentVolumes name"
             " (docs/operations.md, Machine templates and restored disks)"
         )
 
-    def require_undisputed(self, parsed: VolumeId, what: str) -> None:
+    def require_undisputed(self, volume_id: VolumeId, subject: str) -> None:
         """Raise Refused for an id whose volume group several nodes may have.
 
         Refused is raised also if only one node claims the group, and the claim does not count yet.
         """
-        holders = self._holders(uuid := parsed.group_uuid)
+        holders = self._holders(uuid := volume_id.group_uuid)
         if len(holders) > 1:
-            raise unavailable(f"{what}: {self._dispute(parsed.group, uuid)}")
+            raise unavailable(f"{subject}: {self._dispute(volume_id.group, uuid)}")
         for holder in map(self._nodes.__getitem__, holders):
             if uuid in holder.groups and not self._is_own(holder, uuid):
                 raise unavailable(
-                    f"{what}: {self._unproved(holder, uuid, self._new_unreported_members(holder))}"
+                    f"{subject}:"
+                    f" {self._unproved(holder, uuid, self._new_unreported_members(holder))}"
                 )
 
-    def require_elsewhere(self, node: Node, identity: VolumeId, what: str) -> None:
+    def require_elsewhere(self, node: Node, identity: VolumeId, subject: str) -> None:
         """Raise Refused unless another node than `node` has the volume group of an id as its own.
 
         That is required where `node` leaves out a volume that the other node must list.
         """
         uuid = identity.group_uuid
-        others = [self._nodes[name] for name in self._claims.get(uuid, ()) if name != node.name]
-        if not any(self._is_own(other, uuid) for other in others):
-            self.require_undisputed(identity, what)
-            raise unavailable(f"{what}: {self._dispute(identity.group, uuid)}")
+        other_nodes = [
+            self._nodes[name] for name in self._claims.get(uuid, ()) if name != node.name
+        ]
+        if not any(self._is_own(other_node, uuid) for other_node in other_nodes):
+            self.require_undisputed(identity, subject)
+            raise unavailable(f"{subject}: {self._dispute(identity.group, uuid)}")
 
     def places(self, node: Node) -> frozenset[str]:
         """The volume groups that are a node's own, as volume ids name them: `group@uuid`."""
@@ -745,7 +755,7 @@ class Nodes:
         )
 
     def _is_own(self, node: Node, uuid: str) -> bool:
-        """Whether a volume group is a node's own, for new volumes and for what the node lists.
+        """Return whether a volume group is a node's own, for new volumes and in the node's lists.
 
         Either PersistentVolumes name that node. Or they name no node, only this node claims the
         group, and no new member is expected to report that group. A node that PersistentVolumes
@@ -759,24 +769,24 @@ class Nodes:
             and not self._unsettled(node, uuid, self._new_unreported_members(node))
         )
 
-    async def moved_on(self, node: Node, identity: str, what: str) -> Node | None:
+    async def moved_on(self, node: Node, identity: str, field_name: str) -> Node | None:
         """Return the other node that now has an id's volume group; None if `node` may have it.
 
         `node` is asked again first. Raises NoOwner if neither `node` nor another node has the
         group, and Refused where that is not certain.
         """
-        parsed = VolumeId.parse(identity)
-        if parsed is None:
+        volume_id = VolumeId.parse(identity)
+        if volume_id is None:
             return None
         await self.ask(node)
-        if node.may_have_more or parsed.group_uuid in node.groups:
+        if node.may_have_more or volume_id.group_uuid in node.groups:
             return None
         await self._ask_all(fresh_seconds=0)
-        other = await self._owner(parsed, what)
-        return other if other is not node else None
+        owner = await self._owner(volume_id, field_name)
+        return owner if owner is not node else None
 
     def is_elsewhere(self, node: Node, identity: VolumeId) -> bool:
-        """Whether what an id names belongs, or may belong, to another node than `node`.
+        """Return whether what an id names belongs, or may belong, to another node than `node`.
 
         False if no node has the id's volume group. If PersistentVolumes of two nodes name the
         group, each volume belongs to the node that its own PersistentVolume names.
@@ -787,18 +797,18 @@ class Nodes:
         return self.is_anothers(node, identity)
 
     def is_anothers(self, node: Node, identity: VolumeId) -> bool:
-        """Whether a volume's own PersistentVolume named another node when it was last read."""
+        """Return whether a volume's own PersistentVolume, as last read, named another node."""
         return self._record.names_another(identity, node.name)
 
     def is_possible_holder(self, node: Node, identity: VolumeId) -> bool:
-        """Whether a node may have the volume group of an id.
+        """Return whether a node may have the volume group of an id.
 
         True if the node claims the group, or PersistentVolumes name, or may name, the node for the
         group.
         """
         return node.name in self._holders(identity.group_uuid)
 
-    async def _require_not_forgotten(self, parsed: VolumeId, problem: str) -> None:
+    async def _require_not_forgotten(self, volume_id: VolumeId, problem: str) -> None:
         """Raise Forgotten if an id's node was deleted from the cluster.
 
         Raises Refused while that is not certain.
@@ -814,37 +824,38 @@ class Nodes:
         """
         if not self._record.forgets:
             return
-        gone = await self._asked(self._record.deleted, parsed, problem)
-        if gone is None:
+        deleted = await self._asked(self._record.deleted, volume_id, problem)
+        if deleted is None:
             return
         # The record's members include those that are not in this list of nodes yet.
         members = self._record.members.union(self._nodes)
-        unsure = sorted(
+        unsure_nodes = sorted(
             name
             for name in members
             if (member := self._nodes.get(name)) is None or not member.has_all_named
         )
-        if unsure:
+        if unsure_nodes:
             raise unavailable(
-                f"node {gone.segment} was deleted, but {parsed} may be on another node by now"
-                f"{self._why_unsure(unsure)}; that it is gone is believed once all nodes answer"
+                f"node {deleted.segment} was deleted, but {volume_id} may be on another node by now"
+                f"{self._why_unsure(unsure_nodes)}; that it is gone is believed once all nodes"
+                " answer"
             )
-        uuid = parsed.group_uuid
-        former = self._former.get(uuid, {})
+        uuid = volume_id.group_uuid
+        former = self._former_claimants.get(uuid, {})
         if self._claims.get(uuid):
             raise unavailable(problem)
         if not all(map(self._record.is_newer, former.values())):
             self._record.request_early_refresh()
             raise unavailable(
-                f"node {gone.segment} was deleted, but volume group {parsed.group} ({uuid}) was on"
-                f" another node until a moment ago: {_several(sorted(former))}"
+                f"node {deleted.segment} was deleted, but volume group {volume_id.group} ({uuid})"
+                f" was on another node until a moment ago: {_several(sorted(former))}"
             )
-        if gone.seconds:
+        if deleted.seconds:
             raise unavailable(
-                f"node {gone.segment} was deleted, and {parsed} with it: that is believed in"
-                f" {gone.seconds:.0f} s, unless the node comes back"
+                f"node {deleted.segment} was deleted, and {volume_id} with it: that is believed in"
+                f" {deleted.seconds:.0f} s, unless the node comes back"
             )
-        raise Forgotten(f"{parsed} is forgotten: its node {gone.segment} was deleted")
+        raise Forgotten(f"{volume_id} is forgotten: its node {deleted.segment} was deleted")
 
     async def require_no_snapshots(self, identity: str) -> None:
         """Raise Refused if snapshots still need the PersistentVolume of a forgotten volume.
@@ -852,10 +863,10 @@ class Nodes:
         Snapshots are deleted before their volume, as on a node that exists: the PersistentVolume is
         the only proof that the snapshots, too, were on the node that was deleted.
         """
-        parsed = VolumeId.parse(identity)
-        if parsed is None:
+        volume_id = VolumeId.parse(identity)
+        if volume_id is None:
             return
-        contents = await self._asked(self._record.snapshots_of, parsed)
+        contents = await self._asked(self._record.snapshots_of, volume_id)
         if contents:
             raise Refused(
                 grpc.StatusCode.FAILED_PRECONDITION,
@@ -864,22 +875,22 @@ class Nodes:
             )
 
     async def _asked(
-        self, ask: Callable[[VolumeId, float], T], identity: VolumeId, problem: str = ""
+        self, question: Callable[[VolumeId, float], T], identity: VolumeId, problem: str = ""
     ) -> T:
         """Ask the API server about an id; one question per volume group is in flight at a time.
 
         Raises Refused if the API server does not answer. `problem` is put before that error.
         """
-        before = f"{problem}; and " if problem else ""
-        key, begun = f"volume group {identity.group_uuid}", self._record.now()
+        prefix = f"{problem}; and " if problem else ""
+        key, call_start = f"volume group {identity.group_uuid}", self._record.now()
         try:
-            return await self._questions.ask(key, ask, identity, begun)
+            return await self._questions.ask(key, question, identity, call_start)
         except NotInTime as error:
-            raise unavailable(f"{before}cannot look up {identity}: {error}; ask again") from None
+            raise unavailable(f"{prefix}cannot look up {identity}: {error}; ask again") from None
         except (errors.ClusterRefused, errors.ClusterSilent) as error:
-            raise unavailable(f"{before}the API server does not answer: {error}") from None
+            raise unavailable(f"{prefix}the API server does not answer: {error}") from None
         except WrongSource as error:
-            raise unavailable(f"{before}cannot look up {identity}: {error}") from None
+            raise unavailable(f"{prefix}cannot look up {identity}: {error}") from None
 
     def of_segments(self, segments: Mapping[str, str]) -> Node:
         """The node with these topology segments. Raises Refused if no such node answers."""
@@ -887,8 +898,10 @@ class Nodes:
             if node.segments and segments.items() <= node.segments.items():
                 node.require_answering()
                 return node
-        silent = [node.name for node in self if not node.segments]
-        raise unavailable(f"no node says that its topology is {dict(segments)}{_not_asked(silent)}")
+        silent_nodes = [node.name for node in self if not node.segments]
+        raise unavailable(
+            f"no node says that its topology is {dict(segments)}{_not_asked(silent_nodes)}"
+        )
 
     def answering(self) -> Sequence[Node]:
         """The nodes that answered their last GetPluginInfo call."""
@@ -900,11 +913,13 @@ class Nodes:
         At a controller's start these are all nodes; an earlier controller may have begun to make a
         volume on any of them.
         """
-        silent = [
+        silent_nodes = [
             node.name for node in self if not node.answered_seconds and self.is_new(node.name)
         ]
-        if silent:
-            raise unavailable(f"not all nodes have answered this controller{_not_asked(silent)}")
+        if silent_nodes:
+            raise unavailable(
+                f"not all nodes have answered this controller{_not_asked(silent_nodes)}"
+            )
 
     def require_all(self) -> Sequence[Node]:
         """All nodes. Raises Refused if one of them does not answer."""
@@ -915,15 +930,17 @@ class Nodes:
     async def _ask_all(self, fresh_seconds: float = _FRESH_SECONDS) -> None:
         """Ask all nodes for their volume groups, unless asked less than `fresh_seconds` ago."""
         since = time.monotonic() - fresh_seconds
-        reachable = [node for node in self if node.address]
-        due = [node for node in reachable if node.is_being_asked or node.asked_seconds <= since]
+        reachable_nodes = [node for node in self if node.address]
+        due_nodes = [
+            node for node in reachable_nodes if node.is_being_asked or node.asked_seconds <= since
+        ]
         # The exceptions are ignored: a GetPluginInfo call is cancelled if its node leaves the
         # cluster, and the answers of the other nodes count.
-        await asyncio.gather(*map(self.ask, due), return_exceptions=True)
+        await asyncio.gather(*map(self.ask, due_nodes), return_exceptions=True)
 
     async def _ask(self, node: Node) -> None:
         try:
-            async with self._turn:
+            async with self._limit:
                 node.asked_seconds = time.monotonic()
                 address = node.address
                 answer = await unary(node, _INFO, b"", _PATIENCE_SECONDS)
@@ -945,19 +962,19 @@ class Nodes:
             _log.warning("node %s %s", node.name, problem or "answers")
         node.problem = problem
 
-    def _believe(self, node: Node, said: csi.GetPluginInfoResponse) -> None:
+    def _believe(self, node: Node, report: csi.GetPluginInfoResponse) -> None:
         """Take over a node's answer to GetPluginInfo. Raises ValueError if it cannot be true."""
-        manifest = said.manifest
+        manifest = report.manifest
         name = manifest.get(routes.NODE_ID)
-        node.version = _printable(said.vendor_version)
-        if said.name == self._driver_name and name is None:
+        node.version = _printable(report.vendor_version)
+        if report.name == self._driver_name and name is None:
             raise ValueError(
                 f"its Carver {node.version} is of a version without the controller's part:"
                 " update it"
             )
-        if (said.name, name) != (self._driver_name, node.name):
+        if (report.name, name) != (self._driver_name, node.name):
             raise ValueError(
-                f"it is node {name!r} of driver {said.name!r}, not {node.name!r}"
+                f"it is node {name!r} of driver {report.name!r}, not {node.name!r}"
                 f" of {self._driver_name!r}"
             )
         segments, groups = (_texts(manifest, key) for key in (routes.SEGMENTS, routes.GROUPS))
@@ -967,8 +984,8 @@ class Nodes:
             if VolumeId.parse(f"{group}@{uuid}/any") is None:
                 raise ValueError(f"{f'{group}@{uuid}'[:_MOST_SHOWN]!r} is no volume group")
         # An older version of Carver does not report whether these are all its volume groups.
-        whole = manifest.get(routes.IS_WHOLE)
-        is_whole = None if whole is None else whole == routes.YES
+        whole_text = manifest.get(routes.IS_WHOLE)
+        is_whole = None if whole_text is None else whole_text == routes.YES
         if is_whole is False:
             # Volume groups that the node named before may be on disks that it has not scanned.
             groups = {**node.groups, **groups}
@@ -976,18 +993,18 @@ class Nodes:
             raise ValueError(f"it has more than {_MOST_GROUPS} volume groups")
         # A node that scanned its disks, and found one that it cannot read, has reported all that it
         # can.
-        has_reported = node.has_reported or whole != ""
+        has_reported = node.has_reported or whole_text != ""
         if has_reported != node.has_reported:
-            node.has_reported, self._unheard = has_reported, None
+            node.has_reported, self._unreported_members = has_reported, None
         node.is_whole = is_whole
-        given_up = node.groups.keys() - groups.keys()
-        if given_up:
+        lost_groups = node.groups.keys() - groups.keys()
+        if lost_groups:
             self._forget_former()
-        for uuid in given_up:
+        for uuid in lost_groups:
             self._give_up(node, uuid)
             node.claimed.pop(uuid, None)
             node.settled.discard(uuid)
-            self._former.setdefault(uuid, {})[node.name] = self._record.now()
+            self._former_claimants.setdefault(uuid, {})[node.name] = self._record.now()
             self._record.doubt()
         node.segments, node.groups = segments, groups
         node.is_watched = manifest.get(routes.IS_WATCHED) == routes.YES
@@ -1001,7 +1018,7 @@ class Nodes:
             self._claims.setdefault(uuid, set()).add(node.name)
             # The node claims the volume group again, so it is no longer one that ceased to claim
             # it.
-            self._former.get(uuid, {}).pop(node.name, None)
+            self._former_claimants.get(uuid, {}).pop(node.name, None)
             self._note_conflict(uuid, groups[uuid])
             self._is_settled(node, uuid)
 
@@ -1018,49 +1035,55 @@ class Nodes:
 
     def _give_up(self, node: Node, uuid: str) -> None:
         """Remove a node's claim to a volume group."""
-        claiming = self._claims.get(uuid, set())
-        claiming.discard(node.name)
-        if not claiming:
+        claimants = self._claims.get(uuid, set())
+        claimants.discard(node.name)
+        if not claimants:
             self._claims.pop(uuid, None)
             self._logged.pop(uuid, None)
 
     def _forget_former(self) -> None:
         """Forget claims to volume groups that ended before PersistentVolumes were last read."""
-        for uuid, former in list(self._former.items()):
+        for uuid, former in list(self._former_claimants.items()):
             for name, moment in list(former.items()):
                 if self._record.is_newer(moment):
                     del former[name]
             if not former:
-                del self._former[uuid]
+                del self._former_claimants[uuid]
 
     def _drop(self, node: Node) -> None:
         del self._nodes[node.name]
-        self._unheard = None
+        self._unreported_members = None
         for uuid in node.groups:
             self._give_up(node, uuid)
         self._later(node.close())
 
-    def _unknown(self, parsed: VolumeId, what: str) -> str:
-        unsure = [node.name for node in self if node.may_have_more]
+    def _unknown(self, volume_id: VolumeId, field_name: str) -> str:
+        unsure_nodes = [node.name for node in self if node.may_have_more]
         return (
-            f"{what}: no node that answers has volume group {parsed.group} ({parsed.group_uuid})"
-            f"{self._why_unsure(unsure)}. Start Carver on its node, or attach its disks to one"
+            f"{field_name}: no node that answers has volume group {volume_id.group}"
+            f" ({volume_id.group_uuid}){self._why_unsure(unsure_nodes)}. Start Carver on its node,"
+            " or attach its disks to one"
         )
 
-    def _why_unsure(self, unsure: Sequence[str]) -> str:
+    def _why_unsure(self, unsure_nodes: Sequence[str]) -> str:
         """Return the names of nodes that may have volume groups they did not name, and why."""
-        looking = [name for name in unsure if (node := self._nodes.get(name)) and not node.problem]
-        silent = _not_asked([name for name in unsure if name not in looking])
-        if not looking:
-            return silent
-        return f"{silent}; nodes that have not looked at all their disks: {_several(looking)}"
+        scanning_nodes = [
+            name for name in unsure_nodes if (node := self._nodes.get(name)) and not node.problem
+        ]
+        silent_text = _not_asked([name for name in unsure_nodes if name not in scanning_nodes])
+        if not scanning_nodes:
+            return silent_text
+        return (
+            f"{silent_text}; nodes that have not looked at all their disks:"
+            f" {_several(scanning_nodes)}"
+        )
 
 
-def _not_an_id(identity: str, what: str) -> Refused:
+def _not_an_id(identity: str, field_name: str) -> Refused:
     """Return the error for a text that is no volume id; a node would answer the same."""
     if not identity:
-        return Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{what}: is required")
-    return Gone(f"{what}: there is no volume or snapshot {identity[:_MOST_SHOWN]!r}")
+        return Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field_name}: is required")
+    return Gone(f"{field_name}: there is no volume or snapshot {identity[:_MOST_SHOWN]!r}")
 
 
 def _texts(manifest: Mapping[str, str], key: str) -> Mapping[str, str]:
@@ -1079,8 +1102,8 @@ def _printable(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text[:_MOST_TEXT])
 
 
-def _not_asked(silent: Sequence[str]) -> str:
-    return f"; nodes that do not answer: {_several(silent)}" if silent else ""
+def _not_asked(silent_nodes: Sequence[str]) -> str:
+    return f"; nodes that do not answer: {_several(silent_nodes)}" if silent_nodes else ""
 
 
 def _several(names: Sequence[str]) -> str:

@@ -32,7 +32,7 @@ _DELETE = "carver controller orphans --delete {name} --yes"
 
 
 class _Listed(NamedTuple):
-    """What is kept of a volume in a list: a node may send kilobytes more for each volume."""
+    """The fields that are kept of a listed volume; a node may send kilobytes more for each."""
 
     volume_id: str
     capacity_bytes: int
@@ -61,37 +61,42 @@ class ClusterFinder:
         config = self._config
         # Volumes are listed before the cluster's objects: an object that refers to a volume is made
         # after the volume, so it is in the later list.
-        volumes, taken, node_ids = self._listed()
-        cluster = references.read(
+        volumes, snapshot_counts, node_ids = self._listed()
+        cluster_references = references.read(
             Lists(access.find(config.kubeconfig, os.environ)),
             config.driver_name,
             config.topology_key,
             node_ids,
         )
-        orphans = [*_of_volumes(volumes, taken, cluster), *candidates.find_objects(cluster)]
-        return judged(orphans, self._history, cluster, config.orphan_grace_seconds)
+        orphans = [
+            *_of_volumes(volumes, snapshot_counts, cluster_references),
+            *candidates.find_objects(cluster_references),
+        ]
+        return judged(orphans, self._history, cluster_references, config.orphan_grace_seconds)
 
     def _listed(self) -> tuple[Iterable[_Listed], Counter[str], Sequence[str]]:
         """Return all volumes, how many snapshots each has, and the names of all nodes."""
         try:
-            with Client(self._config.endpoint) as caller:
+            with Client(self._config.endpoint) as client:
                 # A dictionary, as a volume group that moves to another node between two pages is in
                 # both.
-                volumes = {volume.volume_id: _Listed.of(volume) for volume in caller.every_volume()}
-                taken = Counter(snapshot.source_volume_id for snapshot in caller.every_snapshot())
+                volumes = {volume.volume_id: _Listed.of(volume) for volume in client.every_volume()}
+                snapshot_counts = Counter(
+                    snapshot.source_volume_id for snapshot in client.every_snapshot()
+                )
                 # Nodes are listed after the volumes: a node that joined meanwhile must be of this
                 # cluster, too.
-                nodes = [node.name for node in caller.stub(ClusterStub).Nodes(Empty()).nodes]
+                nodes = [node.name for node in client.stub(ClusterStub).Nodes(Empty()).nodes]
         except grpc.RpcError as error:
             problem = f"{error.details()} ({error.code().name})"
             raise errors.ClusterSilent("the nodes' volumes", problem) from None
         if not nodes:
             raise errors.ClusterSilent("the nodes' volumes", "the controller knows no node")
-        return volumes.values(), taken, nodes
+        return volumes.values(), snapshot_counts, nodes
 
 
 def _of_volumes(
-    volumes: Iterable[_Listed], taken: Counter[str], wanted: References
+    volumes: Iterable[_Listed], snapshot_counts: Counter[str], cluster_references: References
 ) -> Iterator[Candidate]:
     """Yield the volumes that nothing in the cluster refers to.
 
@@ -100,13 +105,15 @@ def _of_volumes(
     """
     # Names are compared as names of logical volumes, since an id has only the digest of a long
     # name.
-    names_in_use = {names.logical_volume(ids.VOLUME_PREFIX, name) for name in wanted.names_in_use}
+    names_in_use = {
+        names.logical_volume(ids.VOLUME_PREFIX, name) for name in cluster_references.names_in_use
+    }
     for volume in volumes:
         parsed = VolumeId.parse(volume.volume_id)
-        if parsed is None or parsed.name in names_in_use or wanted.names(parsed.name):
+        if parsed is None or parsed.name in names_in_use or cluster_references.names(parsed.name):
             continue
         description = f"{volume.capacity_bytes} bytes on {volume.where}"
-        if count := taken[volume.volume_id]:
+        if count := snapshot_counts[volume.volume_id]:
             description += f", with {count} snapshots, which must be deleted first"
         handle = volume.volume_id
         yield Candidate(Kind.VOLUME, handle, "", description, handle, remedy=_DELETE)

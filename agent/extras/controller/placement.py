@@ -145,22 +145,23 @@ class Placement:
         claim, preferred = ClaimName.of(request), request.accessibility_requirements.preferred
         if field:
             node = self._undisputed(await self._nodes.owner(source, field))
-            if apart := await self._apart(request, claim, node):
+            if elsewhere := await self._apart(request, claim, node):
                 raise Refused(
                     grpc.StatusCode.FAILED_PRECONDITION,
-                    f"cannot make claim {claim} on node {node.name}, where its source is: {apart},"
-                    f" and no node can have both: let pod {apart.pod} use volumes of one node",
+                    f"cannot make claim {claim} on node {node.name}, where its source is:"
+                    f" {elsewhere}, and no node can have both: let pod {elsewhere.pod} use volumes"
+                    " of one node",
                 )
             return node
         if not preferred or not await self._is_scheduled(request, claim):
             return None
         node = await self._preferred(preferred[0].segments, claim)
         await self._require_new(node, request)
-        if apart := await self._apart(request, claim, node):
+        if elsewhere := await self._apart(request, claim, node):
             raise Refused(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"cannot make claim {claim} on node {node.name}: {apart}. Once that claim is bound"
-                " the scheduler chooses its node for both",
+                f"cannot make claim {claim} on node {node.name}: {elsewhere}. Once that claim is"
+                " bound the scheduler chooses its node for both",
             )
         return node
 
@@ -201,13 +202,13 @@ class Placement:
     async def _is_scheduled(
         self, request: csi.CreateVolumeRequest, claim: ClaimName | None
     ) -> bool:
-        """Whether the first preferred node is the scheduler's choice.
+        """Return whether the first preferred node is the scheduler's choice.
 
         Otherwise it is only the first of several nodes in the order of a hash. If the API server
         refuses to say, the node counts as the scheduler's choice.
         """
-        several = len(request.accessibility_requirements.preferred) > 1
-        if self._questions is None or claim is None or not several:
+        has_several = len(request.accessibility_requirements.preferred) > 1
+        if self._questions is None or claim is None or not has_several:
             return True
         is_scheduled = self._questions.claims.is_scheduled
         return await self._questions.ask(claim.namespace, is_scheduled, claim) is not False
@@ -229,7 +230,7 @@ class Placement:
             ) from None
 
     async def _has_left(self, segments: Mapping[str, str], claim: ClaimName | None) -> bool:
-        """Whether the cluster has no node with these topology segments.
+        """Return whether the cluster has no node with these topology segments.
 
         With an API server: no Node object. Without: no node in the file of nodes, once all of these
         have answered.
@@ -257,25 +258,29 @@ class Placement:
         if self._questions is None or claim is None:
             return None
         question = self._questions.claims.others
-        others = await self._questions.ask(claim.namespace, question, claim) or ()
-        apart: dict[str, _VolumeElsewhere] = {}
-        for other in others:
-            place = await self._place(other)
+        other_volumes = await self._questions.ask(claim.namespace, question, claim) or ()
+        volumes_elsewhere: dict[str, _VolumeElsewhere] = {}
+        for other_volume in other_volumes:
+            place = await self._place(other_volume)
             if node.name not in place and place.isdisjoint(node.segments.values()):
-                apart.setdefault(other.pod, _VolumeElsewhere(other, place))
-        if not apart or len(apart) < len({other.pod for other in others}):
+                volumes_elsewhere.setdefault(
+                    other_volume.pod, _VolumeElsewhere(other_volume, place)
+                )
+        if not volumes_elsewhere or len(volumes_elsewhere) < len(
+            {other_volume.pod for other_volume in other_volumes}
+        ):
             return None
         name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
         is_there = await self._has(node, name)
-        return None if is_there else next(iter(apart.values()))
+        return None if is_there else next(iter(volumes_elsewhere.values()))
 
-    async def _place(self, other: OtherVolume) -> frozenset[str]:
+    async def _place(self, other_volume: OtherVolume) -> frozenset[str]:
         """Return the topology segments, or the names, of a volume's nodes; empty if none has it."""
-        if other.source is None:
-            return other.segments
+        if other_volume.source is None:
+            return other_volume.segments
         with suppress(Refused):  # if no node is known to have the volume group, all nodes are asked
-            await self._nodes.owner(str(other.source), "source")
-        uuid = other.source.group_uuid
+            await self._nodes.owner(str(other_volume.source), "source")
+        uuid = other_volume.source.group_uuid
         return frozenset(node.name for node in self._nodes if uuid in node.groups)
 
     async def _roomiest(self, request: csi.CreateVolumeRequest) -> Node:
@@ -305,12 +310,14 @@ class Placement:
         questions = (self._has(node, name) for node in nodes)
         # The node that has the volume counts, whatever other nodes fail to say.
         answers = await asyncio.gather(*questions, return_exceptions=True)
-        seen = list(zip(nodes, answers, strict=True))
-        for node, has in seen:
-            if has is True:
+        node_answers = list(zip(nodes, answers, strict=True))
+        for node, has_volume in node_answers:
+            if has_volume is True:
                 return node
-        unknown = [(node, error) for node, error in seen if isinstance(error, BaseException)]
-        nodes = [node for node, has in seen if has is False]
+        unknown = [
+            (node, error) for node, error in node_answers if isinstance(error, BaseException)
+        ]
+        nodes = [node for node, has_volume in node_answers if has_volume is False]
         for node, error in unknown:
             # An earlier controller may have begun to make the volume on a new member. On other
             # nodes a volume group that hangs must not delay new volumes.
@@ -323,14 +330,14 @@ class Placement:
         capacity_request = csi.GetCapacityRequest(
             volume_capabilities=request.volume_capabilities, parameters=request.parameters
         )
-        rooms = await asyncio.gather(*(self._room(node, capacity_request) for node in nodes))
-        room, node = max(zip(rooms, nodes, strict=True), key=lambda pair: pair[0])
-        if room < 0:
+        capacities = await asyncio.gather(*(self._room(node, capacity_request) for node in nodes))
+        capacity_bytes, node = max(zip(capacities, nodes, strict=True), key=lambda pair: pair[0])
+        if capacity_bytes < 0:
             raise unavailable("none of the nodes said how much room it has")
         return node
 
     async def _has(self, node: Node, name: str) -> bool:
-        """Whether one of a node's volume groups has a logical volume of that name, finished or not.
+        """Return whether a node has a logical volume of that name, finished or not, in any group.
 
         Raises Refused if the node may have the volume.
         """
@@ -361,11 +368,11 @@ class Placement:
             raise unknown
         return False
 
-    async def _room(self, node: Node, wanted: csi.GetCapacityRequest) -> int:
+    async def _room(self, node: Node, request: csi.GetCapacityRequest) -> int:
         """Return the size, in bytes, of the largest volume a node has space for; -1 if unknown."""
         try:
             async with asyncio.timeout(_PATIENCE_SECONDS):
-                answer = await self._ask("GetCapacity", node, wanted)
+                answer = await self._ask("GetCapacity", node, request)
             return int(answer.maximum_volume_size.value)
         except (Exception, asyncio.CancelledError) as error:
             problem_of(error)

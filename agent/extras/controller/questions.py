@@ -45,7 +45,7 @@ class SharedReading(Generic[_T]):
         self._lock = threading.Lock()
         # When the last read began, and its result or its error.
         self._begun = float("-inf")
-        self._found: _T | errors.AgentError
+        self._result: _T | errors.AgentError
 
     def since(self, moment: float) -> _T:
         """Return the result of a read that began after `moment`, reading again if necessary.
@@ -54,14 +54,14 @@ class SharedReading(Generic[_T]):
         """
         with self._lock:
             if self._begun <= moment:
-                begun = self._clock()
+                read_start = self._clock()
                 try:
-                    self._found = self._read()
+                    self._result = self._read()
                 except errors.AgentError as error:
                     # Drop the traceback, whose frames would keep the partly read data in memory.
-                    self._found = error.with_traceback(None)
-                self._begun = begun
-            result = self._found
+                    self._result = error.with_traceback(None)
+                self._begun = read_start
+            result = self._result
         if isinstance(result, errors.AgentError):
             raise result
         return result
@@ -81,8 +81,8 @@ class Questions:
         # The lock of each key. An entry exists only while a request waits for its lock or holds it.
         self._queues = WeakValueDictionary[str, asyncio.Lock]()
 
-    async def ask(self, key: str, question: Callable[..., _T], *about: object) -> _T:
-        """Run `question(*about)` in a thread, after the earlier questions with the same key.
+    async def ask(self, key: str, question: Callable[..., _T], *arguments: object) -> _T:
+        """Run `question(*arguments)` in a thread, after the earlier questions with the same key.
 
         Raises NotInTime, which names the key, and what the question raises.
         """
@@ -92,7 +92,7 @@ class Questions:
                 await self._take(queue := self._queues.setdefault(key, asyncio.Lock()))
             problem = "the API server does not answer in time"
             async with asyncio.timeout(PATIENCE_SECONDS):
-                return await self._begin(queue, question, *about)
+                return await self._begin(queue, question, *arguments)
         except TimeoutError:
             raise NotInTime(problem) from None
 
@@ -106,7 +106,7 @@ class Questions:
             raise
 
     def _begin(
-        self, queue: asyncio.Lock, question: Callable[..., _T], *about: object
+        self, queue: asyncio.Lock, question: Callable[..., _T], *arguments: object
     ) -> "asyncio.Future[_T]":
         """Run a question in a thread; release the thread and the key's lock when it ends.
 
@@ -122,13 +122,13 @@ class Questions:
             with suppress(RuntimeError):  # raised if the loop is closed
                 loop.call_soon_threadsafe(release)
 
-        begun = self._threads.submit(self._in_time, question, *about)
-        begun.add_done_callback(ended)
-        return asyncio.wrap_future(begun)
+        future = self._threads.submit(self._in_time, question, *arguments)
+        future.add_done_callback(ended)
+        return asyncio.wrap_future(future)
 
-    def _in_time(self, question: Callable[..., _T], *about: object) -> _T:
+    def _in_time(self, question: Callable[..., _T], *arguments: object) -> _T:
         with command.time_limit(self._limit_seconds):
-            return question(*about)
+            return question(*arguments)
 
     def stop(self) -> None:
         """Cancel the questions that have not begun, and accept no more."""

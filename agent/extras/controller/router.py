@@ -208,8 +208,8 @@ class Router:
         # The volume has no source, and the scheduler chose no node: any node may have it.
         async with self._attempts.only(request.name):
             node = await placement.anywhere(request)
-            passed_on, _ = await self._once(call, node, _Sent(path, request, data))
-            return passed_on
+            answer, _ = await self._once(call, node, _Sent(path, request, data))
+            return answer
 
     async def _get_capacity(self, call: Call, data: bytes) -> bytes:
         request = csi.GetCapacityRequest.FromString(data)
@@ -231,8 +231,8 @@ class Router:
         if node is None:
             return b""
         sent = _Sent(path, request, data, [request.volume_id])
-        passed_on, _ = await self._once(call, node, sent)
-        return passed_on
+        answer, _ = await self._once(call, node, sent)
+        return answer
 
     def _placement(self, call: Call) -> Placement:
         return Placement(self._nodes, self._attempts, self._asking(call), self._questions)
@@ -277,21 +277,21 @@ class Router:
         `field` is the request's field that the ids came from, which may be empty.
         """
         try:
-            passed_on, _ = await self._once(call, node, sent)
+            answer, _ = await self._once(call, node, sent)
         except grpc.aio.AioRpcError as error:
             identity = next(iter(sent.owned), "")
             if not identity or error.code() not in _MAY_HAVE_MOVED:
                 raise
-            other = await self._nodes.moved_on(node, identity, field)
-            if other is None:
+            new_node = await self._nodes.moved_on(node, identity, field)
+            if new_node is None:
                 raise
-            passed_on, _ = await self._once(call, other, sent)
-        return passed_on
+            answer, _ = await self._once(call, new_node, sent)
+        return answer
 
     async def _once(self, call: Call, node: Node, sent: _Sent) -> tuple[bytes, Any]:
         """Call a node once. Return the bytes of its answer, which are passed on, and the answer."""
         node.require_answering()
-        call.node, begun = node.name, time.monotonic()
+        call.node, start_seconds = node.name, time.monotonic()
         try:
             remaining = call.context.time_remaining()
             sent_parts = (sent.path, sent.request, sent.data, remaining)
@@ -307,7 +307,7 @@ class Router:
             self._nodes.ask(node)
             raise
         finally:
-            call.nodes_seconds.append((node.name, time.monotonic() - begun))
+            call.nodes_seconds.append((node.name, time.monotonic() - start_seconds))
 
     def _stream(
         self, service: str, method: str, field: str
@@ -322,14 +322,14 @@ class Router:
             request = request_class.FromString(data)
             call.subject = getattr(request, field)
             node = await self._nodes.owner(call.subject, field)
-            call.node, begun = node.name, time.monotonic()
-            send: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
-            send = node.connected.unary_stream(path)
-            asked = self._answers.asked(node, request, [call.subject])
-            answers = send(data, timeout=call.context.time_remaining())
+            call.node, start_seconds = node.name, time.monotonic()
+            call_node: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
+            call_node = node.connected.unary_stream(path)
+            checked_call = self._answers.asked(node, request, [call.subject])
+            answers = call_node(data, timeout=call.context.time_remaining())
             try:
                 async for message in answers:
-                    await self._answers.read(node, path, asked, message)
+                    await self._answers.read(node, path, checked_call, message)
                     yield message
             except grpc.aio.AioRpcError as error:
                 if error.code() in _MAY_BE_SILENT:
@@ -338,7 +338,7 @@ class Router:
                 raise _of_node(node, error) from None
             finally:
                 answers.cancel()
-                call.stream_seconds = time.monotonic() - begun
+                call.stream_seconds = time.monotonic() - start_seconds
 
         return stream
 
@@ -346,13 +346,13 @@ class Router:
         """Return a handler that also logs a call, and turns its error into a gRPC status."""
 
         async def handle(data: bytes, context: Any) -> bytes | None:
-            call, begun = Call(method, context), time.monotonic()
+            call, start_seconds = Call(method, context), time.monotonic()
             try:
                 return await answer(call, data)
             except (Exception, asyncio.CancelledError) as error:
                 _fail(call, error)
             finally:
-                self._record(call, begun)
+                self._record(call, start_seconds)
             await context.abort(call.code, codes.cut(call.problem))
             return None
 
@@ -360,7 +360,7 @@ class Router:
 
     def _streamed(self, method: str, answers: Callable[[Call, bytes], AsyncIterator[bytes]]) -> Any:
         async def handle(data: bytes, context: Any) -> AsyncIterator[bytes]:
-            call, begun = Call(method, context), time.monotonic()
+            call, start_seconds = Call(method, context), time.monotonic()
             try:
                 async for message in answers(call, data):
                     yield message
@@ -370,14 +370,14 @@ class Router:
             except (Exception, asyncio.CancelledError) as error:
                 _fail(call, error)
             finally:
-                self._record(call, begun)
+                self._record(call, start_seconds)
             if call.code is not _Code.OK:
                 await context.abort(call.code, codes.cut(call.problem))
 
         return handle
 
-    def _record(self, call: Call, begun: float) -> None:
-        call.seconds = time.monotonic() - begun
+    def _record(self, call: Call, start_seconds: float) -> None:
+        call.seconds = time.monotonic() - start_seconds
         fields: dict[str, object] = {
             "method": call.method,
             "volume": call.subject,

@@ -45,10 +45,10 @@ class VolumeUsers:
         spec = volume["spec"]
         if segment and segment not in set(references.nodes_of(spec, self._topology_key)):
             return ()
-        bound = spec.get("claimRef") or {}
+        reference = spec.get("claimRef") or {}
         claim = Subject(
             "PersistentVolumeClaim",
-            *(str(bound.get(key) or "") for key in ("namespace", "name", "uid")),
+            *(str(reference.get(key) or "") for key in ("namespace", "name", "uid")),
         )
         if not claim.uid:
             return ()
@@ -69,13 +69,13 @@ class VolumeUsers:
     def _own(self, volume: Object) -> Object:
         """Return what is kept of a PersistentVolume: the fields that `of` reads.
 
-        Empty for another driver's.
+        Empty for another driver's PersistentVolume.
         """
         if not self._handle(volume):
             return {}
         spec = volume["spec"]
-        kept = {key: spec.get(key) for key in ("csi", "claimRef", "nodeAffinity")}
-        return {"spec": kept, "status": {"phase": (volume.get("status") or {}).get("phase")}}
+        kept_spec = {key: spec.get(key) for key in ("csi", "claimRef", "nodeAffinity")}
+        return {"spec": kept_spec, "status": {"phase": (volume.get("status") or {}).get("phase")}}
 
     def _handle(self, volume: Object) -> str:
         """Return the volume id in a PersistentVolume; empty for another driver's."""
@@ -85,8 +85,8 @@ class VolumeUsers:
     def _users(self, claim: Subject, node: str) -> Iterator[Subject]:
         """Yield the pods on a node that use a claim; none if kubelet writes to pods itself."""
         if node not in self._pods:
-            on_node = self._lists.whole(_PODS, "PodList", fieldSelector=f"spec.nodeName={node}")
-            self._pods[node] = on_node.items
+            listing = self._lists.whole(_PODS, "PodList", fieldSelector=f"spec.nodeName={node}")
+            self._pods[node] = listing.items
         if any(map(_has_health, self._pods[node])):
             return
         for pod in self._pods[node]:
@@ -96,7 +96,7 @@ class VolumeUsers:
 
 
 def _has_health(pod: Object) -> bool:
-    """Whether a kubelet with the feature CSIVolumeHealth wrote volume health to a pod's status.
+    """Return whether kubelet, by its feature CSIVolumeHealth, wrote health to a pod's status.
 
     The node reports that as well (`is_watched`), but not in the first minute after Carver started
     there. Kubelet calls NodeGetVolumeHealth for the volumes of all its pods, and an entry in the

@@ -70,9 +70,9 @@ def find(
     source = str(account)
     with _reading_errors(source, "ca.crt"):
         tls = _context((account / "ca.crt").read_text("ascii"))
-    reading = _token_of(source, account / "token")
-    reading()
-    return Server(source, host, int(port or 443), tls=tls, token=reading)
+    read_token = _token_of(source, account / "token")
+    read_token()
+    return Server(source, host, int(port or 443), tls=tls, token=read_token)
 
 
 def namespace(account: Path = SERVICE_ACCOUNT) -> str:
@@ -85,19 +85,19 @@ def of_file(file: Path) -> Server:
     """Return the server of a kubeconfig's current context. Raises BadConfig with the key."""
     source = str(file)
     with _reading_errors(source, "kubeconfig"):
-        whole = yaml.safe_load(file.read_bytes())
-    if not isinstance(whole, dict):
+        kubeconfig = yaml.safe_load(file.read_bytes())
+    if not isinstance(kubeconfig, dict):
         raise errors.BadConfig(source, "kubeconfig", "is not a kubeconfig")
-    current = whole.get("current-context")
+    current = kubeconfig.get("current-context")
     if not isinstance(current, str) or not current:
         raise errors.BadConfig(source, "current-context", "is required")
-    context = _named(source, whole, "contexts", "context", current)
+    context = _named(source, kubeconfig, "contexts", "context", current)
     name = context.get("cluster")
-    cluster = _named(source, whole, "clusters", "cluster", name)
+    cluster = _named(source, kubeconfig, "clusters", "cluster", name)
     _check_keys(source, f"clusters[{name}].cluster", cluster, _CLUSTER_KEYS)
     user: Mapping[str, Any] = {}
     if (name := context.get("user")) is not None:
-        user = _named(source, whole, "users", "user", name)
+        user = _named(source, kubeconfig, "users", "user", name)
         _check_keys(source, f"users[{name}].user", user, _USER_KEYS)
     directory, address = file.parent, cluster.get("server")
     try:
@@ -148,12 +148,12 @@ def _context(authorities: str | None) -> ssl.SSLContext:
 def _token(source: str, directory: Path, user: Mapping[str, Any]) -> Callable[[], str] | None:
     # As in kubectl, `tokenFile` takes precedence over `token`.
     if file := user.get("tokenFile"):
-        reading = _token_of(source, directory / str(file))
-        reading()
-        return reading
-    if (given := user.get("token")) is None:
+        read_token = _token_of(source, directory / str(file))
+        read_token()
+        return read_token
+    if (token := user.get("token")) is None:
         return None
-    text = _as_header(source, "token", str(given))
+    text = _as_header(source, "token", str(token))
     return lambda: text
 
 
@@ -190,28 +190,30 @@ def _content(source: str, directory: Path, table: Mapping[str, Any], key: str) -
 
 
 def _named(
-    source: str, whole: Mapping[str, Any], listed: str, inside: str, name: object
+    source: str, kubeconfig: Mapping[str, Any], list_key: str, entry_key: str, name: object
 ) -> Mapping[str, Any]:
     """Return the entry of that name in one of a kubeconfig's lists. Raises BadConfig."""
-    for entry in whole.get(listed) or ():
+    for entry in kubeconfig.get(list_key) or ():
         if (
             isinstance(entry, dict)
             and entry.get("name") == name
-            and isinstance(entry.get(inside), dict)
+            and isinstance(entry.get(entry_key), dict)
         ):
-            table: Mapping[str, Any] = entry[inside]
+            table: Mapping[str, Any] = entry[entry_key]
             return table
-    raise errors.BadConfig(source, listed, f"has none of the name {name!r}")
+    raise errors.BadConfig(source, list_key, f"has none of the name {name!r}")
 
 
-def _check_keys(source: str, place: str, table: Mapping[str, Any], known: tuple[str, ...]) -> None:
+def _check_keys(
+    source: str, path: str, table: Mapping[str, Any], known_keys: tuple[str, ...]
+) -> None:
     for key, value in table.items():
         # Empty values, such as `insecure-skip-tls-verify: false`, have no effect, so they are
         # allowed.
-        if value and key not in (*known, *_IGNORED):
-            allowed = ", ".join(known)
+        if value and key not in (*known_keys, *_IGNORED):
+            allowed = ", ".join(known_keys)
             raise errors.BadConfig(
-                source, f"{place}.{key}", f"is not understood here; allowed: {allowed}"
+                source, f"{path}.{key}", f"is not understood here; allowed: {allowed}"
             )
 
 
@@ -257,16 +259,16 @@ class TooLong(Unproved):
 class Connection:
     """A connection to the API server, with limits of time and size for its answers.
 
-    Without an answer or a further part of it for `silence_seconds`, a request fails.
+    A request fails if no further part of its answer comes for `silence_seconds`.
     """
 
     def __init__(self, server: Server, silence_seconds: float) -> None:
         self._server, self._silence_seconds = server, silence_seconds
-        where, port = server.host, server.port
-        self._http = http.client.HTTPConnection(where, port, timeout=silence_seconds)
+        host, port = server.host, server.port
+        self._http = http.client.HTTPConnection(host, port, timeout=silence_seconds)
         if (tls := server.tls) is not None:
             self._http = http.client.HTTPSConnection(
-                where, port, timeout=silence_seconds, context=tls
+                host, port, timeout=silence_seconds, context=tls
             )
 
     def __enter__(self) -> "Connection":
@@ -279,17 +281,17 @@ class Connection:
         self,
         method: str,
         path: str,
-        until: float,
+        deadline: float,
         body: bytes | None = None,
         content: Mapping[str, str] | None = None,
     ) -> tuple[int, bytes]:
         """Send a request to the API server, and return the status and the body of its answer.
 
         `content` are headers of the request's body, or other headers. The time limit of the whole
-        request is the moment `until` (monotonic, seconds). Raises TimeoutError, Unproved, and what
-        http.client raises.
+        request is the moment `deadline` (monotonic, seconds). Raises TimeoutError, Unproved, and
+        what http.client raises.
         """
-        remaining = until - time.monotonic()
+        remaining = deadline - time.monotonic()
         if remaining <= 0:
             raise TimeoutError
         self._http.timeout = min(self._silence_seconds, remaining)
@@ -300,22 +302,22 @@ class Connection:
             headers["Authorization"] = f"Bearer {self._server.token()}"
         self._http.request(method, self._server.path + path, body=body, headers=headers)
         response = self._http.getresponse()
-        parts, size, promised = [], 0, response.length
+        chunks, size, expected_size = [], 0, response.length
         # The answer is read in parts, as the socket's timeout does not end a server that sends a
         # byte now and then.
-        while promised is None or size < promised:
-            if not (part := response.read1(_CHUNK_BYTES)):
+        while expected_size is None or size < expected_size:
+            if not (chunk := response.read1(_CHUNK_BYTES)):
                 break
-            parts.append(part)
-            size += len(part)
+            chunks.append(chunk)
+            size += len(chunk)
             if size > _LARGEST_ANSWER_BYTES:
                 raise TooLong(f"its answer has more than {_LARGEST_ANSWER_BYTES} bytes")
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 raise TimeoutError
         # http.client detects a truncated answer only if it is read in one piece.
-        if promised is not None and size < promised:
-            raise Unproved(f"its answer was cut off, {promised - size} bytes before its end")
+        if expected_size is not None and size < expected_size:
+            raise Unproved(f"its answer was cut off, {expected_size - size} bytes before its end")
         # Before Python 3.11.8, read1 leaves the response open, and the connection is then unusable
         # (gh-113199).
         response.close()
-        return response.status, b"".join(parts)
+        return response.status, b"".join(chunks)

@@ -17,7 +17,7 @@ _VERBS = ("get", "list", "watch")
 
 def everything(lists: Lists, objects: Objects) -> Sequence[Finding]:
     """Run all checks of the cluster. Raises ClusterSilent, ClusterRefused."""
-    return tuple(Finding(_CONTROLLER, *seen) for seen in _snapshot_controller(lists, objects))
+    return tuple(Finding(_CONTROLLER, *finding) for finding in _snapshot_controller(lists, objects))
 
 
 def _snapshot_controller(lists: Lists, objects: Objects) -> Iterator[Seen]:
@@ -56,11 +56,12 @@ def _snapshot_controller(lists: Lists, objects: Objects) -> Iterator[Seen]:
             continue
         account = deployment["spec"]["template"]["spec"].get("serviceAccountName", "default")
         user = f"system:serviceaccount:{metadata['namespace']}:{account}"
-        refused = [verb for verb in _VERBS if not _may(objects, user, verb)]
-        if refused:
+        refused_verbs = [verb for verb in _VERBS if not _may(objects, user, verb)]
+        if refused_verbs:
             yield (
                 FAIL,
-                f"{name} may not {', '.join(refused)} nodes, so it serves no driver's snapshots",
+                f"{name} may not {', '.join(refused_verbs)} nodes, so it serves no driver's"
+                " snapshots",
                 f"give {user} a ClusterRole with get, list and watch of nodes (docs/install.md)",
             )
         else:
@@ -68,14 +69,14 @@ def _snapshot_controller(lists: Lists, objects: Objects) -> Iterator[Seen]:
 
 
 def _is_carver_controller(container: Object) -> bool:
-    """Whether a container runs `carver controller`, as the chart defines it."""
+    """Return whether a container runs `carver controller`, as the chart defines it."""
     names = {variable.get("name") for variable in container.get("env", ())}
     return "CARVER_CONTROLLER_AUTHORITY" in names
 
 
 def _is_distributed(container: Object) -> bool:
-    words = [*container.get("command", ()), *container.get("args", ())]
-    return any(word in (_DISTRIBUTED, f"{_DISTRIBUTED}=true") for word in words)
+    arguments = [*container.get("command", ()), *container.get("args", ())]
+    return any(argument in (_DISTRIBUTED, f"{_DISTRIBUTED}=true") for argument in arguments)
 
 
 def _may(objects: Objects, user: str, verb: str) -> bool:

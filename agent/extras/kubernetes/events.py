@@ -52,8 +52,8 @@ class Event:
 class Events:
     """Writes Events, with `component` as their source, and reads none.
 
-    The name of an Event follows from its object and key, so another process writes an Event of the
-    same name, until the API server deletes it (its --event-ttl, an hour by default).
+    The name of an Event follows from the Event's object and key, so another process uses the same
+    name. The API server deletes Events after a while (its --event-ttl, an hour by default).
     """
 
     def __init__(self, objects: Objects, component: str, clock: Callable[[], float]) -> None:
@@ -76,10 +76,10 @@ class Events:
             if error.reason != _EXISTS:
                 raise
             if is_new:
-                again: dict[str, object] = {"lastTimestamp": now, "message": event.message}
+                change: dict[str, object] = {"lastTimestamp": now, "message": event.message}
                 if event.times > 1:
-                    again["count"] = event.times
-                self._objects.merge(f"{path}/{name}", again)
+                    change["count"] = event.times
+                self._objects.merge(f"{path}/{name}", change)
 
     def _made(self, subject: Subject, event: Event, name: str, now: str) -> Object:
         return {

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from agent.operations.preflight import Finding
 
 
-def add(line: CommandLine) -> None:
+def add(command_line: CommandLine) -> None:
     """Add the option to the command `carver doctor`."""
-    line.doctor.add_argument(
+    command_line.doctor.add_argument(
         "--cluster",
         action="store_const",
         dest="findings",

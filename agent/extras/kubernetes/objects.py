@@ -63,18 +63,18 @@ class Listing:
 Keep = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
-def _all(one: Mapping[str, Any]) -> Mapping[str, Any]:
-    return one
+def _all(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    return item
 
 
-def _labels(one: Mapping[str, Any]) -> Mapping[str, Any]:
-    metadata = one["metadata"]
-    kept = {
+def _labels(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    metadata = item["metadata"]
+    kept_metadata = {
         "name": metadata["name"],
         "uid": metadata["uid"],
         "labels": metadata.get("labels") or {},
     }
-    return {"metadata": kept}
+    return {"metadata": kept_metadata}
 
 
 # Annotations that are kept of pods and claims: names of nodes and drivers, and a UID.
@@ -86,24 +86,27 @@ _READ_ANNOTATIONS = (
 )
 
 
-def _some(one: Any, *keys: str) -> dict[str, Any]:
+def _some(source: Any, *keys: str) -> dict[str, Any]:
     """Return the entries of a table with these keys; texts longer than a name are left out."""
-    table = one if isinstance(one, dict) else {}
-    chosen = {key: table[key] for key in keys if key in table}
+    table = source if isinstance(source, dict) else {}
+    entries = {key: table[key] for key in keys if key in table}
     return {
         key: value
-        for key, value in chosen.items()
+        for key, value in entries.items()
         if not isinstance(value, str) or len(value) <= _MOST_NAME
     }
 
 
-def _about(one: Mapping[str, Any]) -> dict[str, Any]:
-    kept = _some(one["metadata"], "name", "namespace", "uid", "deletionTimestamp")
-    return {**kept, "annotations": _some(one["metadata"].get("annotations"), *_READ_ANNOTATIONS)}
+def _about(item: Mapping[str, Any]) -> dict[str, Any]:
+    kept_metadata = _some(item["metadata"], "name", "namespace", "uid", "deletionTimestamp")
+    return {
+        **kept_metadata,
+        "annotations": _some(item["metadata"].get("annotations"), *_READ_ANNOTATIONS),
+    }
 
 
-def _pod(one: Mapping[str, Any]) -> Mapping[str, Any]:
-    spec, status = (_some(one.get(key), *keys) for key, keys in _READ_OF_PODS.items())
+def _pod(pod: Mapping[str, Any]) -> Mapping[str, Any]:
+    spec, status = (_some(pod.get(key), *keys) for key, keys in _READ_OF_PODS.items())
     spec["volumes"] = [
         {
             **_some(volume, "name"),
@@ -115,12 +118,12 @@ def _pod(one: Mapping[str, Any]) -> Mapping[str, Any]:
     ]
     if "volumeHealth" in status:
         status["volumeHealth"] = bool(status["volumeHealth"])
-    return {"metadata": _about(one), "spec": spec, "status": status}
+    return {"metadata": _about(pod), "spec": spec, "status": status}
 
 
-def _claim(one: Mapping[str, Any]) -> Mapping[str, Any]:
-    spec, status = _some(one.get("spec"), "volumeName"), _some(one.get("status"), "phase")
-    return {"metadata": _about(one), "spec": spec, "status": status}
+def _claim(claim: Mapping[str, Any]) -> Mapping[str, Any]:
+    spec, status = _some(claim.get("spec"), "volumeName"), _some(claim.get("status"), "phase")
+    return {"metadata": _about(claim), "spec": spec, "status": status}
 
 
 # Fields that are kept of a pod.
@@ -161,8 +164,8 @@ class Lists:
         of pods and claims only what Carver reads, as their users may make them large. With
         `if_served`, a collection that the API server does not know is empty.
         """
-        kept = keep or _OF_USERS.get(kind, _all)
-        return self._whole(path, _Question(kind, query, kept, if_served=if_served))
+        reduce_object = keep or _OF_USERS.get(kind, _all)
+        return self._whole(path, _Question(kind, query, reduce_object, if_served=if_served))
 
     def metadata(self, path: str, **query: str) -> Listing:
         """Read names, UIDs and labels of a complete collection. Raises ClusterSilent."""
@@ -179,39 +182,39 @@ class Lists:
             raise errors.ClusterSilent(self._where(NODES), "it has no Node, not even Carver's own")
         return listing
 
-    def _whole(self, path: str, asked: "_Question") -> Listing:
-        until = time.monotonic() + command.patience_seconds(_LIST_SECONDS)
+    def _whole(self, path: str, question: "_Question") -> Listing:
+        deadline = time.monotonic() + command.patience_seconds(_LIST_SECONDS)
         problem = ""
-        most = _PAGE_PODS if asked.kind == "PodList" else _PAGE_ITEMS
+        page_size = _PAGE_PODS if question.kind == "PodList" else _PAGE_ITEMS
         for attempt in range(_ATTEMPTS):
             if attempt:
                 sleep(command.patience_seconds(_PAUSE_SECONDS * attempt))
             try:
-                return self._read(path, asked, until, min(most, _PAGE_ITEMS))
+                return self._read(path, question, deadline, min(page_size, _PAGE_ITEMS))
             except _PROBLEMS as error:
                 problem = _problem_of(error)
                 if isinstance(error, TooLong):
-                    most = max(1, most // _FEWER)
-                if isinstance(error, ssl.SSLCertVerificationError) or time.monotonic() >= until:
+                    page_size = max(1, page_size // _FEWER)
+                if isinstance(error, ssl.SSLCertVerificationError) or time.monotonic() >= deadline:
                     break
         raise errors.ClusterSilent(self._where(path), problem)
 
-    def _read(self, path: str, asked: "_Question", until: float, most: int) -> Listing:
+    def _read(self, path: str, question: "_Question", deadline: float, page_size: int) -> Listing:
         """Read all pages of a list over one connection, without a retry."""
         items: dict[str, Mapping[str, Any]] = {}
         version, token = "", ""
         with Connection(self._server, _SILENCE_SECONDS) as connection:
             while True:
-                query = {**asked.query, "limit": str(most)}
+                query = {**question.query, "limit": str(page_size)}
                 if token:
                     query["continue"] = token
-                where = f"{path}?{urlencode(query)}"
-                status, body = connection.request("GET", where, until, content=asked.headers)
-                if status == http.client.NOT_FOUND and asked.if_served:
+                url = f"{path}?{urlencode(query)}"
+                status, body = connection.request("GET", url, deadline, content=question.headers)
+                if status == http.client.NOT_FOUND and question.if_served:
                     return Listing((), "")
                 if status != http.client.OK:
                     self._refuse(path, status)
-                page = _Page.of(body, asked.kind)
+                page = _Page.of(body, question.kind)
                 if version not in ("", page.version):
                     raise Unproved(f"its pages have two versions, {version} and {page.version}")
                 version = page.version
@@ -219,7 +222,7 @@ class Lists:
                     uid = item["metadata"]["uid"]
                     if uid in items:
                         raise Unproved(f"it has an object twice, {item['metadata']['name']}")
-                    items[uid] = asked.keep(item)
+                    items[uid] = question.keep(item)
                 if not page.token:
                     if page.remaining:
                         raise Unproved(f"it ended with {page.remaining} objects to come")
@@ -244,12 +247,12 @@ class Lists:
 
 
 def _is_transient(status: int) -> bool:
-    """Whether the API server may answer differently when the request is repeated."""
+    """Return whether the API server may answer differently when the request is repeated."""
     return status == http.client.TOO_MANY_REQUESTS or status >= http.client.INTERNAL_SERVER_ERROR
 
 
 def _is_final(status: int) -> bool:
-    """Whether the API server refuses a request for good, because it lacks the object or the right.
+    """Return whether the API server refuses a request for good: an object or a right is missing.
 
     With 401 the API server does not know who asks, for instance while it starts or this account's
     token is renewed. Then its answer proves nothing about objects or rights.
@@ -269,13 +272,13 @@ class _Page:
     @classmethod
     def of(cls, body: bytes, kind: str) -> "_Page":
         try:
-            whole = json.loads(body)
+            page = json.loads(body)
         except ValueError:
             raise Unproved("its answer is not whole JSON") from None
-        if not isinstance(whole, dict) or whole.get("kind") != kind:
+        if not isinstance(page, dict) or page.get("kind") != kind:
             raise Unproved(f"its answer is no {kind}")
-        metadata, items = whole.get("metadata"), whole.get("items")
-        if kind == _METADATA and "items" in whole and items is None:
+        metadata, items = page.get("metadata"), page.get("items")
+        if kind == _METADATA and "items" in page and items is None:
             # An API server writes an empty list of metadata alone in this way (k8s.io/apiserver
             # v0.36.3, pkg/endpoints/handlers/response.go, asPartialObjectMetadataList).
             items = []
@@ -291,8 +294,8 @@ class _Page:
         return cls(items, version, token, remaining)
 
 
-def _is_object(one: object) -> bool:
-    metadata = one.get("metadata") if isinstance(one, dict) else None
+def _is_object(item: object) -> bool:
+    metadata = item.get("metadata") if isinstance(item, dict) else None
     if not isinstance(metadata, dict):
         return False
     return all(isinstance(metadata.get(key), str) and metadata[key] for key in ("name", "uid"))
@@ -341,13 +344,13 @@ class Objects:
                 break
         raise errors.ClusterRefused("GET", path, problem, is_refusal=is_refusal)
 
-    def create(self, path: str, made: Object) -> None:
+    def create(self, path: str, new_object: Object) -> None:
         """Create an object in a collection. Refused if an object of that name exists."""
-        self._write("POST", path, made, _JSON)
+        self._write("POST", path, new_object, _JSON)
 
-    def review(self, path: str, asked: Object) -> Object:
+    def review(self, path: str, review: Object) -> Object:
         """Send a review, such as a SubjectAccessReview, and return the API server's answer."""
-        return self._write("POST", path, asked, _JSON)
+        return self._write("POST", path, review, _JSON)
 
     def change(self, path: str, change: Object, version: str) -> None:
         """Merge a change into an object, if the object still has that version."""
@@ -383,8 +386,8 @@ class Objects:
         content: Mapping[str, str] | None = None,
     ) -> tuple[int, dict[str, Any]]:
         with Connection(self._server, _SECONDS) as connection:
-            until = time.monotonic() + command.patience_seconds(_SECONDS)
-            status, content_bytes = connection.request(method, path, until, body, content)
+            deadline = time.monotonic() + command.patience_seconds(_SECONDS)
+            status, content_bytes = connection.request(method, path, deadline, body, content)
         try:
             answer = json.loads(content_bytes)
         except ValueError:

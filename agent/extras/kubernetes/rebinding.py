@@ -129,14 +129,14 @@ class _Step:
 
 
 class Rebinding:
-    """The rebinding of one claim to the volume at `place`; `was` is the volume's old id.
+    """The rebinding of one claim to the volume at `place`; `old_handle` is the volume's old id.
 
     Methods raise NotRebound, ClusterRefused, ClusterSilent. A repeated call continues.
     """
 
-    def __init__(self, server: Server, was: str, place: Place) -> None:
+    def __init__(self, server: Server, old_handle: str, place: Place) -> None:
         self._lists, self._objects = Lists(server), Objects(server)
-        self._old_handle, self._place = was, place
+        self._old_handle, self._place = old_handle, place
 
     def run(self, confirmed: Callable[[str], bool], report: Callable[[str], None]) -> None:
         """Take the remaining steps. Raises NotConfirmed if the user declines one."""
@@ -204,8 +204,10 @@ class Rebinding:
         if old is not None and claim is not None and state.claimed == _name(old):
             return self._before(state, old, claim)
         if new is None:
-            kept = f"it has {state.claimed!r}" if claim else "it is gone, and nothing is kept of it"
-            raise state.refused(kept)
+            problem = (
+                f"it has {state.claimed!r}" if claim else "it is gone, and nothing is kept of it"
+            )
+            raise state.refused(problem)
         if claim is None:
             return self._recreate_claim(state, new)
         if state.claimed not in ("", _name(new)):
@@ -223,9 +225,9 @@ class Rebinding:
             if _policy(new) != _RETAIN:
                 raise state.refused(f"{_name(new)} is not Retain: have it be so")
             return self._end_of(state, new, "which no claim has yet")
-        if was := _annotations(old).get(self._place.policy_key):
-            what = f"have {_name(old)} be {was} again, as it was"
-            return _Step(what, partial(self._restore, old))
+        if policy := _annotations(old).get(self._place.policy_key):
+            question = f"have {_name(old)} be {policy} again, as it was"
+            return _Step(question, partial(self._restore, old))
         return None
 
     # Steps while the claim has the old PersistentVolume
@@ -239,24 +241,24 @@ class Rebinding:
         self._check_old(state, old, claim)
         self._check_unused(state)
         if (policy := _policy(old)) != _RETAIN:
-            what = f"have {_name(old)} kept whatever becomes of its claim"
-            return _Step(f"{what} (Retain, now {policy})", partial(self._retain, old))
+            question = f"have {_name(old)} kept whatever becomes of its claim"
+            return _Step(f"{question} (Retain, now {policy})", partial(self._retain, old))
         expected = _volume_at(self._place, old, claim)
         if new is None:
-            what = f"make {_VOLUME} {_name(expected)}, reserved for {state}, of the volume on"
+            question = f"make {_VOLUME} {_name(expected)}, reserved for {state}, of the volume on"
             make = partial(self._objects.create, VOLUMES, expected)
-            return _Step(f"{what} {self._place.node}", make)
+            return _Step(f"{question} {self._place.node}", make)
         if not _is_alike(new, expected) or _policy(new) != _RETAIN:
             why = f"{_name(new)} is not what would be made of {_name(old)} now"
             raise state.refused(f"{why}: delete that, and call again")
         key = self._place.claim_key
-        if _annotations(new).get(key) != (kept := _annotations(expected)[key]):
-            change = {"metadata": {"annotations": {key: kept}}}
+        if _annotations(new).get(key) != (manifest := _annotations(expected)[key]):
+            change = {"metadata": {"annotations": {key: manifest}}}
             return _Step("", partial(self._change, new, change))
-        what = f"delete the claim {state}, which is then made anew, for {_name(new)}"
+        question = f"delete the claim {state}, which is then made anew, for {_name(new)}"
         # Deleting the claim is safe: the old PersistentVolume is Retain, and the new one keeps the
         # claim's manifest.
-        return self._deletion(what, state.path, claim)
+        return self._deletion(question, state.path, claim)
 
     def _check_old(self, state: _State, old: Object, claim: Object) -> None:
         name, key = _name(old), self._place.topology_key
@@ -285,9 +287,9 @@ class Rebinding:
                 raise state.refused(f"the pod {_name(pod)} uses it; stop that")
 
     def _retain(self, old: Object) -> None:
-        kept = {self._place.policy_key: _policy(old)}
+        annotations = {self._place.policy_key: _policy(old)}
         change = {"spec": {"persistentVolumeReclaimPolicy": _RETAIN}}
-        self._change(old, {**change, "metadata": {"annotations": kept}})
+        self._change(old, {**change, "metadata": {"annotations": annotations}})
 
     # Steps while there is no claim, or the claim has the new PersistentVolume
 
@@ -316,8 +318,8 @@ class Rebinding:
         """Return the step that deletes a PersistentVolume, or that waits until it is gone."""
         if _is_going(volume):
             return _Step("", partial(self._await_end, state, _volume_path(volume), volume))
-        what = f"delete {_VOLUME} {_name(volume)}, {why}"
-        return self._deletion(what, _volume_path(volume), volume)
+        question = f"delete {_VOLUME} {_name(volume)}, {why}"
+        return self._deletion(question, _volume_path(volume), volume)
 
     def _after(self, state: _State, new: Object, claim: Object) -> _Step | None:
         if not _is_bound(new, claim):
@@ -327,12 +329,14 @@ class Rebinding:
             if _policy(old) != _RETAIN:
                 raise state.refused(f"{name} is not Retain any more: have it be so, and call again")
             return self._end_of(state, old, "an object that no volume goes with")
-        name, kept = _name(new), _annotations(new)
+        name, annotations = _name(new), _annotations(new)
         restore = partial(self._restore, new)
-        if was := kept.get(self._place.policy_key):
-            what = f"have {name} be {was} again, as it was; see first that its data are there"
-            return _Step(what, restore)
-        return _Step("", restore) if self._place.claim_key in kept else None
+        if policy := annotations.get(self._place.policy_key):
+            question = (
+                f"have {name} be {policy} again, as it was; see first that its data are there"
+            )
+            return _Step(question, restore)
+        return _Step("", restore) if self._place.claim_key in annotations else None
 
     def _await_binding(self, state: _State, new: Object) -> None:
         def is_bound() -> bool:
@@ -342,37 +346,39 @@ class Rebinding:
 
         self._wait(state, is_bound, "it is not bound yet; see `kubectl describe pvc`")
 
-    def _await_end(self, state: _State, path: str, going: Object) -> None:
+    def _await_end(self, state: _State, path: str, terminating: Object) -> None:
         is_claim = path == state.path
 
         def is_gone() -> bool:
             remaining = self._objects.find(path, _CLAIM if is_claim else _VOLUME)
             return remaining is None or bool(
-                remaining["metadata"]["uid"] != going["metadata"]["uid"]
+                remaining["metadata"]["uid"] != terminating["metadata"]["uid"]
             )
 
-        kept = ", ".join(_at(going, "metadata", "finalizers") or ()) or "nothing that it names"
-        who = "it" if is_claim else _name(going)
-        self._wait(state, is_gone, f"{who} is not gone yet, kept by {kept}")
+        finalizers = (
+            ", ".join(_at(terminating, "metadata", "finalizers") or ()) or "nothing that it names"
+        )
+        subject = "it" if is_claim else _name(terminating)
+        self._wait(state, is_gone, f"{subject} is not gone yet, kept by {finalizers}")
 
-    def _deletion(self, what: str, path: str, one: Object) -> _Step:
-        return _Step(what, partial(self._objects.delete, path, one["metadata"]["uid"]))
+    def _deletion(self, question: str, path: str, item: Object) -> _Step:
+        return _Step(question, partial(self._objects.delete, path, item["metadata"]["uid"]))
 
     def _restore(self, new: Object) -> None:
         """Restore the reclaim policy, and remove both annotations; this is the last step."""
         keys = (self._place.policy_key, self._place.claim_key)
         change: dict[str, Any] = {"metadata": {"annotations": dict.fromkeys(keys)}}
-        if was := _annotations(new).get(self._place.policy_key):
-            change["spec"] = {"persistentVolumeReclaimPolicy": was}
+        if policy := _annotations(new).get(self._place.policy_key):
+            change["spec"] = {"persistentVolumeReclaimPolicy": policy}
         self._change(new, change)
 
     def _change(self, volume: Object, change: Object) -> None:
         version = str(volume["metadata"]["resourceVersion"])
         self._objects.change(_volume_path(volume), change, version)
 
-    def _wait(self, state: _State, is_so: Callable[[], bool], why: str) -> None:
+    def _wait(self, state: _State, condition: Callable[[], bool], why: str) -> None:
         for _ in range(_WAIT_SECONDS):
-            if is_so():
+            if condition():
                 return
             sleep(1.0)
         raise state.refused(f"{why}; call again")
@@ -383,7 +389,7 @@ def _volume_at(place: Place, old: Object, claim: Object) -> dict[str, Any]:
 
     One of its annotations keeps the claim's manifest.
     """
-    volume = _recreate_claim(_VOLUME, old, moved_name(_name(old), place.handle))
+    volume = _copy_under_name(_VOLUME, old, moved_name(_name(old), place.handle))
     manifest = json.dumps(_claim_of(claim, _name(volume)), sort_keys=True)
     volume["metadata"].pop("ownerReferences", None)
     volume["metadata"]["annotations"] = {**_annotations(volume), place.claim_key: manifest}
@@ -404,35 +410,35 @@ def moved_name(old: str, handle: str) -> str:
 
 
 def _claim_of(claim: Object, volume: str) -> dict[str, Any]:
-    copy = _recreate_claim(_CLAIM, claim, _name(claim))
+    copy = _copy_under_name(_CLAIM, claim, _name(claim))
     copy["metadata"]["namespace"] = claim["metadata"]["namespace"]
     copy["spec"]["volumeName"] = volume
     return copy
 
 
-def _recreate_claim(kind: str, was: Object, called: str) -> dict[str, Any]:
+def _copy_under_name(kind: str, original: Object, name: str) -> dict[str, Any]:
     """Return a copy of an object under a name, without the fields that the cluster sets."""
-    metadata = was["metadata"]
-    kept = {
-        "name": called,
+    metadata = original["metadata"]
+    fields = {
+        "name": name,
         "labels": metadata.get("labels"),
         "annotations": {
-            key: value for key, value in _annotations(was).items() if key not in _BINDING
+            key: value for key, value in _annotations(original).items() if key not in _BINDING
         },
         "ownerReferences": metadata.get("ownerReferences"),
     }
     return {
         "apiVersion": "v1",
         "kind": kind,
-        "metadata": {key: value for key, value in kept.items() if value},
-        "spec": dict(was["spec"]),
+        "metadata": {key: value for key, value in fields.items() if value},
+        "spec": dict(original["spec"]),
     }
 
 
-def _is_alike(volume: Object, made: Object) -> bool:
+def _is_alike(volume: Object, expected: Object) -> bool:
     first, second = (
         {key: value for key, value in item["spec"].items() if key not in _OTHERWISE}
-        for item in (volume, made)
+        for item in (volume, expected)
     )
     return first == second
 
@@ -449,34 +455,32 @@ def _wanted_labels(volume: Object) -> Iterator[str]:
             yield str(expression.get("key"))
 
 
-def _annotations(one: Object) -> Mapping[str, str]:
-    return _at(one, "metadata", "annotations") or {}
+def _annotations(item: Object) -> Mapping[str, str]:
+    return _at(item, "metadata", "annotations") or {}
 
 
 def _policy(volume: Object) -> str:
     return str(_at(volume, "spec", "persistentVolumeReclaimPolicy") or "")
 
 
-def _name(one: Object) -> str:
-    return str(_at(one, "metadata", "name") or "")
+def _name(item: Object) -> str:
+    return str(_at(item, "metadata", "name") or "")
 
 
-def _is_going(one: Object) -> bool:
-    return _at(one, "metadata", "deletionTimestamp") is not None
+def _is_going(item: Object) -> bool:
+    return _at(item, "metadata", "deletionTimestamp") is not None
 
 
 def _volume_path(volume: Object) -> str:
     return f"{VOLUMES}/{quote(_name(volume), safe='')}"
 
 
-def _path(namespace: str, *inside: str) -> str:
-    return "/".join(
-        ["/api/v1/namespaces", *(quote(name, safe="") for name in (namespace, *inside))]
-    )
+def _path(namespace: str, *parts: str) -> str:
+    return "/".join(["/api/v1/namespaces", *(quote(name, safe="") for name in (namespace, *parts))])
 
 
-def _at(one: Object, *keys: str) -> Any:
-    value: Any = one
+def _at(item: Object, *keys: str) -> Any:
+    value: Any = item
     for key in keys:
         if not isinstance(value, dict):
             return None

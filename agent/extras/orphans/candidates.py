@@ -65,12 +65,12 @@ class Candidate:
     """A possible orphan: something that nothing refers to now.
 
     - `name` is a volume's id, a path or the name of an object.
-    - `identity` distinguishes it from an earlier object of the same name. It is LVM's UUID, device
-      and inode of a directory, or the API server's UID.
-    - `about` describes it for the operator.
-    - `handle` is the volume's id as kubelet knows it, empty if it has none.
-    - `path` is the directory where the volume is mounted, empty if there is none.
-    - `remedy` replaces the remedy of its kind, if not empty.
+    - `identity` distinguishes the candidate from an earlier object of the same name: by LVM's UUID,
+      by the device and inode of a directory, or by the API server's UID.
+    - `about` describes the candidate for the operator.
+    - `handle` is the volume's id as kubelet knows it, empty for a candidate without a volume.
+    - `path` is the directory where the volume is mounted, empty without such a directory.
+    - `remedy` replaces the remedy of the candidate's kind, if not empty.
     """
 
     kind: Kind
@@ -95,12 +95,14 @@ class Candidate:
         return text.format(**{key: shlex.quote(value) for key, value in fields.items()})
 
 
-def find_volumes(reports: Reports, known: Fresh, references: References) -> Iterator[Candidate]:
+def find_volumes(
+    reports: Reports, fresh_report: Fresh, references: References
+) -> Iterator[Candidate]:
     """Find Carver's volumes and snapshots that nothing in the cluster refers to.
 
     Volumes that are being moved to another node are left to the operator.
     """
-    for volume in known.volumes():
+    for volume in fresh_report.volumes():
         # A volume without a kind of orphan is in a state that only its own process may end, such
         # as a move to another node.
         if not (kind := volume.orphan):
@@ -114,10 +116,10 @@ def find_volumes(reports: Reports, known: Fresh, references: References) -> Iter
             yield Candidate(
                 Kind(kind), str(volume.id), _uuid(volume), _about(volume), handle=str(volume.id)
             )
-    for volume in known.doomed():
+    for volume in fresh_report.doomed():
         why = f"deleted, not overwritten yet, {volume.size_bytes} bytes"
         yield Candidate(Kind.WIPING, str(volume.id), _uuid(volume), why)
-    yield from _half_made(reports, reports.every_group(known))
+    yield from _half_made(reports, reports.every_group(fresh_report))
 
 
 def find_objects(references: References) -> Iterator[Candidate]:
@@ -167,14 +169,14 @@ def _inline(volume: Volume) -> Candidate:
     )
 
 
-def _half_made(reports: Reports, known: EveryGroup) -> Iterator[Candidate]:
+def _half_made(reports: Reports, all_groups: EveryGroup) -> Iterator[Candidate]:
     """Find snapshots of copies that are not in progress, and of incomplete group snapshots."""
-    copying = {volume.own_tags[tag.NAME] for volume in known.copies()}
-    half_made = reports.half_made(known)
-    for snapshot in known.snapshots():
+    copying = {volume.own_tags[tag.NAME] for volume in all_groups.copies()}
+    half_made = reports.half_made(all_groups)
+    for snapshot in all_groups.snapshots():
         if snapshot.is_bridge:
             # The snapshot counts as in use where its copy may be in a group that does not answer.
-            if snapshot.own_tags[tag.NAME] in copying or not known.is_known_unused(snapshot):
+            if snapshot.own_tags[tag.NAME] in copying or not all_groups.is_known_unused(snapshot):
                 continue
             yield _snapshot(snapshot, "was made for a copy that is not in progress")
         elif snapshot.group_snapshot_id in half_made:
@@ -183,10 +185,12 @@ def _half_made(reports: Reports, known: EveryGroup) -> Iterator[Candidate]:
             )
 
 
-def _snapshot(one: Snapshot, about: str) -> Candidate:
-    uuid = one.group.volume(one.name).uuid
+def _snapshot(snapshot: Snapshot, description: str) -> Candidate:
+    uuid = snapshot.group.volume(snapshot.name).uuid
     remedy = "restart Carver, which undoes it, and see its log"
-    return Candidate(Kind.HALF_MADE, str(one.id), uuid, f"snapshot, {about}", remedy=remedy)
+    return Candidate(
+        Kind.HALF_MADE, str(snapshot.id), uuid, f"snapshot, {description}", remedy=remedy
+    )
 
 
 def _uuid(volume: Volume) -> str:
@@ -202,18 +206,21 @@ def _of_claim(claim: str) -> str:
     return f", was claimed by {claim}" if claim else ""
 
 
-def proves_absent(known: report.Report, handle: str, groups: tuple[str, ...]) -> bool:
-    """Return whether the report proves that no volume of that id, nor a remainder of one, exists.
+def proves_absent(node_report: report.Report, handle: str, groups: tuple[str, ...]) -> bool:
+    """Return whether a report proves that no volume of that id, nor a part of one, exists.
 
     The id of an inline volume does not name its group. So for such an id, all of Carver's groups
     must be in the report.
     """
-    logical = backing.of_id(handle)
+    backing_volume = backing.of_id(handle)
     volume_groups = [
-        known.groups.get(name) for name in ([logical.group] if logical.group else groups)
+        node_report.groups.get(name)
+        for name in ([backing_volume.group] if backing_volume.group else groups)
     ]
     return all(
-        group is not None and logical.may_be_in(group) and logical.name not in group.volumes
+        group is not None
+        and backing_volume.may_be_in(group)
+        and backing_volume.name not in group.volumes
         for group in volume_groups
     )
 
@@ -243,14 +250,14 @@ class Place:
     handle: str
 
 
-def all_of(kernel: Kernel, kubelet_dir: Sequence[str], driver_name: str) -> list[Place]:
+def all_of(kernel: Kernel, kubelet_directories: Sequence[str], driver_name: str) -> list[Place]:
     """Find all directories that kubelet made for the driver, without touching mounted volumes.
 
     Call this before reading the volumes: so the report includes every volume that was made while
     this ran, and no directory of a new volume looks orphaned.
     """
     places: list[Place] = []
-    for kubelet in map(Path, kubelet_dir):
+    for kubelet in map(Path, kubelet_directories):
         staging = kubelet / "plugins/kubernetes.io/csi" / driver_name
         places += _places(kernel, Kind.STAGING, staging, "*", driver_name)
         places += _places(kernel, Kind.TARGET, kubelet, _TARGETS, driver_name)
@@ -260,33 +267,33 @@ def all_of(kernel: Kernel, kubelet_dir: Sequence[str], driver_name: str) -> list
 def candidates(
     places: Sequence[Place],
     mounts: Table,
-    known: report.Report,
+    node_report: report.Report,
     groups: tuple[str, ...],
     references: References,
 ) -> Iterator[Candidate]:
     """Find directories whose volume is proved absent, and that the cluster does not refer to."""
-    whole = all(name in known.groups for name in groups)
+    has_all_groups = all(name in node_report.groups for name in groups)
     digests = {
         cluster.digest(str(VolumeId.of(group, name)))
-        for group in known.groups.values()
+        for group in node_report.groups.values()
         for name in group.volumes
     }
     for place in places:
         if place.handle:
-            lost = proves_absent(known, place.handle, groups)
+            is_absent = proves_absent(node_report, place.handle, groups)
         else:
             # Only the directory's name, a digest of the handle, identifies the volume. The volume
             # may be in a group that is absent from the report: so all groups must be present.
-            lost = whole and Path(place.directory).name not in digests
-        wanted = (
+            is_absent = has_all_groups and Path(place.directory).name not in digests
+        is_referenced = (
             pod_of(place.path) in references.pods
             if place.kind is Kind.TARGET
             else Path(place.directory).name in references.handle_digests
         )
-        if lost and not wanted:
-            mounted = mounts.top(place.path)
-            what = f"has {mounted}" if mounted else "has nothing mounted"
-            description = f"of {place.handle or 'a volume'}, which is not there; {what}"
+        if is_absent and not is_referenced:
+            mount = mounts.top(place.path)
+            mount_text = f"has {mount}" if mount else "has nothing mounted"
+            description = f"of {place.handle or 'a volume'}, which is not there; {mount_text}"
             yield Candidate(
                 place.kind, place.directory, place.identity, description, place.handle, place.path
             )

@@ -43,7 +43,8 @@ class Clock:
 class _Known:
     """The content of the history's file.
 
-    - `boot` is the id of the boot in which it was written, `seconds` the time since that boot.
+    - `boot` is the id of the boot in which the file was written, `seconds` the time since that
+      boot.
     - `versions` has the resource version of each of the cluster's lists at the last look.
     - `since` has, for each candidate's key, the time since that boot at which the candidate was
       first seen; every look since has seen it.
@@ -62,13 +63,17 @@ class History:
         self._file = file
         self._clock = clock or Clock()
 
-    def record(self, seen: Iterable[str], versions: Mapping[str, str]) -> Mapping[str, float]:
+    def record(
+        self, candidate_keys: Iterable[str], versions: Mapping[str, str]
+    ) -> Mapping[str, float]:
         """Record a complete look; return for each candidate the seconds for which it was seen.
 
-        `seen` has the candidates' keys. A candidate that is new has 0 seconds. The history is
-        dropped, and begins again with this look, where the boot is another one, and where a list in
-        `versions`, which has the resource versions of the cluster's lists, is older than before:
-        the API server was then restored from a backup, or is not complete yet.
+        A candidate that is new has 0 seconds. `versions` has the resource versions of the cluster's
+        lists. The history is dropped, and begins again with this look, in two cases:
+
+        1. The machine was booted since the last look.
+        2. A list of the cluster has an older version than at the last look: the API server was
+           restored from a backup, or is not complete yet.
 
         Raises NotReady if the file cannot be used.
         """
@@ -81,13 +86,13 @@ class History:
                 or _is_older(versions, previous.versions)
             ):
                 previous = _Known()
-            since = {key: min(previous.since.get(key, now), now) for key in seen}
+            since = {key: min(previous.since.get(key, now), now) for key in candidate_keys}
             content = {"boot": boot, "seconds": now, "versions": dict(versions), "since": since}
             # The content is written in place, as this file is the locked one. The file is
             # truncated first: half a content is not valid JSON, and counts as an empty history.
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(content).encode(), 0)
-        return {key: now - first for key, first in since.items()}
+        return {key: now - first_seconds for key, first_seconds in since.items()}
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
@@ -119,14 +124,14 @@ def _parse(content: bytes) -> _Known:
         return _Known()
 
 
-def _is_older(versions: Mapping[str, str], before: Mapping[str, str]) -> bool:
+def _is_older(versions: Mapping[str, str], earlier_versions: Mapping[str, str]) -> bool:
     """Return whether a list's resource version is older than before.
 
     Versions that are not decimal numbers are ignored.
     """
     return any(
         version.isdecimal()
-        and (previous := before.get(key, "")).isdecimal()
+        and (previous := earlier_versions.get(key, "")).isdecimal()
         and int(version) < int(previous)
         for key, version in versions.items()
     )
@@ -145,13 +150,18 @@ class Orphan:
 
 
 def judged(
-    found: Sequence[Candidate], history: History, wanted: References, grace_seconds: float
+    all_candidates: Sequence[Candidate],
+    history: History,
+    cluster_references: References,
+    grace_seconds: float,
 ) -> Sequence[Orphan]:
     """Record the candidates of a complete look; return them as orphans, the sure ones first."""
-    seen = history.record((candidate.key for candidate in found), wanted.versions)
+    seen_seconds = history.record(
+        (candidate.key for candidate in all_candidates), cluster_references.versions
+    )
     orphans = [
-        Orphan(candidate, seen[candidate.key], seen[candidate.key] >= grace_seconds)
-        for candidate in found
+        Orphan(candidate, seen_seconds[candidate.key], seen_seconds[candidate.key] >= grace_seconds)
+        for candidate in all_candidates
     ]
     return sorted(orphans, key=lambda orphan: (not orphan.sure, orphan.candidate.kind))
 
@@ -185,9 +195,9 @@ class Finder:
         raises is not recorded.
         """
         config = self._configuration.now
-        found_places = candidates.all_of(self._kernel, config.kubelet_dir, config.driver_name)
-        current = self._reports.fresh()
-        wanted = references.read(
+        kubelet_places = candidates.all_of(self._kernel, config.kubelet_dir, config.driver_name)
+        fresh_report = self._reports.fresh()
+        cluster_references = references.read(
             self._lists(),
             config.driver_name,
             config.topology_key,
@@ -195,12 +205,16 @@ class Finder:
             pods_on=config.node_id,
         )
         mounts = table.read(self._kernel)
-        found_candidates = [
-            *candidates.find_volumes(self._reports, current, wanted),
-            *candidates.candidates(found_places, mounts, current, config.groups, wanted),
-            *candidates.find_objects(wanted),
+        all_candidates = [
+            *candidates.find_volumes(self._reports, fresh_report, cluster_references),
+            *candidates.candidates(
+                kubelet_places, mounts, fresh_report, config.groups, cluster_references
+            ),
+            *candidates.find_objects(cluster_references),
         ]
-        return judged(found_candidates, self._history, wanted, config.orphan_grace_seconds)
+        return judged(
+            all_candidates, self._history, cluster_references, config.orphan_grace_seconds
+        )
 
     def _lists(self) -> Lists:
         # The connection is made anew for each look, as certificates and tokens change.
@@ -237,13 +251,18 @@ class OrphanWatch:
 
     def _step(self) -> None:
         """Look for orphans once, count the sure ones, and log each that was not logged before."""
-        sure = [orphan.candidate for orphan in self._look() if orphan.sure]
+        sure_candidates = [orphan.candidate for orphan in self._look() if orphan.sure]
         self._counts, self.time_seconds = (
-            Counter(candidate.kind for candidate in sure),
+            Counter(candidate.kind for candidate in sure_candidates),
             self._clock(),
         )
-        for candidate in sure:
+        for candidate in sure_candidates:
             if candidate.key not in self._logged:
-                words = (candidate.kind, candidate.name, candidate.about, candidate.full_remedy)
-                _log.warning("orphan: %s %s: %s; %s", *words)
-        self._logged = frozenset(candidate.key for candidate in sure)
+                log_fields = (
+                    candidate.kind,
+                    candidate.name,
+                    candidate.about,
+                    candidate.full_remedy,
+                )
+                _log.warning("orphan: %s %s: %s; %s", *log_fields)
+        self._logged = frozenset(candidate.key for candidate in sure_candidates)

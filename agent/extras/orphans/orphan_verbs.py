@@ -16,27 +16,29 @@ from agent.settings.settings import Config
 from mount.kernel import Kernel
 
 
-def show(found: Sequence[Orphan], grace_seconds: int, *, as_json: bool) -> None:
+def show(orphans: Sequence[Orphan], grace_seconds: int, *, as_json: bool) -> None:
     """Print a table of orphans, and the remedies of the sure ones; or all of them as JSON."""
     if as_json:
-        print(json.dumps([_row(orphan) for orphan in found], indent=2, ensure_ascii=False))
+        print(json.dumps([_row(orphan) for orphan in orphans], indent=2, ensure_ascii=False))
         return
-    if not found:
+    if not orphans:
         print("There are no orphans.")
         return
     table = terminal.table("KIND", "NAME", "SEEN FOR", "WHAT", right=("SEEN FOR",))
-    for orphan in found:
-        seen = (
+    for orphan in orphans:
+        seen_text = (
             _duration(orphan.seen_seconds)
             if orphan.sure
             else f"{_duration(orphan.seen_seconds)}, wait"
         )
-        table.add_row(orphan.candidate.kind, orphan.candidate.name, seen, orphan.candidate.about)
+        table.add_row(
+            orphan.candidate.kind, orphan.candidate.name, seen_text, orphan.candidate.about
+        )
     terminal.console().print(table)
-    for orphan in found:
+    for orphan in orphans:
         if orphan.sure:
             print(f"\n{orphan.candidate.name}:\n    {orphan.candidate.full_remedy}")
-    if not all(orphan.sure for orphan in found):
+    if not all(orphan.sure for orphan in orphans):
         print(
             f"\nOne that must wait counts when it is seen again {_duration(grace_seconds)} after it"
             " was first seen."
@@ -58,9 +60,9 @@ def delete(
     if not sockets.is_served(settings.endpoint):
         raise errors.NotServed(str(settings.endpoint))
     candidate = _sure(finder.look(), name, settings.orphan_grace_seconds)
-    with Client(settings.endpoint) as caller:
+    with Client(settings.endpoint) as client:
         try:
-            _call(caller, candidate)
+            _call(client, candidate)
         except grpc.RpcError as error:
             raise errors.CallRefused(error.code().name, error.details() or "") from None
     if kernel is not None and candidate.kind in (Kind.STAGING, Kind.TARGET):
@@ -68,54 +70,56 @@ def delete(
     print(f"{name} is deleted")
 
 
-def _sure(found: Sequence[Orphan], name: str, grace_seconds: int) -> Candidate:
+def _sure(orphans: Sequence[Orphan], name: str, grace_seconds: int) -> Candidate:
     """Return the candidate of that name if Carver may delete it; raises NoOrphan."""
-    for orphan in found:
+    for orphan in orphans:
         if orphan.candidate.name != name:
             continue
         if not orphan.sure:
-            seen = f"it was seen for {_duration(orphan.seen_seconds)}"
-            raise errors.NoOrphan(name, f"{seen}, and counts after {_duration(grace_seconds)}")
+            seen_text = f"it was seen for {_duration(orphan.seen_seconds)}"
+            raise errors.NoOrphan(name, f"{seen_text}, and counts after {_duration(grace_seconds)}")
         if not orphan.candidate.full_remedy.startswith("carver "):
             raise errors.NoOrphan(name, f"that is not Carver's; {orphan.candidate.full_remedy}")
         return orphan.candidate
     raise errors.NoOrphan(name, "it is not an orphan; list them for those that are")
 
 
-def _call(caller: Client, one: Candidate) -> None:
-    if one.kind in (Kind.VOLUME, Kind.HALF_MADE):
-        caller.delete(one.handle)
-    elif one.kind is Kind.STAGING and one.handle:
-        caller.unstage(one.handle, one.path)
-    elif one.kind in (Kind.INLINE, Kind.TARGET):
-        caller.unpublish(one.handle, one.path)
+def _call(client: Client, candidate: Candidate) -> None:
+    if candidate.kind in (Kind.VOLUME, Kind.HALF_MADE):
+        client.delete(candidate.handle)
+    elif candidate.kind is Kind.STAGING and candidate.handle:
+        client.unstage(candidate.handle, candidate.path)
+    elif candidate.kind in (Kind.INLINE, Kind.TARGET):
+        client.unpublish(candidate.handle, candidate.path)
 
 
-def _clear(kernel: Kernel, one: Candidate) -> None:
+def _clear(kernel: Kernel, candidate: Candidate) -> None:
     """Remove kubelet's directories of a candidate, and the file in them.
 
     The kernel refuses to remove a directory that is a mount point or not empty. Raises NoOrphan.
     """
     for remove, path in (
-        (kernel.remove_directory, one.path),
-        (kernel.remove_file, f"{one.name}/{candidates.VOLUME_DATA}"),
-        (kernel.remove_directory, one.name),
+        (kernel.remove_directory, candidate.path),
+        (kernel.remove_file, f"{candidate.name}/{candidates.VOLUME_DATA}"),
+        (kernel.remove_directory, candidate.name),
     ):
         try:
             remove(path)
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise errors.NoOrphan(one.name, f"{path}: {error.strerror}; see what it is") from None
+            raise errors.NoOrphan(
+                candidate.name, f"{path}: {error.strerror}; see what it is"
+            ) from None
 
 
-def _row(one: Orphan) -> dict[str, object]:
-    kept = {key: value for key, value in asdict(one.candidate).items() if key != "remedy"}
+def _row(orphan: Orphan) -> dict[str, object]:
+    fields = {key: value for key, value in asdict(orphan.candidate).items() if key != "remedy"}
     return {
-        **kept,
-        "remedy": one.candidate.full_remedy,
-        "seen_seconds": int(one.seen_seconds),
-        "sure": one.sure,
+        **fields,
+        "remedy": orphan.candidate.full_remedy,
+        "seen_seconds": int(orphan.seen_seconds),
+        "sure": orphan.sure,
     }
 
 

@@ -8,9 +8,9 @@ from agent.settings import settings
 from agent.settings.configuration import Configuration
 
 
-def add(line: CommandLine) -> None:
+def add(command_line: CommandLine) -> None:
     """Add `carver orphans` to the command line."""
-    orphans = line.commands.add_parser(
+    orphans = command_line.commands.add_parser(
         "orphans",
         help="list orphaned volumes and objects; delete one by name",
         description="List orphans: volumes that no PersistentVolume names, inline volumes of pods"

@@ -17,11 +17,11 @@ class Orphans(Extra):
         self.watch = watch
 
     def start(self) -> None:
-        """Start the periodic search."""
+        """Start the periodic search for orphans."""
         self.watch.task.start()
 
     def stop(self) -> None:
-        """Stop the periodic search."""
+        """Stop the periodic search for orphans."""
         self.watch.task.stop()
 
     def gauges(self) -> Iterable[Gauge]:

@@ -29,8 +29,9 @@ class PersistentVolume:
     """A PersistentVolume of the driver's.
 
     - `handle` is the volume's id.
-    - `nodes` has the topology segments of the nodes that may use it, empty if it names none.
-    - `claim` is namespace/name of the claim that it is bound to, empty if there is none.
+    - `nodes` has the topology segments in the PersistentVolume's node affinity; may be empty.
+    - `claim` is namespace/name of the claim that is bound to the PersistentVolume; empty without
+      one.
     """
 
     name: str
@@ -111,8 +112,8 @@ def _read(
     for node_id in sorted(node_ids):
         if node_id not in node_names:
             # The API server is of another cluster, or has lost its data.
-            which = "this node" if pods_on else "a node of the controller"
-            raise errors.ClusterSilent("nodes", f"{which}, {node_id}, is not among them")
+            node_text = "this node" if pods_on else "a node of the controller"
+            raise errors.ClusterSilent("nodes", f"{node_text}, {node_id}, is not among them")
     pods = Listing((), "")
     if pods_on:
         pods = lists.whole("/api/v1/pods", "PodList", fieldSelector=f"spec.nodeName={pods_on}")
@@ -211,12 +212,14 @@ def _capacities(items: Any, topology_key: str) -> Iterator[NodeObject]:
             yield NodeObject(_full_name(capacity), capacity["metadata"]["uid"], str(node))
 
 
-def _full_name(one: Mapping[str, Any]) -> str:
-    return f"{one['metadata'].get('namespace', '')}/{one['metadata']['name']}"
+def _full_name(item: Mapping[str, Any]) -> str:
+    return f"{item['metadata'].get('namespace', '')}/{item['metadata']['name']}"
 
 
-def _volume(one: Mapping[str, Any], csi: Mapping[str, Any], topology_key: str) -> PersistentVolume:
-    metadata, spec = one["metadata"], _table(one, "spec")
+def _volume(
+    volume: Mapping[str, Any], csi: Mapping[str, Any], topology_key: str
+) -> PersistentVolume:
+    metadata, spec = volume["metadata"], _table(volume, "spec")
     claim = _table(spec, "claimRef")
     return PersistentVolume(
         name=metadata["name"],
@@ -236,7 +239,7 @@ def nodes_of(spec: Mapping[str, Any], topology_key: str) -> Iterator[str]:
                 yield from map(str, expression.get("values") or ())
 
 
-def _table(one: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _table(item: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Return the table under a key of an object, or an empty table where there is none."""
-    value = one.get(key)
+    value = item.get(key)
     return value if isinstance(value, dict) else {}

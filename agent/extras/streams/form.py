@@ -37,9 +37,9 @@ def with_memory(pieces: Iterable[A], most_bytes: int) -> Iterator[tuple[A, memor
     for a later piece. Memory is reused because the kernel zeroes new memory page by page, which
     takes longer than a disk takes to fill it.
     """
-    places = rooms(most_bytes)
+    areas = rooms(most_bytes)
     for piece in pieces:
-        yield piece, next(places)
+        yield piece, next(areas)
 
 
 def rooms(most_bytes: int) -> Iterator[memoryview]:
@@ -201,10 +201,10 @@ class Frame:
             return self.payload
         # The stated size is checked first: the decompressor would allocate any size stated.
         try:
-            stated = zstandard.frame_content_size(self.payload)
+            stated_bytes = zstandard.frame_content_size(self.payload)
             data = (
                 zstandard.ZstdDecompressor().decompress(self.payload, allow_extra_data=False)
-                if stated == self.length_bytes
+                if stated_bytes == self.length_bytes
                 else b""
             )
         except zstandard.ZstdError as error:
@@ -252,9 +252,9 @@ def chain_of(volume_id: str, snapshot_uuid: str, taken_nanoseconds: int, size_by
 def pack(data: Bytes, *, compress: bool) -> Packed:
     """Encode data as a frame's payload, compressed if asked for and if that is smaller."""
     if compress:
-        smaller = zstandard.ZstdCompressor(_LEVEL).compress(data)
-        if len(smaller) < len(data):
-            return Packed(ZSTD, smaller, digest_of(smaller))
+        compressed = zstandard.ZstdCompressor(_LEVEL).compress(data)
+        if len(compressed) < len(data):
+            return Packed(ZSTD, compressed, digest_of(compressed))
     return Packed(RAW, data, digest_of(data))
 
 
@@ -287,7 +287,7 @@ def opening(header: Header) -> tuple[bytes, bytes]:
 def heading(
     proof: bytes, kind: bytes, offset_bytes: int, length_bytes: int, packed: Packed | None = None
 ) -> tuple[bytes, bytes]:
-    """Encode a frame's heading; return it, and the digest that the next frame chains to.
+    """Encode a frame's heading; return the heading and the digest the next frame chains to.
 
     `proof` is the digest that the frame before returned. The payload follows the heading.
     """
@@ -321,7 +321,7 @@ def header_bytes(prefix: bytes) -> int:
 
 
 def header(prefix: bytes, rest: bytes) -> tuple[Header, bytes]:
-    """Decode a header; return it and the digest that the first frame chains to.
+    """Decode a header; return the header and the digest that the first frame chains to.
 
     Raises BadStream.
     """
@@ -338,22 +338,26 @@ def parsed(proof: bytes, heading: bytes) -> tuple[bytes, Frame, int, bytes]:
     the digest that the next frame chains to. The heading is verified to follow the digest `proof`,
     so no frame before it was left out, doubled or moved. Raises BadStream.
     """
-    head, proved = heading[: _FRAME.size], heading[_FRAME.size :]
+    head, stated_proof = heading[: _FRAME.size], heading[_FRAME.size :]
     proof = hashlib.sha256(proof + head).digest()
-    if proved != proof:
+    if stated_proof != proof:
         raise errors.BadStream("a part of it was altered, moved or left out")
-    kind, encoding, reserved, stored, offset, length, digest = _FRAME.unpack(head)
+    kind, encoding, reserved, payload_bytes, offset, length, digest = _FRAME.unpack(head)
     frame = Frame(offset, length, encoding, b"", digest)
     is_sound = {
-        DATA: 0 < stored <= MOST_BYTES
+        DATA: 0 < payload_bytes <= MOST_BYTES
         and 0 < length <= MOST_BYTES
-        and (stored == length if encoding == RAW else encoding == ZSTD and stored < length),
-        ZEROES: not stored and length > 0 and encoding == RAW and digest == _NO_DIGEST,
-        END: stored == _TOTALS.size and not length and encoding == RAW,
+        and (
+            payload_bytes == length
+            if encoding == RAW
+            else encoding == ZSTD and payload_bytes < length
+        ),
+        ZEROES: not payload_bytes and length > 0 and encoding == RAW and digest == _NO_DIGEST,
+        END: payload_bytes == _TOTALS.size and not length and encoding == RAW,
     }
     if reserved or (offset | length) % SECTOR_BYTES or not is_sound.get(kind, False):
         raise errors.BadStream("it has a frame of an unknown kind")
-    return kind, frame, stored, proof
+    return kind, frame, payload_bytes, proof
 
 
 def _header(table: Any) -> Header:
@@ -361,8 +365,8 @@ def _header(table: Any) -> Header:
         raise ValueError("is no JSON object")
     types = {field.name: field.type for field in fields(Header)}
     if table.keys() != types.keys():
-        odd = ", ".join(sorted(map(str, table.keys() ^ types.keys())))
-        raise ValueError(f"has unknown or missing fields: {odd}")
+        odd_names = ", ".join(sorted(map(str, table.keys() ^ types.keys())))
+        raise ValueError(f"has unknown or missing fields: {odd_names}")
     for name, value in table.items():
         if type(value) is not _KINDS.get(types[name], dict):
             raise ValueError(f"{name} has the wrong type")

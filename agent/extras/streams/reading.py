@@ -18,15 +18,15 @@ class Reader:
     `totals` counts the frames read so far, `read_bytes` the bytes of the stream.
     """
 
-    def __init__(self, source: BufferedIOBase, begun: bytes = b"") -> None:
+    def __init__(self, source: BufferedIOBase, first_bytes: bytes = b"") -> None:
         """Read the stream's header.
 
-        `begun` has the stream's first bytes, if the caller has read them already.
+        `first_bytes` has the stream's first bytes, if the caller has read them already.
         """
         self.totals = Totals()
         self.read_bytes = 0
         self._source = source
-        prefix = begun + self._take(form.PREFIX_BYTES - len(begun))
+        prefix = first_bytes + self._take(form.PREFIX_BYTES - len(first_bytes))
         self.header, self._proof = form.header(prefix, self._take(form.header_bytes(prefix)))
 
     def frames(self) -> Iterator[Frame]:
@@ -39,14 +39,14 @@ class Reader:
         expected_offset = self.header.offset_bytes
         rooms = form.rooms(form.MOST_BYTES)
         while True:
-            kind, frame, stored, self._proof = form.parsed(
+            kind, frame, payload_bytes, self._proof = form.parsed(
                 self._proof, self._take(form.HEADING_BYTES)
             )
-            if stored:
+            if payload_bytes:
                 # Only a frame with a payload takes a memory area. A frame of zeroes may never reach
                 # `form.ordered`, whose progress frees the areas.
                 room = next(rooms)
-                frame = replace(frame, payload=self._fill(room[:stored]), room=room)
+                frame = replace(frame, payload=self._fill(room[:payload_bytes]), room=room)
             if (
                 not expected_offset
                 <= frame.offset_bytes
@@ -70,13 +70,13 @@ class Reader:
         self._count(len(data), length)
         return data
 
-    def _fill(self, place: memoryview) -> memoryview:
-        self._count(self._source.readinto(place), len(place))
-        return place
+    def _fill(self, room: memoryview) -> memoryview:
+        self._count(self._source.readinto(room), len(room))
+        return room
 
-    def _count(self, taken: int, wanted: int) -> None:
-        self.read_bytes += taken
-        if taken < wanted:
+    def _count(self, read_bytes: int, wanted_bytes: int) -> None:
+        self.read_bytes += read_bytes
+        if read_bytes < wanted_bytes:
             raise errors.StreamEnded(self.read_bytes)
 
 

@@ -134,8 +134,8 @@ def _parts(extent: Extent, data: memoryview) -> Iterator[tuple[Extent, bool]]:
     """Split a range that was read into runs that are all zeroes, and runs that are not."""
     offset = extent.offset_bytes
 
-    def is_zero(one: Extent) -> bool:
-        return is_zeroes(data[one.offset_bytes - offset : one.end_bytes - offset])
+    def is_zero(piece: Extent) -> bool:
+        return is_zeroes(data[piece.offset_bytes - offset : piece.end_bytes - offset])
 
     for zero, extents in groupby(pieces_of(offset, extent.end_bytes, PIECE_BYTES), is_zero):
         run = list(extents)
@@ -166,11 +166,11 @@ def of(
     that is not all zeroes. So the checksum is equal for equal contents, whatever the layout. The
     device is read as a whole, in parallel. Raises OSError.
     """
-    whole = hashlib.sha256(size_bytes.to_bytes(8, "big"))
+    total = hashlib.sha256(size_bytes.to_bytes(8, "big"))
     for read, digests in _digests(device, pieces_of(0, size_bytes, READ_BYTES)):
-        whole.update(digests)
+        total.update(digests)
         tell(read.end_bytes)
-    return whole.hexdigest()
+    return total.hexdigest()
 
 
 def checksum_of_parts(device: Opened, header: Header, parts: Iterable[Extent]) -> str:
@@ -181,22 +181,22 @@ def checksum_of_parts(device: Opened, header: Header, parts: Iterable[Extent]) -
     OSError.
     """
     base_bytes, size_bytes = header.base_size_bytes, header.size_bytes
-    behind = Extent(base_bytes, size_bytes - base_bytes)
-    ranges = chain(clipped(merged(parts), 0, base_bytes), [behind])
+    grown_range = Extent(base_bytes, size_bytes - base_bytes)
+    ranges = chain(clipped(merged(parts), 0, base_bytes), [grown_range])
     pieces = (pieces_of(extent.offset_bytes, extent.end_bytes, READ_BYTES) for extent in ranges)
-    whole = hashlib.sha256(f"{header.base_chain} {header.chain} {size_bytes}".encode())
+    total = hashlib.sha256(f"{header.base_chain} {header.chain} {size_bytes}".encode())
     for read, digests in _digests(device, chain.from_iterable(pieces)):
         # Offset and length are added also for ranges of zeroes, as the range is one of the parts.
-        whole.update(read.offset_bytes.to_bytes(8, "big") + read.length_bytes.to_bytes(8, "big"))
-        whole.update(digests)
-    return whole.hexdigest()
+        total.update(read.offset_bytes.to_bytes(8, "big") + read.length_bytes.to_bytes(8, "big"))
+        total.update(digests)
+    return total.hexdigest()
 
 
 def _digests(device: Opened, reads: Iterable[Extent]) -> Iterator[tuple[Extent, bytes]]:
     """Yield each read, and the offset and digest of each of its pieces that is not all zeroes."""
 
-    def digests(given: tuple[Extent, memoryview]) -> tuple[Extent, bytes]:
-        extent, buffer = given
+    def digests(read: tuple[Extent, memoryview]) -> tuple[Extent, bytes]:
+        extent, buffer = read
         start, digests = extent.offset_bytes, b""
         device.read_into(start, buffer[: extent.length_bytes])
         for piece in pieces_of(start, extent.end_bytes, PIECE_BYTES):

@@ -62,19 +62,24 @@ _PVC_FILTER = (
 )
 
 
-def steps(moved: carver.MoveState, place: Place) -> str:
+def steps(state: carver.MoveState, place: Place) -> str:
     """Return the steps to rebind the claim of a volume that moved, as lines for a shell.
 
     Each value in them is quoted for the shell.
     """
-    new = rebinding.moved_name(moved.pv, place.handle)
-    of_pv = {"new": new, "handle": place.handle, "key": place.topology_key, "node": place.segment}
-    values = {
-        "pvc": moved.pvc,
-        "namespace": moved.namespace,
-        "name": moved.volume_id,
+    new = rebinding.moved_name(state.pv, place.handle)
+    pv_values = {
         "new": new,
-        "pv_filter": _PV_FILTER.format(**_as_json(of_pv)),
+        "handle": place.handle,
+        "key": place.topology_key,
+        "node": place.segment,
+    }
+    values = {
+        "pvc": state.pvc,
+        "namespace": state.namespace,
+        "name": state.volume_id,
+        "new": new,
+        "pv_filter": _PV_FILTER.format(**_as_json(pv_values)),
         "pvc_filter": _PVC_FILTER.format(**_as_json({"new": new})),
     }
     return _STEPS.format(**{key: shlex.quote(text) for key, text in values.items()})
@@ -89,27 +94,27 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def rebind(cluster: Server, was: str, place: Place, *, yes: bool, undo: bool = False) -> None:
+def rebind(cluster: Server, old_id: str, place: Place, *, yes: bool, undo: bool = False) -> None:
     """Rebind the claim of a volume that moved; with `undo`, bind it to the old volume again.
 
-    `was` is the volume's id on the node that it left, `place` where the volume is now. Asks the
+    `old_id` is the volume's id on the node that it left, `place` where the volume is now. Asks the
     operator before each step, unless `yes`. Raises as `Rebinding`.
     """
 
     def confirmed(question: str) -> bool:
         return yes or terminal.confirmed(question)
 
-    rebinding_steps = Rebinding(cluster, was, place)
+    rebinding_steps = Rebinding(cluster, old_id, place)
     (rebinding_steps.undo if undo else rebinding_steps.run)(confirmed, say)
 
 
-def finish(at: VolumeVerbs, parsed: argparse.Namespace) -> None:
+def finish(verbs: VolumeVerbs, parsed: argparse.Namespace) -> None:
     """Carry out `carver volume receive --finish --kubeconfig`.
 
     Finishes the received volume, and then rebinds the claim of the stream's source to it.
     """
     cluster = access.of_file(Path(parsed.kubeconfig))
-    result = streams_command.finish(at, parsed.name, parsed.release)
+    result = streams_command.finish(verbs, parsed.name, parsed.release)
     streams_command.show(result, as_json=parsed.json)
-    place = Place(result["volume_id"], at.settings.node_id, at.settings.driver_name)
+    place = Place(result["volume_id"], verbs.settings.node_id, verbs.settings.driver_name)
     rebind(cluster, result["received"], place, yes=parsed.yes)

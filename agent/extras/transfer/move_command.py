@@ -70,14 +70,14 @@ class Move:
 
     def __init__(
         self,
-        at: VolumeVerbs,
+        verbs: VolumeVerbs,
         remote: Remote,
         volume_id: str,
         options: Options,
         tell: Callable[[str], None],
     ) -> None:
-        self._at, self._caller = at, at.caller
-        self._transfer = at.caller.stub(TransferStub)
+        self._verbs, self._caller = verbs, verbs.caller
+        self._transfer = verbs.caller.stub(TransferStub)
         self._remote = remote
         self._volume_id = volume_id
         self._options = options
@@ -105,28 +105,28 @@ class Move:
 
     def status(self) -> dict[str, Any]:
         """Return the move's state on this node and on the other one."""
-        here = streams_command.values(self._here())
+        own_state = streams_command.values(self._here())
         # A string in the JSON output since 0.1.0, and so kept.
-        here["in_use"] = str(here["in_use"])
-        return {"here": {**here, "word": ""}, "there": self._ask("--status")}
+        own_state["in_use"] = str(own_state["in_use"])
+        return {"here": {**own_state, "word": ""}, "there": self._ask("--status")}
 
     def finish(self) -> None:
         """Delete what is left on this node of a volume that the other node has.
 
         Raises NotMoved where the other node does not have the volume as its own.
         """
-        here = self._here()
-        if here.state == tag.MOVED:
-            there = self._ask("--status")
-            is_theirs = there["release"] == here.release
-            if not is_theirs or there["state"] not in (tag.READY, tag.MOVED):
+        own_state = self._here()
+        if own_state.state == tag.MOVED:
+            there_state = self._ask("--status")
+            is_theirs = there_state["release"] == own_state.release
+            if not is_theirs or there_state["state"] not in (tag.READY, tag.MOVED):
                 raise self._refused(
                     f"{self._remote.node} does not have it as a volume of its own: go on with the"
                     " move, or --undo it. What is here may be the only copy. Only where another"
                     " node has it by now, and its pod reads its data there, --there-is-none and"
                     " then `carver volume delete` remove what is here"
                 )
-        self._drop(keep=())
+        self._drop(kept_ids=())
         self._transfer.FinishMove(carver.VolumeRequest(volume_id=self._volume_id))
 
     def undo(self, *, confirmed: Callable[[str], bool], is_nowhere: Callable[[str], bool]) -> None:
@@ -141,30 +141,33 @@ class Move:
         Raises NotMoved, NotConfirmed.
         """
         name, node = self._options.name, self._remote.node
-        here = self._here()
-        if not here.node:
+        own_state = self._here()
+        if not own_state.node:
             raise self._refused("no move of it was begun")
-        if here.state == tag.WIPING:
+        if own_state.state == tag.WIPING:
             raise self._refused("what is left of it here is being deleted")
-        there = self._ask("--status")
+        there_state = self._ask("--status")
         # The other node may have a volume of that name that did not come by this move, and which
         # is left alone.
-        is_theirs = there["state"] != streams_command.ABSENT and there["release"] == here.release
-        if is_theirs and there["state"] == tag.MOVED:
+        is_theirs = (
+            there_state["state"] != streams_command.ABSENT
+            and there_state["release"] == own_state.release
+        )
+        if is_theirs and there_state["state"] == tag.MOVED:
             raise self._refused(f"{node} has moved it on; --undo that move there first")
-        if is_theirs and there["state"] == tag.READY:
-            lost = f"What was written to {name} on {node} since it moved is lost. Take it back?"
-            if not confirmed(lost):
+        if is_theirs and there_state["state"] == tag.READY:
+            question = f"What was written to {name} on {node} since it moved is lost. Take it back?"
+            if not confirmed(question):
                 raise errors.NotConfirmed(name, "taken back")
-            self._ask("--withdraw", "--release", here.word)
-        elif here.state == tag.MOVED and not (
+            self._ask("--withdraw", "--release", own_state.word)
+        elif own_state.state == tag.MOVED and not (
             # Safe without a question: the other node never finished it, or an --undo withdrew it.
-            is_theirs and (there["state"] == tag.RECEIVING or there["finishing"])
+            is_theirs and (there_state["state"] == tag.RECEIVING or there_state["finishing"])
         ):
-            none = f"{node} has no {name} that came by this move"
-            if not is_nowhere(f"{none}. Is it on no other node either?"):
+            problem = f"{node} has no {name} that came by this move"
+            if not is_nowhere(f"{problem}. Is it on no other node either?"):
                 raise self._refused(
-                    f"{none}, but may have had it, and moved it on or deleted it. Look on each"
+                    f"{problem}, but may have had it, and moved it on or deleted it. Look on each"
                     " node (`carver volume list`); where none has it, --there-is-none takes it"
                     " back"
                 )
@@ -179,78 +182,80 @@ class Move:
         The caller knows that no other node has the volume.
         """
         # The snapshots are deleted first, as their names contain the move's release.
-        self._drop(keep=())
+        self._drop(kept_ids=())
         self._transfer.UndoMove(carver.VolumeRequest(volume_id=self._volume_id))
 
-    def place_there(self, there: Mapping[str, Any]) -> Place:
+    def place_there(self, there_state: Mapping[str, Any]) -> Place:
         """Return the volume's place for Kubernetes: its id, node and driver on the other node.
 
-        `there` is the volume's state on the other node.
+        `there_state` is the volume's state on the other node.
         """
         node = self._remote.ask("status", "--json")
-        return Place(there["volume_id"], node["node"], node["driver"])
+        return Place(there_state["volume_id"], node["node"], node["driver"])
 
-    def _round(self, begun: carver.MoveState) -> carver.MoveState | None:
+    def _round(self, move: carver.MoveState) -> carver.MoveState | None:
         """Do one step of the move; return the move's state if that step was the last, else None."""
-        there, own = self._ask("--status"), self._own()
-        release = begun.release
-        if there["state"] != streams_command.ABSENT and there["release"] != release:
+        there_state, own_snapshots = self._ask("--status"), self._own()
+        release = move.release
+        if there_state["state"] != streams_command.ABSENT and there_state["release"] != release:
             raise self._refused(
                 f"{self._remote.node} has another volume {self._options.name!r}; name it otherwise:"
                 " --as NAME"
             )
-        self._verifies = bool(there.get("verifies"))
-        base = own.get(there["chain"], "")
-        has_base = bool(base) or not there["chain"]
-        if there["into"] in own and has_base:
+        self._verifies = bool(there_state.get("verifies"))
+        base_id = own_snapshots.get(there_state["chain"], "")
+        has_base = bool(base_id) or not there_state["chain"]
+        if there_state["into"] in own_snapshots and has_base:
             # A round was cut off. Continue it at the offset that the other node has recorded.
-            self._send(own[there["into"]], base, release, there["offset_bytes"])
+            self._send(
+                own_snapshots[there_state["into"]], base_id, release, there_state["offset_bytes"]
+            )
             return None
-        if there["into"] or not has_base:
+        if there_state["into"] or not has_base:
             # A snapshot was lost, for example because its COW store was full. Begin anew.
             self._tell("cannot continue from what was sent; sending all of it again")
             self._ask("--abort", "--yes")
             return None
-        self._drop(keep=(base,))
-        if not base:
+        self._drop(kept_ids=(base_id,))
+        if not base_id:
             self._tell("sending all of it")
             self._send(self._take(), "", release)
             return None
-        if self._verifies and base != self._proved:
+        if self._verifies and base_id != self._proved:
             self._tell("comparing what both hold")
-            self._compare(base)
-        if self._is_old(base):
+            self._compare(base_id)
+        if self._is_old(base_id):
             # Send another round first, so that the last round is short.
-            self._send(self._take(), base, release)
+            self._send(self._take(), base_id, release)
             return None
-        if self._waits(base, release):
+        if self._waits(base_id, release):
             return None
-        return self._last(base, release)
+        return self._last(base_id, release)
 
-    def _is_old(self, base: str) -> bool:
+    def _is_old(self, base_id: str) -> bool:
         """Return whether much may have changed since a snapshot was taken, by its age."""
-        taken = self._taken.get(base)
-        return taken is None or time.monotonic() - taken > _OLD_SECONDS
+        taken_at = self._taken.get(base_id)
+        return taken_at is None or time.monotonic() - taken_at > _OLD_SECONDS
 
-    def _waits(self, base: str, release: str) -> bool:
+    def _waits(self, base_id: str, release: str) -> bool:
         """Wait while the volume is in use; return whether to begin again with a further round.
 
         True after a round that was sent while waiting, and where the base was lost because its COW
         store is full. False once the volume is not in use, so that the last round can follow.
         """
-        for look in range(_LOOKS):
-            here = self._here()
-            if base not in self._own().values():
+        for attempt in range(_LOOKS):
+            own_state = self._here()
+            if base_id not in self._own().values():
                 return True
-            if not here.in_use:
+            if not own_state.in_use:
                 return False
-            if not look:
+            if not attempt:
                 self._tell("it is in use: stop what uses it; meanwhile what changes is sent")
             sleep(_LOOK_SECONDS)
-        self._send(self._take(), base, release)
+        self._send(self._take(), base_id, release)
         return True
 
-    def _last(self, base: str, release: str) -> carver.MoveState | None:
+    def _last(self, base_id: str, release: str) -> carver.MoveState | None:
         """Hold the volume, send what changed since the last round, compare, and commit the move.
 
         Returns None where the hold ended meanwhile, so that another round is needed; after
@@ -259,7 +264,7 @@ class Move:
         self._tell("it is not in use: sending what changed since, while it cannot be used")
         with _kept(self._transfer, self._volume_id) as token:
             snapshot_id = self._take()
-            self._send(snapshot_id, base, release)
+            self._send(snapshot_id, base_id, release)
             if self._proved != snapshot_id:
                 # The other node's Carver is 0.1.0 and has no --verify.
                 self._tell(f"Carver on {self._remote.node} is older: now both read all of it")
@@ -290,13 +295,13 @@ class Move:
 
     def _compare(self, snapshot_id: str) -> None:
         """Compare the checksums of all that both nodes hold; raises NotMoved if they differ."""
-        with streams_command.outgoing(self._at, snapshot_id) as source:
-            here = source.checksum(as_json=self._options.as_json)
-        self._require_same(here, self._ask("--checksum")["sha256"])
+        with streams_command.outgoing(self._verbs, snapshot_id) as source:
+            own_checksum = source.checksum(as_json=self._options.as_json)
+        self._require_same(own_checksum, self._ask("--checksum")["sha256"])
         self._proved = snapshot_id
 
-    def _require_same(self, here: str, there: str) -> None:
-        if here == there:
+    def _require_same(self, own_checksum: str, their_checksum: str) -> None:
+        if own_checksum == their_checksum:
             return
         self._ask("--abort", "--yes")
         raise self._refused(
@@ -304,47 +309,47 @@ class Move:
             " there; look for a disk or memory with errors, then call again"
         )
 
-    def _complete(self, begun: carver.MoveState) -> dict[str, Any]:
+    def _complete(self, move: carver.MoveState) -> dict[str, Any]:
         """Finish a committed move on the other node; return the volume's state there.
 
         Raises NotMoved where the other node no longer has the volume, or has moved it on.
         """
-        there = self._ask("--status")
-        if there["state"] == streams_command.ABSENT or there["release"] != begun.release:
+        there_state = self._ask("--status")
+        if there_state["state"] == streams_command.ABSENT or there_state["release"] != move.release:
             raise self._refused(
                 f"it is {self._remote.node}'s, which does not have it any more; --undo takes it"
                 " back where no other node has it"
             )
-        if there["state"] == tag.MOVED:
+        if there_state["state"] == tag.MOVED:
             raise self._refused(
                 f"{self._remote.node} has moved it on; --finish deletes what is left here"
             )
-        if there["state"] != tag.READY:
-            there = self._ask("--finish", "--release", begun.word)
-        self._drop(keep=())
+        if there_state["state"] != tag.READY:
+            there_state = self._ask("--finish", "--release", move.word)
+        self._drop(kept_ids=())
         self._tell(
             f"{self._options.name} is {self._remote.node}'s; what is left here is under quarantine"
             " until --finish or --undo"
         )
-        return there
+        return there_state
 
-    def _send(self, snapshot_id: str, base: str, release: str, offset_bytes: int = 0) -> None:
+    def _send(self, snapshot_id: str, base_id: str, release: str, offset_bytes: int = 0) -> None:
         """Send a snapshot, or what changed since its base, to the other node.
 
         Where both nodes were found to hold the same base, both then read again only the parts that
         were sent, and compare their checksums. Raises NotMoved where the checksums differ.
         """
         options = self._options
-        words = ["volume", "receive", options.name]
+        arguments = ["volume", "receive", options.name]
         if options.device_class:
-            words += ["--class", options.device_class]
-        is_verified = self._verifies and base in ("", self._proved) and not offset_bytes
+            arguments += ["--class", options.device_class]
+        is_verified = self._verifies and base_id in ("", self._proved) and not offset_bytes
         if is_verified:
-            words += ["--verify"]
+            arguments += ["--verify"]
         self._proved = ""
         with (
-            streams_command.outgoing(self._at, snapshot_id, base) as source,
-            streams_command.opened_spool(self._at) as parts,
+            streams_command.outgoing(self._verbs, snapshot_id, base_id) as source,
+            streams_command.opened_spool(self._verbs) as parts,
         ):
 
             def write(put: Callable[[Bytes], object]) -> None:
@@ -357,7 +362,7 @@ class Move:
                     as_json=options.as_json,
                 )
 
-            answer = self._remote.feed(*words, write=write)
+            answer = self._remote.feed(*arguments, write=write)
             if is_verified and answer.get("verified"):
                 self._require_same(source.checksum_of(parts), answer["verified"])
                 self._proved = snapshot_id
@@ -367,12 +372,12 @@ class Move:
 
         Each gets a new name, as an earlier snapshot may still be in the course of being erased.
         """
-        begun_at = time.monotonic()
-        taken = self._caller.snapshot(
+        taken_at = time.monotonic()
+        snapshot_id = self._caller.snapshot(
             f"{self._prefix()}{secrets.token_hex(4)}", self._volume_id
         ).snapshot_id
-        self._taken[taken] = begun_at
-        return taken
+        self._taken[snapshot_id] = taken_at
+        return snapshot_id
 
     def _prefix(self) -> str:
         """Return the prefix of the names of this move's snapshots."""
@@ -392,41 +397,41 @@ class Move:
         by_chain = {}
         for snapshot_id in self._snapshots():
             try:
-                by_chain[streams_command.chain_of(self._at, snapshot_id)] = snapshot_id
+                by_chain[streams_command.chain_of(self._verbs, snapshot_id)] = snapshot_id
             except grpc.RpcError:
-                if streams_command.is_ready(self._at, snapshot_id):
+                if streams_command.is_ready(self._verbs, snapshot_id):
                     raise
         return by_chain
 
-    def _drop(self, keep: tuple[str, ...]) -> None:
-        """Delete the snapshots of this move, except those in `keep`."""
+    def _drop(self, kept_ids: tuple[str, ...]) -> None:
+        """Delete the snapshots of this move, except those in `kept_ids`."""
         for snapshot_id in self._snapshots():
-            if snapshot_id not in keep:
+            if snapshot_id not in kept_ids:
                 self._caller.delete_snapshot(snapshot_id)
 
     def _refused(self, why: str) -> errors.NotMoved:
         return errors.NotMoved(self._volume_id, why)
 
-    def _ask(self, *words: str) -> dict[str, Any]:
-        return self._remote.ask("volume", "receive", self._options.name, *words, "--json")
+    def _ask(self, *arguments: str) -> dict[str, Any]:
+        return self._remote.ask("volume", "receive", self._options.name, *arguments, "--json")
 
     def _here(self) -> carver.MoveState:
         return self._transfer.MoveStatus(carver.NameRequest(name=self._volume_id))
 
 
 def carry_out(
-    at: VolumeVerbs, parsed: argparse.Namespace, remote_of: Callable[[str], Remote]
+    verbs: VolumeVerbs, parsed: argparse.Namespace, remote_of: Callable[[str], Remote]
 ) -> None:
     """Do what the options of `carver volume move` ask for."""
     # The kubeconfig is read first, as a wrong one raises BadConfig before anything was done.
     cluster = access.of_file(Path(parsed.kubeconfig)) if parsed.kubeconfig else None
-    state = at.caller.stub(TransferStub).MoveStatus(carver.NameRequest(name=parsed.name))
+    state = verbs.caller.stub(TransferStub).MoveStatus(carver.NameRequest(name=parsed.name))
     node = parsed.to or state.node
     if not node:
         raise errors.Missing("--to")
     name = parsed.name_there or ids.readable_name(state.volume_id)
     options = Options(name, parsed.device_class, parsed.compress, parsed.json)
-    move = Move(at, remote_of(node), state.volume_id, options, claim_moves.say)
+    move = Move(verbs, remote_of(node), state.volume_id, options, claim_moves.say)
     if state.node not in ("", node):
         raise errors.NotMoved(parsed.name, f"it moves to {state.node}")
 
@@ -441,8 +446,8 @@ def carry_out(
         move.finish()
     elif parsed.undo:
         # The claim is rebound first: the other node's volume must not be bound when it is removed.
-        if cluster and (there := move.status()["there"])["release"] == state.release:
-            place = move.place_there(there)
+        if cluster and (there_state := move.status()["there"])["release"] == state.release:
+            place = move.place_there(there_state)
             claim_moves.rebind(cluster, state.volume_id, place, yes=parsed.yes, undo=True)
         # --yes answers whether what is on the other node may be lost. Whether the volume is on no
         # other node is a second question, which the operator is always asked.
@@ -452,10 +457,10 @@ def carry_out(
             raise errors.NotConfirmed(parsed.name, "taken back")
         move.take_back()
     else:
-        there = move.run()
-        streams_command.show(there, as_json=parsed.json)
+        there_state = move.run()
+        streams_command.show(there_state, as_json=parsed.json)
         if cluster or state.pv:
-            place = move.place_there(there)
+            place = move.place_there(there_state)
             if cluster:
                 claim_moves.rebind(cluster, state.volume_id, place, yes=parsed.yes)
             else:
@@ -469,10 +474,10 @@ def _kept(transfer: TransferStub, volume_id: str) -> Iterator[str]:
     A thread of this process renews the hold, so the hold ends soon after this process does.
     """
     request = carver.HoldMoveRequest(volume_id=volume_id, token=_hold(transfer, volume_id))
-    ended = threading.Event()
+    end_event = threading.Event()
 
     def keep() -> None:
-        while not ended.wait(_KEEP_SECONDS):
+        while not end_event.wait(_KEEP_SECONDS):
             # A renewal that meets another call for the volume fails, and is repeated before the
             # hold ends. Where the hold is lost, CommitMove refuses the move.
             with suppress(grpc.RpcError):
@@ -483,7 +488,7 @@ def _kept(transfer: TransferStub, volume_id: str) -> Iterator[str]:
     try:
         yield request.token
     finally:
-        ended.set()
+        end_event.set()
         keeper.join()
         transfer.ReleaseMove(request)
 
@@ -498,9 +503,9 @@ def _hold(transfer: TransferStub, volume_id: str) -> str:
         try:
             return transfer.HoldMove(carver.HoldMoveRequest(volume_id=volume_id)).token
         except grpc.RpcError as error:
-            here = transfer.MoveStatus(carver.NameRequest(name=volume_id))
+            state = transfer.MoveStatus(carver.NameRequest(name=volume_id))
             is_held = error.code() is grpc.StatusCode.FAILED_PRECONDITION
-            if not is_held or here.in_use or attempts == _HELD_LOOKS:
+            if not is_held or state.in_use or attempts == _HELD_LOOKS:
                 raise
         attempts += 1
         sleep(_LOOK_SECONDS)

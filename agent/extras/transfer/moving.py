@@ -49,9 +49,9 @@ class Mover:
         Raises NoSuchVolume.
         """
 
-        def is_it(one: Volume) -> bool:
-            names = (one.name, str(one.id), one.own_tags[tag.NAME])
-            return name in names and not one.is_ephemeral
+        def is_it(volume: Volume) -> bool:
+            names = (volume.name, str(volume.id), volume.own_tags[tag.NAME])
+            return name in names and not volume.is_ephemeral
 
         if (volume := self._reports.search(is_it)) is None:
             raise errors.NoSuchVolume(name)
@@ -64,13 +64,13 @@ class Mover:
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._volume(volume_id)
-            was = volume.own_tags.get(tag.MOVE_TO, "")
-            if was and was != node:
-                why = f"it moves to {was}; end that by --finish or --undo first"
+            old_node = volume.own_tags.get(tag.MOVE_TO, "")
+            if old_node and old_node != node:
+                why = f"it moves to {old_node}; end that by --finish or --undo first"
                 raise errors.NotMoved(volume_id, why)
-            if not was:
-                current = self._mender.mend(volume.group.name)
-                current.usable(volume_id, Call.MANAGE)
+            if not old_node:
+                fresh_report = self._mender.mend(volume.group.name)
+                fresh_report.usable(volume_id, Call.MANAGE)
                 word = secrets.token_hex(_WORD_BYTES)
                 self._mark(volume, {tag.MOVE_TO: node, tag.MOVE_WORD: word})
                 volume = self._volume(volume_id)
@@ -83,7 +83,7 @@ class Mover:
         VolumeInUse, and Moved where another command holds the volume or the token has expired.
         """
         volume = self._moving(volume_id)
-        held_token = self._holds.hold(volume_id, volume.own_tags[tag.MOVE_TO], HELD_SECONDS, token)
+        hold_token = self._holds.hold(volume_id, volume.own_tags[tag.MOVE_TO], HELD_SECONDS, token)
         try:
             users.require_unused(self._kernel, self._activator, volume)
             if not token:
@@ -93,11 +93,11 @@ class Mover:
                     uuids = frozenset(
                         logical_volume.uuid for logical_volume in records.every(volume_group)
                     )
-                    self._holds.note(volume_id, held_token, uuids)
+                    self._holds.note(volume_id, hold_token, uuids)
         except BaseException:
-            self._holds.release(volume_id, held_token)
+            self._holds.release(volume_id, hold_token)
             raise
-        return held_token
+        return hold_token
 
     def release(self, volume_id: str, token: str) -> None:
         """End a hold, so that the volume can be used again."""
@@ -115,11 +115,11 @@ class Mover:
                 return self._state(volume)
             if volume.ended_by is not EndedBy.CALLER:
                 raise errors.NotMoved(volume_id, "it is not this node's any more")
-            current = self._mender.mend(volume.group.name)
+            fresh_report = self._mender.mend(volume.group.name)
             parsed = VolumeId.parse(snapshot_id)
             if parsed is not None and parsed.group != volume.group.name:
                 raise errors.NotMoved(volume_id, f"{snapshot_id} is not all of it")
-            snapshot = self._reports.snapshot(current, snapshot_id)
+            snapshot = self._reports.snapshot(fresh_report, snapshot_id)
             uuid = snapshot.group.volume(snapshot.name).uuid
             if not self._holds.has_all(volume_id, token, uuid):
                 why = f"it may have been used since {snapshot_id} was taken; send another"
@@ -152,8 +152,8 @@ class Mover:
             if _is_going(volume):
                 raise errors.NotMoved(volume_id, "what is left of it here is being deleted")
             if tag.MOVE_TO in volume.own_tags:
-                new = volume_states.tags_for(EndedBy.CALLER) if _is_gone(volume) else {}
-                self._mark(volume, new, without=(tag.MOVE_TO, tag.MOVE_WORD))
+                new_tags = volume_states.tags_for(EndedBy.CALLER) if _is_gone(volume) else {}
+                self._mark(volume, new_tags, removed_keys=(tag.MOVE_TO, tag.MOVE_WORD))
             self._holds.allow(volume_id)
 
     def finish(self, volume_id: str) -> None:
@@ -168,9 +168,9 @@ class Mover:
                 return
             if not (_is_gone(volume) or volume.is_doomed):
                 raise errors.NotMoved(volume_id, "it is still this node's")
-            if held := volume.kept_snapshots:
+            if kept_snapshots := volume.kept_snapshots:
                 raise errors.HasSnapshots(
-                    volume_id, held, "the move is final only while it has none here"
+                    volume_id, kept_snapshots, "the move is final only while it has none here"
                 )
             # The tag is set before the first byte is erased: an undo after that would take back an
             # incomplete volume.
@@ -189,8 +189,8 @@ class Mover:
             self._holds.allow(volume_id)
 
     def _volume(self, volume_id: str) -> Volume:
-        current = self._mender.mend(ids.group_of(volume_id))
-        volume = current.volume(volume_id)
+        fresh_report = self._mender.mend(ids.group_of(volume_id))
+        volume = fresh_report.volume(volume_id)
         if volume.is_ephemeral:
             raise errors.NoSuchVolume(volume_id)
         return volume
@@ -204,21 +204,27 @@ class Mover:
     def _state(self, volume: Volume) -> carver.MoveState:
         own_tags = volume.own_tags
         word = own_tags.get(tag.MOVE_WORD, "") if tag.MOVE_TO in own_tags else ""
-        places = users.mounted_at(self._kernel, self._activator, volume.backing)
+        mount_points = users.mounted_at(self._kernel, self._activator, volume.backing)
         return carver.MoveState(
             volume_id=str(volume.id),
             state=volume_states.word_of(EndedBy.ERASER if _is_going(volume) else volume.ended_by),
             node=own_tags.get(tag.MOVE_TO, ""),
             release=hashlib.sha256(word.encode()).hexdigest() if word else "",
             word=word if _is_gone(volume) else "",
-            in_use=bool(places) or self._activator.is_open(volume),
+            in_use=bool(mount_points) or self._activator.is_open(volume),
             **{key: own_tags.get(key, "") for key in (tag.PV, tag.PVC, tag.NAMESPACE)},
         )
 
-    def _mark(self, volume: Volume, new: Mapping[str, str], without: tuple[str, ...] = ()) -> None:
-        old = {key: volume.own_tags[key] for key in (*new, *without) if key in volume.own_tags}
+    def _mark(
+        self, volume: Volume, new_tags: Mapping[str, str], removed_keys: tuple[str, ...] = ()
+    ) -> None:
+        old_tags = {
+            key: volume.own_tags[key]
+            for key in (*new_tags, *removed_keys)
+            if key in volume.own_tags
+        }
         lvm, group = self._volume_groups.lvm(volume.group.name), volume.group.name
-        volumes.mark(lvm, group, volume.name, old=old, new=new)
+        volumes.mark(lvm, group, volume.name, old=old_tags, new=new_tags)
 
 
 def _is_gone(volume: Volume) -> bool:

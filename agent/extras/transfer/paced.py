@@ -37,11 +37,11 @@ def paced(caller: Client, volume_id: str, kind: str, device: Opened) -> Iterator
 
     `kind` is one of `turns.KINDS`.
     """
-    turns = IoSlots(caller.stub(TransferStub), volume_id, kind)
+    io_slots = IoSlots(caller.stub(TransferStub), volume_id, kind)
     try:
-        yield _Paced(device, turns)
+        yield _Paced(device, io_slots)
     finally:
-        turns.close()
+        io_slots.close()
 
 
 class _Paced(Opened):
@@ -50,29 +50,29 @@ class _Paced(Opened):
     Each read or write is split into pieces as long as the slots allow; the data are the same.
     """
 
-    def __init__(self, device: Opened, turns: "IoSlots") -> None:
+    def __init__(self, device: Opened, io_slots: "IoSlots") -> None:
         super().__init__("paced", -1)
-        self._opened, self._turns = device, turns
+        self._opened, self._turns = device, io_slots
         self._unflushed_bytes = 0
         self._problem: OSError | None = None
 
-    def read_into(self, offset_bytes: int, place: memoryview) -> None:
-        def read(at: int, end: int) -> None:
-            self._opened.read_into(offset_bytes + at, place[at:end])
+    def read_into(self, offset_bytes: int, buffer: memoryview) -> None:
+        def read(start: int, end: int) -> None:
+            self._opened.read_into(offset_bytes + start, buffer[start:end])
 
-        self._in_turns(len(place), read)
+        self._in_turns(len(buffer), read)
 
     def write(self, offset_bytes: int, data: Bytes) -> None:
         view = memoryview(data)
 
-        def write(at: int, end: int) -> None:
-            self._opened.write(offset_bytes + at, view[at:end])
+        def write(start: int, end: int) -> None:
+            self._opened.write(offset_bytes + start, view[start:end])
 
         self._in_turns(len(view), write, self._wrote)
 
     def zero_out(self, offset_bytes: int, length_bytes: int) -> None:
-        def zero(at: int, end: int) -> None:
-            self._opened.zero_out(offset_bytes + at, end - at)
+        def zero(start: int, end: int) -> None:
+            self._opened.zero_out(offset_bytes + start, end - start)
 
         self._in_turns(length_bytes, zero, self._wrote)
 
@@ -91,21 +91,21 @@ class _Paced(Opened):
     def _in_turns(
         self,
         length_bytes: int,
-        act: Callable[[int, int], None],
-        ending: Callable[[int], None] = lambda _turn_bytes: None,
+        transfer_piece: Callable[[int, int], None],
+        end_slot: Callable[[int], None] = lambda _turn_bytes: None,
     ) -> None:
-        done = 0
-        while done < length_bytes:
-            with self._turns.piece(length_bytes - done, ending) as piece_bytes:
-                act(done, done + piece_bytes)
-            done += piece_bytes
+        done_bytes = 0
+        while done_bytes < length_bytes:
+            with self._turns.piece(length_bytes - done_bytes, end_slot) as piece_bytes:
+                transfer_piece(done_bytes, done_bytes + piece_bytes)
+            done_bytes += piece_bytes
 
-    def _wrote(self, turn_bytes: int) -> None:
+    def _wrote(self, slot_bytes: int) -> None:
         """Flush at the end of an I/O slot if enough was written since the last flush.
 
         So what was written is flushed inside a slot: others' next fsync(2) does not wait for it.
         """
-        self._unflushed_bytes += turn_bytes
+        self._unflushed_bytes += slot_bytes
         if self._unflushed_bytes >= _FLUSHED_BYTES:
             self.flush()
 
@@ -137,17 +137,18 @@ class IoSlots:
         self._again_at = 0.0
 
     @contextmanager
-    def piece(self, left_bytes: int, ending: Callable[[int], None]) -> Iterator[int]:
-        """Wait for a slot; yield how many of `left_bytes` the caller may do inside the `with`.
+    def piece(self, remaining_bytes: int, end_slot: Callable[[int], None]) -> Iterator[int]:
+        """Wait for a slot; yield how many of `remaining_bytes` the caller may do inside the `with`.
 
-        `ending` is called before the slot ends, with the bytes that were done in it, and may raise.
+        `end_slot` is called before the slot ends, with the bytes that were done in the slot, and
+        may raise.
         """
-        piece_bytes, done_bytes = self._begin(left_bytes), 0
+        piece_bytes, done_bytes = self._begin(remaining_bytes), 0
         try:
             yield piece_bytes
             done_bytes = piece_bytes
         finally:
-            self._end(done_bytes, ending)
+            self._end(done_bytes, end_slot)
 
     def close(self) -> None:
         """Report what was done, and end the call for I/O slots."""
@@ -189,23 +190,23 @@ class IoSlots:
         """Whether a thread may begin: in the present slot, or by asking for a new one."""
         return bool(self._left_bytes) or not self._under_way
 
-    def _end(self, done_bytes: int, ending: Callable[[int], None]) -> None:
+    def _end(self, done_bytes: int, end_slot: Callable[[int], None]) -> None:
         with self._changed:
             self._done_bytes += done_bytes
             self._under_way -= 1
             goes_on = self._left_bytes and (self._waiting or self._is_unlimited)
             if self._under_way or goes_on:
                 return
-            self._is_changing, turn_bytes = True, self._done_bytes
+            self._is_changing, slot_bytes = True, self._done_bytes
         try:
-            ending(turn_bytes)
+            end_slot(slot_bytes)
         finally:
-            self._report(turn_bytes)
+            self._report(slot_bytes)
             self._change(0)
 
-    def _report(self, turn_bytes: int) -> None:
+    def _report(self, slot_bytes: int) -> None:
         if self._answers is not None:
-            self._requests.put(carver.TurnRequest(done_bytes=turn_bytes))
+            self._requests.put(carver.TurnRequest(done_bytes=slot_bytes))
 
     def _change(self, left_bytes: int) -> None:
         with self._changed:

@@ -80,29 +80,31 @@ class Receiver:
         If the state's `chain` is the stream's chain already, there is nothing to apply. Creating
         the volume runs two lvm2 commands. Raises NotReceived, VolumeInUse, NoRoom, NotAllowed.
         """
-        chosen = self._configuration.now.device_class(device_class)
-        if chosen is None:
+        chosen_class = self._configuration.now.device_class(device_class)
+        if chosen_class is None:
             class_names = [known_class.name for known_class in self._configuration.now.classes]
             raise errors.NotAllowed("class", device_class, class_names)
 
         def begin() -> carver.ReceiveState:
-            return self._begin(chosen, name, header)
+            return self._begin(chosen_class, name, header)
 
-        return self._pool_remover.retry_holding(chosen.group, pool_name(chosen.name), begin)
+        return self._pool_remover.retry_holding(
+            chosen_class.group, pool_name(chosen_class.name), begin
+        )
 
-    def _begin(self, one: DeviceClass, name: str, header: Header) -> carver.ReceiveState:
-        self._reports.await_others(one.group)
-        with self._volume_groups.hold(one.group):
-            current = self._mender.mend(one.group)
-            volume = self._reports.every_group(current).named(name)
+    def _begin(self, device_class: DeviceClass, name: str, header: Header) -> carver.ReceiveState:
+        self._reports.await_others(device_class.group)
+        with self._volume_groups.hold(device_class.group):
+            fresh_report = self._mender.mend(device_class.group)
+            volume = self._reports.every_group(fresh_report).named(name)
             if volume is None:
-                return self._make(current, one, name, header)
-            if volume.group.name == one.group:
+                return self._make(fresh_report, device_class, name, header)
+            if volume.group.name == device_class.group:
                 return self._go_on(volume, name, header)
         # An earlier stream was received into the volume group of another class.
         with self._volume_groups.hold(volume.group.name):
-            current = self._mender.mend(volume.group.name)
-            return self._go_on(current.volume(str(volume.id)), name, header)
+            fresh_report = self._mender.mend(volume.group.name)
+            return self._go_on(fresh_report.volume(str(volume.id)), name, header)
 
     def record(self, volume_id: str, into: str, offset_bytes: int) -> None:
         """Record that everything before an offset is on the disk. One lvm2 command."""
@@ -119,8 +121,8 @@ class Receiver:
             if volume.own_tags.get(tag.CHAIN) == header.chain:
                 return
             self._require_into(volume, header.chain)
-            new = {tag.CHAIN: header.chain, tag.CONTENT: str(header.size_bytes)}
-            self._mark(volume, new, without=(tag.INTO, tag.OFFSET))
+            new_tags = {tag.CHAIN: header.chain, tag.CONTENT: str(header.size_bytes)}
+            self._mark(volume, new_tags, removed_keys=(tag.INTO, tag.OFFSET))
 
     def open(self, volume_id: str) -> None:
         """Activate a volume that is being received, so that it can be read."""
@@ -134,8 +136,8 @@ class Receiver:
         source has not released the volume; Damaged, ContentsLost.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
-            current = self._mender.mend(ids.group_of(volume_id))
-            volume = current.volume(volume_id)
+            fresh_report = self._mender.mend(ids.group_of(volume_id))
+            volume = fresh_report.volume(volume_id)
             if tag.RECEIVED in volume.own_tags and volume.is_listed:
                 # An earlier call may have set the tags, but got an error of lvm2 as its answer.
                 self._holds.allow(volume_id)
@@ -145,12 +147,12 @@ class Receiver:
             users.require_unused(self._kernel, self._activator, volume)
             device = self._activator.activate(volume)
             if tag.FINISHING not in volume.own_tags:
-                new = {tag.FINISHING: volume.own_tags[tag.CHAIN]}
-                volume = self._mark(volume, new, without=(tag.CHAIN,))
+                new_tags = {tag.FINISHING: volume.own_tags[tag.CHAIN]}
+                volume = self._mark(volume, new_tags, removed_keys=(tag.CHAIN,))
         self._check(volume, device)
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._receiving(volume_id)
-            self._mark(volume, volume_states.tags_for(EndedBy.CALLER), without=_COMING)
+            self._mark(volume, volume_states.tags_for(EndedBy.CALLER), removed_keys=_COMING)
         self._holds.allow(volume_id)
 
     def abort(self, volume_id: str) -> None:
@@ -159,9 +161,9 @@ class Receiver:
         Raises NotReceived for a volume that was finished, VolumeInUse while a stream is applied.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
-            current = self._mender.mend(ids.group_of(volume_id))
+            fresh_report = self._mender.mend(ids.group_of(volume_id))
             try:
-                volume = current.volume(volume_id)
+                volume = fresh_report.volume(volume_id)
             except errors.NoSuchVolume:
                 self._holds.allow(volume_id)
                 return
@@ -171,8 +173,8 @@ class Receiver:
                 users.require_unused(self._kernel, self._activator, volume)
                 # Remove the tags of the chain before the first byte is erased: from then on the
                 # volume no longer holds what these tags say.
-                gone = (tag.CHAIN, tag.INTO, tag.OFFSET)
-                self._mark(volume, {tag.FINISHING: _WITHDRAWN}, without=gone)
+                removed_keys = (tag.CHAIN, tag.INTO, tag.OFFSET)
+                self._mark(volume, {tag.FINISHING: _WITHDRAWN}, removed_keys=removed_keys)
         self._deleter.delete(volume_id, is_own=False)
         self._holds.allow(volume_id)
 
@@ -183,25 +185,27 @@ class Receiver:
         volume came by another move or by none, HasSnapshots, VolumeInUse.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
-            current = self._mender.mend(ids.group_of(volume_id))
-            volume = current.volume(volume_id)
+            fresh_report = self._mender.mend(ids.group_of(volume_id))
+            volume = fresh_report.volume(volume_id)
             if _is_coming(volume):
                 return
-            was = volume.own_tags.get(tag.RELEASED, "")
-            if tag.RECEIVED not in volume.own_tags or not hmac.compare_digest(was, release):
+            released = volume.own_tags.get(tag.RELEASED, "")
+            if tag.RECEIVED not in volume.own_tags or not hmac.compare_digest(released, release):
                 raise errors.NotReceived(volume_id, "it did not come by this move")
             if tag.MOVE_TO in volume.own_tags:
                 why = f"it moves on to {volume.own_tags[tag.MOVE_TO]}; --undo that move here first"
                 raise errors.NotReceived(volume_id, why)
-            if held := volume.kept_snapshots:
-                raise errors.HasSnapshots(volume_id, held, "it is withdrawn only while it has none")
+            if kept_snapshots := volume.kept_snapshots:
+                raise errors.HasSnapshots(
+                    volume_id, kept_snapshots, "it is withdrawn only while it has none"
+                )
             users.require_unused(self._kernel, self._activator, volume)
-            new = {**volume_states.tags_for(EndedBy.RECEIVER), tag.FINISHING: _WITHDRAWN}
+            new_tags = {**volume_states.tags_for(EndedBy.RECEIVER), tag.FINISHING: _WITHDRAWN}
             self._holds.receiving(volume_id)
-            self._mark(volume, new)
+            self._mark(volume, new_tags)
 
     def _make(
-        self, known: report.Report, one: DeviceClass, name: str, header: Header
+        self, fresh_report: report.Report, device_class: DeviceClass, name: str, header: Header
     ) -> carver.ReceiveState:
         if not header.is_whole:
             why = "there is no volume, and the stream needs a base; send a whole one"
@@ -209,31 +213,35 @@ class Receiver:
         if header.offset_bytes:
             why = f"there is no volume, and the stream begins at byte {header.offset_bytes}"
             raise errors.NotReceived(name, why)
-        group = self._reports.group(known, one.group)
+        group = self._reports.group(fresh_report, device_class.group)
         self._require_blocks(name, group, stream_descriptions.blocks_of(header))
-        size_bytes = layout.round_up(header.size_bytes, group.extent_size_bytes, one.layout)
-        own_tags = stream_descriptions.tags_of(name, one, header, size_bytes, group)
-        tuning = modify.bounded(self._configuration.now, one)
+        size_bytes = layout.round_up(
+            header.size_bytes, group.extent_size_bytes, device_class.layout
+        )
+        own_tags = stream_descriptions.tags_of(name, device_class, header, size_bytes, group)
+        tuning = modify.bounded(self._configuration.now, device_class)
         own_tags |= tuning.tags()
-        allocator = self._allocators.of(one)
+        allocator = self._allocators.of(device_class)
         if size_bytes > (maximum := allocator.maximum_bytes(group)):
             raise errors.NoRoom(group.name, size_bytes, maximum, allocator.purpose(group))
-        if one.layout.is_thin:
-            self._pool_remover.require_kept(group.name, pool_name(one.name))
-        logical = names.logical_volume(ids.VOLUME_PREFIX, name)
-        volume_id = str(VolumeId.of(group, logical))
+        if device_class.layout.is_thin:
+            self._pool_remover.require_kept(group.name, pool_name(device_class.name))
+        own_name = names.logical_volume(ids.VOLUME_PREFIX, name)
+        volume_id = str(VolumeId.of(group, own_name))
         # Note the volume before lvcreate, which may create the volume and yet fail. `abort` finds
         # out whether the volume exists.
         self._holds.receiving(volume_id)
         with ExitStack() as undo:
-            if one.layout.is_thin:
-                self._pool_remover.empty(group, pool_name(one.name))
-                undo.callback(self._pool_remover.remove_if_empty, group.name, pool_name(one.name))
-            new = New(logical, size_bytes, own_tags, tuning)
+            if device_class.layout.is_thin:
+                self._pool_remover.empty(group, pool_name(device_class.name))
+                undo.callback(
+                    self._pool_remover.remove_if_empty, group.name, pool_name(device_class.name)
+                )
+            new = New(own_name, size_bytes, own_tags, tuning)
             allocator.create(self._volume_groups.lvm(group.name), group, new)
             undo.pop_all()
         volume = Volume(
-            VolumeId.of(group, logical), backing.of(group, logical), group, size_bytes, own_tags
+            VolumeId.of(group, own_name), backing.of(group, own_name), group, size_bytes, own_tags
         )
         return _state(volume)
 
@@ -250,36 +258,38 @@ class Receiver:
         group = volume.group
         extent = group.extent_size_bytes
         size_bytes = layout.round_up(header.size_bytes, extent, volume.layout)
-        if (more := size_bytes - volume.size_bytes) > 0:
+        if (growth_bytes := size_bytes - volume.size_bytes) > 0:
             allocator = self._allocators.of_volume(volume)
-            if more > (growth := allocator.maximum_growth_bytes(volume)):
-                raise errors.NoRoom(group.name, more, growth, f"more {allocator.purpose(group)}")
+            if growth_bytes > (maximum_growth := allocator.maximum_growth_bytes(volume)):
+                raise errors.NoRoom(
+                    group.name, growth_bytes, maximum_growth, f"more {allocator.purpose(group)}"
+                )
             allocator.extend(self._volume_groups.lvm(group.name), volume, size_bytes)
             volume = replace(volume, size_bytes=size_bytes)
         self._activator.activate(volume)
         if volume.own_tags.get(tag.INTO) != header.chain:
-            asked = stream_descriptions.requested(header, size_bytes)
-            without = () if asked else (tag.REQUESTED,)
-            new = {tag.INTO: header.chain, tag.OFFSET: "0", **asked}
+            requested_tag = stream_descriptions.requested(header, size_bytes)
+            removed_keys = () if requested_tag else (tag.REQUESTED,)
+            new_tags = {tag.INTO: header.chain, tag.OFFSET: "0", **requested_tag}
             if tag.ROTATING in header.facts:
-                new[tag.ROTATING] = header.facts[tag.ROTATING]
-            volume = self._mark(volume, new, without=without)
+                new_tags[tag.ROTATING] = header.facts[tag.ROTATING]
+            volume = self._mark(volume, new_tags, removed_keys=removed_keys)
         return _state(volume)
 
     def _require_fit(self, volume: Volume, name: str, header: Header) -> None:
         """Raise NotReceived where the stream does not continue what the volume holds."""
         own_tags = volume.own_tags
-        holds, into = own_tags.get(tag.CHAIN, ""), own_tags.get(tag.INTO, "")
+        chain, into = own_tags.get(tag.CHAIN, ""), own_tags.get(tag.INTO, "")
         if own_tags.get(tag.FINISHING) == _WITHDRAWN:
             raise errors.NotReceived(name, "it was withdrawn, and is only to be removed")
         if tag.FINISHING in own_tags:
             raise errors.NotReceived(name, "it is being finished, and takes no more streams")
         if own_tags.get(tag.RELEASE, "") != header.release:
             raise errors.NotReceived(name, "it comes by another move, or by none")
-        if header.base_chain != holds:
+        if header.base_chain != chain:
             base_id = header.base_snapshot_id or "it is a whole one"
             why = f"the stream continues {header.base_chain or 'nothing'} ({base_id}), it holds"
-            raise errors.NotReceived(name, f"{why} {holds or 'nothing whole'}")
+            raise errors.NotReceived(name, f"{why} {chain or 'nothing whole'}")
         if into and into != header.chain:
             why = f"a stream to {into} was begun; send that again, or end it with --abort"
             raise errors.NotReceived(name, why)
@@ -294,11 +304,11 @@ class Receiver:
             raise errors.NotReceived(name, "it was withdrawn, and is only to be removed")
         if tag.INTO in own_tags or not (tag.CHAIN in own_tags or tag.FINISHING in own_tags):
             raise errors.NotReceived(name, "its stream is incomplete; send it again")
-        wanted = own_tags.get(tag.RELEASE, "")
-        if wanted and not hmac.compare_digest(_digest(release), wanted):
+        release_digest = own_tags.get(tag.RELEASE, "")
+        if release_digest and not hmac.compare_digest(_digest(release), release_digest):
             why = "its source has not released it; `carver volume move` there does both"
             raise errors.NotReceived(name, why)
-        if release and wanted and own_tags.get(tag.RELEASED) != release:
+        if release and release_digest and own_tags.get(tag.RELEASED) != release:
             self._mark(volume, {tag.RELEASED: release})
 
     def _check(self, volume: Volume, device: Device) -> None:
@@ -330,13 +340,13 @@ class Receiver:
         proof = partial(self._activator.require_same, volume, device)
         self._detached.do(identity, volume.group.name, "fsck", check, proof)
 
-    def _require_blocks(self, name: str, group: report.Group, held_bytes: int) -> None:
+    def _require_blocks(self, name: str, group: report.Group, content_block_bytes: int) -> None:
         """Raise NotReceived where the contents cannot be used on the disks of a group.
 
-        `held_bytes` is the largest logical block that the contents can lie on.
+        `content_block_bytes` is the largest logical block that the contents can lie on.
         """
-        wanted = block_sizes.of_group(self._kernel, group)
-        if why := block_sizes.problem(held_bytes, group, wanted):
+        disk_block_bytes = block_sizes.of_group(self._kernel, group)
+        if why := block_sizes.problem(content_block_bytes, group, disk_block_bytes):
             raise errors.NotReceived(name, why)
 
     def _receiving(self, volume_id: str) -> Volume:
@@ -344,8 +354,8 @@ class Receiver:
 
         The caller holds the group's lock.
         """
-        current = self._mender.mend(ids.group_of(volume_id))
-        volume = current.volume(volume_id)
+        fresh_report = self._mender.mend(ids.group_of(volume_id))
+        volume = fresh_report.volume(volume_id)
         if not _is_coming(volume):
             raise errors.NotReceived(volume_id, "it is not being received")
         return volume
@@ -356,16 +366,18 @@ class Receiver:
             raise errors.NotReceived(str(volume.id), "another stream is being received")
 
     def _mark(
-        self, volume: Volume, new: Mapping[str, str], without: tuple[str, ...] = ()
+        self, volume: Volume, new_tags: Mapping[str, str], removed_keys: tuple[str, ...] = ()
     ) -> Volume:
         """Change tags in one lvm2 command, all or none; return the changed volume."""
-        new = {key: value for key, value in new.items() if volume.own_tags.get(key) != value}
-        gone = {key for key in (*new, *without) if key in volume.own_tags}
-        old = {key: volume.own_tags[key] for key in gone}
+        new_tags = {
+            key: value for key, value in new_tags.items() if volume.own_tags.get(key) != value
+        }
+        old_keys = {key for key in (*new_tags, *removed_keys) if key in volume.own_tags}
+        old_tags = {key: volume.own_tags[key] for key in old_keys}
         lvm, group = self._volume_groups.lvm(volume.group.name), volume.group.name
-        volumes.mark(lvm, group, volume.name, old=old, new=new)
-        kept = {key: value for key, value in volume.own_tags.items() if key not in gone}
-        return replace(volume, own_tags={**kept, **new})
+        volumes.mark(lvm, group, volume.name, old=old_tags, new=new_tags)
+        kept_tags = {key: value for key, value in volume.own_tags.items() if key not in old_keys}
+        return replace(volume, own_tags={**kept_tags, **new_tags})
 
 
 def _is_coming(volume: Volume) -> bool:

@@ -31,32 +31,32 @@ class Remote:
         self._ssh = tuple(ssh)
         self._carver = tuple(carver)
 
-    def ask(self, *words: str) -> dict[str, Any]:
+    def ask(self, *arguments: str) -> dict[str, Any]:
         """Run `carver` on the other node; return the JSON that it prints. Raises NodeRefused."""
-        answer = self._run(words)
+        answer = self._run(arguments)
         if answer is None:
             why = "it does not answer with JSON; use the same version on both nodes"
-            raise self._refused(words, why)
+            raise self._refused(arguments, why)
         return answer
 
-    def feed(self, *words: str, write: Write) -> dict[str, Any]:
+    def feed(self, *arguments: str, write: Write) -> dict[str, Any]:
         """Run `carver` on the other node while `write` writes its input; return its JSON.
 
         Returns an empty dictionary if it prints no JSON. Raises NodeRefused, and what `write`
         raises.
         """
-        return self._run(words, write) or {}
+        return self._run(arguments, write) or {}
 
-    def _run(self, words: Sequence[str], write: Write | None = None) -> dict[str, Any] | None:
+    def _run(self, arguments: Sequence[str], write: Write | None = None) -> dict[str, Any] | None:
         # ssh(1) joins its arguments, and a shell on the other node parses them: so quote them.
-        line = [*self._ssh, "--", self.node, shlex.join((*self._carver, *words))]
+        command = [*self._ssh, "--", self.node, shlex.join((*self._carver, *arguments))]
         try:
-            running = programs.start(line, reads=write is not None, environment=None)
+            process = programs.start(command, reads=write is not None, environment=None)
         except (OSError, mount_errors.ProgramMissing) as error:
-            raise self._refused(words, str(error)) from None
+            raise self._refused(arguments, str(error)) from None
         problem: BaseException | None = None
-        with running:
-            stdin, running.stdin = running.stdin, None
+        with process:
+            stdin, process.stdin = process.stdin, None
             try:
                 if write is not None and stdin is not None:
                     with stdin:
@@ -67,18 +67,18 @@ class Remote:
                 problem = error
                 # A stream that is cut off has no end mark, so its volume is not finished. The
                 # stream can be continued later.
-                running.terminate()
-            printed, complaints = running.communicate()
+                process.terminate()
+            output, error_output = process.communicate()
         if problem is not None:
             raise problem
-        if running.returncode:
-            text = complaints.decode(errors="backslashreplace").strip()[-_MOST_CHARACTERS:]
-            raise self._refused(words, text or f"exit {running.returncode}")
+        if process.returncode:
+            text = error_output.decode(errors="backslashreplace").strip()[-_MOST_CHARACTERS:]
+            raise self._refused(arguments, text or f"exit {process.returncode}")
         try:
-            answer = json.loads(printed)
+            answer = json.loads(output)
         except ValueError:
             return None
         return answer if isinstance(answer, dict) else None
 
-    def _refused(self, words: Sequence[str], why: str) -> errors.NodeRefused:
-        return errors.NodeRefused(self.node, shlex.join(("carver", *words)), why)
+    def _refused(self, arguments: Sequence[str], why: str) -> errors.NodeRefused:
+        return errors.NodeRefused(self.node, shlex.join(("carver", *arguments)), why)

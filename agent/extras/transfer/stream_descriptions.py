@@ -46,43 +46,45 @@ def blocks_of(header: Header) -> int:
 
 
 def tags_of(
-    name: str, one: DeviceClass, header: Header, size_bytes: int, group: report.Group
+    name: str, device_class: DeviceClass, header: Header, size_bytes: int, group: report.Group
 ) -> dict[str, str]:
     """Make the tags of a volume to be received from a stream's header.
 
     Raises BadField, NotAllowed where the header is wrong.
     """
-    sent = {key: value for key, value in header.facts.items() if key in SENT}
+    sent_tags = {key: value for key, value in header.facts.items() if key in SENT}
     # Volume mode is not guessed: without it, only a volume that Carver formatted counts as one with
     # a file system, as a volume that pods use as a raw device has no file system of Carver's.
-    access = sent.get(tag.ACCESS, MOUNT if sent.get(tag.FORMATTED) else "")
+    access = sent_tags.get(tag.ACCESS, MOUNT if sent_tags.get(tag.FORMATTED) else "")
     if access not in (BLOCK, MOUNT):
         raise errors.NotAllowed("stream.facts[access]", access, (BLOCK, MOUNT))
-    given_parameters = {key: sent[key] for key in PARAMETERS if key in sent} | {tag.CLASS: one.name}
+    given_parameters = {key: sent_tags[key] for key in PARAMETERS if key in sent_tags} | {
+        tag.CLASS: device_class.name
+    }
     parameters = Parameters.from_proto(given_parameters, "stream.facts")
     if parameters.fs_type:
         parameters.check_for(parameters.fs_type, "stream.facts")
-    _check_encryption(one, sent, header.size_bytes)
-    formatted = sent.get(tag.FORMATTED, "")
+    _check_encryption(device_class, sent_tags, header.size_bytes)
+    formatted = sent_tags.get(tag.FORMATTED, "")
     if formatted and formatted not in filesystem.FILE_SYSTEMS:
         raise errors.NotAllowed("stream.facts[formatted]", formatted, filesystem.FILE_SYSTEMS)
     own_tags = {
-        **sent,
-        tag.CLASS: one.name,
+        **sent_tags,
+        tag.CLASS: device_class.name,
         tag.NAME: name,
         **volume_states.tags_for(EndedBy.RECEIVER),
         tag.SIZE: str(size_bytes),
-        tag.LAYOUT: str(one.layout),
+        tag.LAYOUT: str(device_class.layout),
         tag.ACCESS: access,
         tag.RECEIVED: header.volume_id,
         tag.INTO: header.chain,
         tag.OFFSET: "0",
         **({tag.RELEASE: header.release} if header.release else {}),
-        **plan.of_class(one, size_bytes, group),
+        **plan.of_class(device_class, size_bytes, group),
     }
     own_tags.pop(tag.REQUESTED, None)
     own_tags |= requested(header, size_bytes)
-    require_object_names("stream.facts", sent)
+    require_object_names("stream.facts", sent_tags)
     for key, value in own_tags.items():
         tag.require_fits(f"stream.facts[{key}]", key, value)
     return own_tags
@@ -93,16 +95,23 @@ def requested(header: Header, size_bytes: int) -> dict[str, str]:
 
     `size_bytes` is the size of the receiving volume.
     """
-    asked = records.requested_bytes(header.facts, header.size_bytes)
-    return records.requested(asked, size_bytes, tags.number(header.facts.get(tag.HEADER, "")) or 0)
+    requested_bytes = records.requested_bytes(header.facts, header.size_bytes)
+    return records.requested(
+        requested_bytes, size_bytes, tags.number(header.facts.get(tag.HEADER, "")) or 0
+    )
 
 
-def _check_encryption(one: DeviceClass, sent: Mapping[str, str], size_bytes: int) -> None:
+def _check_encryption(
+    device_class: DeviceClass, sent_tags: Mapping[str, str], size_bytes: int
+) -> None:
     """Raise BadField where only one of stream and class is encrypted, or such a tag is wrong."""
-    sealed, length = sent.get(tag.SEALED, ""), sent.get(tag.HEADER, "")
-    if tag.ENCRYPTION not in sent:
-        if one.encryption:
-            why = f"class {one.name} encrypts, and the stream is not encrypted; take another class"
+    sealed, length = sent_tags.get(tag.SEALED, ""), sent_tags.get(tag.HEADER, "")
+    if tag.ENCRYPTION not in sent_tags:
+        if device_class.encryption:
+            why = (
+                f"class {device_class.name} encrypts, and the stream is not encrypted; take another"
+                " class"
+            )
             raise errors.BadField("stream.facts[encryption]", why)
         if sealed or length:
             raise errors.BadField("stream.facts[header]", "is set, and the stream is not encrypted")
@@ -138,9 +147,9 @@ class Sender:
         OtherGroup, SourceLost, TagsDamaged, BadField.
         """
         with self._volume_groups.hold(group_of(snapshot_id)):
-            current = self._mender.mend(group_of(snapshot_id))
-            snapshot = self._ready(current, snapshot_id)
-            header = self._header(current, snapshot, base_id)
+            fresh_report = self._mender.mend(group_of(snapshot_id))
+            snapshot = self._ready(fresh_report, snapshot_id)
+            header = self._header(fresh_report, snapshot, base_id)
             lease = self._activations.lease(snapshot)
         return self._with_blocks(header, snapshot), lease
 
@@ -153,8 +162,8 @@ class Sender:
         device = self._activator.device(snapshot.backing)
         if device is not None:
             with suppress(OSError, mount_errors.MountError):
-                held = block_sizes.of_contents(self._kernel, header.facts, device.path)
-                return replace(header, facts={**header.facts, BLOCKS: str(held)})
+                block_bytes = block_sizes.of_contents(self._kernel, header.facts, device.path)
+                return replace(header, facts={**header.facts, BLOCKS: str(block_bytes)})
         return header
 
     def chain(self, snapshot_id: str) -> str:
@@ -162,24 +171,24 @@ class Sender:
 
         The snapshot need not be active. Raises as `open`.
         """
-        current = self._reports.fresh(group_of(snapshot_id))
-        return chain_of(self._ready(current, snapshot_id))
+        fresh_report = self._reports.fresh(group_of(snapshot_id))
+        return chain_of(self._ready(fresh_report, snapshot_id))
 
-    def _header(self, known: Fresh, snapshot: Snapshot, base_id: str) -> Header:
+    def _header(self, fresh_report: Fresh, snapshot: Snapshot, base_id: str) -> Header:
         header = Header(
             volume_id=str(snapshot.source_id),
             snapshot_id=str(snapshot.id),
             size_bytes=snapshot.size_bytes,
             taken_nanoseconds=snapshot.time_nanoseconds,
             chain=chain_of(snapshot),
-            facts=self._own_tags(known, snapshot),
+            facts=self._own_tags(fresh_report, snapshot),
         )
         if not base_id:
             return header
         parsed = VolumeId.parse(base_id)
         if parsed is not None and parsed.group != snapshot.group.name:
             raise errors.BadField("since", f"{base_id} is in another volume group")
-        base = self._ready(known, base_id)
+        base = self._ready(fresh_report, base_id)
         if base.source_id != snapshot.source_id:
             raise errors.BadField("since", f"{base_id} is of {base.source_id}, another volume")
         is_newer = records.is_older(base, snapshot) is False
@@ -193,13 +202,13 @@ class Sender:
             base_size_bytes=base.size_bytes,
         )
 
-    def _ready(self, known: Fresh, snapshot_id: str) -> Snapshot:
-        snapshot = self._reports.snapshot(known, snapshot_id)
+    def _ready(self, fresh_report: Fresh, snapshot_id: str) -> Snapshot:
+        snapshot = self._reports.snapshot(fresh_report, snapshot_id)
         if snapshot.problem:
             raise errors.SourceLost(snapshot_id, snapshot.problem)
         return snapshot
 
-    def _own_tags(self, known: Fresh, snapshot: Snapshot) -> dict[str, str]:
+    def _own_tags(self, fresh_report: Fresh, snapshot: Snapshot) -> dict[str, str]:
         """Return the volume's tags that a stream carries, as of the snapshot.
 
         Where the volume is gone, they come from the snapshot's copy of the tags.
@@ -208,18 +217,18 @@ class Sender:
         volume_id = str(snapshot.source_id)
         if VolumeId.parse(volume_id) is not None:
             try:
-                volume = known.volume(volume_id).own_tags
+                volume_tags = fresh_report.volume(volume_id).own_tags
             except errors.NoSuchVolume:
-                volume = {}
+                volume_tags = {}
             # Since the snapshot was taken, the volume may have been formatted, or got its header or
             # another key. So the tags of format, header and keys come from the snapshot only.
-            since = dict.fromkeys((tag.FORMATTED, tag.SEALED, *tag.OF_KEYS), "")
-            own_tags = {**volume, **since, **own_tags}
-        sent = {key: own_tags[key] for key in SENT if own_tags.get(key)}
+            blank_tags = dict.fromkeys((tag.FORMATTED, tag.SEALED, *tag.OF_KEYS), "")
+            own_tags = {**volume_tags, **blank_tags, **own_tags}
+        sent_tags = {key: own_tags[key] for key in SENT if own_tags.get(key)}
         # `is_block` raises TagsDamaged where the tag of the access mode is lost, and no other tag
         # implies the access mode.
-        is_block = records.is_block(str(snapshot.id), sent)
-        return {**sent, tag.ACCESS: BLOCK if is_block else MOUNT}
+        is_block = records.is_block(str(snapshot.id), sent_tags)
+        return {**sent_tags, tag.ACCESS: BLOCK if is_block else MOUNT}
 
 
 def chain_of(snapshot: Snapshot) -> str:
@@ -227,7 +236,7 @@ def chain_of(snapshot: Snapshot) -> str:
 
     The snapshot's volume may be gone.
     """
-    own = snapshot.group.volume(snapshot.name).uuid
+    lvm_uuid = snapshot.group.volume(snapshot.name).uuid
     return form.chain_of(
-        str(snapshot.source_id), own, snapshot.time_nanoseconds, snapshot.size_bytes
+        str(snapshot.source_id), lvm_uuid, snapshot.time_nanoseconds, snapshot.size_bytes
     )

@@ -45,21 +45,21 @@ Tell = Callable[[int], None]
 
 
 @contextmanager
-def shown(what: str, start_bytes: int, size_bytes: int, *, as_json: bool) -> Iterator[Tell]:
+def shown(action: str, start_bytes: int, size_bytes: int, *, as_json: bool) -> Iterator[Tell]:
     """Show progress on standard error during the `with`; yield the function that advances it.
 
     Progress is shown as JSON if asked for, as a bar if standard error is a terminal, else not.
     """
     if as_json:
-        yield _lines(what, start_bytes, size_bytes)
+        yield _lines(action, start_bytes, size_bytes)
     elif sys.stderr.isatty():
-        with terminal.progress(what, start_bytes, size_bytes) as tell:
+        with terminal.progress(action, start_bytes, size_bytes) as tell:
             yield tell
     else:
         yield lambda _offset_bytes: None
 
 
-def _lines(what: str, start_bytes: int, size_bytes: int) -> Tell:
+def _lines(action: str, start_bytes: int, size_bytes: int) -> Tell:
     began = printed_at = time.monotonic()
 
     def tell(offset_bytes: int) -> None:
@@ -70,7 +70,7 @@ def _lines(what: str, start_bytes: int, size_bytes: int) -> Tell:
         printed_at = now
         rate = (offset_bytes - start_bytes) / max(now - began, 0.001)
         state = {
-            "what": what,
+            "what": action,
             "offset_bytes": offset_bytes,
             "size_bytes": size_bytes,
             # Bytes of the volume in a second, of which some were skipped and not sent.
@@ -88,9 +88,9 @@ ABSENT = "absent"
 
 @dataclass(frozen=True)
 class Outgoing:
-    """An open snapshot and the header of its stream. While it is open, it cannot be removed."""
+    """An open snapshot and the header of its stream. An open snapshot cannot be removed."""
 
-    at: VolumeVerbs
+    verbs: VolumeVerbs
     header: Header
     device: Opened
 
@@ -117,17 +117,17 @@ class Outgoing:
         if offset_bytes % form.SECTOR_BYTES or not 0 <= offset_bytes <= header.size_bytes:
             why = f"must be a multiple of {form.SECTOR_BYTES} up to {header.size_bytes}"
             raise errors.BadField("offset", why)
-        ids_of_both = header.snapshot_id, header.base_snapshot_id
-        ranges = extents(self.at.caller, *ids_of_both, offset_bytes, is_compared=compare)
+        snapshot_ids = header.snapshot_id, header.base_snapshot_id
+        ranges = extents(self.verbs.caller, *snapshot_ids, offset_bytes, is_compared=compare)
         first_range = next(ranges, None)
         # Check both snapshots now: the service has the base open, so from here on the base cannot
         # be replaced.
         self.require_same()
         parts = ranges if first_range is None else chain([first_range], ranges)
-        what = f"sending {ids.logical_name(header.snapshot_id)}"
+        action = f"sending {ids.logical_name(header.snapshot_id)}"
         with (
-            shown(what, offset_bytes, header.size_bytes, as_json=as_json) as tell,
-            paced(self.at.caller, header.snapshot_id, SEND, self.device) as device,
+            shown(action, offset_bytes, header.size_bytes, as_json=as_json) as tell,
+            paced(self.verbs.caller, header.snapshot_id, SEND, self.device) as device,
         ):
             totals = sending.send(
                 write,
@@ -172,55 +172,59 @@ class Outgoing:
 
         A snapshot may have been deleted, and another one taken under its name.
         """
-        was, base_id = self.header, self.header.base_snapshot_id
-        now = chain_of(self.at, was.snapshot_id)
-        if now != was.chain or (base_id and chain_of(self.at, base_id) != was.base_chain):
+        header, base_id = self.header, self.header.base_snapshot_id
+        current_chain = chain_of(self.verbs, header.snapshot_id)
+        if current_chain != header.chain or (
+            base_id and chain_of(self.verbs, base_id) != header.base_chain
+        ):
             why = "it, or its base, was deleted and taken anew; send it again"
-            raise errors.SourceLost(was.snapshot_id, why)
+            raise errors.SourceLost(header.snapshot_id, why)
 
     def _checked(self) -> AbstractContextManager[Opened]:
-        return paced(self.at.caller, self.header.snapshot_id, CHECKSUM, self.device)
+        return paced(self.verbs.caller, self.header.snapshot_id, CHECKSUM, self.device)
 
     def _prove(self) -> None:
         """Raise SourceLost where the snapshot became invalid: the data read may be wrong."""
         snapshot_id = self.header.snapshot_id
-        if not is_ready(self.at, snapshot_id):
+        if not is_ready(self.verbs, snapshot_id):
             raise errors.SourceLost(snapshot_id, "it was lost while it was read")
 
 
-def is_ready(at: VolumeVerbs, snapshot_id: str) -> bool:
+def is_ready(verbs: VolumeVerbs, snapshot_id: str) -> bool:
     """Return whether a snapshot exists and is valid."""
-    snapshots = at.caller.snapshots(snapshot_id=snapshot_id)
+    snapshots = verbs.caller.snapshots(snapshot_id=snapshot_id)
     return bool(snapshots) and snapshots[0].ready_to_use
 
 
 @contextmanager
-def outgoing(at: VolumeVerbs, snapshot_id: str, base_id: str = "") -> Iterator[Outgoing]:
+def outgoing(verbs: VolumeVerbs, snapshot_id: str, base_id: str = "") -> Iterator[Outgoing]:
     """Activate and open a snapshot for the `with`, as the source of a stream.
 
     With `base_id`, the stream is an increment. Raises grpc.RpcError, Inactive, SourceLost.
     """
     request = carver.OpenSnapshotRequest(snapshot_id=snapshot_id, base_snapshot_id=base_id)
-    opened = _transfer(at).OpenSnapshot(request)
+    answer = _transfer(verbs).OpenSnapshot(request)
     try:
-        with at.host.kernel.opened(_device(at, snapshot_id)) as device:
-            source = Outgoing(at, form.header_of(opened.header), device)
+        with verbs.host.kernel.opened(_device(verbs, snapshot_id)) as device:
+            source = Outgoing(verbs, form.header_of(answer.header), device)
             source.require_same()
             yield source
     finally:
-        if opened.lease:
-            close = carver.CloseSnapshotRequest(snapshot_id=snapshot_id, lease=opened.lease)
+        if answer.lease:
+            close_request = carver.CloseSnapshotRequest(snapshot_id=snapshot_id, lease=answer.lease)
             # A failure is ignored: the next reading or the next start deactivates the snapshot.
             with suppress(grpc.RpcError):
-                _transfer(at).CloseSnapshot(close)
+                _transfer(verbs).CloseSnapshot(close_request)
 
 
-def chain_of(at: VolumeVerbs, snapshot_id: str) -> str:
+def chain_of(verbs: VolumeVerbs, snapshot_id: str) -> str:
     """Return a snapshot's chain: a digest that names exactly what the snapshot holds.
 
     The snapshot need not be active.
     """
-    return _transfer(at).SnapshotChain(carver.SnapshotChainRequest(snapshot_id=snapshot_id)).chain
+    return (
+        _transfer(verbs).SnapshotChain(carver.SnapshotChainRequest(snapshot_id=snapshot_id)).chain
+    )
 
 
 def extents(
@@ -253,25 +257,27 @@ def values(message: Message) -> dict[str, Any]:
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
-def _transfer(at: VolumeVerbs) -> TransferStub:
-    return at.caller.stub(TransferStub)
+def _transfer(verbs: VolumeVerbs) -> TransferStub:
+    return verbs.caller.stub(TransferStub)
 
 
-def received(at: VolumeVerbs, parsed: argparse.Namespace, source: BinaryIO) -> dict[str, Any]:
+def received(verbs: VolumeVerbs, parsed: argparse.Namespace, source: BinaryIO) -> dict[str, Any]:
     """Do what the options of `carver volume receive` ask for; return the volume's state."""
     name = parsed.name
     if parsed.status:
-        return status(at, name)
+        return status(verbs, name)
     if parsed.checksum:
-        return received_checksum(at, name, as_json=parsed.json)
+        return received_checksum(verbs, name, as_json=parsed.json)
     if parsed.finish:
-        return finish(at, name, parsed.release)
+        return finish(verbs, name, parsed.release)
     if parsed.withdraw:
-        return withdraw(at, name, parsed.release)
+        return withdraw(verbs, name, parsed.release)
     if parsed.abort:
-        return abort(at, name, confirmed=parsed.yes)
-    word, verify = parsed.device_class, parsed.verify
-    return receive(at, name, source, device_class=word, verify=verify, as_json=parsed.json)
+        return abort(verbs, name, confirmed=parsed.yes)
+    device_class, verify = parsed.device_class, parsed.verify
+    return receive(
+        verbs, name, source, device_class=device_class, verify=verify, as_json=parsed.json
+    )
 
 
 def show(result: dict[str, Any], *, as_json: bool) -> None:
@@ -283,9 +289,9 @@ def show(result: dict[str, Any], *, as_json: bool) -> None:
 
 
 def send(
-    at: VolumeVerbs,
+    verbs: VolumeVerbs,
     name: str,
-    out: BinaryIO,
+    output: BinaryIO,
     *,
     since: str = "",
     offset_bytes: int = 0,
@@ -293,30 +299,31 @@ def send(
     compress: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Write a stream of a snapshot to `out`; with `since`, only what changed since that snapshot.
+    """Write a stream of a snapshot to `output`.
 
-    Raises TransferFailed, BadField, SourceLost.
+    With `since`, the stream has only what changed since that earlier snapshot. Raises
+    TransferFailed, BadField, SourceLost.
     """
-    if out.isatty():
+    if output.isatty():
         raise errors.TransferFailed(
             "a stream is not for a terminal", "have it go to a file or a program: > or |"
         )
     if compare and not since:
         raise errors.BadField("--compare", "goes with --since")
-    widen(out)
-    base = at.find_snapshot(since).snapshot_id if since else ""
+    widen(output)
+    base_id = verbs.find_snapshot(since).snapshot_id if since else ""
     with (
-        outgoing(at, at.find_snapshot(name).snapshot_id, base) as source,
+        outgoing(verbs, verbs.find_snapshot(name).snapshot_id, base_id) as source,
         _explained(f"sending {name}"),
     ):
         source.send(
-            out.write,
+            output.write,
             offset_bytes=offset_bytes,
             compare=compare,
             compress=compress,
             as_json=as_json,
         )
-        out.flush()
+        output.flush()
 
 
 def widen(pipe: BinaryIO | int) -> None:
@@ -325,14 +332,14 @@ def widen(pipe: BinaryIO | int) -> None:
         fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, sending.PIECE_BYTES)
 
 
-def checksum_of(at: VolumeVerbs, name: str, *, as_json: bool = False) -> dict[str, Any]:
+def checksum_of(verbs: VolumeVerbs, name: str, *, as_json: bool = False) -> dict[str, Any]:
     """Compute the checksum of a whole snapshot; return it with the snapshot's chain."""
-    with outgoing(at, at.find_snapshot(name).snapshot_id) as source:
+    with outgoing(verbs, verbs.find_snapshot(name).snapshot_id) as source:
         return {"chain": source.header.chain, "sha256": source.checksum(as_json=as_json)}
 
 
 def receive(
-    at: VolumeVerbs,
+    verbs: VolumeVerbs,
     name: str,
     source: BinaryIO,
     *,
@@ -351,19 +358,19 @@ def receive(
     # The cast is needed as typing.BinaryIO lacks readinto, which each binary file has.
     verified = ""
     for reader in reading.streams(cast("BufferedIOBase", source)):
-        with opened_spool(at) as parts:
-            noted = parts if verify else None
-            verified = _receive_one(at, name, device_class, reader, noted, as_json=as_json)
-    return {**status(at, name), **({"verified": verified} if verify else {})}
+        with opened_spool(verbs) as parts:
+            ranges = parts if verify else None
+            verified = _receive_one(verbs, name, device_class, reader, ranges, as_json=as_json)
+    return {**status(verbs, name), **({"verified": verified} if verify else {})}
 
 
-def opened_spool(at: VolumeVerbs) -> AbstractContextManager[Spool]:
+def opened_spool(verbs: VolumeVerbs) -> AbstractContextManager[Spool]:
     """Open a spool for the ranges of a stream's parts; deleted on exit."""
-    return comparing.opened(at.settings.endpoint.parent)
+    return comparing.opened(verbs.settings.endpoint.parent)
 
 
 def _receive_one(
-    at: VolumeVerbs,
+    verbs: VolumeVerbs,
     name: str,
     device_class: str,
     reader: Reader,
@@ -377,7 +384,7 @@ def _receive_one(
     """
     header = reader.header
     text = form.text_of(header).decode()
-    transfer = _transfer(at)
+    transfer = _transfer(verbs)
     state = transfer.BeginReceive(
         carver.BeginReceiveRequest(name=name, device_class=device_class, header=text)
     )
@@ -388,13 +395,13 @@ def _receive_one(
         for _ in reader.frames():
             pass
         return ""
-    path = _device(at, volume_id)
-    kernel = at.host.kernel
+    path = _device(verbs, volume_id)
+    kernel = verbs.host.kernel
     with _explained(f"receiving {name}"), kernel.opened(path, to_write=True) as device:
         # The device is opened exclusively, so it has no other writer now. Another one may have
         # ended just before: so look again at which stream the volume expects.
-        now = transfer.ReceiveStatus(carver.NameRequest(name=name))
-        if now.volume_id != volume_id or now.into != header.chain:
+        current_state = transfer.ReceiveStatus(carver.NameRequest(name=name))
+        if current_state.volume_id != volume_id or current_state.into != header.chain:
             raise errors.NotReceived(name, "another stream was received meanwhile")
 
         def record(offset_bytes: int) -> None:
@@ -405,9 +412,9 @@ def _receive_one(
         start, end = header.offset_bytes, header.size_bytes
         with (
             shown(f"receiving {name}", start, end, as_json=as_json) as tell,
-            paced(at.caller, volume_id, RECEIVE, device) as writing,
+            paced(verbs.caller, volume_id, RECEIVE, device) as paced_device,
         ):
-            target = Target(writing, kernel.device_size_bytes(path), state.blank)
+            target = Target(paced_device, kernel.device_size_bytes(path), state.blank)
             note = (lambda _part: None) if parts is None else parts.add
             reading.apply(reader, target, record=record, note=note, tell=tell)
             tell(end)
@@ -415,67 +422,69 @@ def _receive_one(
         if parts is None:
             return ""
         # The device is still open for writing, so it has no other writer meanwhile.
-        with paced(at.caller, volume_id, CHECKSUM, device) as checked:
-            return sending.checksum_of_parts(checked, header, parts)
+        with paced(verbs.caller, volume_id, CHECKSUM, device) as checked_device:
+            return sending.checksum_of_parts(checked_device, header, parts)
 
 
-def status(at: VolumeVerbs, name: str) -> dict[str, Any]:
+def status(verbs: VolumeVerbs, name: str) -> dict[str, Any]:
     """Return the state of a volume that is received, with the offset where a stream continues."""
-    state = _transfer(at).ReceiveStatus(carver.NameRequest(name=name))
+    state = _transfer(verbs).ReceiveStatus(carver.NameRequest(name=name))
     # `verifies` tells the other node that this Carver takes --verify, which 0.1.0 does not.
     return {**values(state), "name": name, "verifies": True}
 
 
-def received_checksum(at: VolumeVerbs, name: str, *, as_json: bool = False) -> dict[str, Any]:
+def received_checksum(verbs: VolumeVerbs, name: str, *, as_json: bool = False) -> dict[str, Any]:
     """Compute the checksum of a whole received volume; return it with the volume's chain."""
-    state = _require_received(at, name)
+    state = _require_received(verbs, name)
     if not state["chain"] or state["into"]:
         raise errors.NotReceived(name, "its stream is incomplete; send it again")
-    _transfer(at).OpenReceived(carver.VolumeRequest(volume_id=state["volume_id"]))
-    path = _device(at, state["volume_id"])
+    _transfer(verbs).OpenReceived(carver.VolumeRequest(volume_id=state["volume_id"]))
+    path = _device(verbs, state["volume_id"])
     with (
         _explained(f"reading {name}"),
-        at.host.kernel.opened(path) as opened,
-        paced(at.caller, state["volume_id"], CHECKSUM, opened) as device,
+        verbs.host.kernel.opened(path) as opened,
+        paced(verbs.caller, state["volume_id"], CHECKSUM, opened) as device,
     ):
         digest = _checksum(device, state["content_bytes"], as_json=as_json)
     return {"chain": state["chain"], "sha256": digest}
 
 
-def finish(at: VolumeVerbs, name: str, release: str = "") -> dict[str, Any]:
+def finish(verbs: VolumeVerbs, name: str, release: str = "") -> dict[str, Any]:
     """Make a received volume a volume of this node, after its file system was checked."""
-    _transfer(at).FinishReceive(_release(at, name, release))
-    return status(at, name)
+    _transfer(verbs).FinishReceive(_release(verbs, name, release))
+    return status(verbs, name)
 
 
-def withdraw(at: VolumeVerbs, name: str, release: str) -> dict[str, Any]:
+def withdraw(verbs: VolumeVerbs, name: str, release: str) -> dict[str, Any]:
     """Undo `finish`: the volume can then only be removed."""
-    _transfer(at).WithdrawReceive(_release(at, name, release))
-    return status(at, name)
+    _transfer(verbs).WithdrawReceive(_release(verbs, name, release))
+    return status(verbs, name)
 
 
-def abort(at: VolumeVerbs, name: str, *, confirmed: bool) -> dict[str, Any]:
+def abort(verbs: VolumeVerbs, name: str, *, confirmed: bool) -> dict[str, Any]:
     """Erase and remove what was received, if there is anything; return the volume's state.
 
     Asks the operator first, unless `confirmed`, as it may be the work of months. Raises
     NotConfirmed.
     """
-    state = status(at, name)
+    state = status(verbs, name)
     if state["state"] != ABSENT:
         size = terminal.human(state["content_bytes"])
-        asked = f"Erase and remove {name}, {size}, and all that was received?"
-        if not confirmed and not terminal.confirmed(asked):
+        question = f"Erase and remove {name}, {size}, and all that was received?"
+        if not confirmed and not terminal.confirmed(question):
             raise errors.NotConfirmed(name, "removed")
-        _transfer(at).AbortReceive(carver.VolumeRequest(volume_id=state["volume_id"]))
-    return status(at, name)
+        _transfer(verbs).AbortReceive(carver.VolumeRequest(volume_id=state["volume_id"]))
+    return status(verbs, name)
 
 
-def _release(at: VolumeVerbs, name: str, word: str) -> carver.ReleaseRequest:
-    return carver.ReleaseRequest(volume_id=_require_received(at, name)["volume_id"], release=word)
+def _release(verbs: VolumeVerbs, name: str, word: str) -> carver.ReleaseRequest:
+    return carver.ReleaseRequest(
+        volume_id=_require_received(verbs, name)["volume_id"], release=word
+    )
 
 
-def _require_received(at: VolumeVerbs, name: str) -> dict[str, Any]:
-    state = status(at, name)
+def _require_received(verbs: VolumeVerbs, name: str) -> dict[str, Any]:
+    state = status(verbs, name)
     if state["state"] == ABSENT:
         raise errors.NoSuchVolume(name)
     return state
@@ -486,21 +495,21 @@ def _checksum(device: Opened, size_bytes: int, *, as_json: bool) -> str:
         return sending.of(device, size_bytes, tell)
 
 
-def _device(at: VolumeVerbs, identity: str) -> str:
+def _device(verbs: VolumeVerbs, identity: str) -> str:
     """Return the path of the device that the service has just activated; raises Inactive."""
     logical = backing.of_id(identity)
-    device = at.host.devices.find(logical.group, logical.name)
+    device = verbs.host.devices.find(logical.group, logical.name)
     if device is None:
         raise lvm_errors.Inactive(logical.group, logical.name)
     return device.path
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _explained(action: str) -> Iterator[None]:
     """Turn an OSError raised inside the `with` into TransferFailed."""
     try:
         yield
     except BrokenPipeError:
-        raise errors.TransferFailed(what, "its reader has ended") from None
+        raise errors.TransferFailed(action, "its reader has ended") from None
     except OSError as error:
-        raise errors.TransferFailed(what, str(error)) from error
+        raise errors.TransferFailed(action, str(error)) from error

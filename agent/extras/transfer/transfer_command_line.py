@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from agent.cli.volume_verbs import VolumeVerbs
 
 
-def add(line: CommandLine) -> None:
+def add(command_line: CommandLine) -> None:
     """Add the commands of this extra to the command line."""
-    _add_receive(line.volume)
-    _add_move(line.volume)
-    _add_send(line.snapshot)
+    _add_receive(command_line.volume)
+    _add_move(command_line.volume)
+    _add_send(command_line.snapshot)
 
 
 def _add_receive(verbs: Commands) -> None:

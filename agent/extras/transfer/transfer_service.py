@@ -1,8 +1,8 @@
 """The service that sends, receives and moves volumes: parse, lock the volume, call, answer.
 
-It is on the same socket as CSI, which only root can open. The command reads and writes the devices
-itself. proto/carver.proto describes the calls. Ranges are in offsets of the logical volume: a
-stream has an encrypted volume as ciphertext, with its header.
+The service is on the same socket as CSI, which only root can open. The command reads and writes the
+devices itself. proto/carver.proto describes the calls. Ranges are in offsets of the logical volume:
+a stream has an encrypted volume as ciphertext, with its header.
 """
 # ruff: noqa: D102, N802
 
@@ -90,14 +90,17 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         target, base = request.snapshot_id, request.base_snapshot_id
         changed_blocks.require_snapshots(*filter(None, (base, target)))
         is_wanted = context.is_active
-        reading = (
+        open_reading = (
             self._delta.changed(base, target, is_wanted, is_compared=is_compared)
             if base
             else self._delta.allocated(target, is_wanted, is_compared=False)
         )
         return changed_blocks.in_pieces(
-            reading,
-            lambda held: (held.size_bytes, held.extents(LogicalOffset(request.starting_offset))),
+            open_reading,
+            lambda reading: (
+                reading.size_bytes,
+                reading.extents(LogicalOffset(request.starting_offset)),
+            ),
             _ranges,
         )
 
@@ -201,9 +204,9 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         return self._locks.hold(ids.logical_name(request.volume_id))
 
 
-def _ranges(_size_bytes: int, found: Sequence[changed_blocks.Range]) -> carver.RangesResponse:
+def _ranges(_size_bytes: int, extents: Sequence[changed_blocks.Range]) -> carver.RangesResponse:
     answer = carver.RangesResponse()
-    for extent in found:
+    for extent in extents:
         answer.ranges.add(offset_bytes=extent.offset_bytes, length_bytes=extent.length_bytes)
     return answer
 

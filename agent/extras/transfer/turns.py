@@ -63,13 +63,13 @@ class IoSlots:
         work = self._paces.of(logical.group).work(
             first.kind, device.path, check=check, most_bytes=_MOST_BYTES, may_join=True
         )
-        asked: carver.TurnRequest | None = first
+        request: carver.TurnRequest | None = first
         self._add(context)
         try:
-            while asked is not None:
-                if not asked.most_bytes:
+            while request is not None:
+                if not request.most_bytes:
                     raise errors.BadField("most_bytes", "is 0; ask for at least 1")
-                with work.piece(asked.most_bytes) as piece:
+                with work.piece(request.most_bytes) as piece:
                     granted = carver.Turn(
                         length_bytes=piece.length_bytes, unlimited=work.pace.is_unlimited
                     )
@@ -77,7 +77,7 @@ class IoSlots:
                     yield granted
                     if (ended := next(requests, None)) is not None:
                         piece.length_bytes = ended.done_bytes
-                asked = next(requests, None)
+                request = next(requests, None)
         except grpc.RpcError:
             raise errors.NotWanted("turns") from None
         finally:

@@ -89,7 +89,7 @@ def test_without_udev_the_state_is_refreshed_with_time(known: Known) -> None:
 def test_errors_of_udev_s_library_do_not_stop_the_refresh(
     known: Known, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(startup, "_TURN_SECONDS", 0.01)
+    monkeypatch.setattr(startup, "_INTERVAL_SECONDS", 0.01)
     events: Any = Events(ValueError("an odd device"), {DiskEvent("/dev/sdb")})
     run(Watch(known, lambda: events), events.over, events.go_on.set)
     assert known.outdated == [None, "/dev/sdb"], "earlier events may be lost"

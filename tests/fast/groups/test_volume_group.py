@@ -134,11 +134,11 @@ def test_a_write_to_a_group_s_own_disk_starts_no_scan(fake: FakeHost) -> None:
         one.state()
     scans = fake.disks.scans
     create(fake, "a")
-    volume_groups.outdate(written=fake.lvm2.groups["data"].disks[0].name)
+    volume_groups.outdate(written_path=fake.lvm2.groups["data"].disks[0].name)
     data, _ = [state(one) for one in every]
     assert "a" in data.volumes
     assert fake.disks.scans == scans
-    volume_groups.outdate(written="/dev/unknown")
+    volume_groups.outdate(written_path="/dev/unknown")
     assert {one.metadata.is_outdated for one in every} == {True}
 
 

@@ -92,7 +92,7 @@ def test_a_scan_has_all_devices_but_blank_ones(machine: Machine) -> None:
 def test_a_scan_of_named_disks_reads_no_other(machine: Machine) -> None:
     named, other = machine.add("sda", Image()), machine.add("sdb", None)
     Path(other).unlink()
-    assert machine.disks.scan(only=[named]).keys() == {named}
+    assert machine.disks.scan(only_paths=[named]).keys() == {named}
 
 
 def test_a_name_with_an_exclamation_mark_is_a_directory_s(machine: Machine) -> None:
@@ -114,9 +114,9 @@ def test_the_backing_of_each_loop_device_is_read(machine: Machine) -> None:
     # Also where only a device above it is named.
     crypt = machine.put("dm-0", Image())
     machine.sysfs.add("dm-0", "253:0", on=("loop0",), dm__uuid="CRYPT-x")
-    assert isinstance(machine.disks.scan(only=[crypt])[crypt], PhysicalLabel)
+    assert isinstance(machine.disks.scan(only_paths=[crypt])[crypt], PhysicalLabel)
     machine.backings = {"loop1": 0}
-    assert machine.disks.scan(only=[crypt])[crypt] == Excluded(Why.UNKNOWN, "loop0")
+    assert machine.disks.scan(only_paths=[crypt])[crypt] == Excluded(Why.UNKNOWN, "loop0")
 
 
 def test_a_disk_that_hangs_delays_neither_the_others_nor_the_next_scan(

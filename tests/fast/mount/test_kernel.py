@@ -95,7 +95,7 @@ def test_a_device_that_stays_held_is_busy(monkeypatch: pytest.MonkeyPatch, devic
     assert held.left == 950
     # It is no block device.
     with pytest.raises(OSError, match="device") as tried:
-        Kernel().zero_out(str(device), 0, 4096, held=True)
+        Kernel().zero_out(str(device), 0, 4096, allow_in_use=True)
     assert tried.value.errno != errno.EBUSY
 
 

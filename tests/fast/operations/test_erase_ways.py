@@ -60,7 +60,7 @@ class Node:
 
     def _zero_out(self, device: str, offset: int, length: int, **how: Any) -> None:
         self._real(device, offset, length, **how)
-        self.asked.append((offset, length, how.get("by") or self.host.kernel.zeroing(device)))
+        self.asked.append((offset, length, how.get("method") or self.host.kernel.zeroing(device)))
 
     def disks(self, *, lies: Sequence[By] = (), doubt: str = "", zeroes: bool = True) -> None:
         for path in DISKS:

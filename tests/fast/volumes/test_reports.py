@@ -23,7 +23,7 @@ pytestmark = pytest.mark.settings(
 # Of a group that was changed, so that each of them reads it.
 FINDING: dict[str, Callable[[Reports, str, str], object]] = {
     "fresh": lambda reports, *_: reports.fresh(),
-    "everywhere": lambda reports, *_: reports.every_group(reports.fresh("data")),
+    "every_group": lambda reports, *_: reports.every_group(reports.fresh("data")),
     "await_others": lambda reports, *_: reports.await_others(),
     "lists": lambda reports, *_: reports.lists(),
     "hint": lambda reports, *_: reports.hint(),

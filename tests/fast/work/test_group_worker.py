@@ -37,7 +37,7 @@ class Work:
         self.look: Callable[[str], None] = lambda _group: None
         self.do: Callable[[Job], Steps | None] = self._do
         self.jobs: Jobs[Job] = Jobs(
-            self.workers, "test", lambda job: self.do(job), "%s failed: %s", due=self._due
+            self.workers, "test", lambda job: self.do(job), "%s failed: %s", due_jobs=self._due
         )
         self.jobs.retry_seconds = 1
 
@@ -361,7 +361,7 @@ def test_at_the_end_a_job_ends_at_a_safe_point_and_what_is_last_is_done(work: Wo
     job, waiting = work.jobs.start(Job("data/a")), work.jobs.start(Job("data/b"))
     assert at_work.wait(20)
     tags: Jobs[Job] = Jobs(
-        work.workers, "tags", lambda job: closed.append(job.key), "%s: %s", last=True
+        work.workers, "tags", lambda job: closed.append(job.key), "%s: %s", survives_halt=True
     )
     tags.wake(Job("data"), 600)
     ending = threading.Thread(target=work.workers.stop)
@@ -658,7 +658,7 @@ def test_a_group_that_is_let_go_of_has_its_jobs_called_off_and_what_is_last_done
     other = work.jobs.start(Job("other/a"))
     assert at_work.wait(20)
     tags: Jobs[Job] = Jobs(
-        work.workers, "tags", lambda job: written.append(job.key), "%s: %s", last=True
+        work.workers, "tags", lambda job: written.append(job.key), "%s: %s", survives_halt=True
     )
     tags.wake(Job("data"), 600)
     work.workers.let_go("data")
@@ -677,7 +677,7 @@ def test_a_group_that_is_let_go_of_has_its_jobs_called_off_and_what_is_last_done
 def test_what_is_last_is_done_also_in_a_group_without_a_thread(work: Work) -> None:
     written = list[str]()
     tags: Jobs[Job] = Jobs(
-        work.workers, "tags", lambda job: written.append(job.key), "%s: %s", last=True
+        work.workers, "tags", lambda job: written.append(job.key), "%s: %s", survives_halt=True
     )
     with expect.no_threads():
         tags.wake(Job("data"), 600)

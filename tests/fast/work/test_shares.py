@@ -69,14 +69,14 @@ def test_a_place_without_a_group_is_one_of_all_and_counts_for_none() -> None:
         assert taken(shares, "a", kept) == 1
         with pytest.raises(errors.TooManyCalls, match="4 calls are at work on volume groups"):
             kept.enter_context(shares.one())
-    assert (shares.left, shares.taken) == (4, {})
+    assert (shares.free_slots, shares.taken) == (4, {})
 
 
 def test_a_refused_place_is_given_back() -> None:
     shares = Slots(8, 1)
     with ExitStack() as kept:
         assert taken(shares, "a", kept) == 1
-        assert shares.left == 7
+        assert shares.free_slots == 7
 
 
 pytestmark = [
@@ -222,7 +222,7 @@ def test_a_probe_is_answered_while_each_other_thread_waits(
             try:
                 for _ in range(4):
                     assert at_work.acquire(timeout=60)
-                expect.soon(lambda: service.context.admission.exchanges.left == 0)
+                expect.soon(lambda: service.context.admission.exchanges.free_slots == 0)
                 for _ in range(20):
                     assert client.info().name
                     for ask in (

@@ -27,13 +27,13 @@ class Disk:
         offset_bytes: int,
         length_bytes: int,
         *,
-        held: bool = False,
-        by: By | None = None,
+        allow_in_use: bool = False,
+        method: By | None = None,
     ) -> None:
         self.reached.set()
         assert self.free.wait(expect.PATIENCE_SECONDS)
         once, self.fail_once = self.fail_once, None
         if error := once or self.error:
             raise error
-        self._real(device, offset_bytes, length_bytes, held=held, by=by)
+        self._real(device, offset_bytes, length_bytes, allow_in_use=allow_in_use, method=method)
         self.written.append((device, offset_bytes, length_bytes))

@@ -27,7 +27,7 @@ class FakeDisks(Disks):
     def scan(
         self,
         patience_seconds: float = PATIENCE_SECONDS,
-        only: Collection[str] = (),
+        only_paths: Collection[str] = (),
     ) -> Mapping[str, Found]:
         """What there is to tell of each block device, by its path; of blank ones nothing."""
         self.scans += 1
@@ -45,7 +45,7 @@ class FakeDisks(Disks):
                 found[device.path] = Excluded(Why.TAKEN, device.holders[0])
         found |= {disk.name: _label(group, disk) for group, disk in self._there()}
         found |= {path: Unanswered() for path in self.hanging}
-        return {path: one for path, one in found.items() if not only or path in only}
+        return {path: one for path, one in found.items() if not only_paths or path in only_paths}
 
     def fingerprint(
         self, paths: Collection[str], patience_seconds: float = PATIENCE_SECONDS

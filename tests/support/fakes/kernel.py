@@ -332,23 +332,23 @@ class FakeKernel(Kernel):
         offset_bytes: int,
         length_bytes: int,
         *,
-        held: bool = False,
-        by: By | None = None,
+        allow_in_use: bool = False,
+        method: By | None = None,
     ) -> None:
-        found = self._writable(device, held=held)
+        found = self._writable(device, held=allow_in_use)
         if (offset_bytes | length_bytes) % 512 or offset_bytes + length_bytes > found.size_bytes:
             _fail(errno.EINVAL, device)
         if found.is_missing(offset_bytes, length_bytes):
             _fail(errno.EIO, device)
         found.media.zeroed.append((offset_bytes, length_bytes))
-        if (by or self.zeroing(device)) in found.lies:
+        if (method or self.zeroing(device)) in found.lies:
             return
         found.media.erase(offset_bytes, length_bytes)
         if offset_bytes == 0:
             found.contents = None
 
-    def mark(self, device: str, offsets: Iterable[int], *, held: bool = False) -> None:
-        media = self._writable(device, held=held).media
+    def mark(self, device: str, offsets: Iterable[int], *, allow_in_use: bool = False) -> None:
+        media = self._writable(device, held=allow_in_use).media
         for offset in offsets:
             if offset // BLOCK_BYTES not in media.blocks:
                 media.write(offset, MARK)

@@ -453,7 +453,7 @@ def bury(service: Service) -> None:
     service._server.stop(0).wait()
     # What a stream has open is closed when it gives its place back.
     streams = service.context.admission.streams
-    expect.soon(lambda: streams.left == locks.STREAMS)
+    expect.soon(lambda: streams.free_slots == locks.STREAMS)
     service.context.workers.stop(60)
 
 

@@ -883,14 +883,14 @@ def test_a_node_that_left_takes_its_conditions_along(site: Site) -> None:
 
 def test_of_nodes_that_left_nothing_is_kept(site: Site) -> None:
     site.look()
-    assert len(site.events._read_volume) == 3
+    assert len(site.events._listed_nodes) == 3
 
     async def leave() -> None:
         site.controller.nodes.set({})
 
     site.loop.run(leave())
     site.look()
-    assert not site.events._read_volume
+    assert not site.events._listed_nodes
 
 
 def test_nothing_is_asked_unless_it_is_configured(

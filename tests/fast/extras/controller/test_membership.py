@@ -552,11 +552,11 @@ def test_of_nodes_that_come_and_go_nothing_is_kept_once_no_persistentvolume_name
         look(record, clock)
         api.leave(name)
         look(record, clock)
-        assert name in record._seen.missing
+        assert name in record._last_reading.missing
         api.objects[api_server.VOLUMES].clear()
         record.doubt()
         look(record, clock)
-    assert not record._seen.missing
+    assert not record._last_reading.missing
 
 
 def test_of_groups_that_two_nodes_claim_in_turn_nothing_is_kept() -> None:

@@ -225,7 +225,7 @@ def test_a_bridge_whose_copy_may_be_in_a_group_that_does_not_answer_is_no_orphan
     everywhere, silent = Reports.every_group, {"other"}
     monkeypatch.setattr(
         Reports,
-        "everywhere",
+        "every_group",
         lambda own, known: replace(everywhere(own, known), silent=frozenset(silent)),
     )
     assert node.after_a_grace() == {}
