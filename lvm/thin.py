@@ -31,6 +31,9 @@ _TENTH = Reserve(percent=10)
 # Advice about a damaged pool. The advice names no command: lvm2's repair may lose data that could
 # still be read before.
 DAMAGED = "see `A thin pool's metadata are damaged` in docs/operations.md"
+# Where the remedy for a thin pool that fills up is described. A move of its volumes is none: above
+# `refuse_above` a pool takes no snapshots, which a move needs.
+FULL = "`A thin pool fills up` in docs/runbooks/pool-full.md"
 
 
 @dataclass(frozen=True)

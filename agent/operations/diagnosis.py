@@ -191,17 +191,21 @@ SETTLING_SECONDS = 1.0
 
 # Remedy for a health status that Carver does not know, or that has no simple remedy.
 _LOOK_CLOSER = "look with `lvs -o +lv_health_status` and at `dmesg`"
+# Advice about copies of a RAID volume that differ. The kernel does not know which copy of a raid1
+# or raid10 is right: a repair overwrites the others with one (md(4)).
+_WHICH_COPY = "compare with a backup and find the faulty disk (`dmesg`) first, as"
 # Reasons and remedies by lv_health_status, as in lvmreport(7) and lib/report/report.c of lvm2; used
 # if device-mapper does not report the problem itself.
 _REPORTED = {
     "refresh needed": (Reason.RAID_DEGRADED, "a disk of it was away; run `lvchange --refresh {0}`"),
     "mismatches exist": (
         Reason.RAID_MISMATCHES,
-        "its copies differ; run `lvchange --syncaction repair {0}`",
+        f"its copies differ; {_WHICH_COPY} `lvchange --syncaction repair {{0}}` takes one for"
+        " right",
     ),
     "out_of_data": (
         Reason.POOL_FULL,
-        f"add a disk to the group (`{VGEXTEND}`), or move volumes away",
+        f"add a disk to the group (`{VGEXTEND}`), or see {thin.FULL}",
     ),
     "error": (Reason.WRITE_CACHE_ERRORS, "writes may be lost; look at `dmesg`"),
 }
@@ -571,8 +575,8 @@ def _of_raid(name: str, status: Raid) -> Iterator[Condition]:
     if status.mismatches:
         yield Condition(
             Reason.RAID_MISMATCHES,
-            f"the copies of logical volume {name} differ in {status.mismatches} sectors; run"
-            f" `lvchange --syncaction repair {name}`",
+            f"the copies of logical volume {name} differ in {status.mismatches} sectors;"
+            f" {_WHICH_COPY} `lvchange --syncaction repair {name}` takes one for right",
         )
 
 
@@ -589,7 +593,7 @@ def _of_pool(pool: ThinPool, description: str, *, has_all: bool) -> Iterator[Con
                 Reason.POOL_NEARLY_FULL,
                 f"the {part} of {description} are {percent:.0f} % full, and writes fail when they"
                 f" are full: add a disk to the group (`{VGEXTEND}`), to which Carver extends the"
-                " pool (`lvextend`), or move volumes away (`carver volume move`)",
+                f" pool (`lvextend`), or see {thin.FULL}",
             )
     if pool.mode != "rw":
         yield Condition(

@@ -350,6 +350,11 @@ def _groups(node: Node) -> Iterator[Seen]:
             )
 
 
+def _counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 disk" or "2 disks"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _of_group(
     node: Node, lvm_report: Report, definitions: GroupDefinitions, group: Group
 ) -> Iterator[Seen]:
@@ -383,8 +388,8 @@ def _of_group(
         )
     else:
         yield _pass(
-            f"volume group {name} is whole, with {len(group.disks)} disks; its metadata area is"
-            f" {fill:.0f} % full"
+            f"volume group {name} is whole, with {_counted(len(group.disks), 'disk')}; its metadata"
+            f" area is {fill:.0f} % full"
         )
     yield from _erasing(node, group)
     yield from _damaged(group)

@@ -1,35 +1,61 @@
-"""The commands of docs/operations.md, on two services with groups of their own."""
+"""The marked commands of docs/operations.md and docs/runbooks, on services with own groups.
+
+A block of commands is marked by comments, `<!-- name: begin -->` and `<!-- name: end -->`. Its
+lines are run as they are written, with the names of the test's own group, disks and volumes.
+"""
 
 import random
 import re
 import shlex
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import api_server
+import expect
 import nodes
 import pytest
+import serving
+import yaml
 from api_server import kubeconfig
 from binding import Cluster
 from nodes import Node, Stand
-from real.any import AnyHost
+from real.any import AnyHost, device
+from real.host import RealHost
+from serving import served
 
 from agent.cli import terminal
-from agent.core import errors
-from agent.csi.client import mounted
+from agent.core import errors, ids
+from agent.csi.client import block, mounted
 from agent.extras.transfer import claim_moves, move_command, streams_command
 from agent.settings.settings import Config
+from lvm import report
+from mount import mounts, options
+from mount.mount_errors import CommandFailed
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
-DOCUMENT = Path(__file__).parents[2] / "docs" / "operations.md"
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENTS = [DOCS / "operations.md", *sorted((DOCS / "runbooks").glob("*.md"))]
 
 
 def runbook(name: str) -> list[str]:
     """The lines of a runbook."""
     marked = rf"<!-- {name}: begin -->\n(.*?)<!-- {name}: end -->"
-    [found] = re.findall(marked, DOCUMENT.read_text(), re.S)
+    text = "".join(one.read_text() for one in DOCUMENTS)
+    [found] = re.findall(marked, text, re.S)
     return [line.strip() for line in found.splitlines() if line.strip()]
+
+
+def lvm2(host: AnyHost, line: str, **names: str) -> None:
+    """Run a line of lvm2's as a shell on the node does, with these names for those in it."""
+    for old, new in names.items():
+        line = line.replace(old.replace("__", "/dev/"), new)
+    words = shlex.split(line)
+    # Carver's own commands separate options from names; what people type does not.
+    first = next(at for at, one in enumerate(words[1:], 1) if one.startswith((*names.values(),)))
+    host.lvm(*words[:first], "--", *words[first:])
 
 
 def use(node: Node, volume: csi.Volume) -> None:
@@ -73,6 +99,19 @@ def type_in(node: Node, line: str, backups: Path, stand: Stand | None = None) ->
         case "volume", "move":
             assert stand is not None
             move_command.carry_out(node.at, parsed, lambda _node: stand)
+        case "volume", "adopt":
+            if parsed.undo:
+                node.at.undo_adopt(parsed.path, dry_run=parsed.dry_run)
+                return
+            node.at.adopt(
+                parsed.path,
+                parsed.claim,
+                parsed.storage_class,
+                device_class=parsed.device_class,
+                made_by=parsed.made_by,
+                block=parsed.block,
+                dry_run=parsed.dry_run,
+            )
         case _:
             raise AssertionError(line)
 
@@ -235,3 +274,160 @@ def test_a_lost_node_is_replaced_from_backups(
         require_bound(cluster, restored, "node-b")
         use(there, restored)
     assert len(asked) == 6
+
+
+@contextmanager
+def mounted_by_hand(host: AnyHost, line: str, **names: str) -> Iterator[Path]:
+    """Run `mount --options OPTIONS DEVICE PLACE`; yields the place, of the test's own."""
+    for old, new in names.items():
+        line = line.replace(old, new)
+    program, option, words, path, _ = shlex.split(line)
+    assert (program, option) == ("mount", "--options")
+    _, group, name = path.removeprefix("/").split("/")
+    place = host.directory / "by-hand"
+    place.mkdir(exist_ok=True)
+    mount_options = options.parse(words.split(","), "ext4")
+    mounts.ensure_mounted(host.kernel, device(host, group, name), str(place), "ext4", mount_options)
+    yield place
+    host.kernel.unmount(str(place))
+
+
+@pytest.mark.variation
+def test_a_volume_is_read_without_carver_and_served_again(
+    host: AnyHost, config: Config, group: str, staging: Path
+) -> None:
+    with served(host, config) as (_, client):
+        volume = client.create("pvc-1", 64 * MIB, mounted("ext4"), parameters=ABOUT)
+        client.stage(volume, staging, mounted("ext4"))
+        client.unstage(volume.volume_id, staging)
+        path = device(host, group, "vol-pvc-1")
+        host.write_bytes(path, 40 * MIB, b"kept" * 1024)
+    host.deactivate(group, "vol-pvc-1")
+    names = {"GROUP": group, "vol-NAME": "vol-pvc-1"}
+
+    activate, directory, mount = runbook("by hand without Carver")
+    assert directory == f"mkdir --parents {mount.split()[-1]}"
+    lvm2(host, activate, **names)
+    assert host.read_bytes(device(host, group, "vol-pvc-1"), 40 * MIB, 4096) == b"kept" * 1024
+    unmount, deactivate = runbook("by hand without Carver, afterwards")
+    assert unmount == f"umount {mount.split()[-1]}"
+    with mounted_by_hand(host, mount, **names) as place:
+        if isinstance(host, RealHost):
+            with pytest.raises(OSError, match="Read-only"):
+                (place / "new").touch()
+    lvm2(host, deactivate, **names)
+    assert host.devices.find(group, "vol-pvc-1") is None
+
+    with served(host, config) as (_, client):
+        assert list(client.volumes()) == [volume]
+        client.stage(volume, staging, mounted("ext4"))
+        path = device(host, group, "vol-pvc-1")
+        assert host.read_bytes(path, 40 * MIB, 4096) == b"kept" * 1024
+        client.unstage(volume.volume_id, staging)
+        client.delete(volume.volume_id)
+
+
+@pytest.fixture
+def own_group(host: AnyHost, tmp_path: Path) -> Iterator[str]:
+    """A group that a test may change for good, with a metadata area as operators make it."""
+    name = f"runbook-{tmp_path.parent.name[-6:]}"
+    with host.own_group(name, [host.new_device(65 * MIB)]):
+        yield name
+
+
+def of_group(config: Config, group: str) -> Config:
+    """The settings, with all classes on this group."""
+    placed = tuple(replace(one, group=group) for one in config.classes)
+    return replace(config, classes=placed)
+
+
+@pytest.mark.variation
+def test_a_full_group_gets_a_disk_and_gives_it_back(
+    host: AnyHost, config: Config, own_group: str
+) -> None:
+    disk = host.new_device(200 * MIB)
+    names = {"GROUP": own_group, "__NEW": disk}
+    with served(host, of_group(config, own_group)) as (service, client):
+        whole = client.capacity().available_capacity
+        first = client.create("pvc-1", whole, block())
+        with expect.code("RESOURCE_EXHAUSTED"):
+            client.create("pvc-2", 32 * MIB, block())
+        [line] = runbook("group full")
+        lvm2(host, line, **names)
+        second = client.create("pvc-2", 32 * MIB, block())
+        known = report.read(host.lvm).group(own_group)
+        [added] = (one for one in known.disks if one.name == disk)
+        assert added.metadata_bytes >= 80 * MIB
+
+        [back] = runbook("group full, back")
+        with pytest.raises(CommandFailed):
+            lvm2(host, back, **names)
+        client.delete(second.volume_id)
+        serving.again(service)
+        lvm2(host, back, **names)
+        assert client.capacity().available_capacity == 0
+        client.delete(first.volume_id)
+        assert client.capacity().available_capacity == whole
+
+
+@pytest.mark.variation
+def test_a_group_goes_to_another_node(host: AnyHost, config: Config, own_group: str) -> None:
+    of_old = of_group(config, own_group)
+    with served(host, of_old) as (_, client):
+        volume = client.create("pvc-1", 8 * MIB, block())
+    for line in (*runbook("export"), *runbook("import")):
+        lvm2(host, line, GROUP=own_group)
+    with served(host, replace(of_old, node_id="node-b")) as (_, client):
+        [found] = client.volumes()
+        assert found.volume_id == volume.volume_id
+        assert [*found.accessible_topology[0].segments.values()] == ["node-b"]
+        client.delete(found.volume_id)
+
+
+@pytest.mark.variation
+def test_a_copied_group_gets_another_uuid(host: AnyHost, config: Config, own_group: str) -> None:
+    settings = of_group(config, own_group)
+    with served(host, settings) as (_, client):
+        before = client.create("pvc-1", 8 * MIB, block())
+    for line in runbook("another uuid"):
+        lvm2(host, line, GROUP=own_group)
+    with served(host, settings) as (_, client):
+        [now] = client.volumes()
+        assert ids.logical_name(now.volume_id) == ids.logical_name(before.volume_id)
+        assert now.volume_id != before.volume_id
+        client.delete(now.volume_id)
+
+
+@pytest.mark.variation
+def test_another_driver_s_volume_is_adopted_and_given_back(
+    here: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "pvc-0b1e2d7a-52c1-4c7e-9f0f-6f2f8f1f9a01"
+    old = f"{here.group}/{name}"
+    made = ("--yes", "--wipesignatures", "y", "--zero", "y", "--activate", "y", "--type", "linear")
+    here.host.lvm("lvcreate", *made, "--size", f"{64 * MIB}b", "--name", name, "--", here.group)
+    here.host.write(here.device(name), "ext4")
+    here.host.write_bytes(here.device(name), 40 * MIB, b"kept" * 1024)
+
+    def type_it(block: str) -> str:
+        [line] = runbook(block)
+        line = line.replace("GROUP/LV", old).replace("NAMESPACE/CLAIM", "shop/data-db-0")
+        type_in(here, line, tmp_path)
+        return capsys.readouterr().out
+
+    looked_at = type_it("adopt, look")
+    assert here.names() == {name}
+    printed = type_it("adopt")
+    assert printed == looked_at
+    assert here.names() == {f"vol-{name}"}
+    pv, claim = yaml.safe_load_all(printed)
+    assert pv["spec"]["persistentVolumeReclaimPolicy"] == "Retain"
+    assert claim["metadata"] == {"namespace": "shop", "name": "data-db-0"}
+    assert claim["spec"]["volumeName"] == pv["metadata"]["name"]
+    assert claim["spec"]["storageClassName"] == "carver"
+    [volume] = here.client.volumes()
+    use(here, volume)
+    content = here.host.read_bytes(here.device(f"vol-{name}"), 40 * MIB, 4096)
+    assert content == b"kept" * 1024
+    type_it("adopt, back")
+    assert here.names() == {name}

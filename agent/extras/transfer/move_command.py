@@ -122,7 +122,8 @@ class Move:
             if not is_theirs or there_state["state"] not in (tag.READY, tag.MOVED):
                 raise self._refused(
                     f"{self._remote.node} does not have it as a volume of its own: go on with the"
-                    " move, or --undo it. Where another node has it by now, --there-is-none and"
+                    " move, or --undo it. What is here may be the only copy. Only where another"
+                    " node has it by now, and its pod reads its data there, --there-is-none and"
                     " then `carver volume delete` remove what is here"
                 )
         self._drop(kept_ids=())

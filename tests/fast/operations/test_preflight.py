@@ -490,3 +490,9 @@ def test_how_deleted_data_are_erased_is_said_for_each_disk(
         assert [one.partition(" on ")[2] for one in messages] == [
             text.format(*disks) for text in texts
         ]
+
+
+def test_the_number_of_disks_has_the_right_noun(place: Place) -> None:
+    assert "is whole, with 1 disk; " in place.one("groups").message
+    place.set_class(group=place.host.new_group(20, 20))
+    assert "is whole, with 2 disks; " in place.one("groups").message

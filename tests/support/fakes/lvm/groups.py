@@ -53,9 +53,13 @@ class GroupCommands(Machine):
         is_given, system_id = arguments.given("--systemid"), arguments.take("--systemid")
         is_limited, most = arguments.given("--logicalvolume"), arguments.take("--logicalvolume")
         has_policy, policy = arguments.given("--alloc"), arguments.take("--alloc")
-        has_new_uuid = arguments.flag("--uuid")
+        has_new_uuid, activate = arguments.flag("--uuid"), arguments.take("--activate")
         (name,) = arguments.rest()
         group = self._group(name)
+        if activate:
+            assert activate == "n", "what is to be active is activated by itself"
+            for one in [one for one in group.volumes.values() if one.active]:
+                self._deactivate_one(group, one)
         if has_new_uuid:
             if any(one.active for one in group.volumes.values()):
                 raise Failure("Volume group has active logical volumes.")
@@ -183,6 +187,9 @@ class GroupCommands(Machine):
 def _metadata_bytes(arguments: Arguments) -> int:
     """The size of a disk's metadata area; what lvm2 would round to is given as it is."""
     asked = arguments.take("--metadatasize")
+    if asked.endswith("m"):
+        # As people say it; lvm2 rounds it up to where the first extent begins.
+        return (int(asked.removesuffix("m")) + 1 << 20) - LABEL_BYTES
     size = in_bytes(asked) if asked else METADATA_BYTES
     assert (LABEL_BYTES + size) % (1 << 20) == 0, size
     return size

@@ -1,0 +1,320 @@
+"""docs/runbooks and docs/situations.md: their form, and each command that they tell people to type.
+
+What runs on a node is run by tests/contract/test_runbooks.py, in marked blocks, or only reads. What
+is for kubectl and helm is compared with the committed manifest and the chart.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cluster import checks, lab_checks
+
+from agent.cli import main as cli
+from lvm import layout
+from lvm.layout import Reserve
+from lvm.report import Group
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+PAGES = sorted(one for one in (DOCS / "runbooks").glob("*.md") if one.name != "README.md")
+# Pages with commands for kubectl and helm, and with names of the chart's values.
+DOCUMENTS = [*PAGES, DOCS / "operations.md"]
+SECTIONS = ("Is it this?", "What to do", "Did it work?", "How to go back", "What is tested")
+GIB = 1 << 30
+
+# Programs that a line of a document may begin with.
+_ON_A_NODE = ("lv[a-z]+", "vg[a-z]+", "pv[a-z]+", "mount", "umount", "mkdir", "lsblk", "wipefs")
+_PROGRAMS = ("carver", "kubectl", "helm", *_ON_A_NODE)
+# Commands that change nothing.
+_LOOKS = re.compile(
+    r"carver (status|doctor|volume (list|show)|snapshot list|orphans|controller status)\b"
+    r"(?!.*--delete)|(vgs|lvs|pvs|lsblk)\b|wipefs --no-act |vgcfgrestore --(list|test) "
+)
+# What no test runs, and why.
+_NOT_RUN = {
+    # The same as in another page, where it is run.
+    "vgextend --metadatasize 80m GROUP /dev/NEW": "group-full.md",
+}
+
+
+def blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Each line of code in a document, and the name of its marked block; empty if it has none."""
+    marked = ""
+    for line in text.splitlines():
+        if found := re.fullmatch(r"<!-- (.+): (begin|end) -->", line):
+            marked = found[1] if found[2] == "begin" else ""
+        elif re.match(rf" {{4,}}({'|'.join(_PROGRAMS)})( |$)", line):
+            yield line.strip(), marked
+
+
+def commands(program: str) -> list[tuple[str, str]]:
+    """The lines that begin with this program, each with the name of its page."""
+    return [
+        (page.name, line)
+        for page in DOCUMENTS
+        for line, _ in blocks(page.read_text())
+        if line.split()[0] == program
+    ]
+
+
+def manifest() -> list[Mapping[str, Any]]:
+    text = (ROOT / "deploy/kubernetes/container-lvm2.yaml").read_text()
+    return [one for one in yaml.safe_load_all(text) if one]
+
+
+# Form
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_page_says_when_what_whether_and_how_back(page: Path) -> None:
+    headings = re.findall(r"^## (.+)$", page.read_text(), re.M)
+    assert [one for one in headings if one in SECTIONS] == [*SECTIONS]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_page_is_in_both_lists(page: Path) -> None:
+    assert f"({page.name})" in (DOCS / "runbooks" / "README.md").read_text()
+    assert f"(runbooks/{page.name}" in (DOCS / "situations.md").read_text()
+
+
+def test_forty_situations_and_more_have_an_answer() -> None:
+    text, _, unanswered = (DOCS / "situations.md").read_text().partition("## Without an answer")
+    rows = [one for one in text.splitlines() if re.match(r"\| [A-Z]", one)]
+    assert len(rows) > 40
+    assert [one for one in rows if "](" not in one.split("|")[2]] == []
+    assert unanswered.count("\n| ") > 1
+
+
+def test_what_is_said_to_be_tested_exists() -> None:
+    every = checks.ALL.keys() | lab_checks.ALL.keys()
+    for page in PAGES:
+        text = page.read_text()
+        for link in re.findall(r"\[([^]]+)\]\(\.\./testing\.md#the-checks\)", text):
+            assert set(re.findall("`([a-z-]+)`", link)) <= every, page.name
+        for path in re.findall(r"`(tests/[^`]+)`", text):
+            assert (ROOT / path).exists(), path
+
+
+def test_the_alerts_that_are_named_exist() -> None:
+    alerts = set(re.findall("alert: (Carver[A-Za-z]+)", _text("deploy/monitoring/alerts.yaml")))
+    for page in (*PAGES, DOCS / "runbooks" / "README.md"):
+        assert set(re.findall(r"`(Carver[A-Z]\w+)`", page.read_text())) <= alerts, page.name
+
+
+def _text(path: str) -> str:
+    return (ROOT / path).read_text()
+
+
+# On a node
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_command_on_a_node_is_run_by_a_test_or_only_looks(page: Path) -> None:
+    tests = _text("tests/contract/test_runbooks.py")
+    run = set(re.findall(r'(?:runbook|type_it)\("([^"]+)"\)', tests))
+    for line, marked in blocks(page.read_text()):
+        if line.split()[0] in ("kubectl", "helm"):
+            continue
+        is_run = marked in run or line in _NOT_RUN
+        assert is_run or _LOOKS.match(line), f"{page.name}: {line}"
+
+
+def _within_sentences() -> list[str]:
+    """The `carver` commands that stand within sentences of the runbooks, some without arguments."""
+    texts = [re.sub(r"\s+", " ", one.read_text()) for one in DOCUMENTS]
+    return sorted({it for one in texts for it in re.findall(r"`(carver [a-z][^`]+)`", one)})
+
+
+@pytest.mark.parametrize("line", _within_sentences())
+def test_a_command_within_a_sentence_is_understood(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = re.split(r" [<>|] ", line)[0]
+    try:
+        cli.parser().parse_args(shlex.split(words)[1:])
+    except SystemExit:
+        said = capsys.readouterr().err
+        assert "are required" in said or "expected one argument" in said, said
+
+
+def test_what_is_run_elsewhere_is_there() -> None:
+    for line, name in _NOT_RUN.items():
+        found = dict(blocks((DOCS / "runbooks" / name).read_text()))
+        assert found[line]
+
+
+def test_a_claim_or_its_volume_is_deleted_only_where_data_are_kept() -> None:
+    """What says `kubectl delete` of claims or PersistentVolumes has them Retain first."""
+    for page in PAGES:
+        text = page.read_text()
+        if found := re.search(r"^ +kubectl delete (persistentvolume|pvc|pv)", text, re.M):
+            assert '"persistentVolumeReclaimPolicy":"Retain"' in text[: found.start()], page.name
+
+
+def test_a_statefulset_keeps_its_claims_before_it_is_scaled() -> None:
+    for name, step in (("uninstall.md", "4. Scale all"), ("migrate.md", "5. Stop it: scale it")):
+        text = (DOCS / "runbooks" / name).read_text()
+        assert text.index('"whenScaled":"Retain"') < text.index(step), name
+
+
+# kubectl and helm
+
+_KINDS = {
+    *("persistentvolume", "persistentvolumes", "persistentvolumeclaim", "persistentvolumeclaims"),
+    *("statefulset", "statefulsets", "pod", "pods", "node", "nodes", "secret", "csidriver"),
+    *("csinodes", "poddisruptionbudgets", "csistoragecapacities", "deployment", "daemonset"),
+    *("pvc", "pv", "secret,configmap"),
+}
+_VERBS = {
+    *("get", "delete", "patch", "apply", "describe", "logs", "exec", "rollout", "annotate"),
+    *("drain", "uncordon", "label"),
+}
+# Options, and whether each has a value.
+_OPTIONS = {
+    "--namespace": True,
+    "--selector": True,
+    "--field-selector": True,
+    "--output": True,
+    "--patch": True,
+    "--type": True,
+    "--filename": True,
+    "--container": True,
+    "--all-namespaces": False,
+    "--ignore-daemonsets": False,
+    "--wait": True,
+    "--cascade": True,
+}
+
+
+def parsed(line: str) -> tuple[list[str], dict[str, str]]:
+    """The words and the options of a line for kubectl; what `exec` runs is left out."""
+    words, found, rest = [], {}, shlex.split(line, comments=True)[1:]
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            break
+        if word == ">":
+            rest.pop(0)
+            continue
+        option, equals, value = word.partition("=")
+        if not option.startswith("--"):
+            words.append(word)
+            continue
+        assert option in _OPTIONS, f"{line}: {option}"
+        found[option] = value if equals or not _OPTIONS[option] else rest.pop(0)
+    return words, found
+
+
+@pytest.mark.parametrize(("page", "line"), commands("kubectl"))
+def test_a_line_for_kubectl_is_understood(page: str, line: str) -> None:
+    words, found = parsed(line)
+    assert words[0] in _VERBS
+    if words[0] in ("get", "delete", "patch", "describe", "annotate"):
+        assert words[1] in _KINDS
+    if "--patch" in found:
+        assert json.loads(found["--patch"])
+    if found.get("--namespace") == "carver-system":
+        _require_known(words, found)
+
+
+def _require_known(words: list[str], found: Mapping[str, str]) -> None:
+    """Raise AssertionError for an object, container or label that the manifest has not."""
+    named = {f"{one['kind'].lower()}/{one['metadata']['name']}": one for one in manifest()}
+    # The controller makes these itself.
+    made = {"secret/carver-controller", "configmap/carver-controller"}
+    # A pod or object that the reader fills in is in capitals.
+    objects = [one for one in words[1:] if "/" in one]
+    if words[0] == "rollout" and words[2:3] == ["deployment"]:
+        objects.append(f"deployment/{words[3]}")
+    if words[:1] == ["delete"] and words[1] in ("secret",):
+        objects.append(f"secret/{words[2]}")
+    for one in objects:
+        assert one in named.keys() | made, one
+        if "--container" in found and one in named:
+            assert found["--container"] in _containers(named[one])
+    if "--selector" in found:
+        key, _, value = found["--selector"].partition("=")
+        templates = [
+            one["spec"]["template"] for one in named.values() if "template" in one.get("spec", {})
+        ]
+        assert value in [one["metadata"]["labels"].get(key) for one in templates]
+
+
+def _containers(one: Mapping[str, Any]) -> list[str]:
+    return [it["name"] for it in one["spec"]["template"]["spec"]["containers"]]
+
+
+@pytest.mark.parametrize(("page", "line"), commands("helm"))
+def test_a_line_for_helm_names_the_release_and_the_chart(page: str, line: str) -> None:
+    words = shlex.split(line)
+    verb = 2 if words[1] == "get" else 1
+    assert words[verb] in ("values", "history", "upgrade", "rollback", "uninstall")
+    assert words[verb + 1] == "carver"
+    assert words[words.index("--namespace") + 1] == "carver-system"
+    for one in words:
+        if one.startswith("deploy/"):
+            assert (ROOT / one / "Chart.yaml").exists()
+
+
+def test_the_values_of_the_chart_that_are_named_exist() -> None:
+    values = yaml.safe_load(_text("deploy/helm/carver/values.yaml"))
+    # A certificate's name, such as `controller.DRIVER`, is no value.
+    named = {
+        (page.name, path)
+        for page in (*DOCUMENTS, DOCS / "metrics.md", DOCS / "cluster.md")
+        for path in re.findall(
+            r"`((?:controller|node|sidecars|metrics|networkPolicy|csiDriver)\.(?!lvm\.)[a-z][A-Za-z.]*)[:`]",
+            page.read_text(),
+        )
+    }
+    assert ("node-lost.md", "controller.forgetDeletedNodes") in named
+    for page, path in named:
+        at = values
+        for key in path.split("."):
+            if key == "NAME":
+                break
+            assert key in at, f"{page}: {path}"
+            at = at[key]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_objects_in_a_page_are_yaml(page: Path) -> None:
+    for found in re.findall(r"^( +)apiVersion: .*\n((?:\1.*\n)+)", page.read_text(), re.M):
+        made = yaml.safe_load("\n".join(one[len(found[0]) :] for one in found[1].splitlines()))
+        assert made["kind"]
+        assert made["metadata"]["name"]
+
+
+# Numbers
+
+
+def test_the_sizes_of_cow_stores_are_those_that_carver_makes() -> None:
+    text = (DOCS / "runbooks" / "backup-schedule.md").read_text()
+    group = Group.__new__(Group)
+    object.__setattr__(group, "extent_size_bytes", 4 << 20)
+    usual = layout.copy_on_write_bytes(100 * GIB, Reserve(percent=20.0), group)
+    largest = layout.copy_on_write_bytes(100 * GIB, Reserve(percent=200.0), group)
+    assert f"its COW store: {usual / GIB:.0f} GiB" in text
+    assert f"{largest / GIB:.1f} GiB: a larger store is never used" in text
+
+
+# Messages
+
+
+def test_the_sections_that_messages_name_exist() -> None:
+    files = [one for room in ("agent", "lvm", "mount") for one in (ROOT / room).rglob("*.py")]
+    # Adjacent strings are one.
+    text = "".join(re.sub(r'"\s+f?"', "", one.read_text()) for one in files)
+    named = {
+        *re.findall(r"`([A-Z][^`\n]+)` in (docs/[a-z/-]+\.md)", text),
+        *(pair[::-1] for pair in re.findall(r"\((docs/[a-z/-]+\.md), ([A-Z][^)\n]+)\)", text)),
+    }
+    assert len(named) > 5
+    for heading, path in named:
+        assert re.search(rf"^#+ {re.escape(heading)}$", _text(path), re.M), f"{path}: {heading}"
