@@ -252,6 +252,12 @@ def _sessions(config: Config, host: Host, run: Run, converse: Converse) -> Calla
     return begin
 
 
+def _resume_holds(service: Service, group: str) -> int:
+    """Note the volumes of a volume group that are received or were moved; return their number."""
+    with service.volume_groups.hold(group):
+        return service.context.holds.resume(service.reports, group)
+
+
 def resume(service: Service, group: str) -> bool:
     """Resume the unfinished work of a volume group, which the group's tags record.
 
@@ -267,9 +273,7 @@ def resume(service: Service, group: str) -> bool:
     if group not in report.groups:
         return False
     steps: dict[str, Callable[[str], int]] = {
-        "volumes that are received or were moved": partial(
-            service.context.holds.resume, service.reports
-        ),
+        "volumes that are received or were moved": partial(_resume_holds, service),
         "wipes": service.eraser.jobs.look,
         "empty pools": service.pool_remover.jobs.look,
         "groups to be swept": service.freed_eraser.jobs.look,

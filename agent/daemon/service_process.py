@@ -222,8 +222,14 @@ def serve(
         ending.callback(watch.stop)
         _log.info("serving %s on %s", ", ".join(config.groups), config.endpoint)
         notify("READY=1")
+        parts: list[Callable[[], object]] = [
+            *(scan.start for scan in service.looks),
+            service.context.limiter.task.start,
+            watch.start,
+            *(extra.start for extra in service.extras.values()),
+        ]
         beginning = startup(
-            begin, service.context.admission, partial(_start_background, service, watch)
+            begin, service.context.admission, partial(_start_background, service, parts)
         )
         beginning.start()
         ending.callback(beginning.stop)
@@ -251,18 +257,16 @@ def _counted(host: Host, metrics: "Metrics") -> Host:
     return replace(host, run=metrics.counted(host.run), observe=observe, stream=stream)
 
 
-def _start_background(service: Service, watch: Watch) -> None:
-    """Start the periodic background work, and log what the checks of `carver doctor` find.
+def _start_background(service: Service, parts: list[Callable[[], object]]) -> None:
+    """Start the parts that work in the background, and log what `carver doctor` would find.
 
-    A failed check does not stop the service here; Probe returns an error where nothing can be
-    served.
+    Each part is removed from the list once it is started, so a call after an error goes on where
+    the earlier call failed. A failed check does not stop the service here; Probe returns an error
+    where nothing can be served.
     """
-    for scan in service.looks:
-        scan.start()
-    service.context.limiter.task.start()
-    watch.start()
-    for extra in service.extras.values():
-        extra.start()
+    while parts:
+        parts[0]()
+        parts.pop(0)
     notify("STATUS=ready")
     for finding in preflight.everything(service.node):
         if finding.verdict != preflight.PASS:

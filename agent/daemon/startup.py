@@ -5,6 +5,7 @@ refreshed, so an idle node runs no command.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -100,27 +101,30 @@ def startup(
 ) -> PeriodicTask:
     """Return a task that retries `begin` until it succeeds, and then admits RPCs.
 
-    After the admission the task calls `background_work`, and is not run again. While `begin` fails,
-    RPCs that need LVM are refused with its error. `begin` checks the state before each step, so it
-    may fail, or be killed, at any step.
+    After the admission the task calls `background_work`, again until that succeeds, and ends. While
+    `begin` fails, RPCs that need LVM are refused with its error. `begin` checks the state before
+    each step, so it may fail, or be killed, at any step.
     """
+    has_begun = threading.Event()
 
     def attempt() -> None:
-        try:
-            with command.stall_limit(_PATIENCE_SECONDS):
-                begin()
-        except Exception as error:
-            admission.refuse(error)
-            raise
-        task.stop()
-        admission.open()
+        if not has_begun.is_set():
+            try:
+                with command.stall_limit(_PATIENCE_SECONDS):
+                    begin()
+            except Exception as error:
+                admission.refuse(error)
+                raise
+            has_begun.set()
+            admission.open()
         background_work()
+        task.stop()
 
     task = PeriodicTask(
         "startup",
         attempt,
         _LONGEST_RETRY_SECONDS,
-        "no volume group can be used yet, and it is tried again: %s",
+        "the start is not complete, and is tried again: %s",
         retry_seconds=_FIRST_RETRY_SECONDS,
         longest_retry_seconds=_LONGEST_RETRY_SECONDS,
     )
@@ -197,7 +201,9 @@ class Recovery:
             if not group.answers:
                 self._recovered.discard(group.name)
             age_seconds = time.monotonic() - self._tried_at.get(group.name, -_RETRY_SECONDS)
-            due_seconds = _SOON_SECONDS if group.metadata.is_outdated else _RETRY_SECONDS
+            # A refused group counts as outdated, too: each attempt scans all disks for it.
+            is_changed = group.metadata.is_outdated and group.status != "refused"
+            due_seconds = _SOON_SECONDS if is_changed else _RETRY_SECONDS
             if group.name not in self._recovered and age_seconds >= due_seconds:
                 self.jobs.wake(self._job(group.name), 0.0)
 

@@ -152,9 +152,10 @@ def begin(definitions: GroupDefinitions, volume_groups: VolumeGroups) -> None:
             volume_group.is_awaited = True
     with definitions.guard:
         defined = {definition.group for definition in config.definitions}
-        for name in definitions.devices.keys() - defined:
+        for name in {*definitions.failures, *definitions.ended} - defined:
             definitions.failures.pop(name, None)
             definitions.ended.pop(name, None)
+        for name in definitions.devices.keys() - defined:
             if (volume_group := volume_groups.known(name)) is not None:
                 volume_group.is_awaited = False
         still_defined = {
@@ -185,6 +186,8 @@ def create(definitions: GroupDefinitions, volume_groups: VolumeGroups, name: str
     if not is_here:
         lvm = _seeing(volume_groups.node, kernel, definitions.listed(name))
         node_report = report.read(lvm)
+        if definitions.pending.get(name) != definition:
+            return  # a reload has removed or changed the definition meanwhile
         with _noted(definitions.failures, name):
             _make(lvm, definitions, node_report, definition)
     volume_group.metadata.is_outdated = True
@@ -199,7 +202,8 @@ def create(definitions: GroupDefinitions, volume_groups: VolumeGroups, name: str
             )
             if unmarked := [disk for disk in slow if _numbers(kernel, [disk]) & fast]:
                 groups.mark_fast(volume_group.lvm, unmarked)
-    definitions.ended[name] = definition
+    if definitions.pending.get(name) == definition:
+        definitions.ended[name] = definition
 
 
 def _seeing(lvm: Lvm, kernel: Kernel, devices: Iterable[str]) -> Lvm:

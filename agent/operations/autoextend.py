@@ -153,12 +153,16 @@ class Autoextender:
             group, None if volume_group is None else volume_group.cached
         ):
             pool = pool_name(pool_allocator.device_class)
-            status = self._activator.status(group, pool)
+            try:
+                status = self._activator.pool_status(group, pool)
+            except errors.PoolSilent:
+                # The other parts of the group are extended all the same. Health reports the pool.
+                continue
             for kind, extend in (
                 (DATA, pool_allocator.extend_data),
                 (METADATA, pool_allocator.extend_metadata),
             ):
-                percent = _percent(kind, status)
+                percent = _percent(kind, [] if status is None else [status])
                 if percent > pool_allocator.policy.autoextend_threshold:
                     yield _Part(group, pool, kind, pool_allocator.policy, extend), percent
 

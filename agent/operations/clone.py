@@ -447,9 +447,11 @@ class Copier:
             yield from self._overwrite(job, 0 if source is None else source.size_bytes)
         if may_hold_btrfs(job.volume.own_tags):
             self._renew(job.volume)
-        job.check()
         group, name = job.volume.group.name, job.volume.name
         with self._volume_groups.hold(group):
+            # Under the lock: a job that was cancelled while it waited for the lock must not tag a
+            # volume that was created anew meanwhile.
+            job.check()
             lvm = self._volume_groups.lvm(group)
             volume_states.hand_over(lvm, group, name, job.volume.own_tags, EndedBy.CALLER)
         return source

@@ -244,7 +244,7 @@ class Eraser:
                 return
         except Exception:
             # Cancel the job, because the call fails; the repeated call starts a new job.
-            job.cancelled.set()
+            self.jobs.cancel(job)
             raise
         job.ended.result()
 

@@ -116,7 +116,7 @@ class GroupSnapshotter:
             members = self._named(all_groups, own_name)
             if not members:
                 return self._make(call, state, undo, locked_groups)
-            if records.is_whole(members) and not self._is_to_be_undone(members):
+            if records.is_whole(members) and _is_of_one_moment(members):
                 existing = _same(_group_snapshot(members), call)
                 self._commit(members)
                 return existing
@@ -138,6 +138,8 @@ class GroupSnapshotter:
         members = self._find(all_groups, call.id)
         if not records.is_whole(members):
             self._require_half_made(all_groups, members)
+            raise errors.NoSuchGroupSnapshot(call.id)
+        if not _is_of_one_moment(members):
             raise errors.NoSuchGroupSnapshot(call.id)
         _compare(call, members)
         return _group_snapshot(members)
@@ -186,17 +188,33 @@ class GroupSnapshotter:
                 for identity, members in self._unrecorded(all_groups).items()
                 if identity in locked_ids
             }
-            # Commit group snapshots whose snapshots were all taken. Crash point: the tag
-            # `committed` is missing; or a version of Carver without that tag took the snapshots.
+            # Complete the tag `committed`. Crash point: some of the snapshots lack the tag; or a
+            # version of Carver without that tag took the snapshots.
             complete_ids = {
-                identity for identity, members in uncommitted.items() if records.is_whole(members)
+                identity
+                for identity, members in uncommitted.items()
+                if records.is_whole(members) and _is_of_one_moment(members)
+            }
+            # Crash point: all snapshots were taken, and whether at one moment is not known. They
+            # are removed by a job, which waits for copies of them.
+            undone_ids = {
+                identity
+                for identity, members in uncommitted.items()
+                if records.is_whole(members) and identity not in complete_ids
             }
             incomplete_ids = {
                 identity
-                for identity in uncommitted.keys() - complete_ids
+                for identity in uncommitted.keys() - complete_ids - undone_ids
                 if self._reports.is_half_made(all_groups, uncommitted[identity])
             }
             with Attempts() as attempts:
+                for identity in sorted(undone_ids):
+                    members = uncommitted[identity]
+                    job = _Undo(key=identity, groups={snapshot.group.name for snapshot in members})
+                    with attempts.one():
+                        # After a delay: until this recovery ends, it holds the lock that the job
+                        # needs.
+                        self.undone.start(job, after_seconds=_ANSWERED_SECONDS)
                 for identity in sorted(incomplete_ids):
                     with attempts.one():
                         self._discard(all_groups, identity)
@@ -208,7 +226,7 @@ class GroupSnapshotter:
                             for snapshot in uncommitted[identity]
                         ]
                     )
-        return len(incomplete_ids)
+        return len(incomplete_ids) + len(undone_ids)
 
     def _everywhere(self, groups: Iterable[str]) -> EveryGroup:
         return self._reports.every_group(self._reports.fresh(*groups))
@@ -480,7 +498,7 @@ class GroupSnapshotter:
                 all_groups = self._everywhere(job.groups)
                 members = all_groups.members(job.key)
                 if records.is_whole(members):
-                    if not self._is_to_be_undone(members):
+                    if _is_of_one_moment(members):
                         self._commit(members)
                         return
                     for snapshot in members:
@@ -489,14 +507,6 @@ class GroupSnapshotter:
                 else:
                     self._require_half_made(all_groups, members)
             self._discard(all_groups, job.key)
-
-    def _is_to_be_undone(self, snapshots: list[Snapshot]) -> bool:
-        """Whether a failed call of this process left these snapshots, so that they must be removed.
-
-        All snapshots of the group snapshot may exist, but perhaps they do not show one moment.
-        """
-        is_recorded = any(tag.COMMITTED in snapshot.own_tags for snapshot in snapshots)
-        return self.undone.has(snapshots[0].group_snapshot_id) and not is_recorded
 
     def _discard(self, state: Known, group_snapshot_id: str) -> None:
         members = state.members(group_snapshot_id)
@@ -515,6 +525,20 @@ class GroupSnapshotter:
         for volume in state.doomed():
             if volume.own_tags.get(tag.GROUP_SNAPSHOT) == group_snapshot_id:
                 self._eraser.finish(volume)
+
+
+def _is_of_one_moment(members: list[Snapshot]) -> bool:
+    """Whether the existing snapshots of a group snapshot are known to show one moment.
+
+    The tag `committed` of any of them says so: it is written after the last snapshot was taken and
+    the volumes were found to have been suspended until then. Without the tag, the call may have
+    failed between two snapshots. Versions of Carver that did not record the groups of the members
+    did not write the tag either; their group snapshots count as committed.
+    """
+    return any(
+        tag.COMMITTED in snapshot.own_tags or tag.MEMBER_GROUPS not in snapshot.own_tags
+        for snapshot in members
+    )
 
 
 def _is_group_snapshot_id(group_snapshot_id: str) -> bool:

@@ -117,13 +117,17 @@ class Holds:
     def resume(self, reports: Reports, *groups: str) -> int:
         """Note which volumes calls may not use, by their tags; return the number of such volumes.
 
-        Called after a start, for these volume groups or for all.
+        Called after a start and a reload, for these volume groups or for all. The caller holds the
+        groups' locks: the state of a volume must not change between the report and the note.
         """
-        volumes = reports.fresh(*groups).volumes()
-        noted = [volume for volume in volumes if volume_states.row_of(volume.ended_by).is_noted]
-        for volume in noted:
-            self._note(str(volume.id), volume.ended_by, volume.own_tags)
-        return len(noted)
+        number = 0
+        for volume in reports.fresh(*groups).volumes():
+            if volume_states.row_of(volume.ended_by).is_noted:
+                self._note(str(volume.id), volume.ended_by, volume.own_tags)
+                number += 1
+            else:
+                self.allow(str(volume.id))
+        return number
 
     def _lease(self, volume_id: str, secret: str | None = None) -> _Lease | None:
         """Return the present hold of a volume, or None if the volume is not held.

@@ -128,7 +128,9 @@ class PeriodicTask:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Start the task's thread; raise RuntimeError if no thread can be started."""
+        """Start the task's thread, unless it runs; raise RuntimeError if none can be started."""
+        if self.is_alive:
+            return
         # The thread is a daemon, since work that hangs must not keep the process from ending.
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         thread.start()
@@ -374,7 +376,12 @@ class DetachedTasks:
             task = _Detached(volume_id, task_name, recheck, work, self._places[group])
             self._detached[volume_id] = task
         # The task runs in a context of its own, without the caller's deadline.
-        command.begin(task_name, partial(contextvars.Context().run, task.run))
+        try:
+            command.begin(task_name, partial(contextvars.Context().run, task.run))
+        except BaseException:
+            # No thread could be started: the next call begins the task.
+            self._forget(volume_id)
+            raise
         self.finish(volume_id)
 
     def finish(self, volume_id: str) -> None:

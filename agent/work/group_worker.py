@@ -102,6 +102,8 @@ class Job:
     at_work: bool = field(default=False, init=False)
     # Number in the order in which the jobs of the group were added.
     number: int = field(default=0, init=False)
+    # Number of the job's last step in the order of all steps of the group; -1 before the first.
+    last_step: int = field(default=-1, init=False)
 
     @property
     def goes_on(self) -> bool:
@@ -109,9 +111,10 @@ class Job:
         return self.on_record or not self.ended.done()
 
     @property
-    def left_bytes(self) -> int:
-        """Number of bytes that the job has yet to erase or copy."""
-        return max(0, self.size_bytes - self.progress.done_bytes)
+    def left_bytes(self) -> float:
+        """Number of bytes that the job has yet to erase or copy; infinity if that is unknown."""
+        total_bytes = max(self.size_bytes, self.progress.of_bytes)
+        return max(0, total_bytes - self.progress.done_bytes) if total_bytes else math.inf
 
     def check(self) -> None:
         """Raise Stopping if the job was cancelled; called while a step waits, and between steps."""
@@ -217,7 +220,8 @@ class Jobs(Generic[J]):
 
     def of(self, key: str) -> J | None:
         """Return the job for the key that has not succeeded yet, if there is one."""
-        worker = self._worker(key)
+        if (worker := self._workers.find(_group_of(key))) is None:
+            return None
         with worker.guard:
             return self._of(worker, key)
 
@@ -246,29 +250,59 @@ class Jobs(Generic[J]):
     def halted(self, key: str) -> Iterator[None]:
         """Cancel the job of a key, and let no job for the key begin while the context lasts.
 
-        Raises Stopping if the job does not end within ten seconds because its disk does not answer.
+        If the body of the context fails, a cancelled job that is on record begins anew, if it is
+        still due by the group's state. Raises Stopping if the job does not end within ten seconds
+        because its disk does not answer.
         """
         worker, place = self._worker(key), (self.kind, key)
+        has_failed = True
         try:
             with worker.guard:
                 worker.barred[place] += 1
                 job = self._of(worker, key)
                 if job is not None:
                     job.cancelled.set()
+                    worker.halted.setdefault(place, job)
                 at_work = job is not None and job.at_work and not job.ended.done()
             if job is not None and at_work and not wait([job.ended], _ENDING_SECONDS).done:
                 raise Stopping(key)
             self.forget(key)
             yield
+            has_failed = False
         finally:
             with worker.guard:
                 worker.barred[place] -= 1
                 # Remove the counts of jobs that no call halts any more.
                 worker.barred = +worker.barred
+                # Other calls may have the job halted, too. The last one decides.
+                if place not in worker.barred:
+                    halted_job = worker.halted.pop(place, None)
+                    if has_failed and halted_job is not None:
+                        self._restore(worker, halted_job)
+
+    def _restore(self, worker: "GroupWorker", halted_job: J) -> None:
+        """Put a job that was halted for a failed call back, as a failed job that is due at once."""
+        place = (self.kind, halted_job.key)
+        if halted_job.on_record and self._due_jobs is not None and place not in worker.jobs:
+            failed_job = replace(halted_job)
+            failed_job.ended.set_exception(Stopping(failed_job.key))
+            with suppress(RuntimeError):
+                worker.wake(self, failed_job, -math.inf)
+
+    def cancel(self, job: J) -> None:
+        """Have a job end: at the end of its step in progress, or at once if there is none."""
+        worker = self._worker(job.key)
+        with worker.guard:
+            job.cancelled.set()
+            if job.at_work:
+                return
+        worker.drop(self, job)
+        job.end(Stopping(job.key))
 
     def forget(self, key: str) -> None:
         """Cancel the job of a key for good; a step in progress is continued to its end."""
-        worker = self._worker(key)
+        if (worker := self._workers.find(_group_of(key))) is None:
+            return
         with worker.guard:
             job = worker.jobs.pop((self.kind, key), None)
         if job is not None:
@@ -464,16 +498,19 @@ class GroupWorker:
         self.jobs: dict[tuple[str, str], Any] = {}
         # The number of calls that halt a job, by the job's kind and key.
         self.barred: Counter[tuple[str, str]] = Counter()
+        # The jobs that those calls have cancelled.
+        self.halted: dict[tuple[str, str], Any] = {}
         self._kinds: dict[str, Jobs[Any]] = {}
-        # The kinds of the steps in progress. If there are several, all but the last may hang.
-        self._under_way: list[str] = []
+        # The kinds and keys of the jobs whose steps are in progress. If there are several, all but
+        # the last may hang.
+        self._under_way: list[tuple[str, str]] = []
         self._threads: set[threading.Thread] = set()
         self._is_ending = False
         # The leader, and the start of the step that the leader does (monotonic, seconds); infinity
         # while the leader does no step.
         self._leader: threading.Thread | None = None
         self._since_seconds = math.inf
-        self._turns, self._numbers = count(), count()
+        self._choices, self._numbers, self._steps = count(), count(), count()
 
     def add(self, kind: Jobs[J], job: J) -> None:
         """Add a job. Raises RuntimeError, with nothing added, if no thread can be started."""
@@ -528,12 +565,18 @@ class GroupWorker:
             self._relieve()
 
     def halt(self) -> None:
-        """Cancel all jobs except those of kinds with `survives_halt`; let no job begin.
-
-        The jobs that remain are due at once, unless they wait for a wake.
-        """
+        """Cancel all jobs as `let_go` does, and let no job begin any more."""
         with self.guard:
             self._is_ending = True
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Cancel all jobs except those of kinds with `survives_halt`, which are due at once.
+
+        Jobs that are added later begin when the step of the cancelled job with the same key, if
+        one is in progress, has ended.
+        """
+        with self.guard:
             old_jobs = dict(self.jobs)
             self.jobs = {
                 place: job for place, job in old_jobs.items() if self._kinds[place[0]].survives_halt
@@ -624,7 +667,8 @@ class GroupWorker:
     def _begin(self, task: _Found) -> None:
         """Note that a thread does a step of a job now."""
         task.job.at_work, task.job.due_seconds = True, math.inf
-        self._under_way.append(task.kind.kind)
+        task.job.last_step = next(self._steps)
+        self._under_way.append((task.kind.kind, task.job.key))
 
     def _do(self, task: _Found) -> None:
         """Do a step of a job, then end the job if it was cancelled during the step."""
@@ -633,7 +677,7 @@ class GroupWorker:
         finally:
             with self.guard:
                 task.job.at_work = False
-                self._under_way.remove(task.kind.kind)
+                self._under_way.remove((task.kind.kind, task.job.key))
                 if is_called_off := task.job.cancelled.is_set():
                     task.job.due_seconds = math.inf
                 # Wake the leader, which may be another thread by now, and may wait for this job.
@@ -669,26 +713,35 @@ class GroupWorker:
         return True
 
     def _ready(self, now_seconds: float) -> list[_Found]:
-        """Return the jobs of which a step can be done now."""
+        """Return the jobs of which a step can be done now.
+
+        A job waits until the step of an earlier, cancelled job with its kind and key has ended.
+        """
+        hanging = Counter(kind for kind, _ in self._under_way)
         return [
-            _Found(self._kinds[kind], job)
-            for (kind, _), job in self.jobs.items()
+            _Found(self._kinds[place[0]], job)
+            for place, job in self.jobs.items()
             if job.due_seconds <= now_seconds
-            and not job.at_work
-            and self._under_way.count(kind) < _MOST_HANGING
+            and place not in self._under_way
+            and hanging[place[0]] < _MOST_HANGING
         ]
 
     def _most_urgent(self, ready_tasks: list[_Found]) -> _Found:
         """Return the job that gets the next step.
 
-        Among urgent jobs it is the one that is due first. Otherwise the oldest job and the job with
-        the fewest bytes left are chosen alternately.
+        Among urgent jobs it is the one that is due first. Otherwise these jobs are chosen in
+        turn: the oldest job, the job with the fewest bytes left, and the job whose last step is
+        longest ago. The last choice gives each job a step in the end, whatever the others are.
         """
         if urgent := [entry for entry in ready_tasks if entry.kind.urgent]:
             return min(urgent, key=lambda entry: entry.job.due_seconds)
-        if next(self._turns) % 2:
-            return min(ready_tasks, key=lambda entry: entry.job.number)
-        return min(ready_tasks, key=lambda entry: (entry.job.left_bytes, entry.job.number))
+        match next(self._choices) % 3:
+            case 0:
+                return min(ready_tasks, key=lambda entry: (entry.job.left_bytes, entry.job.number))
+            case 1:
+                return min(ready_tasks, key=lambda entry: entry.job.number)
+            case _:
+                return min(ready_tasks, key=lambda entry: (entry.job.last_step, entry.job.number))
 
 
 class GroupWorkers:
@@ -705,22 +758,30 @@ class GroupWorkers:
         return self._is_ending
 
     def of(self, group: str) -> GroupWorker:
-        """Return the loop of a volume group, even of a group that no class names."""
+        """Return the loop of a volume group, even of a group that no class names.
+
+        A loop that is made while the service ends begins no job.
+        """
         with self._guard:
             if group not in self._workers:
                 self._workers[group] = GroupWorker(group)
+                if self._is_ending:
+                    self._workers[group].halt()
             return self._workers[group]
 
-    def let_go(self, group: str) -> None:
-        """Cancel the jobs of a volume group at their next safe points, and drop the group's loop.
-
-        Jobs of a kind with `survives_halt` (see `Jobs`) are not cancelled. A call that names the
-        group later begins a new loop.
-        """
+    def find(self, group: str) -> GroupWorker | None:
+        """Return the loop of a volume group if there is one: ids may name groups that are not."""
         with self._guard:
-            worker = self._workers.pop(group, None)
-        if worker is not None:
-            worker.halt()
+            return self._workers.get(group)
+
+    def let_go(self, group: str) -> None:
+        """Cancel the jobs of a volume group that no class names, at their next safe points.
+
+        Jobs of a kind with `survives_halt` (see `Jobs`) are not cancelled. The loop stays: if a
+        class names the group again, no job begins beside a step that is still in progress.
+        """
+        if (worker := self.find(group)) is not None:
+            worker.let_go()
             worker.replace_hanging_threads()
 
     def every(self) -> list[GroupWorker]:

@@ -143,8 +143,33 @@ def test_recovery_follows_once_lvm2_answers(
     fake.intercept = lambda words: next(fails, None) if words[0] == "lvm" else None
     start()
     expect.soon(lambda: "vol-deleted" not in fake.lvm2.groups["data"].volumes)
-    assert caplog.text.count("no volume group can be used yet") == 1
+    assert caplog.text.count("the start is not complete") == 1
     expect.soon(lambda: "startup: well again after" in caplog.text)
+
+
+def test_background_work_that_could_not_be_started_is_started_later_without_a_second_start() -> (
+    None
+):
+    began, fails, started = [0], iter([RuntimeError("can't start new thread")]), threading.Event()
+
+    def begin() -> None:
+        began[0] += 1
+
+    def background_work() -> None:
+        if (error := next(fails, None)) is not None:
+            raise error
+        started.set()
+
+    admission = Admission()
+    admission.close()
+    task = startup.startup(begin, admission, background_work)
+    task._pause_seconds = 0.01
+    task.start()
+    assert started.wait(20)
+    task.join(20)
+    assert not task.is_alive
+    assert began == [1]
+    assert admission.is_open
 
 
 def test_a_call_is_refused_at_once_where_the_start_has_failed(

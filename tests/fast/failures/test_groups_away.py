@@ -127,6 +127,29 @@ def test_an_unfinished_group_snapshot_is_undone_once_all_groups_are_there(node: 
         node.find()
 
 
+@pytest.mark.parametrize("how", ["a restart", "a reload", "the repeated call"])
+def test_snapshots_of_which_no_tag_says_that_they_are_of_one_moment_are_taken_anew(
+    node: Node, how: str
+) -> None:
+    """All were taken, and the call failed, or was killed, before it could tell their moment."""
+    node.forget_record("carver.committed")
+    with expect.code("NOT_FOUND"):
+        node.find()
+    if how == "a restart":
+        node.restart()
+    if how == "a reload":
+        assert node.service.group_snapshotter.resume("a", "b") == 1
+    if how != "the repeated call":
+        expect.soon(lambda: node.snapshots() == 0)
+    before = node.taken.creation_time.ToNanoseconds()
+    sources = [one.source_volume_id for one in node.taken.snapshots]
+    node.taken = node.client.group_snapshot("nightly", sources)
+    node.ids = [one.snapshot_id for one in node.taken.snapshots]
+    assert node.taken.creation_time.ToNanoseconds() > before
+    assert node.snapshots() == 2
+    assert node.find() == node.taken
+
+
 @pytest.mark.parametrize("lost", ["a", "b", "b, replaced by another"])
 def test_a_group_snapshot_with_a_part_in_a_lost_group_can_be_deleted(
     node: Node, fake: FakeHost, lost: str

@@ -31,7 +31,7 @@ def multiply(fake: FakeHost, count: int, *, is_recorded: bool) -> None:
             other.tags = {
                 f"{tag}{number}" if tag.startswith("carver.groupSnapshot=") else tag
                 for tag in one.tags
-                if is_recorded or tag != "carver.committed=yes"
+                if is_recorded or not tag.startswith(("carver.committed=", "carver.memberGroups="))
             }
             volumes[other.name] = other
     fake.lvm2.groups["data"].seqno += 1

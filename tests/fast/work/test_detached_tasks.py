@@ -17,6 +17,7 @@ from agent.csi.client import mounted, of_snapshot, of_volume
 from agent.settings.settings import Config
 from agent.work import background
 from agent.work.background import DetachedTasks
+from mount import command
 from mount.command import Result, time_limit
 
 MIB = 1 << 20
@@ -173,3 +174,21 @@ def test_nothing_is_copied_of_a_volume_while_its_mkfs_outlives_its_call(
         long.over.set()
     client.stage(volume, tmp_path / "staging", mounted("xfs"))
     copy()
+
+
+def test_a_task_whose_thread_could_not_be_started_is_begun_by_the_next_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    work, done = DetachedTasks(), threading.Event()
+
+    def begin(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(command, "begin", begin)
+        with pytest.raises(RuntimeError):
+            work.do("vol", "data", "mkfs", nothing, nothing)
+    assert work.mkfs_of("vol") is None
+    work.finish("vol")
+    work.do("vol", "data", "mkfs", done.set, nothing)
+    assert done.is_set()

@@ -683,3 +683,109 @@ def test_what_is_last_is_done_also_in_a_group_without_a_thread(work: Work) -> No
         tags.wake(Job("data"), 600)
     work.workers.let_go("data")
     expect.soon(lambda: written == ["data"])
+
+
+# What must not be lost, or done twice
+
+
+@pytest.mark.parametrize("sized", [True, False], ids=["sizes known", "the first of unknown size"])
+def test_no_job_takes_all_steps_whatever_the_sizes(work: Work, sized: bool) -> None:
+    steps, begun = Counter[str](), threading.Event()
+
+    def do(job: Job) -> Steps:
+        while True:
+            begun.wait(20)
+            steps[job.key] += 1
+            yield AGAIN
+
+    work.do = do
+    sizes = {"data/oldest": 4 * GIB if sized else 0, "data/small": 1, "data/large": 4 * GIB}
+    for key, size_bytes in sizes.items():
+        work.jobs.start(Job(key, size_bytes))
+    begun.set()
+    expect.soon(lambda: sum(steps.values()) > 300)
+    work.workers.halt()
+    assert min(steps[key] for key in sizes) > sum(steps.values()) // 12
+
+
+def test_a_group_that_is_let_go_and_comes_back_has_no_job_done_twice_at_once(work: Work) -> None:
+    at_once, most, go_on = [0], [0], threading.Event()
+
+    def do(job: Job) -> Steps:
+        at_once[0] += 1
+        most[0] = max(most[0], at_once[0])
+        go_on.wait(20)
+        at_once[0] -= 1
+        yield AGAIN
+
+    work.do = do
+    first = work.jobs.start(Job("data/vol"))
+    expect.soon(lambda: at_once[0] == 1)
+    work.workers.let_go("data")
+    second = work.jobs.start(Job("data/vol"))
+    work.workers.replace_hanging_threads()
+    time.sleep(0.1)
+    assert most[0] == 1
+    go_on.set()
+    wait([first.ended, second.ended], 20)
+    assert isinstance(first.ended.exception(), Stopping)
+    assert second.ended.exception() is None
+    assert most[0] == 1
+
+
+def test_a_deferred_job_that_failed_survives_that_its_group_is_let_go(work: Work) -> None:
+    done, fails = threading.Event(), iter([FAILURE])
+
+    def write(_job: Job) -> None:
+        if (error := next(fails, None)) is not None:
+            raise error
+        done.set()
+
+    tags: Jobs[Job] = Jobs(
+        work.workers, "tags", write, "%s: %s", survives_halt=True, retry_seconds=0.3
+    )
+    job = tags.start(Job("data/tag"))
+    wait([job.ended], 20)
+    work.workers.let_go("data")
+    assert done.wait(20)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_job_that_was_halted_for_a_call_begins_anew_if_the_call_fails(
+    work: Work, fails: bool
+) -> None:
+    work.fails, begun = False, threading.Event()
+
+    def do(job: Job) -> Steps | None:
+        if begun.is_set():
+            work._do(job)
+            return None
+        begun.set()
+        return iter(lambda: 0.01, None)
+
+    work.do = do
+    work.there.add("data/vol")
+    work.jobs.start(Job("data/vol"))
+    begun.wait(20)
+    try:
+        with work.jobs.halted("data/vol"):
+            if fails:
+                raise FAILURE
+            work.there.discard("data/vol")
+    except OSError:
+        expect.soon(lambda: work.done == ["data/vol"])
+    expect.soon(lambda: not work.jobs.has("data/vol"))
+    assert work.done == ["data/vol"] * fails
+
+
+def test_a_question_about_an_unknown_group_makes_no_loop(work: Work) -> None:
+    assert work.jobs.of("nothing@00000000/vol-pvc-1") is None
+    work.jobs.forget("nothing@00000000/vol-pvc-1")
+    assert work.workers.every() == []
+
+
+def test_no_job_begins_in_a_group_that_is_first_named_after_the_end(work: Work) -> None:
+    work.workers.halt()
+    job = work.jobs.start(Job("data/vol"))
+    assert isinstance(job.ended.exception(1), Stopping)
+    assert not work.failed
