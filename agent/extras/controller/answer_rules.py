@@ -109,7 +109,7 @@ def any_value(_value: Any, _call: Asked) -> str:
 
 
 def its_own(prefix: str) -> Rule:
-    """Make a rule: the value is an id on the node that answered, and its name has this prefix."""
+    """Make a rule: the field has an id on the node that answered, with this prefix in its name."""
     begins = f"{prefix}-", f"{prefix}."
 
     def judge(value: str, call: Asked) -> str:
@@ -124,7 +124,7 @@ def its_own(prefix: str) -> Rule:
 
 
 def equals_request_id(key: str) -> Rule:
-    """Make a rule: the value is the id in the request's field `key`, on the node that answered."""
+    """Make a rule: the field has the id of the request's field `key`, on the node that answered."""
 
     def judge(value: str, call: Asked) -> str:
         if value != (expected := getattr(call.request, key)):
@@ -135,7 +135,7 @@ def equals_request_id(key: str) -> Rule:
 
 
 def if_asked(key: str, rule: Rule) -> Rule:
-    """Make a rule: the value satisfies `rule`, and is the id in the request's field `key`.
+    """Make a rule: the field's value satisfies `rule`, and is the id in the request's field `key`.
 
     If that field of the request is empty, only `rule` counts.
     """
@@ -149,7 +149,7 @@ def if_asked(key: str, rule: Rule) -> Rule:
 
 
 def named_as_asked(prefix: str, sources: str = "") -> Rule:
-    """Make a rule: the value is an id on the node, whose name follows from the request's name.
+    """Make a rule: the field has an id on the node, and its name follows from the request's name.
 
     `sources` is a field of the request with the ids of source volumes. If it is given, the value
     must be in the volume group of one of these ids.
@@ -180,7 +180,7 @@ def member_as_asked(value: str, call: Asked) -> str:
 
 
 def beside(key: str) -> Rule:
-    """Make a rule: the value is an id in the same volume group as the id in the field `key`.
+    """Make a rule: the field has an id in the same volume group as the id in the field `key`.
 
     Both fields are in the same message of the answer.
     """
@@ -271,7 +271,7 @@ def of_itself(_value: Any, call: Asked) -> str:
 
 
 def each_of(*rules: Rule) -> Rule:
-    """Make a rule: the value satisfies all these rules."""
+    """Make a rule: the field's value satisfies all these rules."""
 
     def judge(value: Any, call: Asked) -> str:
         return next(filter(None, (rule(value, call) for rule in rules)), "")
@@ -548,7 +548,7 @@ RULES: Mapping[str, Mapping[str, Fields]] = {
 class Row:
     """The rules for the answer to one RPC."""
 
-    # The class of the answer.
+    # The protobuf class of the RPC's answer.
     answer: type[Message]
     # The fields of the request that have ids: for each, the path of fields that leads to the
     # message with the field, and the field's name.

@@ -40,11 +40,11 @@ async def to_detach(nodes: Nodes, request: csi.ControllerUnpublishVolumeRequest)
 
     None if the volume counts as detached without a call: if the request's id is no volume id, if
     the cluster has no node of the request's node id, or if the volume is not on that node. None
-    also if that node has not answered for _PATIENCE_SECONDS and no other node is the volume's.
-    Without a node id in the request, the volume's node is returned.
+    also if that node has not answered for _PATIENCE_SECONDS, and the volume's node is not known or
+    does not answer. Without a node id in the request, the volume's node is returned.
 
-    Raises Refused if the volume id is empty, or if the volume's node is not known or does not
-    answer.
+    Raises Refused if the volume id is empty; in other cases also if the volume's node is not known
+    or does not answer.
     """
     volume_id, node_id = request.volume_id, request.node_id
     named_node, parsed = nodes.get(node_id), VolumeId.parse(volume_id)

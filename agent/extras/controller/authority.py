@@ -1,9 +1,9 @@
 """The cluster's certificate authority: kept in a Secret, published to the nodes in a ConfigMap.
 
 The controller makes and renews all certificates; none is made by hand. Authorities overlap. A new
-authority is published an hour before it signs, unless no other authority is valid. An authority
-that has ceased to sign stays published until another authority ceases to sign. So a node that reads
-the ConfigMap late trusts both authorities.
+authority is published an hour before it signs, unless the current authority is not valid. An
+authority that has ceased to sign stays published until another authority ceases to sign. So a node
+that reads the ConfigMap late trusts both authorities.
 
 Crash points: each step of a refresh is one write to the API server, which refuses the write if
 another controller wrote first. The next refresh does the remaining steps.
@@ -235,7 +235,7 @@ class Authority:
 
 
 def _renewed(stored: Mapping[str, _Signer], now: datetime.datetime) -> dict[str, _Signer]:
-    """Return the authorities that the Secret is to hold now, by their roles.
+    """Return the certificate authorities that the Secret is to hold now, by their roles.
 
     1. If the Secret has no current authority, or the current one is not valid: a valid previous or
        else next authority becomes the current one; if neither is valid, a new one is made. The

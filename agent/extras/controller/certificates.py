@@ -102,8 +102,8 @@ class Certificates:
         try:
             certificates.check()
         except (ssl.SSLError, ValueError) as error:
-            # The files do not match, for instance, while they are being replaced one after the
-            # other.
+            # The certificate, the key and the authorities do not match, for instance, while their
+            # files are being replaced one after the other.
             problem = f"{_CERTIFICATE}, {_KEY} and {_AUTHORITY} cannot be used together: {error}"
             raise errors.BadConfig(str(directory), "tls_directory", problem) from None
         return certificates
@@ -115,15 +115,17 @@ class Certificates:
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_verify_locations(cadata=self.authority.decode("ascii"))
-        # OpenSSL compares the certificate with the key when it loads both.
+        # Load the certificate and its key together: OpenSSL then compares them.
         with secret.in_file(self.certificate + b"\n" + self.key) as file:
-            # A key with a passphrase is refused; otherwise OpenSSL would ask at the terminal.
+            # Refuse a key with a passphrase: without this argument, OpenSSL would ask for the
+            # passphrase at the terminal.
             context.load_cert_chain(file, password="")
 
     @property
     def ends_seconds(self) -> float:
         """The end of the certificate's validity, in seconds since the epoch."""
-        # Import the library here: it takes 12 MiB, and the node's service does not need it.
+        # Import cryptography here: it takes 12 MiB of memory, and the node's service does not need
+        # it.
         from cryptography import x509
 
         return x509.load_pem_x509_certificate(self.certificate).not_valid_after_utc.timestamp()

@@ -167,7 +167,8 @@ class Claims:
         reference = spec.get("dataSourceRef") or spec.get("dataSource") or {}
         group, kind, name = (str(reference.get(key) or "") for key in ("apiGroup", "kind", "name"))
         if reference.get("namespace") not in (None, "", namespace):
-            # Ignore the source: the author of the claim may have no right to read its namespace.
+            # The claim's source is in another namespace. Ignore the source: the author of the claim
+            # may have no right to read that namespace.
             return None
         if (group, kind) == (_SNAPSHOTS, "VolumeSnapshot"):
             return self._snapshot_id(namespace, name)
@@ -227,9 +228,10 @@ class Claims:
 
 
 class ClaimQuestions:
-    """Runs methods of `Claims` for the event loop, one at a time for each namespace.
+    """Runs look-ups of claims for the event loop, one at a time for each namespace.
 
-    So claims and pods that take long to look up delay only the claims of the same namespace.
+    A look-up is a method of `Claims`, which waits for the API server. So claims and pods that take
+    long to look up delay only the claims of the same namespace.
 
     If the API server does not answer in time, CreateVolume fails, and the provisioner repeats the
     call. A failed call is better than a guess: a volume on the wrong node stays there, and its pod

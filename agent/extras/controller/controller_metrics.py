@@ -21,7 +21,7 @@ _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class Metrics:
-    """The metrics of the controller, about calls and nodes.
+    """The controller's Prometheus metrics of CSI calls and of nodes.
 
     Calls are counted as they end, by method, node and gRPC code. The state of the nodes is read at
     each scrape. The counters of a node that has left the cluster are removed at the next scrape.

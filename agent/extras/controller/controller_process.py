@@ -80,7 +80,10 @@ class Files:
     record, questions = Record(), None
 
     def __init__(self, config: Config) -> None:
-        """Read the files. Raises BadConfig for a missing setting or a file that cannot be read."""
+        """Read the files with nodes and certificates.
+
+        Raises BadConfig if a setting is missing, or a file cannot be read or parsed.
+        """
         self._file = _required(config, "nodes_file")
         self._directory = _required(config, "tls_directory")
         self._read()
@@ -125,7 +128,7 @@ class ClusterController:
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
-        """Start the source, ask all nodes for their volume groups, and serve on the unix socket.
+        """Start the source of nodes, ask all nodes for volume groups, and serve on a unix socket.
 
         Only root can connect to the socket. The answers of the nodes are not waited for.
         """
@@ -144,7 +147,7 @@ class ClusterController:
         await server.start()
 
     async def stop(self) -> None:
-        """Stop the server, then the source, and close the connections to the nodes.
+        """Stop the controller's server and its source of nodes, and close the nodes' connections.
 
         Calls in flight may go on for _DRAIN_SECONDS, and are then cancelled.
         """
@@ -218,7 +221,7 @@ def run(config: Config) -> None:
 
     Raises BadConfig for a wrong setting or file, SocketTaken if another process serves the socket.
     """
-    # Forbid dumps of this process, as its memory may hold the secrets of requests.
+    # Forbid core dumps of this process, as its memory may hold the secrets of requests.
     calls.forbid_dumps()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with (
@@ -248,9 +251,10 @@ def run(config: Config) -> None:
 
 
 def _source(config: Config) -> Source:
-    """Return the source of nodes and certificates: the files in the settings, or the cluster.
+    """Return the source of nodes and certificates: files that the settings name, or the cluster.
 
-    The cluster is the source if `nodes_file` is not set. Raises BadConfig.
+    The cluster is the source if `nodes_file` is not set. Raises BadConfig if a setting is missing,
+    a file cannot be used, or the settings lead to no API server.
     """
     if config.nodes_file is not None:
         return Files(config)

@@ -55,7 +55,7 @@ class Listener(Extra):
     """The node's server for the cluster's controller; does nothing without `controller_address`."""
 
     def __init__(self, service: Service) -> None:
-        """Check the settings and certificates, and make the background tasks.
+        """Check the settings and certificates of the server, and make its background tasks.
 
         Raises BadConfig, before calls are served, if a setting is missing or tls_directory has no
         usable certificate.
@@ -156,7 +156,7 @@ class Listener(Extra):
         _log.info("serving the cluster's controller on %s", self._address)
 
     def stop(self) -> None:
-        """Stop the background tasks and the server.
+        """Stop the server for the cluster's controller, and its background tasks.
 
         Calls in flight may go on for _DRAIN_SECONDS, and are then cancelled.
         """

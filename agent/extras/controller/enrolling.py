@@ -35,7 +35,8 @@ _PATIENCE_SECONDS = 5.0
 # Minimum time, in seconds, until a certificate is renewed because of its age. A certificate that is
 # not trusted, or whose validity has not begun, is renewed at the next enrolment.
 _LEAST_SECONDS = 3600.0
-# Names of the files in enrolment_directory: the node's token, and the controllers' authorities.
+# Names of two files in the directory of the setting enrolment_directory: the node's token, and the
+# controllers' certificate authorities.
 _TOKEN, _AUTHORITY = "token", "ca.crt"
 
 
@@ -158,7 +159,7 @@ class Enroller:
         return not any(_issued(authority, certificate) for authority in trusted)
 
     def _channel(self, controller: str) -> grpc.Channel:
-        """Return a channel to a controller, whose certificate a trusted authority must have issued.
+        """Return a gRPC channel to a controller with a certificate that a trusted authority issued.
 
         If ca.crt has changed since the last enrolment, the old channel is closed.
         """

@@ -123,7 +123,8 @@ class Enrolment:
         # The hosts of which a token is being reviewed.
         self._reviewing: set[str] = set()
         self._reviewers = ThreadPoolExecutor(_REVIEWS_AT_ONCE, thread_name_prefix="review")
-        # The last refusal of an enrolment that was logged, to log each only once.
+        # The text of the refused enrolment that was last logged. The same text is not logged twice
+        # in succession.
         self._refusal = ""
         # When the authorities were last refreshed, and when the controller's own certificate was
         # made (monotonic, seconds); 0 for never.
@@ -147,7 +148,7 @@ class Enrolment:
         return self.record.serving
 
     async def start(self) -> None:
-        """Read authorities, Nodes and PersistentVolumes, and start the enrolment server.
+        """Read certificate authorities, Nodes and PersistentVolumes; start the enrolment server.
 
         Raises ClusterRefused, BadConfig if the authorities cannot be read or made, ClusterSilent if
         the cluster's objects cannot be listed.
@@ -169,7 +170,7 @@ class Enrolment:
         self.questions.stop()
 
     async def look(self) -> None:
-        """Read the authorities, the Nodes and the PersistentVolumes again, each if it is due.
+        """Read certificate authorities, Nodes and PersistentVolumes again, each if it is due.
 
         The controller's own certificate is renewed, too, if that is due. Raises ClusterRefused,
         ClusterSilent if the API server refuses or does not answer, BadConfig if the Secret with the

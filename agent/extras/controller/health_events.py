@@ -47,27 +47,27 @@ _FIRST_SECONDS = 30.0
 # Time limit, in seconds, of one request to a node, of all pages of a node's list, and of all
 # requests to a node about conditions that may be over.
 _PATIENCE_SECONDS = 10.0
-# Largest number of nodes that are asked at the same time.
+# Maximum number of nodes that are asked for volume health at the same time.
 _AT_ONCE = 16
-# Time, in seconds, for which no node must have listed a condition before it can count as over. So a
-# condition that comes and goes has one Event.
+# Time, in seconds, for which no node must have listed a health condition before it can count as
+# over. So a condition that comes and goes has one Event.
 _CALM_SECONDS = 300.0
 # Seconds until a condition is looked at again if its Event could not be written, for instance as
 # the volume has no claim, or if its node says that the condition is not over.
 _AGAIN_SECONDS = 600.0
-# Time, in seconds, for which conditions that are over are remembered, to count in later Events how
-# often they occurred. The API server keeps Events for the same time by default.
+# Time, in seconds, for which health conditions that are over are remembered, to count in later
+# Events how often they occurred. The API server keeps Events for the same time by default.
 _COUNTED_SECONDS = 3600.0
 # Limits of one round of requests to all nodes: the number of conditions that begin, and of those
 # that end; and the number of failures. After _MOST_FAILURES failures of the API server the round
 # ends. After as many refusals in a namespace, which may be being deleted, no more Events are
 # written in that namespace in this round.
 _MOST_SAID, _MOST_FAILURES = 200, 5
-# Maximum number of characters of a condition's reason and message; longer texts are cut. In
+# Maximum number of characters of a health condition's reason and message; longer texts are cut. In
 # Kubernetes' own Events a reason has at most 128 bytes, a note 1,024.
 _REASON_CHARACTERS, _MESSAGE_CHARACTERS = 128, 1024
-# Maximum number of entries of one page of a node's list, and of kept conditions of one node.
-# Further conditions have no Events.
+# Maximum number of entries of one page of a node's list of volume health, and of health conditions
+# of one node that are kept in memory. Further conditions have no Events.
 _OF_A_PAGE, _MOST_OF_A_NODE = 500, 10_000
 # Text that is no node's topology segment, for a node whose topology segment is not known.
 _NOWHERE = "?"
@@ -79,13 +79,13 @@ class _Key(NamedTuple):
 
 
 class _Fate(enum.Enum):
-    """What became of a condition that its node no longer lists."""
+    """What became of a volume's health condition that its node no longer lists."""
 
-    # The condition lasts, or the node did not say what became of the condition.
+    # The node says that the condition lasts, or does not say what became of the condition.
     LASTS = enum.auto()
-    # The condition is over.
+    # The node says that the condition is over.
     OVER = enum.auto()
-    # The volume does not exist any more.
+    # The condition's volume does not exist any more.
     GONE = enum.auto()
 
 
@@ -125,7 +125,7 @@ class HealthEvents(Extra):
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make the task, which `start` starts.
+        """Make the background task, which `start` starts.
 
         `clock` returns the seconds since the epoch, for the times in Events. `monotonic` returns
         the seconds of a clock that is never set, for all intervals.
@@ -134,12 +134,12 @@ class HealthEvents(Extra):
         self._answers = Answers(nodes)
         self._objects, self._lists = objects, lists
         self._events = Events(objects, config.driver_name, clock)
-        # The event loop of the nodes; set by `start`.
+        # The event loop that uses the nodes. It is set by `start`.
         self._loop: asyncio.AbstractEventLoop
         self._conditions: dict[_Key, _Condition] = {}
-        # The names of the nodes whose volumes were listed before.
+        # The names of the nodes that listed the conditions of their volumes in an earlier round.
         self._listed_nodes: frozenset[str] = frozenset()
-        # How often each condition has ended, and when it last ended.
+        # How often each health condition of a volume has ended, and when it last ended.
         self._ends: dict[_Key, tuple[int, float]] = {}
         # The text of the last Event on a Node about a volume group that other nodes have, too, by
         # the Node's name.
@@ -157,7 +157,10 @@ class HealthEvents(Extra):
         )
 
     def start(self) -> None:
-        """Start the task. Call this in the event loop of the nodes."""
+        """Start the background task that writes Events.
+
+        This method must be called in the event loop that uses the nodes.
+        """
         self._loop = asyncio.get_running_loop()
         self.task.start()
 
@@ -184,10 +187,12 @@ class HealthEvents(Extra):
     def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    # Ask the nodes
+    # Methods that ask the nodes for health conditions of volumes
 
     async def _ask_all(self) -> Mapping[str, Sequence[_Condition]]:
-        """Ask all nodes that answer for the conditions of their volumes; return these by node name.
+        """Ask all nodes that answer for their volumes' health conditions; return these by node.
+
+        The key is the node's name.
 
         A node whose list fails is left out. A warning is logged when a node's list first fails.
         """
@@ -210,7 +215,7 @@ class HealthEvents(Extra):
         return conditions
 
     async def _listed(self, node: Node) -> Sequence[_Condition]:
-        """Return the conditions of one node's volumes from all pages of its list.
+        """Return the health conditions of one node's volumes, from all pages of the node's list.
 
         At most _MOST_OF_A_NODE conditions are returned. Raises what `_asked` raises.
         """
@@ -235,8 +240,8 @@ class HealthEvents(Extra):
         known address.
         """
         data = request.SerializeToString()
-        # Accept answers without the volumes that another node may have (`in_part`): these volumes
-        # must not prevent Events about the node's own volumes.
+        # Accept an answer from which volumes were removed that another node may have (`in_part`):
+        # they must not prevent Events about the node's own volumes.
         _, answer = await self._answers.of(
             *(node, path, request, data, _PATIENCE_SECONDS), in_part=True
         )
@@ -259,10 +264,10 @@ class HealthEvents(Extra):
             for entry in health.health_statuses
         ]
 
-    # Write Events
+    # Methods that write Events about health conditions
 
     def _note(self, reported: Mapping[str, Sequence[_Condition]], now: float) -> None:
-        """Take over the conditions that nodes reported in this round; `now` is the round's time.
+        """Store the health conditions that nodes reported in a round; `now` is the round's time.
 
         Conditions above a node's limit are forgotten, and so are ends of conditions that are too
         old to be counted.
@@ -285,7 +290,7 @@ class HealthEvents(Extra):
         self._ends = {key: end for key, end in self._ends.items() if end[1] > oldest_end}
 
     def _forget(self, nodes: Iterable[str]) -> None:
-        """Forget conditions of nodes that have more than _MOST_OF_A_NODE.
+        """Forget health conditions of nodes that have more than _MOST_OF_A_NODE.
 
         The conditions of each node that were reported last are kept.
         """
@@ -299,7 +304,7 @@ class HealthEvents(Extra):
                 del self._conditions[condition.key]
 
     def _say(self, reported: Mapping[str, Sequence[_Condition]], now: float) -> None:
-        """Write the Events of conditions that began and of conditions that are over.
+        """Write the Events of health conditions that began, and of those that are over.
 
         1. A condition begins if it was reported in this round and has no Event yet.
         2. A condition may be over if it was not reported for five minutes, and its node answered in
@@ -337,7 +342,7 @@ class HealthEvents(Extra):
         )
         problems, refusals = 0, Counter[str]()
         for condition, event in work:
-            # Set the time of the next attempt, in case this one fails.
+            # Set the time of the next attempt to write the Event, in case this one fails.
             condition.due_seconds = now + _AGAIN_SECONDS
             namespace = ""
             try:
@@ -390,7 +395,9 @@ class HealthEvents(Extra):
     async def _ended(
         self, ending_conditions: Sequence[_Condition]
     ) -> list[tuple[_Condition, Event]]:
-        """Ask the nodes about conditions that may be over; return those that are, with an Event.
+        """Ask the nodes about health conditions that may be over; return those that are over.
+
+        Each is returned with its Event.
 
         Conditions that are over without an Event that they began are forgotten, and so are
         conditions whose volume does not exist any more. Conditions that last are looked at again
@@ -420,7 +427,7 @@ class HealthEvents(Extra):
         return ended_events
 
     async def _outcome(self, condition: _Condition) -> tuple[_Fate, Sequence[str]]:
-        """Ask the volume's node what became of a condition that is no longer listed.
+        """Ask a volume's node what became of a health condition that the node no longer lists.
 
         Returns what became of the condition, and the reasons of the volume's present conditions.
         The condition counts as lasting if the node does not answer. The volume counts as gone if
@@ -462,7 +469,7 @@ class HealthEvents(Extra):
         )
 
     def _write(self, condition: _Condition, event: Event, subjects: Sequence[Subject]) -> None:
-        """Write an Event about a condition on the objects in `subjects`.
+        """Write an Event about a volume's health condition on the objects in `subjects`.
 
         If the condition has no Event yet, note that these objects have one now. Otherwise the Event
         says that the condition is over: it is written only on objects that have the first Event,
@@ -500,7 +507,7 @@ class HealthEvents(Extra):
 
 
 def _round_robin(conditions: Iterable[_Condition]) -> Sequence[_Condition]:
-    """Return at most 200 of these conditions, taken from all nodes in turn.
+    """Return at most 200 of these health conditions, taken from all nodes in turn.
 
     The first condition of each node comes first, then the second of each node. So no node with many
     conditions keeps those of other nodes out of a round.

@@ -27,7 +27,7 @@ from agent.requests.requests import MOST_ENTRIES
 # Maximum number of entries for which one node is asked at once. An answer with so many entries fits
 # into a page (answer_rules.py). A page with the answers of many nodes has the same limit in bytes.
 _OF_A_NODE = 500
-# Largest number of nodes that are asked at the same time.
+# Maximum number of nodes that are asked for a page of a list at the same time.
 _AT_ONCE = 16
 # Maximum number of entries for which a node is asked in one list: ten times as many as the metadata
 # of a volume group has space for.

@@ -49,8 +49,8 @@ _TAKEN = (ids.SNAPSHOT_PREFIX, ids.GROUP_SNAPSHOT_PREFIX)
 # Seconds between two lists of the Nodes: usually; and while a node has enrolled whose Node object
 # is not in the last list.
 _NODES_SECONDS, _SOON_SECONDS = 60.0, 5.0
-# Seconds between two lists of the Nodes while the grace period of a deleted Node lasts, in which
-# the Node may come back.
+# Seconds between two lists of the Nodes while the grace period of a deleted Node lasts. In this
+# time the Node may come back.
 _GRACE_INTERVAL_SECONDS = 15.0
 # Seconds between two lists of PersistentVolumes: while the last list may not agree with the nodes'
 # reports; and while a node's claim to a volume group waits for the next list. In no other case are
@@ -64,7 +64,7 @@ _FRESH_SECONDS = 30.0
 
 
 class WrongSource(errors.AgentError):
-    """Error: the content of a snapshot names as its source something that is no volume."""
+    """Error: a VolumeSnapshotContent, or that of a group, names a source that is no volume."""
 
     def __init__(self, kind: str, name: str, source: VolumeId) -> None:
         super().__init__(
@@ -215,8 +215,8 @@ class _Reading:
     # id. Kept only for volume groups whose PersistentVolumes have several segments, and for
     # PersistentVolumes whose name does not follow from the volume's.
     placed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    # When each topology segment without a Node was first seen to have none, by the segment. The
-    # time is on the Record's clock.
+    # For each topology segment without a Node: when the segment was first seen without one, on the
+    # Record's clock.
     missing: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
@@ -267,16 +267,16 @@ class ClusterRecord(Record):
         # When the last read of the Nodes began, when that of the PersistentVolumes began, and when
         # it ended.
         self._nodes_read = self._volumes_read = self._volumes_ended = float("-inf")
-        # When each reason for another read was last found: PersistentVolumes may not agree with the
-        # nodes' reports; a claim to a volume group waits for a read of PersistentVolumes; a node
-        # enrolled whose Node object was not read yet. A read that began later and succeeded removes
-        # the reason.
+        # When each reason to read Nodes or PersistentVolumes again was last found. The reasons are:
+        # PersistentVolumes may not agree with the nodes' reports; a claim to a volume group waits
+        # for a read of PersistentVolumes; a node enrolled whose Node object was not read yet. A
+        # read that began later and succeeded removes the reason.
         self._doubted = self._claimed = self._strange = float("-inf")
         self._read_lock = threading.RLock()
         self._contents = SharedReading(self._read_contents, self.now)
         self._group_contents = SharedReading(self._read_group_contents, self.now)
 
-    # Members
+    # Methods about the members of the cluster
 
     @property
     def serving(self) -> Mapping[str, Serving]:
@@ -308,9 +308,10 @@ class ClusterRecord(Record):
         return cached[1]
 
     def _read_members(self) -> tuple[_Reading, Mapping[str, str]]:
-        """Return the objects as last read, and the addresses of those of their Nodes that enrolled.
+        """Return the Nodes and PersistentVolumes as last read, and the addresses of enrolled nodes.
 
-        The addresses are by the Nodes' names.
+        The addresses are by the Nodes' names. Only nodes that enrolled with their present Node
+        object have one.
         """
         reading, enrolments = self._last_reading, dict(self._enrolled)
         return reading, {
@@ -435,7 +436,7 @@ class ClusterRecord(Record):
         self._volumes_read, self._volumes_ended = read_start, self._clock()
 
     def _place(self, volume: Object) -> Mapping[str, Any]:
-        """Return what is kept of a PersistentVolume: volume id, topology segment and name.
+        """Return what is kept in memory of a PersistentVolume: volume id, segment and name.
 
         The result also has whether the PersistentVolume was renamed, so that `_segment_of_volume`
         cannot find it by the name that follows from the volume's. The result is empty if the
@@ -463,15 +464,15 @@ class ClusterRecord(Record):
         return handle, segments.pop()
 
     def _take(self, reading: _Reading) -> None:
-        """Keep what was read, and since when each topology segment has had no Node.
+        """Keep the objects that were read, and since when each topology segment has had no Node.
 
         If a segment has a Node again, the time without a Node begins anew when that Node is
         deleted.
         """
         missing: Mapping[str, float] = {}
         if self._nodes_read > float("-inf"):
-            # Do this only if the Nodes were read before: otherwise each topology segment would seem
-            # to be without a Node.
+            # Look for topology segments without a Node only if the Nodes were read before:
+            # otherwise each segment would seem to be without one.
             segments, now = frozenset(reading.missing).union(*reading.named.values()), self._clock()
             missing = {
                 segment: reading.missing.get(segment, now)
@@ -480,7 +481,7 @@ class ClusterRecord(Record):
             }
         self._last_reading = replace(reading, missing=missing)
 
-    # The nodes of a volume group
+    # Methods about the nodes of a volume group
 
     def nodes_of(self, group_uuid: str) -> frozenset[str]:
         """The names of the Nodes in the node affinity of a volume group's PersistentVolumes."""
@@ -596,7 +597,7 @@ class ClusterRecord(Record):
         return []
 
     def _read_group_contents(self) -> Sequence[Object]:
-        """Read the driver's VolumeGroupSnapshotContents, reduced by `_own_content`.
+        """Read the driver's VolumeGroupSnapshotContents; keep of each what `_own_content` returns.
 
         Empty without the right to list them. Raises ClusterSilent if the API server does not
         answer.
@@ -606,7 +607,7 @@ class ClusterRecord(Record):
         return [content for content in contents if content]
 
     def _read_contents(self) -> Sequence[Object]:
-        """Read the driver's VolumeSnapshotContents, reduced by `_own_content`.
+        """Read the driver's VolumeSnapshotContents; keep of each what `_own_content` returns.
 
         Empty if the cluster does not serve them. Raises ClusterSilent if the API server does not
         answer, or if this account has no right to list them.
@@ -616,7 +617,7 @@ class ClusterRecord(Record):
         return [content for content in listing.items if content]
 
     def _own_content(self, content: Object) -> Object:
-        """Return what is kept of a VolumeSnapshotContent or VolumeGroupSnapshotContent.
+        """Return what is kept in memory of a VolumeSnapshotContent or VolumeGroupSnapshotContent.
 
         The result is empty for another driver's content. Otherwise it has the content's name, its
         source, and the UID of the VolumeGroupSnapshot, if any.
@@ -645,10 +646,10 @@ class ClusterRecord(Record):
             return []
 
     def _sources_by(self, content: Object, identity: VolumeId) -> Sequence[VolumeId]:
-        """The source volumes that a VolumeGroupSnapshotContent names for an id.
+        """The source volumes of a group snapshot, or of one of its snapshots, by one content.
 
-        The id is that of a group snapshot, or of a snapshot in a group snapshot. The result is
-        empty if the content is that of another group snapshot.
+        `content` is a VolumeGroupSnapshotContent, reduced by `_own_content`. The result is empty if
+        it is the content of another group snapshot.
         """
         if not content["uid"]:
             return []
@@ -685,7 +686,7 @@ class ClusterRecord(Record):
         [volume] = _volumes([source], "VolumeSnapshotContent", content["name"])
         return volume
 
-    # Deleted nodes
+    # Methods about deleted nodes
 
     def deleted(self, identity: VolumeId, call_start: float) -> Deleted | None:
         """The node of a volume or snapshot, if that node was deleted; otherwise None.
@@ -753,7 +754,7 @@ class ClusterRecord(Record):
 
 
 def _volumes(sources: Sequence[VolumeId], kind: str, content: str) -> Sequence[VolumeId]:
-    """Return these sources of a snapshot's content. Raises WrongSource if one is no volume."""
+    """Return `sources`, those in a snapshot's content; raise WrongSource if one is no volume."""
     for source in sources:
         if not names.is_of(ids.VOLUME_PREFIX, source.name):
             raise WrongSource(kind, content, source)

@@ -161,7 +161,8 @@ class Node:
     # When the node began to claim each of its volume groups, on the clock of the Record, by the
     # start of the group's UUID.
     claimed: dict[str, float] = field(default_factory=dict)
-    # The volume groups to which the node has a settled claim, by the start of the group's UUID.
+    # The volume groups that certainly belong to the node: those to which it has a settled claim
+    # (see the module). Each is the start of the group's UUID.
     settled: set[str] = field(default_factory=set)
     # When the node last answered a GetPluginInfo call, and when such a call was last sent
     # (monotonic, seconds); 0 for never.
@@ -456,7 +457,7 @@ class Nodes:
         return node
 
     def _agreed(self, uuid: str) -> Node | None:
-        """The node with a settled claim to a volume group; None if no claim is settled.
+        """The node to which a volume group certainly belongs, by a settled claim; None without one.
 
         `uuid` is the start of the group's UUID, as in volume ids.
         """
@@ -480,11 +481,11 @@ class Nodes:
         return uuid in node.settled
 
     def _unsettled(self, node: Node, uuid: str, unreported: Sequence[str]) -> str:
-        """Return why a node's claim to a volume group does not count yet; empty if it counts.
+        """Return why it is not certain yet that a volume group is the node's; empty if it is.
 
-        No other node claims the group. `unreported` are the members that have reported no groups,
-        and may have this group. If PersistentVolumes must be read before the claim counts, an early
-        read is requested.
+        The node claims the group, and no other node does. `unreported` are the members that have
+        reported no groups, and may have this group. If PersistentVolumes must be read before the
+        claim counts, an early read is requested.
         """
         is_named = node.name in self._record.nodes_of(uuid)
         if not is_named and not self._record.is_newer(node.claimed.get(uuid, 0.0)):
@@ -519,7 +520,7 @@ class Nodes:
         return [name for name in unreported if self.is_new(name)]
 
     def _should_ask_again(self, uuid: str) -> bool:
-        """Return whether all nodes are to be asked again before the node of a group is chosen.
+        """Return whether to ask all nodes for their groups before a volume group's node is chosen.
 
         True if no node claims the volume group and PersistentVolumes name no node for it. True also
         if a node that PersistentVolumes name for the group answers, and does not claim the group.
@@ -612,7 +613,7 @@ class Nodes:
         )
 
     def _deleted(self, volume_id: VolumeId, field_name: str) -> str:
-        """Return the error text for an id whose node was deleted, by its PersistentVolume."""
+        """Return the error text for an id whose PersistentVolumes name a node that was deleted."""
         claimants = sorted(self._claims.get(volume_id.group_uuid, ()))
         if not claimants:
             return self._unknown(volume_id, field_name)
@@ -623,9 +624,10 @@ class Nodes:
         )
 
     def _named(self, uuid: str) -> frozenset[str]:
-        """The nodes of the cluster that PersistentVolumes of a volume group name, or may name.
+        """The nodes of the cluster in the node affinity of a volume group's PersistentVolumes.
 
-        A node that ceased to claim the group after PersistentVolumes were last read may be named by
+        PersistentVolumes *name* these nodes. Nodes that they may name are returned, too: a node
+        that ceased to claim the group after PersistentVolumes were last read may be named by
         PersistentVolumes that were made since. A scrape of metrics calls this method from its own
         thread, so the method must not change anything.
         """
@@ -1030,7 +1032,8 @@ class Nodes:
         for uuid, group in groups.items():
             if VolumeId.parse(f"{group}@{uuid}/any") is None:
                 raise ValueError(f"{f'{group}@{uuid}'[:_MOST_SHOWN]!r} is no volume group")
-        # An older version of Carver does not report whether these are all its volume groups.
+        # None for an older version of Carver, which does not report whether it named all its volume
+        # groups.
         whole_text = manifest.get(routes.IS_WHOLE)
         is_whole = None if whole_text is None else whole_text == routes.YES
         if is_whole is False:
@@ -1070,7 +1073,9 @@ class Nodes:
             self._is_settled(node, uuid)
 
     def _note_conflict(self, uuid: str, group: str) -> None:
-        """If several nodes may have a volume group, log that, and request PersistentVolumes again.
+        """Log that several nodes may have a volume group, and request a read of PersistentVolumes.
+
+        If only one node may have the group, the last logged error about it is forgotten.
 
         The error is logged only if the next read of PersistentVolumes cannot end the conflict, and
         not twice in succession with the same text.

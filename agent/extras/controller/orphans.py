@@ -32,7 +32,7 @@ _DELETE = "carver controller orphans --delete {name} --yes"
 
 
 class _Listed(NamedTuple):
-    """What is kept of a volume in a list: a node may send kilobytes more for each volume."""
+    """The fields that are kept of each listed volume, as a node may send kilobytes more."""
 
     volume_id: str
     capacity_bytes: int
@@ -54,7 +54,7 @@ class ClusterFinder:
         self._history = History(config.endpoint.parent / "orphans.json")
 
     def look(self) -> Sequence[Orphan]:
-        """Search for orphans once, record those found in a file, and return them.
+        """Search the cluster for orphans once, write them to a history file, and return them.
 
         Orphans that every search has found for the grace period come first.
 
@@ -85,8 +85,8 @@ class ClusterFinder:
         """
         try:
             with Client(self._config.endpoint) as client:
-                # Keep the volumes by their ids: a volume group that moves to another node between
-                # two pages is in both pages.
+                # Collect the volumes by their ids: if a volume group moves to another node between
+                # two pages of the list, its volumes are in both pages.
                 volumes = {volume.volume_id: _Listed.of(volume) for volume in client.every_volume()}
                 snapshot_counts = Counter(
                     snapshot.source_volume_id for snapshot in client.every_snapshot()

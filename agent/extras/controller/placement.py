@@ -67,9 +67,10 @@ class Attempts:
     """
 
     def __init__(self) -> None:
-        # The name of the node, by the volume's name. The oldest entry comes first.
+        # The name of the node to which CreateVolume was sent, by the volume's name. The oldest
+        # entry comes first.
         self._nodes: dict[str, str] = {}
-        # The names of the volumes for which a call is in flight.
+        # The names of the volumes for which a CreateVolume call is in flight.
         self._under_way: set[str] = set()
 
     @asynccontextmanager
@@ -262,7 +263,7 @@ class Placement:
     async def _apart(
         self, request: csi.CreateVolumeRequest, claim: ClaimName | None, node: Node
     ) -> "_VolumeElsewhere | None":
-        """Return another volume of the pod of a claim that is not on this node; None without one.
+        """Return another volume, not on this node, of the pod that uses a claim; None without one.
 
         None also in two cases in which another node would be no better. In the first, several pods
         use the claim, and one of them has all its other volumes on this node: then no node serves
@@ -387,7 +388,8 @@ class Placement:
                     )
                 if _code(error) is not grpc.StatusCode.ABORTED:
                     continue
-                # ABORTED means that the volume exists, and is being filled.
+                # The code ABORTED of ControllerGetVolume means that the volume exists, and is being
+                # filled.
             return True
         if unknown is not None:
             raise unknown

@@ -116,7 +116,7 @@ class Router:
         *,
         attach: bool = False,
     ) -> None:
-        """Make the handlers of all calls.
+        """Make the gRPC handlers of all calls that the controller answers.
 
         With `attach` the controller offers ControllerPublishVolume and ControllerUnpublishVolume.
         The nodes must have the same setting.
@@ -219,7 +219,7 @@ class Router:
         if (node := await placement.given(request)) is not None:
             identity, field = routes.source_of(request)
             return await self._send(call, node, _Sent(path, request, data, [identity]), field)
-        # The volume has no source, and the scheduler chose no node: any node may have it.
+        # Choose a node: the volume has no source, and the scheduler chose no node.
         async with self._attempts.only(request.name):
             node = await placement.anywhere(request)
             answer, _ = await self._once(call, node, _Sent(path, request, data))

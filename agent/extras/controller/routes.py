@@ -22,7 +22,8 @@ IS_WHOLE, YES, IN_PART = "groups-whole", "yes", "in part"
 # or empty.
 IS_WATCHED = "health-watched"
 
-# By service and call, the request's field with the id of the volume, snapshot or group snapshot.
+# The request's field with the id of the volume, snapshot or group snapshot that the call is about,
+# by service and call.
 FIELDS: Mapping[str, Mapping[str, str]] = {
     "csi.v1.Controller": {
         "DeleteVolume": "volume_id",
@@ -41,7 +42,8 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         "GetVolumeGroupSnapshot": "group_snapshot_id",
     },
 }
-# For calls that are answered by a stream: by service and call, the request's field with the id.
+# Calls that are answered by a stream of messages: the request's field with the id of the snapshot
+# that the call is about, by service and call.
 STREAMS: Mapping[str, Mapping[str, str]] = {
     "csi.v1.SnapshotMetadata": {
         "GetMetadataAllocated": "snapshot_id",
@@ -74,7 +76,7 @@ def source_of(request: csi.CreateVolumeRequest) -> tuple[str, str]:
 
 
 def source(wire: csi.VolumeContentSource) -> tuple[str, str]:
-    """Return the id in a content source, and the field that has it; both empty without one."""
+    """Return the id in a VolumeContentSource, and the field with the id; both empty without one."""
     kind = wire.WhichOneof("type")
     if kind is None:
         return "", ""

@@ -70,7 +70,7 @@ class VolumeUsers:
         return self._listed.get(volume_id)
 
     def _own(self, volume: Object) -> Object:
-        """Return what is kept of a PersistentVolume: the fields that `of` reads.
+        """Return what is kept in memory of a PersistentVolume: the fields that `of` reads.
 
         Empty for another driver's PersistentVolume.
         """

@@ -146,9 +146,9 @@ def _tls(
 
 def _context(authorities: str | None) -> ssl.SSLContext:
     context = ssl.create_default_context(cadata=authorities)
-    # Clear this flag, which is a default since Python 3.13: with it, kubeadm's certificates would
-    # be refused, as they have no key identifiers (RFC 5280, 4.2.1.1). The chain and the name are
-    # still checked.
+    # Clear the flag VERIFY_X509_STRICT, a default since Python 3.13: with it, kubeadm's
+    # certificates would be refused, as they have no key identifiers (RFC 5280, 4.2.1.1). The chain
+    # and the name are still checked.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     return context
 

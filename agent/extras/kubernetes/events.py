@@ -16,7 +16,7 @@ _TIME = "%Y-%m-%dT%H:%M:%SZ"
 # Reason that the API server gives if it refuses to create an object because the object exists.
 _EXISTS = "AlreadyExists"
 
-# Types of Events.
+# Types of Kubernetes Events.
 NORMAL, WARNING = "Normal", "Warning"
 
 

@@ -146,13 +146,13 @@ _OF_USERS: Mapping[str, Keep] = {"PodList": _pod, "PersistentVolumeClaimList": _
 
 @dataclass(frozen=True)
 class _Question:
-    """A request for a list of objects."""
+    """A request to the API server for a list of objects."""
 
     # The kind of the list, such as NodeList.
     kind: str
-    # Parameters in the URL.
+    # Query parameters in the URL of the request.
     query: Mapping[str, str]
-    # Function that returns the part of an object that is kept.
+    # Function that returns the part of an object that is kept in memory.
     keep: Keep
     headers: Mapping[str, str] = field(default_factory=dict)
     # Whether a list that the API server does not know (404) counts as empty.
@@ -454,8 +454,8 @@ def find_named(objects: Objects, collection: str, name: str, kind: str) -> Objec
     """Return the object of that name in a list; None if there is none, or for an invalid name.
 
     The name may come from a node, so it becomes a part of a path only if it is valid: the API
-    server refuses other names, and the caller stops its round after a few refusals. Raises
-    ClusterRefused as `Objects.find` does.
+    server refuses other names, and a caller such as HealthEvents stops its round after a few
+    refusals. Raises ClusterRefused as `Objects.find` does.
     """
     if len(name) > _MOST_NAME or not _SUBDOMAIN.fullmatch(name):
         return None

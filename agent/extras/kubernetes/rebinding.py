@@ -106,7 +106,7 @@ class _State:
 
     @property
     def path(self) -> str:
-        """The path of the claim in the API."""
+        """The path of the claim in the Kubernetes API."""
         return _path(self.namespace, _CLAIMS, self.name)
 
     @property
@@ -162,7 +162,7 @@ class Rebinding:
         report(f"the claim {state} is bound to {where}")
 
     def undo(self, confirmed: Callable[[str], bool], report: Callable[[str], None]) -> None:
-        """Undo the steps that were taken, each after the user has confirmed that.
+        """Undo the steps of a rebinding, each after the user has confirmed it.
 
         This is possible only while the claim has the old PersistentVolume. Raises NotConfirmed if
         the user declines a step.
@@ -178,9 +178,9 @@ class Rebinding:
     ) -> _State:
         """Take the steps that `next_of` returns, and return the final state.
 
-        `next_of` returns the next step in a state; None at the end. The user confirms each step
-        that has a question. Raises NotConfirmed if the user declines, NotRebound if the objects
-        change while the user is asked.
+        `next_of` returns the next step in a state; None if no step is left. The user confirms each
+        step that has a question. Raises NotConfirmed if the user declines, NotRebound if the
+        objects change while the user is asked.
         """
         while (step := next_of(state := self._look())) is not None:
             if step.what:
@@ -218,7 +218,7 @@ class Rebinding:
         return _State(namespace, name, old, new, claim)
 
     def _next(self, state: _State) -> _Step | None:
-        """Return the next step of rebinding the claim; None at the end.
+        """Return the next step of rebinding the claim; None if no step is left.
 
         Raises NotRebound if the objects do not allow a next step.
         """
@@ -241,7 +241,7 @@ class Rebinding:
         return self._after(state, new, claim)
 
     def _back(self, state: _State) -> _Step | None:
-        """Return the next step of undoing the rebinding; None at the end.
+        """Return the next step of undoing the rebinding; None if no step is left.
 
         Raises NotRebound if the claim does not have the old PersistentVolume any more, or if the
         new PersistentVolume is not as a rebinding makes it.
@@ -260,7 +260,7 @@ class Rebinding:
             return _Step(question, partial(self._restore, old))
         return None
 
-    # Steps while the claim has the old PersistentVolume
+    # Steps of a rebinding while the claim has the old PersistentVolume
 
     def _before(self, state: _State, old: Object, claim: Object) -> _Step:
         new = state.new
@@ -321,7 +321,7 @@ class Rebinding:
         change = {"spec": {"persistentVolumeReclaimPolicy": _RETAIN}}
         self._change(old, {**change, "metadata": {"annotations": annotations}})
 
-    # Steps while there is no claim, or the claim has the new PersistentVolume
+    # Steps of a rebinding while there is no claim, or the claim has the new PersistentVolume
 
     def _check_new(self, state: _State, new: Object) -> None:
         name = _name(new)
@@ -418,7 +418,7 @@ class Rebinding:
 
 
 def _volume_at(place: Place, old: Object, claim: Object) -> dict[str, Any]:
-    """Return the new PersistentVolume that is to be created, by the old one.
+    """Return the new PersistentVolume that is to be created, made from the old one.
 
     Its reclaim policy is Retain, and it is reserved for the claim. One of its annotations keeps the
     manifest by which the claim is created anew.
