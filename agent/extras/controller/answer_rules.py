@@ -264,7 +264,7 @@ def itself_only(value: Sequence[str], call: Asked) -> str:
 def of_itself(_value: Any, call: Asked) -> str:
     """Require that ControllerPublishVolume attached the volume to the node that answered.
 
-    The value, a publish_context, is not checked: only Carver on that node reads it.
+    This rule does not check the value, a publish_context, which only Carver on that node reads.
     """
     expected = call.request.node_id
     return "" if expected == call.node else f"it was to be attached to node {expected!r}"

@@ -1,4 +1,6 @@
-"""Mutual TLS between the controller and the nodes, from files as cert-manager writes them.
+"""Mutual TLS between the controller and the nodes: certificates, credentials, checks of names.
+
+Certificates come from files, as cert-manager writes them, or from enrolment (enrolment.py).
 
 The DNS name in a certificate says whose certificate it is: `controller.DRIVER`, or
 `NODE.node.DRIVER`. So a node's key gives no access to another node, and a node cannot answer for
