@@ -1,15 +1,17 @@
 """Rules for the answers of nodes: a row for each RPC that nodes answer, a rule for each field.
 
-A rule refuses an answer that cannot be true. A node is believed about what is its own: contents of
-its volumes, their health, its free capacity. What names something must follow from the request and
-from the node:
+The controller refuses an answer that cannot be true. It believes a node about the node's own state:
+the contents of its volumes, their health, its free capacity. Names must follow from the request
+and from the node:
 
-- Ids are in a volume group that is the node's own, with the name that follows from the request's.
-- The topology is the node's, and has nothing else.
-- Sizes and sources are those that were asked for.
+- The id of a new volume or snapshot is in a volume group that is the node's own, and has the name
+  that follows from the name in the request.
+- The topology is that of the node, and has nothing else.
+- The size and the source of a new volume are those of the request.
 
-Each field of CSI's messages has a rule; fields that this version does not know have none. nodes.py
-checks what a node reports about itself (GetPluginInfo).
+Each field of CSI's answers has a rule, which for some fields accepts any value. Fields that this
+version does not know have no rule. nodes.py checks what a node reports about itself
+(GetPluginInfo).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -26,23 +28,25 @@ from agent.requests.requests import MOST_ENTRIES, SizeRange
 from lvm import names
 from proto import csi_pb2 as csi
 
-# Largest number of characters that are shown of a refused value.
+# Maximum number of characters of a refused value that an error shows.
 _MOST_SHOWN = 200
-# Largest size, in bytes, of a page of a list, and of another answer. A larger answer is not even
-# parsed. An honest page has 500 entries of at most 5 KiB each. Both limits are less than the 4 MiB
-# that a sidecar takes (gRPC in Go).
+# Maximum size, in bytes, of a node's answer with a page of a list, and of each other answer. A
+# larger answer is not even parsed. An honest page has 500 entries of at most 5 KiB each. Both
+# limits are less than the 4 MiB that a sidecar accepts (gRPC in Go).
 MOST_PAGE_BYTES, _MOST_BYTES = 3 << 20, 1 << 20
-# Largest number of ranges in a message about blocks, if the request sets no limit: 8 times what
-# Carver sends.
+# Maximum number of ranges of blocks in one message of GetMetadataAllocated or GetMetadataDelta, if
+# the request sets no limit: 8 times what Carver sends.
 _MOST_RANGES = 8192
-# Largest number of keys, and of bytes, of a volume_context and a publish_context (CSI spec, "Size
-# Limits"). The first becomes a part of the PersistentVolume, the second of the VolumeAttachment.
+# Maximum number of keys, and of bytes, of a volume_context and of a publish_context (CSI spec,
+# "Size Limits"). A volume_context becomes a part of the PersistentVolume, a publish_context a part
+# of the VolumeAttachment.
 _MOST_KEYS, _MOST_MAP_BYTES = 64, 4096
-# Largest number of bytes by which a size may be rounded up: to an extent on each stripe, beside a
-# header, and to the least size of a file system. 64 GiB are 16 stripes with extents of 4 GiB.
+# Maximum number of bytes by which a new volume may be larger than requested. A node adds a header,
+# and rounds up to whole extents on each stripe and to the minimum size of a file system. 64 GiB are
+# 16 stripes with extents of 4 GiB.
 _MOST_ROUNDING = 64 << 30
-# Largest number of conditions of a volume, and of characters of a condition's reason and message.
-# Carver has 31 reasons of at most 40 characters, and cuts a message to 1024 bytes.
+# Maximum number of health conditions of a volume, and of characters of a condition's reason and
+# message. Carver has 31 reasons of at most 40 characters, and cuts a message to 1024 bytes.
 _MOST_CONDITIONS, _MOST_REASON, _MOST_MESSAGE = 64, 128, 1024
 # Valid seconds of a Timestamp, from the year 1 to the end of 9999 (timestamp.proto), and valid
 # nanoseconds.
@@ -50,9 +54,10 @@ _SECONDS, _NANOSECONDS = range(-62_135_596_800, 253_402_300_800), range(10**9)
 
 
 class Untrue(Exception):
-    """An error: a field of a node's answer cannot be true.
+    """Error: a node's answer cannot be true.
 
-    The error names the field and its value.
+    The error's text names a field of the answer, or of the request, and shows the start of the
+    field's value.
     """
 
     def __init__(self, where: str, value: object, problem: str) -> None:
@@ -61,7 +66,10 @@ class Untrue(Exception):
 
 
 def _shown(value: Any) -> str:
-    """Return the start of a value: a node may have made it as long as a message can be."""
+    """Return the text of a refused value for an error, cut to _MOST_SHOWN characters.
+
+    A node may send a value that is as long as a message can be.
+    """
     is_long = isinstance(value, Sequence) and len(value) > _MOST_SHOWN
     text = repr(value[:_MOST_SHOWN] if is_long else value)
     return text if not is_long and len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
@@ -69,36 +77,39 @@ def _shown(value: Any) -> str:
 
 @dataclass
 class Asked:
-    """A request to a node, with what the controller knows of that node."""
+    """A request to a node, and the facts by which the rules check the node's answer."""
 
     request: Any
     node: str
     topology: csi.Topology
-    # The volume groups that are the node's own, as volume ids name them: `group@uuid`.
+    # The volume groups in which an id may be the node's, as volume ids name them (`group@uuid`):
+    # the node's own volume groups, and those of the ids because of which this node is called.
     places: Set[str]
-    # Function that returns whether an id is in a volume group of another node.
+    # Function that returns whether the volume of an id belongs, or may belong, to another node.
     is_elsewhere: Callable[[VolumeId], bool]
-    # Function that returns whether an id's own PersistentVolume names another node, for a volume
-    # group that several nodes may have.
+    # Function that returns whether the PersistentVolume of an id, as last read, names another node.
+    # It returns False for the ids because of which this node is called.
     is_anothers: Callable[[VolumeId], bool]
-    # The answer, and the message in the answer that has the field whose rule runs.
+    # The parsed answer, and the message in the answer that has the field whose rule runs.
     answer: Any = field(default=None, init=False)
     part: Any = field(default=None, init=False)
-    # The ids that were left out of the answer, because another node lists them.
+    # The ids of the volumes whose health was removed from the answer, because the volumes belong,
+    # or may belong, to another node.
     left_out: Sequence[VolumeId] = field(default=(), init=False)
 
 
-# A rule: a function of a field's value that returns what is wrong with it; empty if nothing.
+# Type of a rule: a function that gets the value of a field of an answer, and returns the text of
+# what is wrong with the value. The text is empty if the value is accepted.
 Rule = Callable[[Any, Asked], str]
 
 
 def any_value(_value: Any, _call: Asked) -> str:
-    """Accept any value: the field is about the node's own volume, snapshot or capacity."""
+    """Accept any value of a field, because the controller cannot check it."""
     return ""
 
 
 def its_own(prefix: str) -> Rule:
-    """Make a rule: the value is an id on the node that answered, with this prefix in its name."""
+    """Make a rule: the field has an id on the node that answered, with this prefix in its name."""
     begins = f"{prefix}-", f"{prefix}."
 
     def judge(value: str, call: Asked) -> str:
@@ -113,7 +124,7 @@ def its_own(prefix: str) -> Rule:
 
 
 def equals_request_id(key: str) -> Rule:
-    """Make a rule: the value equals the id in a field of the request, and is on the node."""
+    """Make a rule: the field has the id of the request's field `key`, on the node that answered."""
 
     def judge(value: str, call: Asked) -> str:
         if value != (expected := getattr(call.request, key)):
@@ -124,7 +135,10 @@ def equals_request_id(key: str) -> Rule:
 
 
 def if_asked(key: str, rule: Rule) -> Rule:
-    """Make a rule: the value fits `rule`, and equals the id in a field of the request, if set."""
+    """Make a rule: the field's value satisfies `rule`, and is the id in the request's field `key`.
+
+    If that field of the request is empty, only `rule` counts.
+    """
 
     def judge(value: str, call: Asked) -> str:
         if value != (getattr(call.request, key) or value):
@@ -135,10 +149,10 @@ def if_asked(key: str, rule: Rule) -> Rule:
 
 
 def named_as_asked(prefix: str, sources: str = "") -> Rule:
-    """Make a rule: the value is an id on the node, with the name that the request's name gives.
+    """Make a rule: the field has an id on the node, and its name follows from the request's name.
 
-    With `sources`, a field of the request, the id must be in the volume group of one of the
-    sources.
+    `sources` is a field of the request with the ids of source volumes. If it is given, the value
+    must be in the volume group of one of these ids.
     """
 
     def judge(value: str, call: Asked) -> str:
@@ -155,9 +169,9 @@ def named_as_asked(prefix: str, sources: str = "") -> Rule:
 
 
 def member_as_asked(value: str, call: Asked) -> str:
-    """Require the id of a snapshot in a group snapshot.
+    """Require that a snapshot of a new group snapshot has the expected id.
 
-    The id follows from the request's name and the snapshot's source.
+    That id follows from the request's name and from the id of the snapshot's source volume.
     """
     source = call.part.source_volume_id
     name = ids.group_member(call.request.name, source)
@@ -166,9 +180,9 @@ def member_as_asked(value: str, call: Asked) -> str:
 
 
 def beside(key: str) -> Rule:
-    """Make a rule: the value is an id in the volume group of the id in field `key`.
+    """Make a rule: the field has an id in the same volume group as the id in the field `key`.
 
-    Both fields are in the same message.
+    Both fields are in the same message of the answer.
     """
 
     def judge(value: str, call: Asked) -> str:
@@ -180,21 +194,21 @@ def beside(key: str) -> Rule:
 
 
 def nothing(value: Any, _call: Asked) -> str:
-    """Require an empty field."""
+    """Require that a field of the answer is empty."""
     return "it must be empty" if value else ""
 
 
 def of_its_group_snapshot(value: str, call: Asked) -> str:
-    """Require the id of the group snapshot that the answer is about."""
+    """Require that a snapshot names the group snapshot that is in the same answer."""
     expected = call.answer.group_snapshot.group_snapshot_id
     return "" if value == expected else f"the group snapshot is {expected!r}"
 
 
 def group_snapshot_or_none(value: str, call: Asked) -> str:
-    """Require an empty value, or the id of a group snapshot that is not another node's.
+    """Require an empty value, or the id of a group snapshot that no other node may have.
 
-    A group snapshot that spans several volume groups is named after one of them, which may be
-    detached from the node by now.
+    The volume group in the id need not be on the node that answered. The id of a group snapshot of
+    several volume groups names one of these groups, which may be detached from the node by now.
     """
     parsed = VolumeId.parse(value)
     if not value or (parsed and names.is_of(ids.GROUP_SNAPSHOT_PREFIX, parsed.name)):
@@ -203,7 +217,10 @@ def group_snapshot_or_none(value: str, call: Asked) -> str:
 
 
 def any_volume(value: str, _call: Asked) -> str:
-    """Require the id of a volume, on any node: `_leave_out` removes those of other nodes."""
+    """Require the id of a volume, on the node that answered or on any other node.
+
+    `_leave_out` later removes the entries of other nodes' volumes from the answer.
+    """
     parsed = VolumeId.parse(value)
     if parsed is not None and names.is_of(ids.VOLUME_PREFIX, parsed.name):
         return ""
@@ -211,7 +228,10 @@ def any_volume(value: str, _call: Asked) -> str:
 
 
 def one_of_each(key: str, sources: str) -> Rule:
-    """Make a rule: the list has one message for each id in a field of the request."""
+    """Make a rule: the list has one message for each id in the request's field `sources`.
+
+    Each message has its id in its field `key`.
+    """
 
     def judge(value: Sequence[Any], call: Asked) -> str:
         expected = set(getattr(call.request, sources))
@@ -225,8 +245,8 @@ def one_of_each(key: str, sources: str) -> Rule:
 
 def own_topology(value: Sequence[csi.Topology], call: Asked) -> str:
     """Require exactly one topology: that of the node that answered."""
-    # Messages are compared first: that is fast, comparing maps is slow. The maps decide if the
-    # messages differ in fields that this version does not know.
+    # Compare the messages first, because comparing their maps is slow. Compare the maps only if the
+    # messages differ, as they may differ in fields that this version does not know.
     if len(value) == 1 and (
         value[0] == call.topology or value[0].segments == call.topology.segments
     ):
@@ -235,23 +255,23 @@ def own_topology(value: Sequence[csi.Topology], call: Asked) -> str:
 
 
 def itself_only(value: Sequence[str], call: Asked) -> str:
-    """Require a list of node ids with the node's own id, or an empty list."""
+    """Require a list of node ids that is empty, or has only the id of the node that answered."""
     if not value or (len(value) == 1 and value[0] == call.node):
         return ""
     return "a volume of that node can be published there only"
 
 
 def of_itself(_value: Any, call: Asked) -> str:
-    """Require that the request attaches the volume to the node that answered; accept any content.
+    """Require that ControllerPublishVolume attached the volume to the node that answered.
 
-    Only the node's own plugin reads the content.
+    This rule does not check the value, a publish_context, which only Carver on that node reads.
     """
     expected = call.request.node_id
     return "" if expected == call.node else f"it was to be attached to node {expected!r}"
 
 
 def each_of(*rules: Rule) -> Rule:
-    """Make a rule: the value fits all these rules."""
+    """Make a rule: the field's value satisfies all these rules."""
 
     def judge(value: Any, call: Asked) -> str:
         return next(filter(None, (rule(value, call) for rule in rules)), "")
@@ -260,7 +280,10 @@ def each_of(*rules: Rule) -> Rule:
 
 
 def a_few_conditions(value: Sequence[csi.VolumeHealth.VolumeHealthEntry], _call: Asked) -> str:
-    """Require conditions of a volume within the limits of number and length that Carver keeps."""
+    """Require at most _MOST_CONDITIONS health conditions of a volume, with texts of limited length.
+
+    Carver's own answers are within these limits.
+    """
     if len(value) > _MOST_CONDITIONS:
         return f"there may be at most {_MOST_CONDITIONS}"
     if any(
@@ -278,7 +301,7 @@ def not_negative(value: Any, _call: Asked) -> str:
 
 
 def asked_size(value: int, call: Asked) -> str:
-    """Require a size within the request's capacity range."""
+    """Require a size of a volume, in bytes, within the request's capacity range."""
     expected = call.request.capacity_range
     if SizeRange(expected.required_bytes, expected.limit_bytes).allows(value):
         return ""
@@ -289,9 +312,11 @@ def asked_size(value: int, call: Asked) -> str:
 
 
 def made_size(value: int, call: Asked) -> str:
-    """Require the size of a new volume: the requested size, rounded up.
+    """Require a new volume's size: within the request's range, and not far above the minimum.
 
-    A copy is as large as its source, whose size the controller does not know.
+    If the request has neither a limit nor a content source, the size is at most _MOST_ROUNDING
+    above the requested minimum. A copy is as large as its source, whose size the controller does
+    not know.
     """
     if problem := asked_size(value, call):
         return problem
@@ -303,9 +328,9 @@ def made_size(value: int, call: Asked) -> str:
 
 
 def a_context(value: Mapping[str, str], _call: Asked) -> str:
-    """Require a context with Carver's own keys only, within the limits of CSI.
+    """Require a volume_context or publish_context with Carver's keys only, within CSI's limits.
 
-    Carver on the node reads the context when it publishes the volume.
+    Carver on the node reads the context when it publishes the volume. The context may be empty.
     """
     if not value:
         return ""
@@ -316,7 +341,7 @@ def a_context(value: Mapping[str, str], _call: Asked) -> str:
 
 
 def asked_source(value: csi.VolumeContentSource, call: Asked) -> str:
-    """Require the request's content source, or none if the request has none."""
+    """Require the content source of the request; no content source if the request has none."""
     expected, field = routes.source(call.request.volume_content_source)
     if routes.source(value) == (expected, field):
         return ""
@@ -324,21 +349,25 @@ def asked_source(value: csi.VolumeContentSource, call: Asked) -> str:
 
 
 def a_time(value: Any, _call: Asked) -> str:
-    """Require a time that a Timestamp can have."""
+    """Require a Timestamp within the bounds of seconds and nanoseconds of timestamp.proto."""
     fits = value.seconds in _SECONDS and value.nanos in _NANOSECONDS
     return "" if fits else "it is no moment"
 
 
 def a_page(value: Sequence[Any], call: Asked) -> str:
-    """Require at most as many entries as were asked for, or as Carver's own pages have."""
+    """Require a page of a list with at most `max_entries` entries, as the request says.
+
+    If the request sets no maximum, a page has at most MOST_ENTRIES entries.
+    """
     most = call.request.max_entries or MOST_ENTRIES
     return f"there may be at most {most}" if most < len(value) else ""
 
 
 def advances(value: str, call: Asked) -> str:
-    """Require an empty token at the end of the list, or one that is beyond the request's token.
+    """Require that the token for the next page is empty, or comes after the request's token.
 
-    A page with a token must have entries.
+    Tokens are compared as texts. The token is empty at the end of the list. A page with a token
+    must have entries. So each list ends.
     """
     if not value or (value > call.request.starting_token and call.part.entries):
         return ""
@@ -346,7 +375,10 @@ def advances(value: str, call: Asked) -> str:
 
 
 def ranges(value: Sequence[csi.BlockMetadata], call: Asked) -> str:
-    """Require ranges within the snapshot, at most as many as were asked for."""
+    """Require ranges of blocks within the snapshot, at most `max_results`, as the request says.
+
+    If the request sets no maximum, there may be _MOST_RANGES ranges.
+    """
     most, size = call.request.max_results or _MOST_RANGES, call.part.volume_capacity_bytes
     if most < len(value):
         return f"there may be at most {most}"
@@ -358,12 +390,16 @@ def ranges(value: Sequence[csi.BlockMetadata], call: Asked) -> str:
 
 
 def _place(identity: str) -> str:
-    """Return the volume group in an id, as `group@uuid`."""
+    """Return the part of an id that names the volume group: `group@uuid`."""
     return identity.partition("/")[0]
 
 
 def _not_there(identity: str, call: Asked) -> str:
-    """Return why an id is not on the node that answered; empty if it may be there."""
+    """Return why an id cannot be on the node that answered; empty if it can.
+
+    A node can have an id if its volume group counts as the node's (`places`), and the id's
+    PersistentVolume, as last read, names no other node.
+    """
     if _place(identity) not in call.places:
         return _in_no_group(call)
     if (parsed := VolumeId.parse(identity)) is not None and call.is_anothers(parsed):
@@ -375,12 +411,12 @@ def _in_no_group(call: Asked) -> str:
     return f"it is in no volume group of node {call.node}"
 
 
-# Rules, by the fields of a message.
+# Type of a table of rules: the rule of each field, by the field's path in the answer.
 Fields = Mapping[str, Rule]
 
 
 def _in(path: str, *fields: Fields) -> Fields:
-    """Return rules whose fields have the path of their message before them."""
+    """Return a table of all these rules, with `path` before the name of each field."""
     return {f"{path}.{key}": rule for part in fields for key, rule in part.items()}
 
 
@@ -388,8 +424,8 @@ _VOLUME: Fields = {
     "volume_id": its_own(ids.VOLUME_PREFIX),
     "capacity_bytes": not_negative,
     "volume_context": a_context,
-    # Any content source is accepted, as it only shows people where the volume came from: the source
-    # may have moved to another node since.
+    # Any content source of an existing volume is accepted: the source may have moved to another
+    # node since. The field only shows people where the volume came from.
     "content_source": any_value,
     "accessible_topology": own_topology,
 }
@@ -411,7 +447,8 @@ _BLOCKS: Fields = {
     "block_metadata": ranges,
 }
 
-# The rule of each field of an answer, by service and RPC. `[]` stands for the entries of a list.
+# The rule of each field of an answer, by service and RPC. In the path of a field, `[]` stands for
+# the entries of a list.
 RULES: Mapping[str, Mapping[str, Fields]] = {
     "csi.v1.Controller": {
         "CreateVolume": _in(
@@ -509,18 +546,22 @@ RULES: Mapping[str, Mapping[str, Fields]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """The rules of one RPC's answer, by the messages that have the fields."""
+    """The rules for the answer to one RPC."""
 
+    # The protobuf class of the RPC's answer.
     answer: type[Message]
-    # The fields of the request that have ids: the fields that lead to their message, and the
-    # field's name.
+    # The fields of the request that have ids: for each, the path of fields that leads to the
+    # message with the field, and the field's name.
     identities: Sequence[tuple[Sequence[str], str]]
+    # The fields of the answer that are checked: name and rule of each field, by the path of fields
+    # that leads to the message with these fields.
     parts: Mapping[tuple[str, ...], Sequence[tuple[str, Rule]]]
+    # Maximum size of the answer, in bytes.
     most_bytes: int
 
     @classmethod
     def of(cls, service: str, method: str) -> "Row":
-        """Return the rules of an RPC's answer. Raises KeyError for an RPC without rules."""
+        """Return the rules for the answer to an RPC. Raises KeyError for an RPC without rules."""
         rules_by_path: dict[tuple[str, ...], list[tuple[str, Rule]]] = {}
         for path, rule in RULES[service][method].items():
             *steps, key = path.split(".")
@@ -533,17 +574,17 @@ class Row:
         return cls(answer, identities, rules_by_path, MOST_PAGE_BYTES if is_list else _MOST_BYTES)
 
     def judge(self, call: Asked, data: bytes) -> Any:
-        """Parse and check an answer, and return it. Raises Untrue.
+        """Parse an answer, check it, and return it. Raises Untrue if a check fails.
 
-        1. Refuse an answer with too many bytes, and parse it.
-        2. Refuse an answer to a request whose ids are not the node's: the node cannot have carried
-           it out.
+        1. Refuse an answer that is too long. Parse the answer.
+        2. Refuse the answer if the request has ids that are not the node's: the node cannot have
+           carried out such a request.
         3. Apply the rule of each field.
-        4. Leave out the health of other nodes' volumes.
+        4. Remove the health of other nodes' volumes from the answer (`_leave_out`).
 
-        The rules run in the event loop, so they must be fast. For that, lengths are checked before
-        contents: the rule of a list comes before those of its elements, and begins with the list's
-        length.
+        The rules run in the event loop, so they must be fast. Therefore lengths are checked before
+        contents: the rule of a list runs before the rules of the list's elements, and checks the
+        list's length first.
         """
         if len(data) > self.most_bytes:
             raise Untrue("the answer", data, f"it has more than {self.most_bytes} bytes")
@@ -567,21 +608,22 @@ class Row:
 
     @staticmethod
     def _judge_asked(value: Any, call: Asked, key: str) -> None:
-        """Raise Untrue if an id in the request is another node's.
+        """Raise Untrue if a field of the request has an id that is not on the node that answered.
 
-        The node then answered that it carried out a call about another node's volume.
+        The node then claims to have carried out a call about another node's volume.
         """
         for identity in [value] if isinstance(value, str) else value:
-            # A text that is no volume id names no volume: deleting it succeeds.
+            # Accept a text that is no volume id: it names no volume, and deleting it succeeds.
             if VolumeId.parse(identity) is not None and (problem := _not_there(identity, call)):
                 raise Untrue(f"the request's {key}", identity, problem)
 
 
 def _leave_out(answer: csi.ControllerListVolumeHealthResponse, call: Asked) -> None:
-    """Remove the health of other nodes' volumes from an answer: those nodes list it themselves.
+    """Remove the health of volumes that belong, or may belong, to other nodes from an answer.
 
-    A node goes on to report the volumes of a volume group as missing after the group was attached
-    to another node.
+    The ids of these volumes are kept in `call.left_out`. The other nodes list the health of their
+    volumes themselves. A node that had a volume group goes on to report its volumes as missing
+    after the group's disks were attached to another node.
     """
     parsed_entries = [
         (health, parsed)
@@ -597,7 +639,10 @@ def _leave_out(answer: csi.ControllerListVolumeHealthResponse, call: Asked) -> N
 
 
 def _identities(message: Any, steps: Sequence[str]) -> Iterator[tuple[Sequence[str], str]]:
-    """The fields of a request that have ids of volumes, snapshots or group snapshots."""
+    """Yield the fields of a request that have ids of volumes, snapshots or group snapshots.
+
+    Each field is the path of fields that leads to the message with the field, and its name.
+    """
     for descriptor in message.fields:
         if descriptor.message_type is not None:
             if descriptor.message_type.full_name.startswith("csi.v1.VolumeContentSource"):
@@ -607,7 +652,7 @@ def _identities(message: Any, steps: Sequence[str]) -> Iterator[tuple[Sequence[s
 
 
 def _parts(message: Any, steps: Sequence[str]) -> Sequence[Any]:
-    """The messages to which a path of fields leads; for a list, each of its messages."""
+    """Return the messages to which a path of fields leads; for a list, each message in the list."""
     messages = [message]
     for step in steps:
         name = step.removesuffix("[]")

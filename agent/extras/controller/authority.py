@@ -1,11 +1,12 @@
 """The cluster's certificate authority: kept in a Secret, published to the nodes in a ConfigMap.
 
 The controller makes and renews all certificates; none is made by hand. Authorities overlap. A new
-authority is published before it signs. The authority before it stays published until its successor
-has a successor. So a node that reads the ConfigMap late trusts both authorities.
+authority is published an hour before it signs, unless the current authority is not valid. An
+authority that has ceased to sign stays published until another authority ceases to sign. So a node
+that reads the ConfigMap late trusts both authorities.
 
-Crash points: each step is one write to the API server, which refuses the write if another
-controller wrote first. The next refresh does the steps that are left.
+Crash points: each step of a refresh is one write to the API server, which refuses the write if
+another controller wrote first. The next refresh does the remaining steps.
 """
 
 import base64
@@ -28,17 +29,18 @@ _log = logging.getLogger(__name__)
 
 # Lifetime of an authority in days, and of a certificate in hours.
 _AUTHORITY_DAYS, _CERTIFICATE_HOURS = 365, 24
-# Time before the end of an authority at which its successor is made.
+# Time between the making of an authority's successor and the end of the authority's validity.
 _OVERLAP = datetime.timedelta(days=90)
 # Time between the publication of a new authority and its first signature. Kubelet brings a changed
 # ConfigMap to pods within two minutes.
 _PUBLISHED_FOR = datetime.timedelta(hours=1)
-# Time by which the validity of a new authority begins before the present. The clock that makes the
-# authority may be ahead of other clocks, for instance set to local time until NTP corrects it.
+# Time before the present at which the validity of a new authority begins. The clock of the machine
+# that makes the authority may be ahead of other clocks, for instance set to local time until NTP
+# corrects it.
 _BEFORE = datetime.timedelta(hours=24)
-# Time by which the validity of a new certificate begins before the present. The time is shorter
-# than for an authority, because nodes of older versions renew a certificate after half of its
-# lifetime.
+# Time before the present at which the validity of a new certificate begins. The time is shorter
+# than for an authority, because nodes with an older version of Carver renew a certificate after
+# half of its lifetime.
 _CERTIFICATE_BEFORE = datetime.timedelta(hours=14)
 _PEM = serialization.Encoding.PEM
 _CURRENT, _NEXT, _PREVIOUS = "current", "next", "previous"
@@ -92,7 +94,7 @@ class _Signer:
         return x509.load_pem_x509_certificate(self.certificate)
 
     def is_valid(self, now: datetime.datetime) -> bool:
-        """Return whether the authority is valid at the time `now`: begun, and not expired."""
+        """Return whether the authority's validity has begun, and not ended, at the time `now`."""
         parsed = self.parsed
         return parsed.not_valid_before_utc <= now < parsed.not_valid_after_utc
 
@@ -101,8 +103,8 @@ class _Signer:
     ) -> bytes:
         """Return a certificate, as PEM, for a DNS name and a public key, signed by this authority.
 
-        The certificate serves for servers and for clients. Raises BadConfig if the authority's key
-        is of another kind than Carver's.
+        Servers and clients can use the certificate. Raises BadConfig if the authority's key is not
+        on an elliptic curve.
         """
         key = serialization.load_pem_private_key(self.key, password=None)
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -140,10 +142,10 @@ def _builder(
 
 
 class Authority:
-    """The cluster's certificate authority, which signs with the keys in its Secret.
+    """The cluster's certificate authority, which signs certificates with the keys in its Secret.
 
-    Up to three authorities are kept: the current one, which signs; the next one, which is published
-    only; and the previous one.
+    The Secret has up to three authorities: the current one, which signs; the next one, which is
+    only published; and the previous one, which is still published.
     """
 
     def __init__(self, objects: Objects, namespace: str, name: str) -> None:
@@ -153,16 +155,18 @@ class Authority:
         self._signers: Mapping[str, _Signer] = {}
 
     def refresh(self, now: datetime.datetime | None = None) -> None:
-        """Create or renew the authorities in the Secret, and publish them in the ConfigMap.
+        """Read the authorities in the Secret, make or renew them if need be, and publish them.
 
-        Raises ClusterRefused, and BadConfig if the Secret cannot be parsed.
+        The ConfigMap has the published authorities. Waits for the API server. Raises ClusterRefused
+        if the API server refuses twice or does not answer, BadConfig if the Secret cannot be
+        parsed.
         """
         now = now or _now()
         try:
             self._refresh(now)
         except errors.ClusterRefused:
-            # Retry once: another controller may have written first, and what that controller wrote
-            # counts.
+            # Retry once: another controller may have written first. The retry reads what that
+            # controller wrote.
             self._refresh(now)
 
     def _refresh(self, now: datetime.datetime) -> None:
@@ -189,7 +193,7 @@ class Authority:
 
     @property
     def bundle(self) -> bytes:
-        """The certificates of all authorities that nodes and controllers trust, as PEM."""
+        """The certificates of the current, next and previous authority, which all trust, as PEM."""
         return b"".join(sorted(signer.certificate for signer in self._signers.values()))
 
     def sign(
@@ -200,14 +204,14 @@ class Authority:
     ) -> bytes:
         """Return a certificate, as PEM, for a DNS name and a public key.
 
-        The current authority signs it.
+        The current authority signs the certificate, which is valid for 24 hours.
         """
         return self._signers[_CURRENT].sign(dns_name, public_key, now or _now())
 
     def own(self, dns_name: str, now: datetime.datetime | None = None) -> Certificates:
-        """Return a certificate for the controller itself, with a new key.
+        """Make a new key, and return a certificate for that key with this DNS name.
 
-        The key is never written to disk.
+        The controller uses them itself. The key is never written to disk.
         """
         key = new_key()
         return Certificates(
@@ -215,7 +219,7 @@ class Authority:
         )
 
     def _publish(self) -> None:
-        """Write the trusted authorities into the ConfigMap, unless it has them already."""
+        """Write the authorities' certificates into the ConfigMap, unless it has them already."""
         path = f"{self._maps}/{self._name}"
         data = {"ca.crt": self.bundle.decode("ascii")}
         published = self._objects.find(path, "ConfigMap")
@@ -231,20 +235,21 @@ class Authority:
 
 
 def _renewed(stored: Mapping[str, _Signer], now: datetime.datetime) -> dict[str, _Signer]:
-    """Return the authorities that the Secret is to hold now, by role.
+    """Return the certificate authorities that the Secret is to hold now, by their roles.
 
-    1. If no current authority is there, or it is not valid: a valid previous or next authority
-       becomes the current one; if neither is valid, a new one is made. A current authority that is
-       not valid becomes the previous one.
-    2. Otherwise, if a valid next authority has been published for an hour, it becomes the current
-       one, and the current one becomes the previous one.
-    3. Otherwise, if no valid next authority is there and the current one ends within 90 days, a
-       next one is made.
+    1. If the Secret has no current authority, or the current one is not valid: a valid previous or
+       else next authority becomes the current one; if neither is valid, a new one is made. The
+       authority that was current becomes the previous one.
+    2. Otherwise, if a valid next authority was made at least an hour ago, it becomes the current
+       one. The authority that was current becomes the previous one, in place of the present
+       previous one.
+    3. Otherwise, if the Secret has no valid next authority and the current one ends within 90 days,
+       a new next one is made.
 
-    The clock of this controller may be wrong, and the clocks of other controllers right. So an
-    authority that is not valid by this clock is not deleted: it only ceases to sign, and stays as
-    the previous authority until another authority takes that role. A controller with a right clock
-    makes it the current one again.
+    The clock of this controller may be wrong, and the clocks of other controllers right. So a
+    current authority that is not valid by this clock is not deleted: it only ceases to sign, and
+    stays as the previous authority until another authority takes that role. A controller with a
+    right clock makes it the current one again.
     """
     renewed = dict(stored)
     if _CURRENT not in renewed or not renewed[_CURRENT].is_valid(now):

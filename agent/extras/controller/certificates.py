@@ -1,9 +1,11 @@
-"""Mutual TLS between the controller and the nodes, from files as cert-manager writes them.
+"""Mutual TLS between the controller and the nodes: certificates, credentials, checks of names.
 
-The DNS name of a certificate says whose it is: `controller.DRIVER`, or `NODE.node.DRIVER`. So a
-node's key gives no access to another node, and cannot answer for another node. If a node's name
-makes the DNS name too long for TLS, the node's topology segment stands in its place, which ends
-with a digest of the name.
+Certificates come from files, as cert-manager writes them, or from enrolment (enrolment.py).
+
+The DNS name in a certificate says whose certificate it is: `controller.DRIVER`, or
+`NODE.node.DRIVER`. So a node's key gives no access to another node, and a node cannot answer for
+another node. If a node's name makes the DNS name too long for TLS, the DNS name has the node's
+topology segment in place of the name. That segment ends with a digest of the node's name.
 """
 
 import logging
@@ -21,34 +23,38 @@ from agent.requests import secret
 
 _log = logging.getLogger(__name__)
 
-# Key of gRPC's ServicerContext.auth_context with the names in the peer's certificate.
+# Key in gRPC's ServicerContext.auth_context() of the names in the peer's certificate.
 _NAMES = "x509_subject_alternative_name"
-# Options of the controller's channels to nodes.
+# Options of gRPC channels: of the controller's to nodes, and of a node's to controllers
+# (enrolment).
 _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 5000),
-    # Interval of keepalive pings, by which a connection whose other end is gone is detected,
-    # however long a call takes.
+    # Interval of keepalive pings, in milliseconds. They detect a connection whose other end is
+    # gone, also during a call that takes long.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # Time limit of a ping's answer that counts; its default is a minute (grpc 1.85, "Set ping
-    # timeout timer").
+    # Time limit, in milliseconds, for the answer to a ping; this is the option that takes effect.
+    # Its default is a minute (grpc 1.85, "Set ping timeout timer").
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # Nodes are reached directly, whatever the environment's variables say about proxies.
+    # Use no HTTP proxy, whatever the environment variables about proxies say.
     ("grpc.enable_http_proxy", 0),
 )
-# Options of the servers at both ends. Connections that are opened and not used are closed.
+# Options of the gRPC servers of a node and of the controller (enrolment). A connection is closed if
+# its handshake takes ten seconds, or if it is idle for five minutes.
 SERVER_OPTIONS = (
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
-    # Both ends are Carver's, so frequent pings do not count as abuse.
+    # Frequent pings do not count as abuse, as both ends are Carver's.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-    # Two services that share one port would each answer some of the calls.
+    # Only one process may listen on a port. Two processes that shared a port would each answer some
+    # of the calls.
     ("grpc.so_reuseport", 0),
 )
-# Largest length of a server's name in TLS' SNI (TLSEXT_MAXLEN_host_name of BoringSSL).
+# Maximum number of characters of a server's name in TLS' SNI (TLSEXT_MAXLEN_host_name of
+# BoringSSL).
 _MOST_NAME_CHARACTERS = 255
 _AUTHORITY, _CERTIFICATE, _KEY = "ca.crt", "tls.crt", "tls.key"
 
@@ -59,7 +65,11 @@ def controller_name(driver_name: str) -> str:
 
 
 def node_name(node_id: str, driver_name: str) -> str:
-    """Return the DNS name in a node's certificate."""
+    """Return the DNS name in a node's certificate.
+
+    The DNS name has the node's topology segment in place of the node's name, if the name is too
+    long or looks like a shortened topology segment.
+    """
     name = f"{node_id}.node.{driver_name}"
     if len(name) > _MOST_NAME_CHARACTERS or ids.looks_shortened(node_id):
         name = f"{ids.node_segment(node_id)}.node.{driver_name}"
@@ -67,13 +77,16 @@ def node_name(node_id: str, driver_name: str) -> str:
 
 
 def options(server_name: str) -> Sequence[tuple[str, str | int]]:
-    """Return a channel's options; the server must have that DNS name in its certificate."""
+    """Return the options of a gRPC channel to a server with this DNS name in its certificate."""
     return (*_OPTIONS, ("grpc.ssl_target_name_override", server_name))
 
 
 @dataclass(frozen=True)
 class Certificates:
-    """A certificate, its key, and the authorities that the peer's must come from, as PEM."""
+    """A certificate, its private key, and the trusted authorities, each as PEM.
+
+    One of the authorities must have issued the peer's certificate.
+    """
 
     authority: bytes
     certificate: bytes
@@ -81,44 +94,57 @@ class Certificates:
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """Read the three files. Raises BadConfig if one cannot be read, or they do not match."""
+        """Read ca.crt, tls.crt and tls.key in a directory.
+
+        Raises BadConfig if a file cannot be read, or if the files do not match.
+        """
         certificates = cls(
             *(read_pem(directory / name) for name in (_AUTHORITY, _CERTIFICATE, _KEY))
         )
         try:
             certificates.check()
         except (ssl.SSLError, ValueError) as error:
-            # The files do not match, for instance, while they are being replaced one after the
-            # other.
+            # The certificate, the key and the authorities do not match, for instance, while their
+            # files are being replaced one after the other.
             problem = f"{_CERTIFICATE}, {_KEY} and {_AUTHORITY} cannot be used together: {error}"
             raise errors.BadConfig(str(directory), "tls_directory", problem) from None
         return certificates
 
     def check(self) -> None:
-        """Check that the certificate fits the key. Raises SSLError or ValueError."""
+        """Raise SSLError or ValueError unless the certificate fits the key.
+
+        Raises them also if the authorities cannot be parsed, or if the key has a passphrase.
+        """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_verify_locations(cadata=self.authority.decode("ascii"))
-        # OpenSSL compares the certificate with the key when it loads both.
+        # Load the certificate and its key together: OpenSSL then compares them.
         with secret.in_file(self.certificate + b"\n" + self.key) as file:
-            # A key with a passphrase is refused; otherwise OpenSSL would ask at the terminal.
+            # Refuse a key with a passphrase: without this argument, OpenSSL would ask for the
+            # passphrase at the terminal.
             context.load_cert_chain(file, password="")
 
     @property
     def ends_seconds(self) -> float:
         """The end of the certificate's validity, in seconds since the epoch."""
-        # Imported here, as the node's service does not need the library, which takes 12 MiB.
+        # Import cryptography here: it takes 12 MiB of memory, and the node's service does not need
+        # it.
         from cryptography import x509
 
         return x509.load_pem_x509_certificate(self.certificate).not_valid_after_utc.timestamp()
 
     def for_client(self) -> grpc.ChannelCredentials:
-        """Return the credentials that the controller shows to a node."""
+        """Return the controller's credentials for a channel to a node.
+
+        One of the authorities must have issued the node's certificate.
+        """
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
     def for_server(self) -> grpc.ServerCertificateConfiguration:
-        """Return the certificate that a node shows to the controller, with the authorities.
+        """Return the certificate that a server shows to its clients, with the authorities.
 
-        The controller's certificate must come from one of the authorities.
+        The server is a node's, for the controller, or the controller's, for enrolment. If the
+        server asks for a client's certificate, one of the authorities must have issued that
+        certificate.
         """
         return grpc.ssl_server_certificate_configuration(
             [(self.key, self.certificate)], self.authority
@@ -128,11 +154,11 @@ class Certificates:
 def server_credentials(
     current: Callable[[], Certificates], *, any_client: bool = False
 ) -> grpc.ServerCredentials:
-    """Return a server's credentials, which call `current` at each connection.
+    """Return a server's credentials, for which `current` returns the certificates.
 
-    Clients must have a certificate, too, except with `any_client`. Raises BadConfig if the
-    certificates cannot be read now. If the certificates cannot be read later, the last ones stay in
-    use.
+    `current` is called now, and at each connection. Clients must have a certificate, too, except
+    with `any_client`. Raises BadConfig if `current` raises it now. If `current` raises BadConfig
+    later, the last certificates stay in use.
     """
     served_certificates = current()
 
@@ -144,8 +170,8 @@ def server_credentials(
             _log.warning("the certificates stay as they were: %s", error)
             return None
         if new_certificates == served_certificates:
-            # The same certificates must not be given to gRPC again at each connection: if two
-            # clients connect at once, gRPC frees what the other connection uses, and the process
+            # Do not give gRPC the same certificates again at each connection: if two clients
+            # connect at once, gRPC frees memory that the other connection uses, and the process
             # crashes (issue 36693 of grpc/grpc).
             return None
         served_certificates = new_certificates
@@ -160,7 +186,7 @@ def server_credentials(
 
 
 class OnlyFrom(grpc.ServerInterceptor):
-    """Refuses each call whose peer's certificate does not have the required DNS name."""
+    """Interceptor that refuses each call of a client without a certificate of this DNS name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -170,7 +196,10 @@ class OnlyFrom(grpc.ServerInterceptor):
         continuation: "Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None]",
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        """Wrap the call's handler with a check of the peer."""
+        """Return the call's handler, with a check of the names in the peer's certificate before it.
+
+        None if the server has no handler for the call.
+        """
         handler = continuation(handler_call_details)
         if handler is None:
             return None
@@ -180,7 +209,7 @@ class OnlyFrom(grpc.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(self._checked(handler.unary_unary), *wire)
 
     def _checked(self, behaviour: Any) -> Callable[..., Any]:
-        # `wraps` keeps the attribute that says in which pool of threads the handler runs.
+        # Copy the handler's attributes: one of them says in which pool of threads the handler runs.
         @wraps(behaviour)
         def call(request: Any, context: grpc.ServicerContext) -> Any:
             names: Iterable[Any] = context.auth_context().get(_NAMES, ())
@@ -197,7 +226,7 @@ class OnlyFrom(grpc.ServerInterceptor):
 
 
 def read_pem(path: Path) -> bytes:
-    """Read a PEM file. Raises BadConfig."""
+    """Read a PEM file. Raises BadConfig if the file cannot be read, or has no PEM text."""
     try:
         text = path.read_bytes()
     except OSError as error:

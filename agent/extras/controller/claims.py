@@ -1,9 +1,9 @@
 """Look-ups at the API server about the claim of a new volume: its node, its pods' other claims.
 
 The scheduler chooses a node for a pod, and all the pod's claims are provisioned at once, each for
-that node. A restored or cloned volume is made on its source's node all the same. Then no node has
-both volumes, and neither volume is ever moved. So the nodes of the pod's other volumes are looked
-up before a volume is made.
+that node. A restored or cloned volume is made on its source's node, even if the scheduler chose
+another node. Then the pod has volumes on two nodes, can run on neither, and its volumes are never
+moved. So the nodes of the pod's other volumes are looked up before a volume is made.
 """
 
 import logging
@@ -35,10 +35,10 @@ _T = TypeVar("_T")
 
 _SNAPSHOTS = "snapshot.storage.k8s.io"
 _CONTENT = "VolumeSnapshotContent"
-# Fields of a VolumeSnapshotContent's source: the id of an existing snapshot, or the id of the
-# volume.
+# Fields in the source of a VolumeSnapshotContent: the id of an existing snapshot, or the id of the
+# volume that a snapshot is taken of.
 _HANDLES = ("snapshotHandle", "volumeHandle")
-# Largest number of other claims that are looked up for one claim: a pod may name thousands.
+# Maximum number of other claims that are looked up for one claim: a pod may use thousands.
 _MOST_CLAIMS = 64
 # Parameters that external-provisioner adds to CreateVolume with --extra-create-metadata.
 _NAME, _NAMESPACE = "csi.storage.k8s.io/pvc/name", "csi.storage.k8s.io/pvc/namespace"
@@ -46,14 +46,14 @@ _NAME, _NAMESPACE = "csi.storage.k8s.io/pvc/name", "csi.storage.k8s.io/pvc/names
 
 @dataclass(frozen=True)
 class ClaimName:
-    """The namespace and the name of a claim."""
+    """The namespace and the name of a PersistentVolumeClaim."""
 
     namespace: str
     name: str
 
     @classmethod
     def of(cls, request: csi.CreateVolumeRequest) -> Self | None:
-        """Return the claim that a volume is for; None if the provisioner does not name it."""
+        """Return the claim for which a volume is created; None if the request does not name it."""
         names = request.parameters.get(_NAMESPACE, ""), request.parameters.get(_NAME, "")
         return cls(*names) if all(names) else None
 
@@ -65,9 +65,9 @@ class ClaimName:
 class OtherVolume:
     """Where the volume of another claim of the same pod is, or will be.
 
-    `segments` are the topology segments of the nodes in the affinity of the PersistentVolume. For a
-    claim without a PersistentVolume, `source` is the id of the volume or snapshot that its volume
-    is to be made of.
+    `segments` are the topology segments in the node affinity of the claim's PersistentVolume. For a
+    claim without a PersistentVolume, `source` is the id of the volume or snapshot from which the
+    claim's volume is to be made.
     """
 
     pod: str
@@ -77,10 +77,10 @@ class OtherVolume:
 
 
 class Claims:
-    """Reads claims, waiting pods, and sources of claims from the API server, without a cache.
+    """Reads claims, their sources, and unscheduled pods from the API server, without a cache.
 
-    All methods wait for the API server and raise ClusterRefused, ClusterSilent. No call uses an
-    object that was read before the call began.
+    All methods wait for the API server. They raise ClusterRefused or ClusterSilent if it refuses or
+    does not answer. No call of a method uses an object that was read before the call began.
     """
 
     def __init__(self, objects: Objects, lists: Lists, driver_name: str, topology_key: str) -> None:
@@ -91,10 +91,11 @@ class Claims:
     def has_node(self, segment: str, since_seconds: float) -> bool:
         """Return whether the cluster has a Node, ready or not, whose name gives a topology segment.
 
-        Labels do not count: root on a node can write the labels of its Node. If the Node exists,
-        the look-up is one request for a few bytes. Only the list of all Nodes proves that a Node
-        does not exist, or shows a name that was shortened. Concurrent calls share a list that was
-        read after `since_seconds` (monotonic), the time at which this call began.
+        The labels of a Node do not count: root on a node can write the labels of its own Node.
+        Usually the Node exists, and one request for a few bytes finds it. Only the list of all
+        Nodes proves that a Node does not exist, or has the name that was shortened to the segment.
+        Concurrent calls share a list that was read after `since_seconds` (monotonic), the time at
+        which this call began.
         """
         if not ids.looks_shortened(segment):
             listing = self._lists.metadata(NODES, fieldSelector=f"metadata.name={segment}")
@@ -103,27 +104,29 @@ class Claims:
         return segment in self._segments.since(since_seconds)
 
     def _read_segments(self) -> frozenset[str]:
-        """Return the topology segments of all Nodes, by their names."""
+        """Return the topology segments that follow from the names of all Nodes."""
         nodes = self._lists.nodes().items
         return frozenset(ids.node_segment(node["metadata"]["name"]) for node in nodes)
 
     def is_scheduled(self, claim: ClaimName) -> bool:
-        """Return whether the scheduler chose a node for a claim.
+        """Return whether the scheduler chose a node for a claim, or the claim does not exist.
 
-        The scheduler does so for a class with volumeBindingMode WaitForFirstConsumer.
-
-        True also for a claim that is gone, as nothing then says that the volume may be on any node.
+        The scheduler chooses a node for a class with volumeBindingMode WaitForFirstConsumer. A
+        claim that was deleted counts as scheduled: nothing proves that its volume may be on any
+        node.
         """
         named_claim = self._claim(claim.namespace, claim.name)
         return named_claim is None or references.selected_node(named_claim) != ""
 
     def others(self, claim: ClaimName) -> Sequence[OtherVolume]:
-        """Return the places of all other volumes of the waiting pods that use a claim.
+        """Return where the other volumes are of each unscheduled pod that uses a claim.
 
-        This takes one list, of the namespace's pods without a node, a request for each other claim,
-        and one or two for the volume that the claim is bound to or made of. A claim is left out if
-        it has neither a PersistentVolume nor a source of this driver, if its source does not exist
-        yet, and beyond the first 64.
+        Pods that are being deleted are left out. The method sends one request for the list of the
+        namespace's pods without a node, one for each other claim, and one or two for the volume to
+        which that claim is bound or from which it is made.
+
+        A claim is left out if it has neither a PersistentVolume nor a source of this driver, if its
+        source does not exist yet, or if 64 other claims come before it.
         """
         other_claims = []
         for pod in self._waiting(claim.namespace):
@@ -143,7 +146,7 @@ class Claims:
         return self._lists.whole(path, "PodList", fieldSelector="spec.nodeName=").items
 
     def _places(self, pod: str, namespace: str, name: str) -> Iterator[OtherVolume]:
-        """Yield the place of one claim's volume; nothing if it is not known."""
+        """Yield where the volume of one claim is or will be; nothing if that is not known."""
         claim = self._claim(namespace, name)
         if claim is None:
             return
@@ -157,11 +160,16 @@ class Claims:
             yield OtherVolume(pod, name, source=source)
 
     def _source(self, namespace: str, spec: Object) -> VolumeId | None:
-        """Return the id of this driver's volume or snapshot that a claim is to be made of."""
+        """Return the id of the volume or snapshot from which a claim's volume is to be made.
+
+        None without such a source, and for a source of another driver or in another namespace.
+        """
         reference = spec.get("dataSourceRef") or spec.get("dataSource") or {}
         group, kind, name = (str(reference.get(key) or "") for key in ("apiGroup", "kind", "name"))
         if reference.get("namespace") not in (None, "", namespace):
-            return None  # the author of the claim may have no right to read other namespaces
+            # The claim's source is in another namespace. Ignore the source: the author of the claim
+            # may have no right to read that namespace.
+            return None
         if (group, kind) == (_SNAPSHOTS, "VolumeSnapshot"):
             return self._snapshot_id(namespace, name)
         if (group, kind) == ("", "PersistentVolumeClaim"):
@@ -169,7 +177,10 @@ class Claims:
         return None
 
     def _snapshot_id(self, namespace: str, name: str) -> VolumeId | None:
-        """Return the id of a snapshot; until the snapshot is taken, that of its volume."""
+        """Return the id of a snapshot; until the snapshot is taken, the id of its source volume.
+
+        None if neither is known, or if the snapshot is of another driver.
+        """
         path = _path(f"/apis/{_SNAPSHOTS}/v1", namespace, "volumesnapshots", name)
         snapshot = self._objects.find(path, "VolumeSnapshot") or {}
         content_name = (snapshot.get("status") or {}).get("boundVolumeSnapshotContentName")
@@ -187,7 +198,7 @@ class Claims:
         return None
 
     def _volume_id(self, namespace: str, claim: str) -> VolumeId | None:
-        """Return the id of the volume that a claim is bound to."""
+        """Return the id of this driver's volume to which a claim is bound; None without one."""
         bound_claim = self._claim(namespace, claim)
         source = (self._volume_of(bound_claim).get("csi") if bound_claim else None) or {}
         return self._own_id(source, source.get("volumeHandle"))
@@ -197,7 +208,10 @@ class Claims:
         return VolumeId.parse(str(handle)) if is_own else None
 
     def _volume_of(self, claim: Object) -> Object:
-        """Return the spec of a claim's PersistentVolume; empty if none of this driver is bound."""
+        """Return the spec of a claim's PersistentVolume; empty if none of this driver is bound.
+
+        The PersistentVolume must refer to the claim, too.
+        """
         name = (claim.get("spec") or {}).get("volumeName")
         if not name:
             return {}
@@ -214,13 +228,14 @@ class Claims:
 
 
 class ClaimQuestions:
-    """Runs methods of `Claims` for the event loop, one at a time for each namespace.
+    """Runs look-ups of claims for the event loop, one at a time for each namespace.
 
-    So claims and pods that take long to look up delay only claims of their own namespace.
+    A look-up is a method of `Claims`, which waits for the API server. So claims and pods that take
+    long to look up delay only the claims of the same namespace.
 
-    If the API server does not answer in time, the call fails, and the provisioner repeats it. A
-    failed call is better than a guess: a volume on the wrong node stays there, and its pod never
-    starts. The provisioner could not go on without the API server either.
+    If the API server does not answer in time, CreateVolume fails, and the provisioner repeats the
+    call. A failed call is better than a guess: a volume on the wrong node stays there, and its pod
+    never starts. The provisioner could not go on without the API server either.
     """
 
     def __init__(self, claims: Claims) -> None:
@@ -230,11 +245,12 @@ class ClaimQuestions:
     async def ask(
         self, namespace: str, question: Callable[..., _T], *arguments: object
     ) -> _T | None:
-        """Return the result of a method of `claims`, for a claim of that namespace.
+        """Run `question`, a method of `claims`, for a claim of a namespace, and return its result.
 
-        Return None, and log a warning, if the API server refuses for good, such as without the
-        right to read pods, or if an object cannot be parsed. Raises Refused (UNAVAILABLE) if it
-        does not answer.
+        Return None, and log a warning, if the API server refuses for good, for instance because
+        this account has no right to read pods, or if an object cannot be parsed. Raises Refused
+        (UNAVAILABLE) if the API server does not answer, or if earlier look-ups of the namespace
+        take too long.
         """
         try:
             return await self._questions.ask(f"namespace {namespace!r}", question, *arguments)
@@ -253,15 +269,16 @@ class ClaimQuestions:
         return None
 
     def stop(self) -> None:
-        """Send no more requests to the API server."""
+        """Cancel the look-ups that have not begun, and accept no more."""
         self._questions.stop()
 
 
 def _is_for(reference: Object | None, namespace: str, name: str) -> bool:
-    """Return whether a cluster-wide object refers to this object of a namespace.
+    """Return whether `reference` names the object with this namespace and name.
 
-    A reference in the other direction proves nothing: anyone in a namespace may make an object that
-    names another's PersistentVolume or content.
+    `reference` stands in a cluster-wide object, a PersistentVolume or a content. A reference in the
+    other direction proves nothing: any user of a namespace may make an object that names the
+    PersistentVolume or content of another user.
     """
     target = reference or {}
     return (target.get("namespace"), target.get("name")) == (namespace, name)
@@ -272,5 +289,5 @@ def _path(version: str, namespace: str, *more: str) -> str:
 
 
 def _quoted(name: object) -> str:
-    """Return a name quoted as one part of a path: a source's name may have any characters."""
+    """Return a name, quoted as one part of a URL's path: the name may have any characters."""
     return quote(str(name), safe="")

@@ -14,7 +14,7 @@ from agent.settings import settings
 if TYPE_CHECKING:
     from proto import carver_pb2 as carver
 
-# Settings that are options of the command.
+# Settings that are options of the command `carver controller`.
 _SETTINGS = (
     "endpoint",
     "driver_name",
@@ -109,7 +109,7 @@ def _orphans(config: settings.Config, parsed: argparse.Namespace) -> int:
 
 
 def lines(answer: "carver.NodesResponse", now_seconds: float) -> list[str]:
-    """Return the table of nodes as lines of text, for `carver controller status`."""
+    """Return the lines that `carver controller status` prints: a heading, and one line per node."""
     days = (answer.certificate_ends_seconds - now_seconds) / 86400
     table = [f"{len(answer.nodes)} nodes; the controller's certificate ends in {days:.0f} days"]
     for node in answer.nodes:

@@ -13,18 +13,18 @@ from agent.daemon.extra import Gauge
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Call
 
-# Bounds, in seconds, of the buckets of a node's answers. The buckets are few, as each node has its
-# own histogram.
+# Bounds, in seconds, of the buckets of the histogram of a node's answer times. The buckets are few,
+# as each node has its own histogram.
 _NODE_BUCKETS = (0.01, 0.05, 0.25, 1, 5, 30)
-# Bounds, in seconds, of the buckets of the durations of calls.
+# Bounds, in seconds, of the buckets of the histograms of call durations.
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Metrics:
-    """The metrics of the controller: of calls as they end, and of nodes at each scrape.
+    """The controller's Prometheus metrics of CSI calls and of nodes.
 
-    Calls are counted by method, node and gRPC code. The counters of a node that has left the
-    cluster are dropped at the next scrape.
+    Calls are counted as they end, by method, node and gRPC code. The state of the nodes is read at
+    each scrape. The counters of a node that has left the cluster are removed at the next scrape.
     """
 
     CONTENT_TYPE = node_metrics.Metrics.CONTENT_TYPE
@@ -32,7 +32,7 @@ class Metrics:
     def __init__(self, nodes: Nodes, gauges: Callable[[], Iterable[Gauge]] = tuple) -> None:
         registry = self._registry = CollectorRegistry()
         self._nodes = nodes
-        # The label values (method, node, code) of the calls that were counted, by the node's name.
+        # The label values (method, node, code) with which calls were counted, by the node's name.
         self._labels: dict[str, set[tuple[str, str, str]]] = {}
         self._calls = Counter(
             "carver_controller_calls",
@@ -65,7 +65,7 @@ class Metrics:
         ProcessCollector(registry=registry)
 
     def count_call(self, call: Call) -> None:
-        """Count a call that ended, and observe its durations."""
+        """Count a call that ended, and record its durations in the histograms."""
         labels = call.method, call.node, call.code.name
         self._calls.labels(*labels).inc()
         self._labels.setdefault(call.node, set()).add(labels)
@@ -76,7 +76,10 @@ class Metrics:
         self._own_seconds.labels(call.method).observe(max(0.0, call.seconds - call.node_seconds))
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format.
+
+        First removes the metrics of nodes that have left the cluster.
+        """
         for node in [name for name in list(self._labels) if name and self._nodes.get(name) is None]:
             for labels in self._labels.pop(node):
                 self._calls.remove(*labels)

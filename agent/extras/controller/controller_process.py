@@ -30,14 +30,15 @@ from proto import carver_pb2 as carver
 
 _log = logging.getLogger(__name__)
 
-# Seconds between two reads of nodes and certificates, and between two checks which nodes to ask.
+# Seconds between two calls of the source's `look`, which reads nodes and certificates; also between
+# two checks which nodes are due for a GetPluginInfo call.
 _LOOK_SECONDS = 1.0
 # Time, in seconds, for which calls in flight may go on when the process stops.
 _DRAIN_SECONDS = 25.0
-# Time limit, in seconds, from the signal to the end of the process, also if an API server hangs.
-# Kubelet's grace period is longer.
+# Time limit, in seconds, from the signal that stops the process to its end, also while the API
+# server does not answer. Kubelet's grace period is longer.
 _STOP_SECONDS = 28.0
-# Seconds from the start until orphans are first searched for, in which nodes enrol.
+# Seconds from the start of the process to the first search for orphans. In this time, nodes enrol.
 _ORPHANS_SECONDS = 60.0
 
 
@@ -46,28 +47,31 @@ class Source(Protocol):
 
     @property
     def serving(self) -> Mapping[str, Serving]:
-        """The nodes by name, with their addresses and the UIDs of their Nodes."""
+        """The nodes of the cluster by name, with their addresses and the UIDs of their Nodes."""
 
     @property
     def certificates(self) -> Certificates:
-        """The certificate that the controller shows to nodes, and the authorities it trusts."""
+        """The controller's certificate and key, and the authorities that the controller trusts."""
 
     @property
     def record(self) -> Record:
-        """What the API server says about members and volume groups."""
+        """What the API server says about members and volume groups; empty without an API server."""
 
     @property
     def questions(self) -> ClaimQuestions | None:
         """The queue of look-ups of claims at the API server; None without an API server."""
 
     async def start(self) -> None:
-        """Read nodes and certificates for the first time."""
+        """Read nodes and certificates for the first time, and start the source's server, if any."""
 
     async def look(self) -> None:
-        """Read nodes and certificates again. After an AgentError the last state stays in use."""
+        """Read nodes and certificates again, each if it is due.
+
+        After an AgentError, what was read last stays in use.
+        """
 
     async def stop(self) -> None:
-        """Stop reading, and close servers."""
+        """Stop reading, and stop the source's server, if any."""
 
 
 class Files:
@@ -76,7 +80,10 @@ class Files:
     record, questions = Record(), None
 
     def __init__(self, config: Config) -> None:
-        """Read the files. Raises BadConfig for a missing setting or a file that cannot be read."""
+        """Read the files with nodes and certificates.
+
+        Raises BadConfig if a setting is missing, or a file cannot be read or parsed.
+        """
         self._file = _required(config, "nodes_file")
         self._directory = _required(config, "tls_directory")
         self._read()
@@ -93,7 +100,7 @@ class Files:
         """Do nothing: the files were read when this object was made."""
 
     async def look(self) -> None:
-        """Read the files again. Raises BadConfig."""
+        """Read the files again. Raises BadConfig if one cannot be read or parsed."""
         self._read()
 
     async def stop(self) -> None:
@@ -121,7 +128,10 @@ class ClusterController:
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
-        """Serve on the unix socket, which only root can reach, and ask all nodes."""
+        """Start the source of nodes, ask all nodes for volume groups, and serve on a unix socket.
+
+        Only root can connect to the socket. The answers of the nodes are not waited for.
+        """
         await self._source.start()
         self.take()
         server = self._server = grpc.aio.server()
@@ -137,16 +147,21 @@ class ClusterController:
         await server.start()
 
     async def stop(self) -> None:
-        """Stop the server once the calls in flight have ended, then the source and connections."""
+        """Stop the controller's server and its source of nodes, and close the nodes' connections.
+
+        Calls in flight may go on for _DRAIN_SECONDS, and are then cancelled.
+        """
         if self._server is not None:
             await self._server.stop(_DRAIN_SECONDS)
         await self._source.stop()
         await self.nodes.close()
 
     async def look(self) -> None:
-        """Read nodes and certificates again, and log a change between success and failure.
+        """Read nodes and certificates again by the source, and take them over.
 
-        The main loop does not wait for this: an API server that hangs delays nothing else.
+        Each new error is logged, and so is the first success after an error. No error is raised.
+        The main loop does not wait for this method: an API server that does not answer delays
+        nothing else.
         """
         problem, unexpected = "", None
         try:
@@ -163,7 +178,10 @@ class ClusterController:
         self.take()
 
     def take(self) -> None:
-        """Take over the source's nodes and certificates, and ask nodes whose interval is over."""
+        """Take over the source's nodes and certificates, and send GetPluginInfo to nodes if due.
+
+        If the certificate has changed, the connections to all nodes are replaced.
+        """
         if self._source.certificates != self._certificates:
             self._certificates = self._source.certificates
             self.nodes.reconnect()
@@ -174,13 +192,13 @@ class ClusterController:
     def _connect(self, name: str, address: str) -> grpc.aio.Channel:
         server_name = certificates.node_name(name, self._config.driver_name)
         credentials = self._certificates.for_client()
-        # The scheme `dns:` is explicit, so that gRPC takes no part of the address for a scheme: the
-        # address comes from the node.
+        # Write the scheme `dns:` out. The address comes from the node, and gRPC must not take a
+        # part of the address for a scheme.
         target = f"dns:///{address}"
         return grpc.aio.secure_channel(target, credentials, certificates.options(server_name))
 
     async def _shown(self, _request: bytes, _context: Any) -> bytes:
-        """Answer `carver controller status`: the nodes as the controller knows them."""
+        """Answer the call of `carver controller status`: return the state of all nodes."""
         now, monotonic = time.time(), time.monotonic()
         answer = carver.NodesResponse(certificate_ends_seconds=self._certificates.ends_seconds)
         for node in self.nodes:
@@ -199,8 +217,11 @@ class ClusterController:
 
 
 def run(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT. Raises BadConfig, SocketTaken."""
-    # Dumps of this process are forbidden, as secrets of requests may be in its memory.
+    """Serve as the cluster's controller until SIGTERM or SIGINT.
+
+    Raises BadConfig for a wrong setting or file, SocketTaken if another process serves the socket.
+    """
+    # Forbid core dumps of this process, as its memory may hold the secrets of requests.
     calls.forbid_dumps()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with (
@@ -230,7 +251,11 @@ def run(config: Config) -> None:
 
 
 def _source(config: Config) -> Source:
-    """Return the source that the settings name: files, or the cluster whose pod this is."""
+    """Return the source of nodes and certificates: files that the settings name, or the cluster.
+
+    The cluster is the source if `nodes_file` is not set. Raises BadConfig if a setting is missing,
+    a file cannot be used, or the settings lead to no API server.
+    """
     if config.nodes_file is not None:
         return Files(config)
     from agent.extras.controller.enrolment import Enrolment
@@ -242,7 +267,10 @@ def _source(config: Config) -> Source:
 
 
 def orphan_watch(config: Config) -> Extra:
-    """Return the periodic search for orphans; an extra that does nothing if it is disabled."""
+    """Return the task that searches for orphans periodically.
+
+    If the settings disable the search, return an extra that does nothing.
+    """
     if not config.orphan_interval_seconds:
         return Extra()
     from agent.extras.controller.orphans import ClusterFinder
@@ -254,9 +282,10 @@ def orphan_watch(config: Config) -> Extra:
 
 
 def health_events(config: Config, cluster_nodes: Nodes) -> Extra:
-    """Return the task that writes Events about unhealthy volumes. Raises BadConfig.
+    """Return the task that writes Events about unhealthy volumes.
 
-    If the settings disable the task, return an extra that does nothing.
+    If the settings disable the task, return an extra that does nothing. Raises BadConfig if the
+    settings lead to no API server.
     """
     if not config.health_interval_seconds:
         return Extra()
@@ -298,8 +327,8 @@ async def _serve(
     events.stop()
     await controller.stop()
     _log.info("stopped")
-    # The process ends by `ender`, as a thread that waits for the API server would delay the end of
-    # the event loop.
+    # Let `ender` end the process: the end of the event loop would wait for a thread that waits for
+    # the API server.
     ender.exit_code = 0
     ender.is_stopped.set()
 

@@ -1,7 +1,7 @@
 """The node's server for the cluster's controller: CSI over mutual TLS, beside the unix socket.
 
-The server offers Identity, Controller, GroupController and SnapshotMetadata only: neither CSI's
-Node service nor Carver's own calls.
+The server offers CSI's services Identity, Controller, GroupController and SnapshotMetadata only. It
+offers neither CSI's Node service nor Carver's own RPCs.
 """
 
 import json
@@ -32,35 +32,41 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Time, in seconds, for which calls in flight may go on when the server stops; as for the service's
-# own server.
+# Time, in seconds, for which calls in flight may go on when the server stops. The time is the same
+# for the server on the unix socket.
 _DRAIN_SECONDS = 25.0
-# Seconds until an address that another process uses is tried again.
+# Seconds until a failed task is first retried: listening on an address, which another process may
+# use, and the search for other volume groups.
 _TAKEN_SECONDS = 15.0
-# Seconds between two searches for other volume groups of Carver's.
+# Seconds between two searches for volume groups of Carver's that the service does not know; also
+# the longest interval between retries of a failed search.
 _GROUPS_SECONDS = 600.0
 
 
 class NotListening(errors.AgentError):
-    """An error: the server cannot listen on the address for the controller."""
+    """Error: the server for the cluster's controller cannot listen on its address."""
 
 
 class OtherGroups(errors.AgentError):
-    """An error: volume groups cannot be read, or disks may have an unknown volume group."""
+    """Error: volume groups of Carver's cannot be read, or a disk may have an unknown one."""
 
 
 class Listener(Extra):
-    """The extra of a running service that serves the controller, if `controller_address` is set."""
+    """The node's server for the cluster's controller; does nothing without `controller_address`."""
 
     def __init__(self, service: Service) -> None:
-        """Check the settings. Raises BadConfig if one is missing, before calls are served."""
+        """Check the settings and certificates of the server, and make its background tasks.
+
+        Raises BadConfig, before calls are served, if a setting is missing or tls_directory has no
+        usable certificate.
+        """
         self._service = service
         config, address = service.configuration.now, self._address
         self._server: grpc.Server | None = None
         self._enroller: Enroller | None = None
         failure = "not all volume groups on this node's disks are known: %s"
-        # The search for other volume groups is a background task: a disk that hangs delays neither
-        # the start nor enrolment.
+        # Search for other volume groups in a background task, so that a disk that hangs delays
+        # neither the start nor enrolment.
         self._tasks = [
             PeriodicTask(
                 *("other groups", self.find_other_groups, _GROUPS_SECONDS, failure),
@@ -68,10 +74,10 @@ class Listener(Extra):
                 longest_retry_seconds=_GROUPS_SECONDS,
             )
         ]
-        # The port of the server; 0 before it started.
+        # The port on which the server listens; 0 before the server was started.
         self.port = 0
-        # Whether each volume group of Carver's on the disks is known, by the last search; the
-        # values are those of routes.IS_WHOLE.
+        # Whether the last search found that all volume groups of Carver's on the disks are known;
+        # the values are those of routes.IS_WHOLE.
         self._is_whole = ""
         if address is None:
             return
@@ -98,13 +104,19 @@ class Listener(Extra):
         return self._service.configuration.now.controller_address
 
     def start(self) -> None:
-        """Start the background tasks; the server listens once there is a certificate."""
+        """Start the background tasks, which start the server once the node has a certificate.
+
+        Without `controller_address` nothing is started.
+        """
         if self._address is not None:
             for task in self._tasks:
                 task.start()
 
     def _certificates(self) -> Certificates:
-        """Return the certificate that this node shows to the controller. Raises BadConfig."""
+        """Return this node's certificate and key, and the authorities that it trusts.
+
+        Raises BadConfig if a file cannot be read.
+        """
         if self._enroller is not None:
             return self._enroller.certificates
         directory = self._service.configuration.now.tls_directory
@@ -113,7 +125,11 @@ class Listener(Extra):
         return Certificates.read(directory)
 
     def serve(self) -> None:
-        """Start the server, unless it listens already. Raises NotListening, BadConfig."""
+        """Start the server, unless it was started before.
+
+        Raises NotListening if the server cannot listen on its address, BadConfig if the
+        certificates cannot be read.
+        """
         if self._server is not None:
             return
         service, name = self._service, self._service.configuration.now.driver_name
@@ -140,19 +156,23 @@ class Listener(Extra):
         _log.info("serving the cluster's controller on %s", self._address)
 
     def stop(self) -> None:
-        """Stop the server once the calls in flight have ended."""
+        """Stop the server for the cluster's controller, and its background tasks.
+
+        Calls in flight may go on for _DRAIN_SECONDS, and are then cancelled.
+        """
         for task in self._tasks:
             task.stop()
         if self._server is not None:
             self._server.stop(_DRAIN_SECONDS).wait(_DRAIN_SECONDS + 1)
 
     def find_other_groups(self) -> None:
-        """Find volume groups with Carver's tags that the service does not know.
+        """Search the disks for volume groups with Carver's tags that the service does not know.
 
-        Calls then reach these volume groups, too. Such a group is named by no class, or by a class
-        but not recovered yet. Raises OtherGroups with the groups that cannot be read, and with the
-        disks that may have such a group. The node then does not report that it has scanned all its
-        disks.
+        The service then knows these volume groups, and calls reach their volumes. The service does
+        not know a volume group that no class names, or that was not recovered since the start.
+
+        Raises OtherGroups if a volume group cannot be read, or if a disk may have such a group. The
+        node then reports to the controller that it may have further volume groups.
         """
         is_whole = routes.IN_PART
         try:
@@ -178,14 +198,14 @@ class Listener(Extra):
 
 
 def _enroller(config: Config, address: str, begin: Callable[[], None]) -> "Enroller":
-    # Imported here, as the library `cryptography` takes memory.
+    # Import the module here: its library `cryptography` takes memory, and only enrolment needs it.
     from agent.extras.controller.enrolling import Enroller
 
     return Enroller(config, address, begin)
 
 
 class _RoutedIdentity(Identity):
-    """CSI's Identity service, which also reports what the controller must know of a node."""
+    """CSI's Identity service, which also reports the node's volume groups to the controller."""
 
     def __init__(self, service: Service, is_whole: Callable[[], str]) -> None:
         self._configuration, self._is_whole = service.configuration, is_whole
@@ -196,24 +216,25 @@ class _RoutedIdentity(Identity):
     def GetPluginInfo(  # noqa: N802
         self, request: csi.GetPluginInfoRequest, context: grpc.ServicerContext
     ) -> csi.GetPluginInfoResponse:
-        """Return the name and version; in the manifest the node, its topology and volume groups.
+        """Return the driver's name and version, and facts about the node in the manifest.
 
-        Runs no command.
+        The facts are the node's id, its topology, its volume groups, whether these are all of them,
+        and whether kubelet asks for volume health. The call runs no command.
         """
         answer = super().GetPluginInfo(request, context)
         answer.manifest[routes.NODE_ID] = self._configuration.now.node_id
         answer.manifest[routes.SEGMENTS] = json.dumps(self._configuration.now.here)
         answer.manifest[routes.IS_WATCHED] = routes.YES if self._storage.is_watched() else ""
-        # IS_WHOLE is read before the volume groups: more groups may become known in between.
+        # Read IS_WHOLE before the volume groups: more groups may become known in between.
         answer.manifest[routes.IS_WHOLE] = self._is_whole()
         answer.manifest[routes.GROUPS] = json.dumps(self._groups())
         return answer
 
     def _groups(self) -> Mapping[str, str]:
-        """Return the names of this node's volume groups, by the start of their UUIDs."""
+        """Return the names of this node's known volume groups, by the start of their UUIDs."""
         return {ids.start_of(uuid): name for name, uuid in self._volume_groups.uuids().items()}
 
 
 def add(service: Service) -> Listener:
-    """Return the extra of a service that serves the controller."""
+    """Return the node's server for the cluster's controller, an extra of the service."""
     return Listener(service)

@@ -1,8 +1,8 @@
 """The node's side of enrolment: send its address to each controller, and get certificates.
 
-The node's token and the controllers' authority are files that kubelet renews; the node has no
-rights in the cluster's API. The private key is made here, never leaves memory, and is new with each
-certificate.
+The node's token and the controllers' authority are files that kubelet renews. The node has no
+rights in the cluster's API. The private key is made on the node, never leaves the node's memory,
+and is new with each certificate.
 """
 
 import logging
@@ -28,30 +28,34 @@ _log = logging.getLogger(__name__)
 
 # Seconds between two enrolments.
 _INTERVAL_SECONDS = 15.0
-# Seconds until a failed enrolment is retried: the first time, and at most.
+# Seconds until a failed enrolment is retried: after the first failure, and at most.
 _RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 2.0, 15.0
 # Time limit of one enrolment at one controller, in seconds.
 _PATIENCE_SECONDS = 5.0
-# Least time between two certificates, in seconds.
+# Minimum time, in seconds, until a certificate is renewed because of its age. A certificate that is
+# not trusted, or whose validity has not begun, is renewed at the next enrolment.
 _LEAST_SECONDS = 3600.0
-# Names of the files with the token and the controllers' authorities.
+# Names of two files in the directory of the setting enrolment_directory: the node's token, and the
+# controllers' certificate authorities.
 _TOKEN, _AUTHORITY = "token", "ca.crt"
 
 
 class NotEnrolled(errors.AgentError):
-    """An error: no controller accepted this node's enrolment."""
+    """Error: no controller accepted this node's enrolment."""
 
 
 class Enroller:
     """The background task that enrols this node at all controllers behind a Service.
 
-    `begin` is called once, when the node has its first certificate.
+    `begin` is called when the node has its first certificate, and again after each enrolment until
+    one call of `begin` has succeeded.
     """
 
     def __init__(self, config: Config, address: str, begin: Callable[[], None]) -> None:
         self._config, self._address, self._begin = config, address, begin
         self._directory = config.enrolment_directory
-        # The certificate and its key as PEM, replaced together because gRPC's threads read them.
+        # The node's certificate and its key, as PEM. They are one tuple, so that gRPC's threads
+        # never read a certificate with another certificate's key.
         self._own = (b"", b"")
         self._renew_at = 0.0
         self._began = False
@@ -67,15 +71,18 @@ class Enroller:
 
     @property
     def certificates(self) -> Certificates:
-        """The certificate that this node shows, and the authorities that it trusts.
+        """The node's certificate and key, and the authorities that the node trusts.
 
-        Raises BadConfig if ca.crt is missing.
+        Raises BadConfig if the file with the authorities, ca.crt, cannot be read.
         """
         authority = certificates.read_pem(self._directory / _AUTHORITY)
         return Certificates(authority, *self._own)
 
     def _enrol(self) -> None:
-        """Enrol at all controllers once. Raises NotEnrolled with all reasons if each failed."""
+        """Enrol this node at each controller once, and call `begin` after the first success.
+
+        Raises NotEnrolled, with the reasons, if no controller accepted the node.
+        """
         problems, controllers = [], self._controllers()
         for stale_key in [key for key in self._channels if key[0] not in controllers]:
             self._channels.pop(stale_key).close()
@@ -91,7 +98,10 @@ class Enroller:
             self._began = True
 
     def _controllers(self) -> list[str]:
-        """Return the addresses of the controllers behind the Service now. Raises NotEnrolled."""
+        """Return the present addresses of the controllers behind the Service.
+
+        Raises NotEnrolled if the Service's name cannot be resolved.
+        """
         service = self._config.controllers
         if service is None:
             return []
@@ -114,20 +124,24 @@ class Enroller:
         certificate = x509.load_pem_x509_certificate(answer.certificate)
         now, ends = time.time(), certificate.not_valid_after_utc.timestamp()
         self._own = (answer.certificate, key_as_pem(key))
-        # Renew after half of the remaining time, but not at each enrolment if this node's clock is
-        # wrong.
+        # Renew the certificate after half of its remaining time, but no sooner than after
+        # _LEAST_SECONDS: otherwise a node with a wrong clock would renew it at each enrolment.
         self._renew_at = now + max(_LEAST_SECONDS, (ends - now) / 2)
         _log.info("this node has a certificate until %s", certificate.not_valid_after_utc)
 
     def _needs_certificate(self) -> bool:
         """Return whether this node needs a new certificate.
 
-        There are three reasons:
+        Each of these is a reason:
 
-        1. Half of the certificate's time is over.
-        2. No trusted authority issued the certificate: the authority was lost or restored, and
-           controllers trust the new one alone.
-        3. The certificate has not begun: the clock of the controller that made it was ahead.
+        1. The node has no certificate yet, or half of the certificate's time is over.
+        2. The certificate's validity has not begun: the clock of the controller that signed the
+           certificate was ahead.
+        3. No trusted authority issued the certificate: the authority was lost or restored, and the
+           controllers trust only the new one.
+        4. The file with the trusted authorities cannot be parsed.
+
+        Raises BadConfig if that file cannot be read.
         """
         if time.time() >= self._renew_at:
             return True
@@ -139,13 +153,16 @@ class Enroller:
                 certificates.read_pem(self._directory / _AUTHORITY)
             )
         except ValueError:
-            # Without a readable authority no controller is trusted either, and the enrolment itself
-            # fails.
+            # The authorities cannot be parsed. Then no controller is trusted either, and the
+            # enrolment itself fails.
             return True
         return not any(_issued(authority, certificate) for authority in trusted)
 
     def _channel(self, controller: str) -> grpc.Channel:
-        """Return a channel to a controller, which must show a trusted authority's certificate."""
+        """Return a gRPC channel to a controller with a certificate that a trusted authority issued.
+
+        If ca.crt has changed since the last enrolment, the old channel is closed.
+        """
         authority = certificates.read_pem(self._directory / _AUTHORITY)
         key = (controller, authority)
         if key not in self._channels:
@@ -166,7 +183,7 @@ class Enroller:
 
 
 def _issued(authority: x509.Certificate, certificate: x509.Certificate) -> bool:
-    """Return whether an authority issued a certificate, by its name and signature."""
+    """Return whether a certificate has an authority's name as its issuer, and its signature."""
     try:
         certificate.verify_directly_issued_by(authority)
     except (ValueError, TypeError, InvalidSignature):

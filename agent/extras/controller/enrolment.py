@@ -1,9 +1,9 @@
 """Enrolment at the controller: each node proves by its pod's token which node it is.
 
-A node enrols at each controller, again and again. The API server reviews the token (TokenReview)
-and says which service account, pod and node it is of. So a certificate has the name of the node
-that the pod runs on, and no other name. Enrolments are kept in memory only: a new controller learns
-of each node within seconds.
+A node enrols at each controller periodically. The API server reviews the node's token (TokenReview)
+and says to which service account, pod and node the token belongs. So a certificate has the name of
+the node that the pod runs on, and no other name. Enrolments are kept in memory only: a new
+controller learns of each node within seconds.
 """
 
 import asyncio
@@ -36,64 +36,70 @@ from proto import carver_pb2 as carver
 _log = logging.getLogger(__name__)
 
 _REVIEWS = "/apis/authentication.k8s.io/v1/tokenreviews"
-# Keys of a token's review: the name of the token's node, and the UID of that Node when the token
-# was made. Both keys exist since Kubernetes 1.32, and no API server compares the UID with the
-# present Node's. Source: kubernetes.io/docs, "Bound service account tokens".
+# Keys in the result of a TokenReview: the name of the token's node, and the UID that its Node
+# object had when the token was made. Both keys exist since Kubernetes 1.32, and no API server
+# compares the UID with that of the present Node object. Source: kubernetes.io/docs, "Bound service
+# account tokens".
 _NODE_NAME = "authentication.kubernetes.io/node-name"
 _NODE_UID = "authentication.kubernetes.io/node-uid"
-# Keys of a token's review: the name and the UID of the pod that the token is bound to.
+# Keys in the result of a TokenReview: the name and the UID of the pod to which the token is bound.
 _POD_NAME = "authentication.kubernetes.io/pod-name"
 _POD_UID = "authentication.kubernetes.io/pod-uid"
-# Time, in seconds, for which the review of a token is used again.
+# Time, in seconds, for which the result of a TokenReview is used again for the same token.
 _REVIEW_SECONDS = 300.0
-# Largest number of reviewed tokens that are kept, and of nodes whose certificates are counted.
+# Number of reviewed tokens at which all of them are forgotten; also number of nodes in the rate
+# limit of certificates at which nodes that had no certificate lately are forgotten.
 _MOST_REVIEWED = 20_000
-# Largest number of certificates that a node gets at once, and seconds until it may have another
-# one. A node whose clock is far behind asks each 15 seconds; a node that enrols in vain asks
-# several times in the first minute.
+# Rate limit of certificates: the maximum number that a node gets at once, and the seconds until the
+# node may have one more. A node whose clock is far behind asks for a certificate every 15 seconds;
+# a node whose enrolments fail asks several times in the first minute.
 _CERTIFICATES_AT_ONCE, _CERTIFICATE_SECONDS = 10, 10.0
-# Name under which log lines about refused enrolments are counted, with the same limit as a node's
-# certificates. The limit is there because any pod can cause such lines.
+# Name under which log lines about refused enrolments are counted, in place of a node's name. They
+# have the same rate limit as a node's certificates, because any pod can cause such lines.
 _REFUSED = "why nodes were not enrolled"
-# Largest number of token reviews at once. Each host has at most one, so a host that sends invalid
-# tokens delays no other host.
+# Maximum number of TokenReviews at once. At most one of them is for a token from the same host, so
+# a host that sends invalid tokens delays no other host.
 _REVIEWS_AT_ONCE = 16
-# Options of the enrolment server. A request consists of a token and a signing request, so it is
-# small; Carver's nodes never send a larger one.
+# Options of the enrolment server. Requests are limited to 64 KiB: a request of Carver's nodes has
+# only a token, an address and a certificate signing request.
 _OPTIONS = (
     *certificates.SERVER_OPTIONS,
     ("grpc.max_receive_message_length", 64 << 10),
     ("grpc.max_concurrent_streams", 4),
 )
-# Seconds between two reads of the authority's Secret. For that long, a change of the Secret by
-# another controller is not known.
+# Seconds between two reads of the Secret with the authorities. For so long, this controller may not
+# know of a change of the Secret by another controller.
 _AUTHORITY_SECONDS = 60.0
-# Grace period, in seconds, for which a node is deleted before its volumes count as deleted, too.
+# Grace period, in seconds, between the deletion of a node's Node object and the time from which the
+# node's volumes count as deleted, too.
 _DELETED_SECONDS = 600.0
-# Age, in seconds, at which the controller's own certificate, which lasts a day, is renewed.
+# Age, in seconds, at which the controller's own certificate is renewed. The certificate is valid
+# for a day.
 _OWN_SECONDS = 6 * 3600.0
-# Remaining time of the controller's own certificate below which it is renewed. A certificate with
-# less time, or one that has not begun, shows that this machine's clock was set: nodes with a right
-# clock refuse such a certificate.
+# Remaining time of the controller's own certificate below which the certificate is renewed. A
+# certificate with less time, or one whose validity has not begun, shows that this machine's clock
+# was set. Nodes with a right clock may refuse such a certificate.
 _OWN_LEFT = datetime.timedelta(hours=12)
 
 
 @dataclass(frozen=True)
 class _Reviewed:
-    """What a token proved: the node that it is of.
+    """The result of a TokenReview: the node that the token proved.
 
-    The review counts while the Node object is the same, and no other token came for the node.
+    The result counts until `until`, while the Node object is the same, and while no other token
+    proved the same node later.
     """
 
+    # The name of the node.
     node: str
     # The UID of the Node object.
     uid: str
-    # Until when the review may be used (monotonic, seconds).
+    # The time until which the result may be used (monotonic, seconds).
     until: float
 
 
 class Enrolment:
-    """The enrolment server, and the controller's own certificate."""
+    """The source of nodes and certificates of a controller in a cluster; the enrolment server."""
 
     def __init__(self, config: Config, objects: Objects, lists: Lists, namespace: str) -> None:
         self._config, self._objects, self._lists = config, objects, lists
@@ -105,28 +111,34 @@ class Enrolment:
             Claims(objects, lists, config.driver_name, config.topology_key)
         )
         self._account = f"system:serviceaccount:{namespace}:{config.node_account}"
-        # The reviews, by the digest of the token; and the digest of each node's last token.
+        # The results of TokenReviews, by the digest of the token; and the digest of the last token
+        # that proved a node, by the node's name.
         self._reviewed: dict[str, _Reviewed] = {}
         self._last: dict[str, str] = {}
-        # Until when each node has had its certificates (monotonic, seconds): each certificate adds
-        # ten seconds, and a node may be 100 seconds ahead. The log's lines about refusals are
-        # counted here, too.
+        # The rate limit of certificates: a time (monotonic, seconds) for each node, by its name.
+        # Each certificate moves the node's time on by ten seconds. A node gets no certificate that
+        # would move the time to more than 100 seconds after the present. Log lines about refused
+        # enrolments are counted here, too.
         self._signed: dict[str, float] = {}
+        # The hosts of which a token is being reviewed.
         self._reviewing: set[str] = set()
         self._reviewers = ThreadPoolExecutor(_REVIEWS_AT_ONCE, thread_name_prefix="review")
-        # The last refusal of an enrolment that was logged.
+        # The text of the refused enrolment that was last logged. The same text is not logged twice
+        # in succession.
         self._refusal = ""
+        # When the authorities were last refreshed, and when the controller's own certificate was
+        # made (monotonic, seconds); 0 for never.
         self._refreshed = self._own_made = 0.0
         self.certificates = Certificates(b"", b"", b"")
         self._server: grpc.aio.Server | None = None
-        # The port of the enrolment server; 0 before it started.
+        # The port on which the enrolment server listens; 0 before the server was started.
         self.port = 0
 
     @property
     def audience(self) -> str:
-        """The audience that a node's token must have.
+        """The audience that a node's token must have: the DNS name in the controller's certificate.
 
-        A token for another service is refused.
+        A token for another audience is refused.
         """
         return certificates.controller_name(self._config.driver_name)
 
@@ -136,9 +148,10 @@ class Enrolment:
         return self.record.serving
 
     async def start(self) -> None:
-        """Start the enrolment server.
+        """Read certificate authorities, Nodes and PersistentVolumes; start the enrolment server.
 
-        Raises ClusterRefused if the authority cannot be read or made.
+        Raises ClusterRefused, BadConfig if the authorities cannot be read or made, ClusterSilent if
+        the cluster's objects cannot be listed.
         """
         await self.look()
         server = self._server = grpc.aio.server(options=_OPTIONS)
@@ -150,16 +163,18 @@ class Enrolment:
         await server.start()
 
     async def stop(self) -> None:
-        """Stop the enrolment server."""
+        """Stop the enrolment server, and cancel look-ups at the API server that have not begun."""
         if self._server is not None:
             await self._server.stop(1)
         self._reviewers.shutdown(wait=False, cancel_futures=True)
         self.questions.stop()
 
     async def look(self) -> None:
-        """Refresh the authority, the Nodes and PersistentVolumes, each if its time has come.
+        """Read certificate authorities, Nodes and PersistentVolumes again, each if it is due.
 
-        Raises ClusterRefused, ClusterSilent. After an error the last state stays in use.
+        The controller's own certificate is renewed, too, if that is due. Raises ClusterRefused,
+        ClusterSilent if the API server refuses or does not answer, BadConfig if the Secret with the
+        authorities cannot be parsed. After an error, what was read last stays in use.
         """
         try:
             await self._look_at_authority()
@@ -171,7 +186,7 @@ class Enrolment:
     async def _look_at_authority(self) -> None:
         now = time.monotonic()
         if self._refreshed and (now - self._own_made >= _OWN_SECONDS or not self._own_lasts()):
-            # Renew the own certificate also while the API server does not answer.
+            # Renew the controller's own certificate also while the API server does not answer.
             self.certificates, self._own_made = self._authority.own(self.audience), now
         if not self._refreshed or now - self._refreshed >= _AUTHORITY_SECONDS:
             old_bundle = self._authority.bundle
@@ -181,7 +196,7 @@ class Enrolment:
                 self.certificates, self._own_made = self._authority.own(self.audience), now
 
     def _own_lasts(self) -> bool:
-        """Return whether the controller's own certificate has begun, and lasts 12 more hours."""
+        """Return whether the controller's own certificate is valid now, and for 12 more hours."""
         certificate = x509.load_pem_x509_certificate(self.certificates.certificate)
         now = datetime.datetime.now(datetime.UTC)
         return (
@@ -189,7 +204,11 @@ class Enrolment:
         )
 
     async def _enrol(self, data: bytes, context: Any) -> bytes:
-        """Enrol a node, and sign its certificate if it asks for one. The token is not logged."""
+        """Answer the RPC Enrol: keep the node's address, and sign a certificate if it asks for one.
+
+        The call is aborted if the request is invalid, if the token does not prove a node, or if the
+        node asks for too many certificates. The token is never logged.
+        """
         try:
             request = carver.EnrolRequest.FromString(data)
         except DecodeError:
@@ -219,11 +238,11 @@ class Enrolment:
         return answer.SerializeToString()
 
     def _takes_more(self, node: str) -> bool:
-        """Count one more certificate for a node, and return whether the node may have it now.
+        """Return whether a node may have one more certificate now; if so, count that certificate.
 
-        The log's lines about refusals are limited in the same way. The limit is there because
-        signing delays the enrolment of other nodes: a stolen token of one node must not get
-        thousands of certificates.
+        With the name _REFUSED in place of a node's, log lines about refusals are limited in the
+        same way. Certificates are limited because signing delays the enrolment of other nodes: a
+        stolen token of one node must not get thousands of certificates.
         """
         now = time.monotonic()
         ahead_until = max(self._signed.get(node, now), now) + _CERTIFICATE_SECONDS
@@ -235,13 +254,16 @@ class Enrolment:
         return True
 
     async def _node_of(self, token: str, context: Any) -> _Reviewed:
-        """Return the node of the pod that a token is bound to; abort the call without one."""
+        """Return the node that a token proves, by an earlier TokenReview or a new one.
+
+        The call `context` is aborted if the token proves no node, if the API server does not
+        answer, or if another token of the same host is being reviewed.
+        """
         digest = hashlib.sha256(token.encode()).hexdigest()
         review = self._reviewed.get(digest)
         if review is not None and self._counts(review, digest):
             return review
-        # gRPC's name of a peer is, for instance, ipv4:10.0.0.1:40000; the host is the part before
-        # the port.
+        # Remove the port from gRPC's name of the peer, for instance ipv4:10.0.0.1:40000.
         host = context.peer().rpartition(":")[0]
         if host in self._reviewing:
             await context.abort(
@@ -253,8 +275,8 @@ class Enrolment:
         )
 
         def ended(future: "asyncio.Future[_Reviewed]") -> None:
-            # The host may send another token, also if this caller has gone and does not read the
-            # error.
+            # Let the host send another token. Read the error, too: asyncio would log an error that
+            # is not read, and the caller may be gone.
             self._reviewing.discard(host)
             _ = future.cancelled() or future.exception()
 
@@ -274,16 +296,17 @@ class Enrolment:
         raise AssertionError
 
     def _counts(self, review: _Reviewed, digest: str) -> bool:
-        """Return whether the review of a token need not be repeated."""
+        """Return whether the result of a token's earlier TokenReview still counts."""
         is_last = self._last.get(review.node) == digest
         is_same = self.record.uid_of(review.node) == review.uid
         return is_last and is_same and review.until > time.monotonic()
 
     def _review(self, token: str, digest: str) -> _Reviewed:
-        """Have the API server review a token, and keep the result.
+        """Have the API server review a token, keep the result, and return it.
 
-        The result is kept for the node's next call: a slow API server answers when this call has
-        ended. Raises ValueError for a token that proves nothing, ClusterRefused, ClusterSilent.
+        The result is kept for the node's next call: a slow API server may answer after this call
+        has timed out. Raises ValueError for a token that proves no node, ClusterRefused,
+        ClusterSilent if the API server refuses or does not answer.
         """
         asked_seconds = time.monotonic()
         request = {
@@ -301,9 +324,12 @@ class Enrolment:
         return reviewed
 
     def _proved(self, review: Mapping[str, Any]) -> tuple[str, str]:
-        """Return the node that a review proves, and the UID of its Node object.
+        """Return the node that a TokenReview proves, and the UID of its Node object.
 
-        Raises ValueError for a token that proves nothing, ClusterRefused, ClusterSilent.
+        The token must be of Carver's service account, and bound to an existing pod on a node that
+        has a Node object. If the token names a node or the UID of a Node object, they must be the
+        same. Raises ValueError for another token, ClusterRefused, ClusterSilent if the pod or the
+        Node object cannot be read.
         """
         status = review.get("status") or {}
         if not status.get("authenticated") or self.audience not in status.get("audiences", ()):
@@ -324,7 +350,8 @@ class Enrolment:
         node_names = extra.get(_NODE_NAME) or [node]
         if not node or list(node_names) != [node]:
             raise ValueError(f"it is bound to node {', '.join(node_names)}, its pod is on {node}")
-        # A pod outlives its Node for a while, also if that Node is deleted and made anew at once.
+        # Read the UID of the Node object: a pod outlives its Node object for a while, also if that
+        # is deleted and made anew at once.
         items = self._lists.metadata(NODES, fieldSelector=f"metadata.name={node}").items
         uid = str(items[0]["metadata"]["uid"]) if items else ""
         if not uid:
@@ -338,9 +365,10 @@ class Enrolment:
 
 
 async def _public_key(request: bytes, context: Any) -> ec.EllipticCurvePublicKey:
-    """Return the public key of a certificate signing request; abort the call if it is invalid.
+    """Return the public key in a certificate signing request.
 
-    The signature of the request proves that the caller has the private key.
+    The call `context` is aborted if the request cannot be parsed, is not signed by the key, or if
+    the key is not on an elliptic curve. The signature proves that the caller has the private key.
     """
     problem = "is no signing request for a key on an elliptic curve"
     try:

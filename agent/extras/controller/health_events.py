@@ -1,10 +1,10 @@
 """Kubernetes Events about unhealthy volumes, for kubelets that do not ask for volume health.
 
-Each node that answers is asked periodically for its unhealthy volumes. A condition of a volume has
-one Event when it begins, on the claim and on the pods that use the claim then, and one Event when
-the node reports that the condition is over. Nothing is kept on disk: after a start, an Event that
-is still in the cluster counts as written. While a node does not answer, its volumes' conditions
-neither begin nor end.
+Each node that answers is asked periodically for its unhealthy volumes. When a condition of a volume
+begins, one Event is written on the claim, and on each pod that uses the claim at that time. When
+the node reports that the condition is over, another Event is written on the same objects. Nothing
+is kept on disk: after a start of the controller, an Event that is still in the cluster counts as
+written. While a node does not answer, its volumes' conditions neither begin nor end.
 """
 
 import asyncio
@@ -38,36 +38,38 @@ T = TypeVar("T")
 
 _LIST = "/csi.v1.Controller/ControllerListVolumeHealth"
 _GET = "/csi.v1.Controller/ControllerGetVolumeHealth"
-# Reason of the Event that says that a condition is over.
+# Reason of the Event that says that a condition of a volume is over.
 ENDED = "ConditionEnded"
 # Reason of the Event on a Node that shares a volume group with other nodes.
 CONTESTED = "VolumeGroupContested"
-# Seconds from the start until nodes are first asked, in which nodes enrol.
+# Seconds from the start of the task until nodes are first asked. In this time, nodes enrol.
 _FIRST_SECONDS = 30.0
-# Time limit, in seconds, of one request to a node, and of all pages of its list.
+# Time limit, in seconds, of one request to a node, of all pages of a node's list, and of all
+# requests to a node about conditions that may be over.
 _PATIENCE_SECONDS = 10.0
-# Largest number of nodes that are asked at the same time.
+# Maximum number of nodes that are asked for volume health at the same time.
 _AT_ONCE = 16
-# Time, in seconds, for which a condition must not be found before it counts as over. So a condition
-# that comes and goes has one Event.
+# Time, in seconds, for which no node must have listed a health condition before it can count as
+# over. So a condition that comes and goes has one Event.
 _CALM_SECONDS = 300.0
-# Seconds until an Event that could not be written is tried again, for instance of a volume without
-# a claim.
+# Seconds until a condition is looked at again if its Event could not be written, for instance as
+# the volume has no claim, or if its node says that the condition is not over.
 _AGAIN_SECONDS = 600.0
-# Time, in seconds, for which conditions that are over are remembered, to count how often they
-# occurred. The API server keeps Events for the same time by default.
+# Time, in seconds, for which health conditions that are over are remembered, to count in later
+# Events how often they occurred. The API server keeps Events for the same time by default.
 _COUNTED_SECONDS = 3600.0
-# Limits of one round: the number of conditions that begin or end, and the number of failures. After
-# so many failures of the API server the round ends. After so many refusals in a namespace, which
-# may be being deleted, no more Events are written there.
+# Limits of one round of requests to all nodes: the number of conditions that begin, and of those
+# that end; and the number of failures. After _MOST_FAILURES failures of the API server the round
+# ends. After as many refusals in a namespace, which may be being deleted, no more Events are
+# written in that namespace in this round.
 _MOST_SAID, _MOST_FAILURES = 200, 5
-# Largest number of characters of a condition's reason and message. In Kubernetes' own Events a
-# reason has at most 128 bytes, a note 1,024.
+# Maximum number of characters of a health condition's reason and message; longer texts are cut. In
+# Kubernetes' own Events a reason has at most 128 bytes, a note 1,024.
 _REASON_CHARACTERS, _MESSAGE_CHARACTERS = 128, 1024
-# Largest number of entries of one page of a node's list; and of conditions of one node that are
-# kept. Further conditions have no Events.
+# Maximum number of entries of one page of a node's list of volume health, and of health conditions
+# of one node that are kept in memory. Further conditions have no Events.
 _OF_A_PAGE, _MOST_OF_A_NODE = 500, 10_000
-# Topology segment that no node has, for a node whose segment is not known.
+# Text that is no node's topology segment, for a node whose topology segment is not known.
 _NOWHERE = "?"
 
 
@@ -77,34 +79,37 @@ class _Key(NamedTuple):
 
 
 class _Fate(enum.Enum):
-    """The fate of a condition: it lasts or is not known, it is over, or it went with its volume."""
+    """What became of a volume's health condition that its node no longer lists."""
 
+    # The node says that the condition lasts, or does not say what became of the condition.
     LASTS = enum.auto()
+    # The node says that the condition is over.
     OVER = enum.auto()
+    # The condition's volume does not exist any more.
     GONE = enum.auto()
 
 
 @dataclass
 class _Condition:
-    """A condition that a node reported, and that is not known to be over.
+    """A health condition of a volume that a node reported, and that is not known to be over.
 
     Times are monotonic, in seconds.
     """
 
     key: _Key
     node: str
-    # The node's topology segment if the volume group is not known to be on the node; else empty.
-    # With a segment, an Event is written only if the PersistentVolume names that segment.
+    # The node's topology segment if the volume is not known to be on the node; else empty. With a
+    # segment, an Event is written only if the PersistentVolume names that segment.
     segment: str
     status: str
     message: str
-    # Whether the node was asked before, and did not report the condition.
+    # Whether the node listed its conditions before, without this condition.
     is_new: bool
     # When a node last reported the condition.
     seen_seconds: float = 0.0
     # Earliest time of the next attempt to write the Event that the condition began, or is over.
     due_seconds: float = 0.0
-    # The objects that have an Event about the condition. None before that Event was written.
+    # The objects that have the Event that the condition began. None before that Event was written.
     subjects: Sequence[Subject] | None = None
 
 
@@ -120,25 +125,27 @@ class HealthEvents(Extra):
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make the task. `clock` returns the seconds since the epoch for the times in Events.
+        """Make the background task, which `start` starts.
 
-        `monotonic` is a clock that is never set, for all intervals.
+        `clock` returns the seconds since the epoch, for the times in Events. `monotonic` returns
+        the seconds of a clock that is never set, for all intervals.
         """
         self._config, self._nodes, self._monotonic = config, nodes, monotonic
         self._answers = Answers(nodes)
         self._objects, self._lists = objects, lists
         self._events = Events(objects, config.driver_name, clock)
-        # The event loop of the nodes; set by `start`.
+        # The event loop that uses the nodes. It is set by `start`.
         self._loop: asyncio.AbstractEventLoop
         self._conditions: dict[_Key, _Condition] = {}
-        # The names of the nodes whose volumes were listed before.
+        # The names of the nodes that listed the conditions of their volumes in an earlier round.
         self._listed_nodes: frozenset[str] = frozenset()
-        # How often a condition was over, and when it last was.
+        # How often each health condition of a volume has ended, and when it last ended.
         self._ends: dict[_Key, tuple[int, float]] = {}
-        # The text of the last Event about nodes that share a volume group, by the node's name.
+        # The text of the last Event on a Node about a volume group that other nodes have, too, by
+        # the Node's name.
         self._conflicts: dict[str, str] = {}
-        # The nodes whose list failed in the last round; and whether the API server refused an
-        # Event.
+        # The names of the nodes whose list failed in the last round; and whether Events could not
+        # be written when that was last logged.
         self._silent: frozenset[str] = frozenset()
         self._is_refused = False
         self.task = PeriodicTask(
@@ -150,18 +157,23 @@ class HealthEvents(Extra):
         )
 
     def start(self) -> None:
-        """Start the task. Call this in the event loop of the nodes."""
+        """Start the background task that writes Events.
+
+        This method must be called in the event loop that uses the nodes.
+        """
         self._loop = asyncio.get_running_loop()
         self.task.start()
 
     def stop(self) -> None:
-        """Begin no further round."""
+        """Stop the task: a round of requests that has begun goes on, and no other round begins."""
         self.task.stop()
 
     def look(self) -> None:
-        """Ask the nodes once, and write Events about what changed.
+        """Run one round: ask the nodes for unhealthy volumes, and write Events about changes.
 
-        The call waits for the API server, so it must not run in the event loop.
+        Changes are conditions that began or are over, and volume groups that several nodes have.
+        This method waits for the nodes and the API server, so it must not run in the event loop.
+        Raises ClusterRefused if an Event about such a volume group could not be written.
         """
         try:
             reported = self._in_loop(self._ask_all())
@@ -175,10 +187,15 @@ class HealthEvents(Extra):
     def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    # Ask the nodes
+    # Methods that ask the nodes for health conditions of volumes
 
     async def _ask_all(self) -> Mapping[str, Sequence[_Condition]]:
-        """Return the conditions of volumes by the name of their node, of the nodes that answer."""
+        """Ask all nodes that answer for their volumes' health conditions; return these by node.
+
+        The key is the node's name.
+
+        A node whose list fails is left out. A warning is logged when a node's list first fails.
+        """
         limit, conditions = asyncio.Semaphore(_AT_ONCE), dict[str, Sequence[_Condition]]()
         problems: dict[str, str] = {}
 
@@ -198,7 +215,10 @@ class HealthEvents(Extra):
         return conditions
 
     async def _listed(self, node: Node) -> Sequence[_Condition]:
-        """Return the conditions of one node's volumes, of all pages, up to the limit."""
+        """Return the health conditions of one node's volumes, from all pages of the node's list.
+
+        At most _MOST_OF_A_NODE conditions are returned. Raises what `_asked` raises.
+        """
         conditions = list[_Condition]()
         request = csi.ControllerListVolumeHealthRequest(max_entries=_OF_A_PAGE)
         while True:
@@ -214,10 +234,14 @@ class HealthEvents(Extra):
             request.starting_token = answer.next_token
 
     async def _asked(self, node: Node, path: str, request: Message) -> Any:
-        """Send a request to a node, and return the checked answer. Raises AioRpcError, Refused."""
+        """Send a request to a node, and return the checked answer.
+
+        Raises AioRpcError if the call fails, Refused if the answer is refused or the node has no
+        known address.
+        """
         data = request.SerializeToString()
-        # Volumes that another node may have are left out (`in_part`): they must not prevent Events
-        # about the node's own volumes.
+        # Accept an answer from which volumes were removed that another node may have (`in_part`):
+        # they must not prevent Events about the node's own volumes.
         _, answer = await self._answers.of(
             *(node, path, request, data, _PATIENCE_SECONDS), in_part=True
         )
@@ -240,10 +264,14 @@ class HealthEvents(Extra):
             for entry in health.health_statuses
         ]
 
-    # Write Events
+    # Methods that write Events about health conditions
 
     def _note(self, reported: Mapping[str, Sequence[_Condition]], now: float) -> None:
-        """Take over the conditions that nodes reported in this round."""
+        """Store the health conditions that nodes reported in a round; `now` is the round's time.
+
+        Conditions above a node's limit are forgotten, and so are ends of conditions that are too
+        old to be counted.
+        """
         for conditions in reported.values():
             for condition in conditions:
                 kept_condition = self._conditions.setdefault(condition.key, condition)
@@ -262,7 +290,10 @@ class HealthEvents(Extra):
         self._ends = {key: end for key, end in self._ends.items() if end[1] > oldest_end}
 
     def _forget(self, nodes: Iterable[str]) -> None:
-        """Forget the conditions above a node's limit that were reported the longest ago."""
+        """Forget health conditions of nodes that have more than _MOST_OF_A_NODE.
+
+        The conditions of each node that were reported last are kept.
+        """
         by_node = {name: list[_Condition]() for name in nodes}
         for condition in self._conditions.values():
             if condition.node in by_node:
@@ -273,15 +304,15 @@ class HealthEvents(Extra):
                 del self._conditions[condition.key]
 
     def _say(self, reported: Mapping[str, Sequence[_Condition]], now: float) -> None:
-        """Write Events of conditions that began and that are over.
+        """Write the Events of health conditions that began, and of those that are over.
 
-        1. A condition begins if this round found the condition and it has no Event yet.
-        2. A condition may be over if no round found the condition for five minutes, and its node
-           answered in this round or left the cluster. `_ended` asks the nodes about such
-           conditions.
-        3. Write the Events. After a failure, the condition waits for ten minutes. After several
-           refusals in a namespace, no more Events are written there in this round; after several
-           failures, none at all.
+        1. A condition begins if it was reported in this round and has no Event yet.
+        2. A condition may be over if it was not reported for five minutes, and its node answered in
+           this round or left the cluster. `_ended` asks the nodes about such conditions.
+        3. Write the Events, at most 200 of each kind. A condition whose Event could not be written
+           waits for ten minutes. After several refusals in a namespace, no more Events are written
+           in that namespace in this round; after several failures of the API server, no more Events
+           at all. Failures are logged, not raised.
         """
         conditions = sorted(self._conditions.values(), key=lambda condition: condition.due_seconds)
         due_conditions = [condition for condition in conditions if condition.due_seconds <= now]
@@ -290,7 +321,7 @@ class HealthEvents(Extra):
             for condition in due_conditions
             if condition.subjects is None and condition.seen_seconds == now
         ]
-        # A condition may end only if its node answered without naming it, or left the cluster.
+        # Consider only conditions whose node answered in this round, or left the cluster.
         answered_conditions = [
             condition
             for condition in due_conditions
@@ -311,14 +342,14 @@ class HealthEvents(Extra):
         )
         problems, refusals = 0, Counter[str]()
         for condition, event in work:
-            # The next attempt, if this one fails.
+            # Set the time of the next attempt to write the Event, in case this one fails.
             condition.due_seconds = now + _AGAIN_SECONDS
             namespace = ""
             try:
                 subjects = self._subjects(condition, users)
                 namespace = subjects[0].namespace if subjects else ""
                 if refusals[namespace] >= _MOST_FAILURES:
-                    # Tried again in the next round, after the conditions that were not tried yet.
+                    # Try this condition in the next round, after those that were not tried yet.
                     condition.due_seconds = now
                     continue
                 self._write(condition, event, subjects)
@@ -338,22 +369,24 @@ class HealthEvents(Extra):
             self._is_refused = False
 
     async def _found_conflicts(self) -> Mapping[str, str]:
-        """Return the error texts of nodes whose volume groups other nodes have, by node name."""
+        """Return the error text of each node whose volume groups other nodes may have, by name."""
         conflicts = {node.name: self._nodes.conflict(node, is_lasting=True) for node in self._nodes}
         return {name: problem for name, problem in conflicts.items() if problem}
 
     def _warn(self, conflicts: Mapping[str, str]) -> None:
-        """Write a warning Event, once, on each Node whose volume groups other nodes have, too.
+        """Write a warning Event on each Node whose volume groups other nodes have, too.
 
-        Raises ClusterRefused. An Event that could not be written is tried again in the next round.
+        `conflicts` has the Events' texts by the Nodes' names. A text that has not changed is not
+        written again. Raises ClusterRefused for the first Event that could not be written; the next
+        round tries that Event again.
         """
         for name in self._conflicts.keys() - conflicts.keys():
             del self._conflicts[name]
         for name, problem in list(conflicts.items())[:_MOST_SAID]:
             if self._conflicts.get(name) == problem:
                 continue
-            # The subject has the Node's name as its UID, as in kubelet's Events: kubectl shows the
-            # Events of a Node by that UID.
+            # Write the Node's name as the UID of the Event's object, as kubelet does: kubectl finds
+            # the Events of a Node by that UID.
             subject = Subject("Node", "", name, name)
             event = Event(WARNING, CONTESTED, problem[:_MESSAGE_CHARACTERS], CONTESTED)
             self._events.ensure(subject, event, is_new=True)
@@ -362,10 +395,14 @@ class HealthEvents(Extra):
     async def _ended(
         self, ending_conditions: Sequence[_Condition]
     ) -> list[tuple[_Condition, Event]]:
-        """Return the Events of conditions that are over according to their nodes.
+        """Ask the nodes about health conditions that may be over; return those that are over.
 
-        Conditions that are over, and have no Event yet, are forgotten. Each node has at most ten
-        seconds for all its conditions in a round, as the Events of all other nodes wait for this.
+        Each is returned with its Event.
+
+        Conditions that are over without an Event that they began are forgotten, and so are
+        conditions whose volume does not exist any more. Conditions that last are looked at again
+        after ten minutes. A node is asked for at most ten seconds about its conditions in a round,
+        because the Events of all other nodes wait for that.
         """
         limit, ended_events = asyncio.Semaphore(_AT_ONCE), list[tuple[_Condition, Event]]()
         loop, spent_seconds = asyncio.get_running_loop(), defaultdict[str, float](float)
@@ -373,8 +410,8 @@ class HealthEvents(Extra):
         async def judge(condition: _Condition) -> None:
             async with limit:
                 if spent_seconds[condition.node] >= _PATIENCE_SECONDS:
-                    # The node's time limit for this round is used up; its other conditions are
-                    # judged in the next round.
+                    # Leave the node's other conditions to the next round: the node's time limit for
+                    # this round is used up.
                     return
                 start_seconds = loop.time()
                 fate, other_reasons = await self._outcome(condition)
@@ -390,10 +427,15 @@ class HealthEvents(Extra):
         return ended_events
 
     async def _outcome(self, condition: _Condition) -> tuple[_Fate, Sequence[str]]:
-        """Return what became of a condition that the node's list lacks, and the volume's reasons.
+        """Ask a volume's node what became of a health condition that the node no longer lists.
 
-        A list also lacks the condition if the node was restarted and has not scanned the volume
-        group since.
+        Returns what became of the condition, and the reasons of the volume's present conditions.
+        The condition counts as lasting if the node does not answer. The volume counts as gone if
+        the node says so, or if the volume has no node and the node that reported it left the
+        cluster.
+
+        A node no longer lists a condition also if the node was restarted and has not scanned the
+        volume group since.
         """
         request = csi.ControllerGetVolumeHealthRequest(volume_id=condition.key.volume_id)
         try:
@@ -416,7 +458,10 @@ class HealthEvents(Extra):
         return (_Fate.LASTS if condition.key.reason in reasons else _Fate.OVER), reasons
 
     def _subjects(self, condition: _Condition, users: VolumeUsers) -> Sequence[Subject]:
-        """Return the objects that a condition concerns. Raises ClusterRefused, ClusterSilent."""
+        """Return the claim and the pods on which Events about a condition are written.
+
+        Raises ClusterRefused, ClusterSilent if the API server refuses or does not answer.
+        """
         node = self._nodes.get(condition.node)
         is_watched = node is not None and node.is_watched
         return users.of(
@@ -424,7 +469,12 @@ class HealthEvents(Extra):
         )
 
     def _write(self, condition: _Condition, event: Event, subjects: Sequence[Subject]) -> None:
-        """Write the Event of a condition on each of these objects. Raises ClusterRefused."""
+        """Write an Event about a volume's health condition on the objects in `subjects`.
+
+        If the condition has no Event yet, note that these objects have one now. Otherwise the Event
+        says that the condition is over: it is written only on objects that have the first Event,
+        and the condition is then forgotten. Raises ClusterRefused if an Event cannot be written.
+        """
         if condition.subjects is None:
             for subject in subjects:
                 self._events.ensure(subject, event, is_new=condition.is_new)
@@ -457,9 +507,10 @@ class HealthEvents(Extra):
 
 
 def _round_robin(conditions: Iterable[_Condition]) -> Sequence[_Condition]:
-    """Return the conditions of one round: the first of each node, then the second of each.
+    """Return at most 200 of these health conditions, taken from all nodes in turn.
 
-    At most 200 are returned, so that no node takes up the whole round.
+    The first condition of each node comes first, then the second of each node. So no node with many
+    conditions keeps those of other nodes out of a round.
     """
     by_node: dict[str, list[_Condition]] = {}
     for condition in conditions:
@@ -469,6 +520,6 @@ def _round_robin(conditions: Iterable[_Condition]) -> Sequence[_Condition]:
 
 
 def _status(value: int) -> str:
-    """Return CSI's name of a volume health error type; its number if a newer CSI defined it."""
+    """Return CSI's name of a VolumeHealthErrorType; the number if this version knows no name."""
     value_descriptor = csi.VolumeHealthErrorType.DESCRIPTOR.values_by_number.get(value)
     return str(value) if value_descriptor is None else value_descriptor.name

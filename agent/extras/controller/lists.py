@@ -1,16 +1,17 @@
 """One list of what all nodes have, made of the nodes' own lists, page by page.
 
-The nodes come in the order of their names. A page's token is `NODE:COUNT:TOKEN`: the node to go on
-with, the number of entries for which that node was asked before, and the node's own token.
+The nodes come in the order of their names. The token of a page is `NODE:COUNT:TOKEN`: the node with
+which the next page begins, the number of entries for which that node was asked before, and that
+node's own token.
 
-A list is complete or refused. If a node does not answer, or answers what cannot be true, the call
-fails with the node's name. So no node can hide or replace what others list. What the other nodes
-have is still found by its id.
+A list is complete or refused. If a node does not answer, or gives an answer that cannot be true,
+the call fails with the node's name. So no node can hide or replace the entries of other nodes.
+Volumes of the other nodes can still be found by their ids.
 
-Each list ends. A page has at most as many entries as asked for, a node's token is beyond the one
-before (answer_rules.py), and one node is asked for a limited number of entries in a list, whatever
-it answers. A node that has further pages is asked alone, so no other node lists anything again
-because of them.
+Each list ends: a page has at most as many entries as the request allows, each token of a node comes
+after the node's token before (answer_rules.py), and one node is asked for a limited number of
+entries in a list. A node that has further pages is asked alone, so that no other node must list its
+entries a second time.
 """
 
 import asyncio
@@ -23,30 +24,31 @@ from agent.extras.controller.answer_rules import MOST_PAGE_BYTES
 from agent.extras.controller.nodes import Node, Nodes, Refused, unavailable
 from agent.requests.requests import MOST_ENTRIES
 
-# Largest number of entries that one node is asked for at once. An answer with so many entries fits
-# into a page (answer_rules.py), and a page has no more bytes, however many nodes' answers it has.
+# Maximum number of entries for which one node is asked at once. An answer with so many entries fits
+# into a page (answer_rules.py). A page with the answers of many nodes has the same limit in bytes.
 _OF_A_NODE = 500
-# Largest number of nodes that are asked at the same time.
+# Maximum number of nodes that are asked for a page of a list at the same time.
 _AT_ONCE = 16
-# Largest number of entries that a node is asked for in one list: ten times what the metadata of a
-# volume group have space for.
+# Maximum number of entries for which a node is asked in one list: ten times as many as the metadata
+# of a volume group has space for.
 _MOST_OF_A_NODE = 100_000
 
-# A function that calls a node and returns its answer.
+# Type of a function that sends a request for a list to a node, and returns the node's answer.
 Ask = Callable[[Node, Any], Awaitable[Any]]
 
 
 async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
-    """Fill `answer`, an empty list response, with the page that a request asks for.
+    """Fill `answer`, an empty list response, with the page that a request asks for, and return it.
 
-    `ask` sends a request for a list to one node. Raises Refused for a bad token, and what `ask`
+    `ask` sends a request for a list to one node. Raises Refused for a bad token or a negative
+    number of entries, if a node does not answer, or if a node's list does not end; and what `ask`
     raises.
 
-    1. Ask the node of the token alone, or up to 16 nodes at once without a node's token.
+    1. If a node's own token is known, ask that node alone; otherwise ask up to 16 nodes at once.
     2. Append the nodes' answers in order, while they fit into the page. A node whose answer does
-       not fit is asked again, for fewer entries or on the next page.
-    3. If a node has a further page, go on with that node; else with the next one.
-    4. The page ends if it is full, or if no node is left. A full page has a token.
+       not fit is asked again: for fewer entries, or in the call for the next page.
+    3. If a node has a further page, go on with that node; else with the next node.
+    4. The page ends if it is full, or if no node is left. If nodes are left, the page has a token.
     """
     if request.max_entries < 0:
         raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "max_entries: must not be negative")
@@ -68,13 +70,13 @@ async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
             page_bytes = node_page.ByteSize()
             is_full = size_bytes > 0 and size_bytes + page_bytes > MOST_PAGE_BYTES
             if len(answer.entries) + len(node_page.entries) > most_entries or is_full:
-                # An answer that does not fit is dropped. The node is asked again: for fewer
-                # entries, or on the next page.
+                # Drop an answer that does not fit. The node is asked again: for fewer entries, or
+                # in the call for the next page.
                 break
             answer.entries.extend(node_page.entries)
             size_bytes += page_bytes
-            # The count is of requested entries, not of returned ones: a page may be short, or lack
-            # entries that another node must list.
+            # Count the requested entries, not the returned ones: a node's page may have fewer
+            # entries, as those that another node must list were removed.
             token, count = node_page.next_token, count + first_request.max_entries
             if token and count > _MOST_OF_A_NODE:
                 raise unavailable(
@@ -91,17 +93,18 @@ async def page(nodes: Nodes, request: Any, answer: Any, ask: Ask) -> Any:
 
 
 def _from(nodes: Nodes, token: str) -> tuple[Sequence[Node], int, str]:
-    """Parse a page's token: return the nodes to list, and the position in the first one's list.
+    """Parse the token of a page: return the nodes whose entries are still to be listed.
 
-    The position is the number of entries that the first node was asked for before, and that node's
-    own token. Raises Refused.
+    Also returned is the position in the first node's list: the number of entries for which that
+    node was asked before, and that node's own token. Raises Refused if a node does not answer, or
+    if the token is invalid or names no node of the cluster.
     """
     all_nodes = nodes.require_all()
     if not token:
         return all_nodes, 0, ""
     name, count, node_token = (*token.split(":", 2), "", "")[:3]
     if not (count.isascii() and count.isdigit()) or nodes.get(name) is None:
-        # The caller begins a new list after this code (CSI spec, ListVolumes errors).
+        # Answer ABORTED, after which the caller begins a new list (CSI spec, ListVolumes errors).
         raise Refused(
             grpc.StatusCode.ABORTED,
             f"starting_token: {token!r} names no node of the cluster; list from the start",

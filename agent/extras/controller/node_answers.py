@@ -1,6 +1,6 @@
 """Calls to nodes whose answers are checked: an answer that cannot be true is refused and counted.
 
-The caller gets the bytes that the node sent, with the fields that this version does not know.
+The caller gets the bytes that the node sent, also with fields that this version does not know.
 """
 
 import logging
@@ -17,7 +17,7 @@ from proto import csi_pb2 as csi
 
 _log = logging.getLogger(__name__)
 
-# The rules of each RPC's answer, by the path of the RPC.
+# The rules for the answer to each RPC, by the path of the RPC.
 _ROWS = {
     f"/{service}/{method}": Row.of(service, method)
     for service, rows in RULES.items()
@@ -28,7 +28,8 @@ _ROWS = {
 class Answers:
     """Calls nodes, and checks their answers by the rules of answer_rules.py.
 
-    A refused answer becomes the error INTERNAL, with the node's name and the field.
+    A refused answer becomes the error INTERNAL, with the node's name and the field. If the refused
+    value is an id in a volume group that several nodes may have, the error is UNAVAILABLE.
     """
 
     def __init__(self, nodes: Nodes) -> None:
@@ -45,11 +46,15 @@ class Answers:
         owned: Sequence[str] = (),
         in_part: bool = False,
     ) -> tuple[bytes, Any]:
-        """Call a node with the bytes of a request. Return the bytes of its answer, and the answer.
+        """Call a node, check its answer, and return the answer's bytes and the parsed answer.
 
-        `owned` are those ids in the request because of which this node is called. With `in_part`,
-        entries that another node must list may be missing from the answer. Otherwise, Refused is
-        raised if an entry was left out that no other node lists. Raises AioRpcError, Refused.
+        `data` are the bytes of `request`. `owned` are those ids in the request because of which
+        this node is called. Entries of other nodes' volumes are removed from a parsed list of
+        volume health. With `in_part` that is all; otherwise Refused is raised unless another node
+        has the volume group of such an entry as its own.
+
+        Raises AioRpcError if the call fails, Refused if the answer is refused, or if the node has
+        no known address or left the cluster.
         """
         call = self.asked(node, request, owned)
         try:
@@ -62,10 +67,10 @@ class Answers:
         return answer, parsed
 
     def asked(self, node: Node, request: Message, owned: Sequence[str] = ()) -> Asked:
-        """Return the request, with what a node's answers to it are checked by.
+        """Return a request with the facts by which a node's answers to the request are checked.
 
-        Call this before the request is sent: a volume group that the node has then counts as the
-        node's own, even if it is moved to another node before the answer.
+        Call this method before the request is sent: a volume group that the node has at that time
+        then counts as the node's own, even if the group is moved to another node before the answer.
         """
         return Asked(
             request,
@@ -75,26 +80,29 @@ class Answers:
                 identity.rpartition("/")[0] for identity in owned if identity
             ),
             lambda identity: self._nodes.is_elsewhere(node, identity),
-            # The ids because of which this node is called are left out: a newer reading decided
-            # about them.
+            # Return False for the ids because of which this node is called: a newer read of their
+            # PersistentVolumes chose the node.
             lambda identity: str(identity) not in owned and self._nodes.is_anothers(node, identity),
         )
 
     async def read(self, node: Node, path: str, call: Asked, data: bytes) -> Any:
-        """Check an answer, or a message of a stream, and return it parsed. Raises Refused.
+        """Check an answer, or a message of a stream, and return it parsed.
 
-        1. Apply the rules.
-        2. If a rule refuses the answer, ask the node for its volume groups, and apply the rules
-           again if the node has more groups than before.
-        3. If the refused value is an id whose volume group other nodes may have, too, raise
-           UNAVAILABLE with that conflict.
-        4. Otherwise refuse the answer with INTERNAL.
+        Raises Refused if the answer is refused.
+
+        1. Apply the rules. If they accept the answer, return it.
+        2. Otherwise ask the node for its volume groups. If more groups are its own than before,
+           apply the rules again.
+        3. If the refused value is an id in a volume group that the node may have, and other nodes
+           may have that group, too, raise the error UNAVAILABLE with that conflict.
+        4. Otherwise count the refused answer, and raise the error INTERNAL.
         """
         try:
             return _judged(path, call, data)
         except Untrue as error:
-            # Ask the node for its volume groups: it may have one that it did not have when it was
-            # last asked. If the node does not report one now, the known groups count.
+            # Ask the node for its volume groups: it may have a group that it did not have when it
+            # was last asked. If the node does not answer now, the groups that it named before
+            # count.
             await self._nodes.ask_anew(node)
             places, problem = call.places | self._nodes.places(node), error
         if places != call.places:
@@ -121,7 +129,7 @@ def _judged(path: str, call: Asked, data: bytes) -> Any:
 
 
 def _refused(node: Node, path: str, error: Untrue) -> Refused:
-    """Count a refused answer of a node, and return the error INTERNAL."""
+    """Count a refused answer of a node, and return the error INTERNAL for the caller."""
     node.refused_answers += 1
     return Refused(
         grpc.StatusCode.INTERNAL,

@@ -5,19 +5,21 @@ Nothing is kept on disk: a controller that starts asks each node again for its v
 
 - A *member* is a node that belongs to the cluster (membership.py), whether it answers or not.
 - A node *claims* the volume groups that it named in its last answer to GetPluginInfo, for as long
-  as the node is a member. While a node has not scanned all its disks, it also claims the groups
-  that it named in earlier answers.
-- PersistentVolumes *name* nodes for a group, by their node affinity (membership.py).
-- A claim is *settled* if only that node claims the group, PersistentVolumes name no other node for
-  it, and each other member has reported its groups to this controller.
+  as the node is a member. While a node may have further groups on its disks, it also claims the
+  groups that it named in earlier answers.
+- PersistentVolumes *name* nodes for a volume group, by their node affinity (membership.py).
+- A node's claim to a volume group becomes *settled* once no other node claims the group, the
+  PersistentVolumes name no other node for the group, and each other member has reported its groups
+  to this controller. Members that join later do not unsettle the claim.
+- A *conflict* is a volume group that several nodes claim or are named for.
 
-If a claim is settled, everything in the group belongs to that node. Otherwise, for each call about
-an existing volume or snapshot, the PersistentVolume of that volume is read and decides which node
-is called. So the order of events does not matter.
+If a claim is settled, everything in the volume group belongs to that node. Otherwise, for each call
+about an existing volume or snapshot, the PersistentVolume of that volume is read and decides which
+node is called. So the order of events does not matter.
 
-No new volume is made on nodes that share a group with another node. While a member has reported no
-groups, new volumes wait two minutes for its report, and no longer: one broken node does not keep
-new volumes off the other nodes.
+No new volume is made on a node that shares a volume group with another node. While a new member has
+reported no groups, new volumes wait two minutes for its report, and no longer: one broken node does
+not prevent new volumes on the other nodes.
 """
 
 import asyncio
@@ -45,43 +47,44 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _INFO = "/csi.v1.Identity/GetPluginInfo"
-# Seconds between two GetPluginInfo calls to a node that answers and has scanned all its disks; and
-# to any other node.
+# Seconds between two GetPluginInfo calls to a node that answers and has named all its volume
+# groups; and to any other node.
 _INTERVAL_SECONDS, _SILENT_INTERVAL_SECONDS = 60.0, 5.0
 # Time limit, in seconds, of a GetPluginInfo call, which asks a node for its volume groups.
 _PATIENCE_SECONDS = 3.0
-# Age, in seconds, up to which a node's answer to GetPluginInfo is used to find a volume group
-# without another call.
+# Seconds since the last GetPluginInfo call to a node for which the node is not asked again, if a
+# volume group is searched for on all nodes.
 _FRESH_SECONDS = 10.0
-# Largest number of nodes that are asked at the same time.
+# Maximum number of GetPluginInfo calls at the same time.
 _AT_ONCE = 64
-# Largest number of names in an error message.
+# Maximum number of names, and of volume groups, in an error message.
 _MOST_NAMED = 5
-# Time limit, in seconds, of one look-up of an id at the API server. The limit is longer than that
-# of a call, as PersistentVolumes that are read for one call serve the call that repeats it.
+# Time limit, in seconds, of one look-up of an id at the API server. The limit is longer than the
+# time limit of a CSI call: when the call is repeated, it uses the PersistentVolumes that were read
+# for the first call.
 _QUESTION_SECONDS = 120.0
-# Limits, in characters: of an impossible value that is shown; of a node's version and errors; of a
-# node's topology, and of its volume groups, as JSON.
+# Maximum numbers of characters: of an impossible value in an error; of a node's version and errors;
+# of a node's topology, and of its volume groups, as JSON.
 _MOST_SHOWN, _MOST_TEXT, _MOST_MANIFEST = 100, 1000, 1 << 16
-# Largest size, in bytes, of a node's answer to GetPluginInfo. A larger answer is not even parsed.
+# Maximum size, in bytes, of a node's answer to GetPluginInfo. A larger answer is not even parsed.
 _MOST_BYTES = 4 * _MOST_MANIFEST
-# Largest number of volume groups of a node.
+# Maximum number of volume groups of a node.
 _MOST_GROUPS = 200
-# Time, in seconds, for which new volumes wait for a new member of the cluster to report its volume
-# groups.
+# Time, in seconds, for which a member of the cluster counts as new. New volumes wait for so long
+# for the member to report its volume groups.
 _COMING_SECONDS = 120.0
 _NOT_ASKED = "it has not been asked yet"
 # Time limit, in seconds, of the calls in flight on a connection that is replaced. The limit is long
 # because a stream may last for hours.
 _GRACE_SECONDS = 24 * 3600.0
-# A function that makes a channel to a node, by the node's name and address.
+# Type of a function that makes a channel to a node, by the node's name and address.
 Connect = Callable[[str, str], grpc.aio.Channel]
 
 
 def read(path: Path) -> Mapping[str, str]:
     """Return the addresses of the nodes, by their names, from the table `nodes` of a TOML file.
 
-    Raises BadConfig.
+    Raises BadConfig if the file cannot be read, or if a name or an address is invalid.
     """
     try:
         table = tomllib.loads(path.read_text()).get("nodes", {})
@@ -97,7 +100,7 @@ def read(path: Path) -> Mapping[str, str]:
 
 
 class Refused(Exception):
-    """An error with which the controller itself answers a call: a gRPC code and a sentence."""
+    """Error with which the controller itself answers a call: a gRPC code and a text."""
 
     def __init__(self, code: grpc.StatusCode, problem: str) -> None:
         super().__init__(problem)
@@ -105,16 +108,16 @@ class Refused(Exception):
 
 
 class NoOwner(Refused):
-    """The error UNAVAILABLE: no node that answers has the volume group of an id."""
+    """Error UNAVAILABLE: no node that answers has the volume group of an id, or its node left."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(grpc.StatusCode.UNAVAILABLE, problem)
 
 
 class Gone(Refused):
-    """The error NOT_FOUND: an id names nothing.
+    """Error NOT_FOUND: an id names nothing.
 
-    No volume can have such an id, or its node was deleted.
+    The text is not a valid id, or the node of the id was deleted from the cluster.
     """
 
     def __init__(self, problem: str) -> None:
@@ -122,11 +125,11 @@ class Gone(Refused):
 
 
 class Forgotten(Gone):
-    """The error NOT_FOUND: what an id names was on a node that was deleted from the cluster."""
+    """Error NOT_FOUND: the volume of an id was on a node that was deleted from the cluster."""
 
 
 def unavailable(problem: str) -> Refused:
-    """Return the error UNAVAILABLE, after which the caller retries."""
+    """Return the error UNAVAILABLE with this text, after which the caller retries."""
     return Refused(grpc.StatusCode.UNAVAILABLE, problem)
 
 
@@ -135,8 +138,8 @@ class Node:
     """A node of the cluster: its connection, and its last answer to GetPluginInfo."""
 
     name: str
-    # The node's address, `host:port`; empty until the node has enrolled. While the address is
-    # empty, `channel` is None.
+    # The node's address, `host:port`, and the channel to it. Until the node has enrolled, the
+    # address is empty and the channel None.
     address: str
     channel: grpc.aio.Channel | None = None
     # The UID of the node's Node object; empty without an API server.
@@ -145,27 +148,31 @@ class Node:
     segments: Mapping[str, str] = field(default_factory=dict)
     # The names of the node's volume groups, by the start of their UUIDs as in volume ids.
     groups: Mapping[str, str] = field(default_factory=dict)
-    # Whether the node had scanned all its disks when it last answered. None for an older version of
-    # Carver, which does not report that.
+    # Whether the node named all its volume groups in its last answer. False if the node has not
+    # scanned its disks, or if a disk may have a group that the node does not know. None for an
+    # older version of Carver, which does not report that.
     is_whole: bool | None = None
-    # Whether kubelet on the node asks for the health of its volumes, and shows it in the status of
-    # the pods that use them.
+    # Whether kubelet on the node asks for the health of volumes, and shows it in the status of the
+    # pods that use them.
     is_watched: bool = False
     # Whether the node has reported its volume groups to this controller after a scan of its disks.
     # True also for an older version of Carver, which does not say whether it has scanned them.
     has_reported: bool = False
-    # The times at which the node began to claim each of its volume groups, on the clock of the
-    # Record; and the volume groups that the node has a settled claim to. Both by the start of the
-    # group's UUID.
+    # When the node began to claim each of its volume groups, on the clock of the Record, by the
+    # start of the group's UUID.
     claimed: dict[str, float] = field(default_factory=dict)
+    # The volume groups that certainly belong to the node: those to which it has a settled claim
+    # (see the module). Each is the start of the group's UUID.
     settled: set[str] = field(default_factory=set)
-    # When the node last answered, and was last asked, for its volume groups (monotonic, seconds); 0
-    # for never.
+    # When the node last answered a GetPluginInfo call, and when such a call was last sent
+    # (monotonic, seconds); 0 for never.
     answered_seconds: float = 0.0
     asked_seconds: float = 0.0
-    # Why the node did not answer the last GetPluginInfo call; empty if it answered.
+    # Why the last GetPluginInfo call failed, or why its answer was refused; empty if neither.
+    # Before the first call to the node's address, the text says that the node was not asked yet.
     problem: str = _NOT_ASKED
-    # Number of the node's answers that were refused because they cannot be true.
+    # Number of the node's answers that were refused because they cannot be true. Answers to
+    # GetPluginInfo are not counted.
     refused_answers: int = 0
     # When the controller learned of the node (monotonic, seconds).
     joined_seconds: float = field(default_factory=lambda: time.monotonic())
@@ -174,7 +181,7 @@ class Node:
 
     @property
     def connected(self) -> grpc.aio.Channel:
-        """The channel to the node. Raises Refused if the node's address is not known."""
+        """The channel to the node. Raises Refused if the node has not enrolled here."""
         if self.channel is None:
             raise unavailable(
                 f"node {self.name} has not enrolled at this controller: see Carver's log there"
@@ -182,10 +189,9 @@ class Node:
         return self.channel
 
     async def close(self, grace_seconds: float | None = None) -> None:
-        """Cancel the GetPluginInfo call in flight, and close the connection.
+        """Close the connection to the node, and cancel the calls in flight.
 
-        With `grace_seconds`, calls in flight may go on for that time, and so may the GetPluginInfo
-        call.
+        With `grace_seconds`, the calls in flight may go on for that time.
         """
         if self.asking is not None and grace_seconds is None:
             self.asking.cancel()
@@ -199,40 +205,41 @@ class Node:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for the next GetPluginInfo call to the node."""
+        """Whether the next GetPluginInfo call to the node is due."""
         interval = _SILENT_INTERVAL_SECONDS if self.may_have_more else _INTERVAL_SECONDS
         return not self.asked_seconds or time.monotonic() - self.asked_seconds >= interval
 
     @property
     def may_have_more(self) -> bool:
-        """Whether the node may have more volume groups than it named.
+        """Whether the node may have volume groups that it did not name.
 
-        True if the node does not answer, or has not scanned all its disks.
+        True if the node does not answer, or reports that it does not know all its volume groups.
         """
         return bool(self.problem) or self.is_whole is False
 
     @property
     def has_all_named(self) -> bool:
-        """Whether the node answers, and has scanned all its disks.
+        """Whether the node answers, and reports that it named all its volume groups.
 
-        Such a node has no volume group but those that it named.
+        False for an older version of Carver, which does not report that.
         """
         return not self.problem and self.is_whole is True
 
     @property
     def silent_seconds(self) -> float:
-        """Time, in seconds, for which the node has not answered; 0 if it answers.
+        """Time, in seconds, since the node's last answer to GetPluginInfo; 0 if the node answers.
 
-        The time counts from the last answer, or from when the controller learned of the node.
+        If the node has never answered, the time counts from when this controller learned of the
+        node.
         """
         if not self.problem:
             return 0.0
         return time.monotonic() - max(self.answered_seconds, self.joined_seconds)
 
     def require_answering(self) -> None:
-        """Raise Refused if the node did not answer the last GetPluginInfo call.
+        """Raise Refused if the node's last GetPluginInfo call had no answer that was accepted.
 
-        Another call to such a node would only time out.
+        Another call to such a node would usually time out.
         """
         if self.problem and self.connected:
             raise unavailable(
@@ -241,15 +248,17 @@ class Node:
             )
 
 
-# Texts in gRPC's error for a message from a node that is too large. The code of that error is
-# RESOURCE_EXHAUSTED, at which the external-provisioner would make the volume on another node.
+# Texts in the error that gRPC makes of a message from a node that is too large. The code of that
+# error is RESOURCE_EXHAUSTED, after which the external-provisioner would make the volume on another
+# node.
 _DROPPED = ("larger than max", "metadata size exceeds")
 
 
 def require_node_error(node: Node, error: grpc.aio.AioRpcError) -> None:
-    """Raise Refused if a call failed in gRPC because the node's answer or error is too large.
+    """Raise Refused if a call failed because gRPC does not accept so large an answer or error.
 
-    The call may have been carried out, so RESOURCE_EXHAUSTED must not be passed on as the node's.
+    The node may have carried out the call, so gRPC's code RESOURCE_EXHAUSTED must not be passed on
+    as the node's. Nothing is raised for an error of the node itself.
     """
     details = error.details() or ""
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and any(
@@ -262,10 +271,10 @@ def require_node_error(node: Node, error: grpc.aio.AioRpcError) -> None:
 
 
 def problem_of(error: BaseException) -> str:
-    """Return what is wrong with a node, as text, by the error of a call to the node.
+    """Return as text what is wrong with a node, by the error of a call to the node.
 
-    Whatever one of several nodes does fails its own call only. An error that cancels the caller's
-    own task is raised again.
+    CancelledError is raised again if the caller's own task is being cancelled. Any other error is
+    returned as text, so that an error of one node does not end calls to other nodes.
     """
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
@@ -283,7 +292,9 @@ def problem_of(error: BaseException) -> str:
 async def unary(node: Node, path: str, request: bytes, timeout: float | None) -> bytes:
     """Call a node with the bytes of a request, and return the bytes of its answer.
 
-    Raises AioRpcError, Refused, and Untrue if the call succeeded without an answer.
+    `timeout` is in seconds. Raises AioRpcError if the call fails; Refused if the node has no known
+    address, left the cluster, or sent a message that is too large; Untrue if the call succeeded
+    without an answer.
     """
     call: grpc.aio.UnaryUnaryMultiCallable[bytes, Any] = node.connected.unary_unary(path)
     try:
@@ -294,7 +305,7 @@ async def unary(node: Node, path: str, request: bytes, timeout: float | None) ->
     except grpc.aio.UsageError:  # raised if the channel is closed
         raise unavailable(f"node {node.name} left the cluster") from None
     if not isinstance(answer, bytes):
-        # grpcio returns None for trailers with the status OK and no message before them.
+        # grpcio returns None if the node sent the status OK without a message.
         raise Untrue("the answer", answer, "it has no message")
     return answer
 
@@ -308,16 +319,16 @@ class Nodes:
         self._nodes: dict[str, Node] = {}
         # The names of the nodes that claim a volume group, by the start of the group's UUID.
         self._claims: dict[str, set[str]] = {}
-        # The nodes that ceased to claim a volume group, each with the time at which it did so on
-        # the clock of the Record, by the start of the group's UUID. PersistentVolumes that were
-        # made since the last read may name these nodes.
+        # The nodes that ceased to claim a volume group, with the time at which each did so on the
+        # clock of the Record, by the start of the group's UUID. PersistentVolumes that were made
+        # since the last read may name these nodes.
         self._former_claimants: dict[str, dict[str, float]] = {}
-        # A cache: the set of all members of the cluster, and the sorted names of those that have
-        # reported no volume groups. Each check of a claim needs these names. None if a node may
-        # have reported since.
+        # A cache of the sorted names of the members that have reported no volume groups, with the
+        # set of all members from which the names follow. Each check of a claim needs these names.
+        # None if a node may have reported since.
         self._unreported_members: tuple[frozenset[str], Sequence[str]] | None = None
-        # The last error that was logged about a volume group of several nodes, by the start of its
-        # UUID.
+        # The last error that was logged about a volume group that several nodes may have, by the
+        # start of the group's UUID.
         self._logged: dict[str, str] = {}
         self._limit = asyncio.Semaphore(_AT_ONCE)
         self._questions = Questions("owners", _QUESTION_SECONDS)
@@ -326,7 +337,7 @@ class Nodes:
     def __iter__(self) -> Iterator[Node]:
         """The nodes in the order of their names.
 
-        A scrape of metrics calls this from its own thread.
+        A scrape of metrics calls this method from its own thread.
         """
         return iter([node for _, node in sorted(self._nodes.items())])
 
@@ -338,19 +349,19 @@ class Nodes:
         return self._nodes.get(name)
 
     def set(self, serving: Mapping[str, Serving]) -> None:
-        """Make the nodes in `serving` the nodes of the cluster.
+        """Make the nodes in `serving`, by name, the nodes of the cluster.
 
-        A node that moved to another address keeps its volume groups until it reports that it has
-        them no more. A node whose Node object was deleted and made anew is another machine: it
-        starts without groups.
+        Other nodes are dropped, with their claims to volume groups. A node that moved to another
+        address keeps its groups until it reports that it does not have them any more. A node whose
+        Node object was deleted and made anew is another machine: it starts without groups.
         """
         for name, node in list(self._nodes.items()):
             if name not in serving or serving[name].uid != node.uid:
                 self._drop(node)
             elif serving[name].address != node.address:
                 node.address = serving[name].address
-                # Logged here, not at enrolment: a node may enrol at thousands of addresses, of
-                # which only the last one is taken over.
+                # Log the address here, not at enrolment: a node may enrol with thousands of
+                # addresses, of which only the last one is taken over.
                 _log.info("node %s serves at %s", name, node.address or "no known address")
                 node.problem, node.asked_seconds = _NOT_ASKED, 0.0
                 self._replace_channel(node)
@@ -364,7 +375,7 @@ class Nodes:
     def reconnect(self) -> None:
         """Replace the connections to all nodes, as after a change of certificates.
 
-        Calls in flight end on their old connections.
+        Calls in flight go on over their old connections, for at most _GRACE_SECONDS.
         """
         for node in self:
             self._replace_channel(node)
@@ -378,38 +389,42 @@ class Nodes:
         return self._connect(name, address) if address else None
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the background.
+        """Run a coroutine in the background, as a task.
 
-        A reference to its task is kept until the task ends, against garbage collection.
+        A reference to the task is kept until the task ends, so that it is not garbage-collected.
         """
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Close all connections, and send no more requests to the API server."""
+        """Close all connections, and cancel the look-ups at the API server that have not begun."""
         self._questions.stop()
         for node in self:
             await node.close()
 
     def ask_due(self) -> None:
-        """Call GetPluginInfo of each node whose time has come, without waiting for the answers."""
+        """Send GetPluginInfo to each node that is due for it, without waiting for the answers."""
         for node in self:
             if node.address and node.is_due:
                 self.ask(node)
 
     def ask(self, node: Node) -> "asyncio.Future[None]":
-        """Ask a node for its volume groups (GetPluginInfo).
+        """Ask a node for its volume groups (GetPluginInfo); return a future of the call's end.
 
-        One such call per node is in flight at a time, and all callers wait for its answer. A caller
-        that is cancelled stops waiting, and the call goes on for the other callers.
+        One such call per node is in flight at a time, and all callers wait for the same one. If a
+        caller is cancelled, the call goes on for the other callers. Errors of the call are kept in
+        `Node.problem`, and not raised.
         """
         if node.asking is None or node.asking.done():
             node.asking = asyncio.get_running_loop().create_task(self._ask(node))
         return asyncio.shield(node.asking)
 
     async def ask_anew(self, node: Node) -> None:
-        """Ask a node for its volume groups, by a GetPluginInfo call that begins after this call."""
+        """Ask a node for its volume groups by a new GetPluginInfo call, and wait for its end.
+
+        A GetPluginInfo call that is in flight already is waited for first, and does not count.
+        """
         if node.is_being_asked:
             await self.ask(node)
         await self.ask(node)
@@ -417,15 +432,17 @@ class Nodes:
     async def owner(self, identity: str, field_name: str) -> Node:
         """Return the node of the volume or snapshot that an id names.
 
-        `field_name` is the request's field with the id, for errors.
+        `field_name` is the request's field with the id, for errors. If no node has a settled claim
+        to the id's volume group, nodes and the API server may be asked first.
 
-        Raises Refused for an empty id, if no node has the volume group, or if its node does not
-        answer; Gone for a text that is no id; Forgotten if the node was deleted.
+        Raises Refused for an empty id, if the id's node is not certain, or if it does not answer;
+        NoOwner if no node has the volume group; Gone for a text that is no id; Forgotten if the
+        id's node was deleted.
         """
         volume_id = VolumeId.parse(identity)
         if volume_id is None:
-            # The call is refused here and not passed on to any node, because the request may
-            # contain another node's secrets.
+            # Refuse the call here, and pass it on to no node: the request may contain secrets of
+            # another node's volume.
             raise _not_an_id(identity, field_name)
         node = self._agreed(volume_id.group_uuid)
         if node is None:
@@ -440,7 +457,10 @@ class Nodes:
         return node
 
     def _agreed(self, uuid: str) -> Node | None:
-        """The node that everything in a volume group belongs to; None if no node is certain."""
+        """The node to which a volume group certainly belongs, by a settled claim; None without one.
+
+        `uuid` is the start of the group's UUID, as in volume ids.
+        """
         claimants = self._claims.get(uuid, ())
         node = self._nodes[next(iter(claimants))] if len(claimants) == 1 else None
         return node if node is not None and self._is_settled(node, uuid) else None
@@ -449,8 +469,10 @@ class Nodes:
         """Return whether a node's claim to a volume group is settled: the whole group is its own.
 
         No other node may claim the group, and PersistentVolumes may name no other node, not even a
-        deleted one. A settled claim stays settled for as long as these two conditions hold, also if
-        members join that have reported no groups.
+        deleted one. A claim becomes settled once all other members have reported their groups, and
+        PersistentVolumes were read since the claim began or name the node. It then stays settled
+        for as long as the first two conditions hold, also if members join that have reported no
+        groups.
         """
         if self._holders(uuid) != {node.name} or self._record.names_deleted(uuid):
             return False
@@ -459,10 +481,11 @@ class Nodes:
         return uuid in node.settled
 
     def _unsettled(self, node: Node, uuid: str, unreported: Sequence[str]) -> str:
-        """Return why the only claim to a volume group does not count yet; empty if it counts.
+        """Return why it is not certain yet that a volume group is the node's; empty if it is.
 
-        `unreported` are the members that have reported no groups, and may have this one. If
-        PersistentVolumes must be read first, the Record is asked to read them.
+        The node claims the group, and no other node does. `unreported` are the members that have
+        reported no groups, and may have this group. If PersistentVolumes must be read before the
+        claim counts, an early read is requested.
         """
         is_named = node.name in self._record.nodes_of(uuid)
         if not is_named and not self._record.is_newer(node.claimed.get(uuid, 0.0)):
@@ -476,7 +499,7 @@ class Nodes:
         return ""
 
     def _unreported(self, node: Node) -> Sequence[str]:
-        """The other members of the cluster that have reported no volume groups to this controller.
+        """The members other than `node` that have reported no volume groups to this controller.
 
         Each such member may have any volume group.
         """
@@ -487,19 +510,20 @@ class Nodes:
         return [name for name in self._unreported_members[1] if name != node.name]
 
     def _new_unreported_members(self, node: Node) -> Sequence[str]:
-        """The other members that joined less than two minutes ago and reported no volume groups.
+        """The members other than `node` that joined lately, and have reported no volume groups.
 
-        Members that PersistentVolumes name for some group are left out: at a controller's start
-        they would otherwise delay volumes on nodes whose groups are new.
+        A member joined lately if this controller learned of it less than two minutes ago. Members
+        that any PersistentVolume names are left out: at a controller's start they would otherwise
+        delay volumes on nodes whose groups are new.
         """
         unreported = (name for name in self._unreported(node) if name not in self._record.named)
         return [name for name in unreported if self.is_new(name)]
 
     def _should_ask_again(self, uuid: str) -> bool:
-        """Return whether to ask all nodes for a volume group again before a call is refused.
+        """Return whether to ask all nodes for their groups before a volume group's node is chosen.
 
-        True if no node claims the group and PersistentVolumes name none for it; or if a node that
-        PersistentVolumes name answers, and does not claim the group.
+        True if no node claims the volume group and PersistentVolumes name no node for it. True also
+        if a node that PersistentVolumes name for the group answers, and does not claim the group.
         """
         named_nodes, claimants = self._named(uuid), self._claims.get(uuid, set())
         if not named_nodes:
@@ -509,25 +533,28 @@ class Nodes:
     async def _owner(self, volume_id: VolumeId, field_name: str) -> Node:
         """Return the node of the volume or snapshot that an id names.
 
-        Raises Refused where the node is not certain.
+        Raises Refused if the node is not certain. If no claim is settled, another read of
+        PersistentVolumes is requested.
 
         1. If a node's claim to the volume group is settled, return that node.
         2. Read the PersistentVolume of the volume; for a snapshot, the PersistentVolume of its
-           volume. The node that this PersistentVolume names is the id's node.
+           source volume. The node that this PersistentVolume names is the id's node.
         3. If there is no such PersistentVolume, no node claims the group, and the group's other
-           PersistentVolumes name one node, that is the id's node.
-        4. If there is no such PersistentVolume, and no PersistentVolume of the group names a
-           deleted node, return the only node that can have the group.
-        5. If the id's node was deleted, raise NoOwner.
+           PersistentVolumes name one node, that node is the id's.
+        4. If the id's node is still not known, and no PersistentVolume of the group names a deleted
+           node, return the only node that can have the group (`_only_holder`).
+        5. If the id's node was deleted, or is still not known, raise NoOwner. If it is not in the
+           list of nodes yet, raise Refused.
         6. If the id's node claims the group, or does not answer, return that node.
-        7. Otherwise the id's node reports that it does not have the group. Raise NoOwner; or
-           Refused if the group may be on a disk that the node has not scanned, or on another node.
+        7. Otherwise the id's node reports that it does not have the group. Raise Refused if the
+           group may be on a disk that the node has not scanned, or if another node claims it; else
+           NoOwner.
         """
         uuid = volume_id.group_uuid
         if (settled_owner := self._agreed(uuid)) is not None:
             return settled_owner
         owner_name = await self._asked(self._record.node_of, volume_id)
-        # Read again: nodes may have joined or left during the look-up.
+        # Compute the nodes after the look-up: nodes may have joined or left while it ran.
         named_nodes, claimants = self._named(uuid), self._claims.get(uuid, set())
         self._record.doubt()
         if owner_name is None and not claimants and len(named_nodes) == 1:
@@ -555,9 +582,9 @@ class Nodes:
     def _only_holder(self, volume_id: VolumeId, field_name: str) -> Node:
         """Return the only node that can have the volume group of an id.
 
-        The method is for ids that no PersistentVolume names.
-
-        Raises Refused where another node may have the group, too.
+        The method is for ids of volumes without a PersistentVolume. Raises NoOwner if no node has
+        the group, Refused if several nodes may have the group, or if the only node's claim does not
+        count yet.
         """
         uuid = volume_id.group_uuid
         named_nodes, claimants = self._named(uuid), self._claims.get(uuid, set())
@@ -574,9 +601,10 @@ class Nodes:
         return node
 
     def _unproved(self, node: Node, uuid: str, unreported: Sequence[str]) -> str:
-        """Return the error text for a volume group whose only claim does not count yet.
+        """Return the error text for a volume group whose only claim, of `node`, does not count yet.
 
-        `unreported` are the members of the cluster that may have the group, too.
+        `uuid` is the start of the group's UUID. `unreported` are the members of the cluster that
+        may have the group, too.
         """
         return (
             f"node {node.name} alone claims volume group {node.groups[uuid]} ({uuid}), and that"
@@ -585,7 +613,7 @@ class Nodes:
         )
 
     def _deleted(self, volume_id: VolumeId, field_name: str) -> str:
-        """Return the error text for an id whose PersistentVolume names a node that was deleted."""
+        """Return the error text for an id whose PersistentVolumes name a node that was deleted."""
         claimants = sorted(self._claims.get(volume_id.group_uuid, ()))
         if not claimants:
             return self._unknown(volume_id, field_name)
@@ -596,11 +624,12 @@ class Nodes:
         )
 
     def _named(self, uuid: str) -> frozenset[str]:
-        """The nodes of the cluster that PersistentVolumes of a volume group name, or may name.
+        """The nodes of the cluster in the node affinity of a volume group's PersistentVolumes.
 
-        Nodes that ceased to claim the group after PersistentVolumes were last read may be named by
-        new ones. A scrape of metrics calls this from its own thread, so nothing may be changed
-        here.
+        PersistentVolumes *name* these nodes. Nodes that they may name are returned, too: a node
+        that ceased to claim the group after PersistentVolumes were last read may be named by
+        PersistentVolumes that were made since. A scrape of metrics calls this method from its own
+        thread, so the method must not change anything.
         """
         named_nodes = self._record.nodes_of(uuid)
         if former := self._former_claimants.get(uuid):
@@ -613,25 +642,25 @@ class Nodes:
     def _holders(self, uuid: str) -> frozenset[str]:
         """The nodes that a volume group may be on.
 
-        These are the nodes that claim the group, and those that PersistentVolumes name, or may
-        name.
+        These are the nodes that claim the group, and the nodes that PersistentVolumes of the group
+        name, or may name (`_named`).
         """
         return self._named(uuid).union(self._claims.get(uuid, ()))
 
     def _lasting_holders(self, uuid: str) -> frozenset[str]:
         """The nodes that a volume group may be on, by the last read of PersistentVolumes.
 
-        These are the nodes that claim the group, and those that PersistentVolumes name. Nodes that
-        PersistentVolumes only may name, as they had the group until lately, are left out.
+        These are the nodes that claim the group, and the nodes that PersistentVolumes of the group
+        name. Nodes that ceased to claim the group since the last read are left out.
         """
         named_nodes = self._record.nodes_of(uuid) & self._nodes.keys()
         return named_nodes.union(self._claims.get(uuid, ()))
 
     def conflict(self, node: Node, *, is_lasting: bool = False) -> str:
-        """Return the error text for those of a node's volume groups that others may have; or empty.
+        """Return the error text for those of a node's volume groups that other nodes may have, too.
 
-        With `is_lasting`, conflicts are left out that may end once PersistentVolumes are read
-        again.
+        Empty if there is no such group. With `is_lasting`, groups are left out if the next read of
+        PersistentVolumes may show that no other node has them.
         """
         holders = self._lasting_holders if is_lasting else self._holders
         disputed_groups = [
@@ -648,9 +677,9 @@ class Nodes:
 
         1. Another node may have one of the node's volume groups. All of the node's groups count,
            since only the node knows which group a StorageClass uses.
-        2. A member that joined a moment ago may still report the node's groups as its own. A member
-           that stays silent is not waited for: if both nodes have the same group, PersistentVolumes
-           name the node that has volumes in it.
+        2. None of the node's groups counts as its own yet, because a member that joined lately may
+           still report them. After two minutes that member is not waited for any longer: if both
+           nodes have the same group, PersistentVolumes name the node that has volumes in it.
         """
         if problem := self.conflict(node):
             return problem
@@ -661,8 +690,8 @@ class Nodes:
     def has_no_capacity(self, node: Node) -> bool:
         """Return whether a node's capacity is 0 because no new volume may be made on it.
 
-        Raises Refused where the reason may be over in a moment: the external-provisioner retries an
-        error at once, but keeps a capacity of 0 for minutes.
+        Raises Refused if the reason may soon be over: the external-provisioner retries an error at
+        once, but keeps a capacity of 0 for minutes.
         """
         problem = self.why_no_new_volumes(node)
         if problem and self._is_transient(node):
@@ -670,17 +699,18 @@ class Nodes:
         return bool(problem)
 
     def _is_transient(self, node: Node) -> bool:
-        """Return whether the reason that forbids new volumes on a node may be over in a moment.
+        """Return whether the reason that forbids new volumes on a node may soon be over.
 
-        True if PersistentVolumes, once they are read again, may end the conflict; or if members
-        that joined a moment ago have not reported their volume groups.
+        True if the next read of PersistentVolumes may end the conflict about the node's volume
+        groups. Without such a conflict, True if members that joined lately have not reported their
+        volume groups.
         """
         if self.conflict(node):
             return not self.conflict(node, is_lasting=True)
         return bool(self._new_unreported_members(node))
 
     def is_new(self, name: str) -> bool:
-        """Return whether a member joined less than two minutes ago.
+        """Return whether this controller learned of a member of the cluster within two minutes.
 
         True also for a member that is not in this list of nodes yet.
         """
@@ -688,7 +718,7 @@ class Nodes:
         return node is None or time.monotonic() - node.joined_seconds < _COMING_SECONDS
 
     def require_own(self, node: Node) -> None:
-        """Raise Refused for a node that has volume groups, but none that counts as its own yet."""
+        """Raise Refused if a node has volume groups, and none of them counts as its own yet."""
         if not self._has_own(node):
             raise unavailable(
                 self._unproved(node, min(node.groups), self._new_unreported_members(node))
@@ -702,7 +732,7 @@ class Nodes:
         return sum(len(self._holders(uuid)) > 1 for uuid in node.groups)
 
     def _dispute(self, group: str, uuid: str) -> str:
-        """Return the error text for a volume group that several nodes may have, with its remedy."""
+        """Return the error text, with a remedy, for a volume group that several nodes may have."""
         named_nodes, claimants = sorted(self._named(uuid)), sorted(self._claims.get(uuid, ()))
         text = f"PersistentVolumes name {' and '.join(named_nodes) or 'none of them'}"
         if len(claimants) < 2:
@@ -721,9 +751,10 @@ class Nodes:
         )
 
     def require_undisputed(self, volume_id: VolumeId, subject: str) -> None:
-        """Raise Refused for an id whose volume group several nodes may have.
+        """Raise Refused if several nodes may have the volume group of an id.
 
-        Refused is raised also if only one node claims the group, and the claim does not count yet.
+        Raises Refused also if only one node claims the group, and that claim does not count yet.
+        `subject` begins the error's text.
         """
         holders = self._holders(uuid := volume_id.group_uuid)
         if len(holders) > 1:
@@ -736,9 +767,10 @@ class Nodes:
                 )
 
     def require_elsewhere(self, node: Node, identity: VolumeId, subject: str) -> None:
-        """Raise Refused unless another node than `node` has the volume group of an id as its own.
+        """Raise Refused unless a node other than `node` has the volume group of an id as its own.
 
-        That is required where `node` leaves out a volume that the other node must list.
+        This check is for lists from which a volume was removed that the other node must list.
+        `subject` begins the error's text.
         """
         uuid = identity.group_uuid
         other_nodes = [
@@ -757,9 +789,9 @@ class Nodes:
     def _is_own(self, node: Node, uuid: str) -> bool:
         """Return whether a volume group is a node's own, for new volumes and in the node's lists.
 
-        Either PersistentVolumes name that node. Or they name no node, only this node claims the
-        group, and no new member is expected to report that group. A node that PersistentVolumes
-        only may name, as it had the group until lately, does not have the group as its own.
+        If PersistentVolumes, as last read, name nodes of the cluster for the group, it is the own
+        group of each of these nodes. Otherwise it is the node's own if no other node claims it or
+        may be named for it, and if no member that joined lately may still report it.
         """
         named_nodes = self._record.nodes_of(uuid) & self._nodes.keys()
         if named_nodes:
@@ -770,10 +802,11 @@ class Nodes:
         )
 
     async def moved_on(self, node: Node, identity: str, field_name: str) -> Node | None:
-        """Return the other node that now has an id's volume group; None if `node` may have it.
+        """Return the node to which an id's volume group has moved from `node`.
 
-        `node` is asked again first. Raises NoOwner if neither `node` nor another node has the
-        group, and Refused where that is not certain.
+        None if `node` still has the group, or may have it. First `node` is asked for its volume
+        groups, and if it does not have the group, all nodes are asked. Raises NoOwner if no node
+        has the group, Refused if the node is not certain.
         """
         volume_id = VolumeId.parse(identity)
         if volume_id is None:
@@ -786,10 +819,10 @@ class Nodes:
         return owner if owner is not node else None
 
     def is_elsewhere(self, node: Node, identity: VolumeId) -> bool:
-        """Return whether what an id names belongs, or may belong, to another node than `node`.
+        """Return whether the volume of an id belongs, or may belong, to another node than `node`.
 
-        False if no node has the id's volume group. If PersistentVolumes of two nodes name the
-        group, each volume belongs to the node that its own PersistentVolume names.
+        False if no node may have the id's volume group. If PersistentVolumes name several nodes for
+        the group, each volume belongs to the node that the volume's own PersistentVolume names.
         """
         uuid = identity.group_uuid
         if bool(self._holders(uuid)) and not self._is_own(node, uuid):
@@ -797,37 +830,40 @@ class Nodes:
         return self.is_anothers(node, identity)
 
     def is_anothers(self, node: Node, identity: VolumeId) -> bool:
-        """Return whether a volume's own PersistentVolume, as last read, named another node."""
+        """Return whether a volume's PersistentVolume, as last read, named another node than `node`.
+
+        `Record.names_another` says for which volumes that is known.
+        """
         return self._record.names_another(identity, node.name)
 
     def is_possible_holder(self, node: Node, identity: VolumeId) -> bool:
         """Return whether a node may have the volume group of an id.
 
-        True if the node claims the group, or PersistentVolumes name, or may name, the node for the
-        group.
+        True if the node claims the group, or if PersistentVolumes of the group name the node, or
+        may name it.
         """
         return node.name in self._holders(identity.group_uuid)
 
     async def _require_not_forgotten(self, volume_id: VolumeId, problem: str) -> None:
-        """Raise Forgotten if an id's node was deleted from the cluster.
+        """Raise Forgotten if the node of an id was deleted from the cluster.
 
-        Raises Refused while that is not certain.
+        Nothing is raised if the id's node is not known to be deleted, or if the settings do not let
+        volumes of deleted nodes count as deleted. Otherwise Forgotten is raised if all of these
+        hold, and Refused if one does not hold:
 
-        Forgotten is raised once all of these hold:
+        1. The node has had no Node object for the grace period.
+        2. All members of the cluster answer, and have named all their volume groups.
+        3. No member claims the id's volume group, or claimed it since PersistentVolumes were last
+           read.
 
-        1. A PersistentVolume names a node that has had no Node object for the grace period.
-        2. All members answer, and have scanned all their disks.
-        3. No member claims the volume group, or claimed it until a moment ago.
-
-        `problem` is why the id has no owner, for the error. If no node is known to be deleted,
-        nothing is raised.
+        `problem` says why the id has no node, for the errors.
         """
         if not self._record.forgets:
             return
         deleted = await self._asked(self._record.deleted, volume_id, problem)
         if deleted is None:
             return
-        # The record's members include those that are not in this list of nodes yet.
+        # Include the members that are not in this list of nodes yet.
         members = self._record.members.union(self._nodes)
         unsure_nodes = sorted(
             name
@@ -858,10 +894,10 @@ class Nodes:
         raise Forgotten(f"{volume_id} is forgotten: its node {deleted.segment} was deleted")
 
     async def require_no_snapshots(self, identity: str) -> None:
-        """Raise Refused if snapshots still need the PersistentVolume of a forgotten volume.
+        """Raise Refused if a volume whose node was deleted still has VolumeSnapshotContents.
 
-        Snapshots are deleted before their volume, as on a node that exists: the PersistentVolume is
-        the only proof that the snapshots, too, were on the node that was deleted.
+        Snapshots must be deleted before their volume, as on a node that exists: the volume's
+        PersistentVolume is the only proof that the snapshots, too, were on the deleted node.
         """
         volume_id = VolumeId.parse(identity)
         if volume_id is None:
@@ -877,9 +913,11 @@ class Nodes:
     async def _asked(
         self, question: Callable[[VolumeId, float], T], identity: VolumeId, problem: str = ""
     ) -> T:
-        """Ask the API server about an id; one question per volume group is in flight at a time.
+        """Run `question`, a method of the Record that asks the API server about an id, in a thread.
 
-        Raises Refused if the API server does not answer. `problem` is put before that error.
+        One question for each volume group runs at a time. Raises Refused if the API server refuses
+        or does not answer in time, or if a snapshot's source is no volume. `problem` begins the
+        error's text.
         """
         prefix = f"{problem}; and " if problem else ""
         key, call_start = f"volume group {identity.group_uuid}", self._record.now()
@@ -893,7 +931,10 @@ class Nodes:
             raise unavailable(f"{prefix}cannot look up {identity}: {error}") from None
 
     def of_segments(self, segments: Mapping[str, str]) -> Node:
-        """The node with these topology segments. Raises Refused if no such node answers."""
+        """The node with these topology segments.
+
+        Raises Refused if no node reported these segments, or if the node that did does not answer.
+        """
         for node in self._nodes.values():
             if node.segments and segments.items() <= node.segments.items():
                 node.require_answering()
@@ -904,13 +945,13 @@ class Nodes:
         )
 
     def answering(self) -> Sequence[Node]:
-        """The nodes that answered their last GetPluginInfo call."""
+        """The nodes whose last GetPluginInfo call had an answer that was accepted."""
         return [node for node in self if not node.problem]
 
     def require_asked(self) -> None:
-        """Raise Refused while members of the cluster that joined a moment ago have never answered.
+        """Raise Refused while a node that joined in the last two minutes has never answered.
 
-        At a controller's start these are all nodes; an earlier controller may have begun to make a
+        At a controller's start these are all nodes. An earlier controller may have begun to make a
         volume on any of them.
         """
         silent_nodes = [
@@ -922,20 +963,24 @@ class Nodes:
             )
 
     def require_all(self) -> Sequence[Node]:
-        """All nodes. Raises Refused if one of them does not answer."""
+        """Return all nodes. Raises Refused if one of them does not answer."""
         for node in self:
             node.require_answering()
         return list(self)
 
     async def _ask_all(self, fresh_seconds: float = _FRESH_SECONDS) -> None:
-        """Ask all nodes for their volume groups, unless asked less than `fresh_seconds` ago."""
+        """Ask nodes for their volume groups by GetPluginInfo, and wait for the answers.
+
+        Left out are nodes without a known address, and nodes that were asked less than
+        `fresh_seconds` ago and whose call has ended.
+        """
         since = time.monotonic() - fresh_seconds
         reachable_nodes = [node for node in self if node.address]
         due_nodes = [
             node for node in reachable_nodes if node.is_being_asked or node.asked_seconds <= since
         ]
-        # The exceptions are ignored: a GetPluginInfo call is cancelled if its node leaves the
-        # cluster, and the answers of the other nodes count.
+        # Ignore exceptions: a GetPluginInfo call is cancelled if its node leaves the cluster, and
+        # the answers of the other nodes count.
         await asyncio.gather(*map(self.ask, due_nodes), return_exceptions=True)
 
     async def _ask(self, node: Node) -> None:
@@ -963,7 +1008,11 @@ class Nodes:
         node.problem = problem
 
     def _believe(self, node: Node, report: csi.GetPluginInfoResponse) -> None:
-        """Take over a node's answer to GetPluginInfo. Raises ValueError if it cannot be true."""
+        """Take over a node's answer to GetPluginInfo: its version and its volume groups.
+
+        Nodes that ceased to claim a group, and conflicts about a group, are noted. Raises
+        ValueError or RecursionError if the answer cannot be true or cannot be parsed.
+        """
         manifest = report.manifest
         name = manifest.get(routes.NODE_ID)
         node.version = _printable(report.vendor_version)
@@ -983,16 +1032,18 @@ class Nodes:
         for uuid, group in groups.items():
             if VolumeId.parse(f"{group}@{uuid}/any") is None:
                 raise ValueError(f"{f'{group}@{uuid}'[:_MOST_SHOWN]!r} is no volume group")
-        # An older version of Carver does not report whether these are all its volume groups.
+        # None for an older version of Carver, which does not report whether it named all its volume
+        # groups.
         whole_text = manifest.get(routes.IS_WHOLE)
         is_whole = None if whole_text is None else whole_text == routes.YES
         if is_whole is False:
-            # Volume groups that the node named before may be on disks that it has not scanned.
+            # Keep the volume groups that the node named before: they may be on disks that the node
+            # has not scanned.
             groups = {**node.groups, **groups}
         if len(groups) > _MOST_GROUPS:
             raise ValueError(f"it has more than {_MOST_GROUPS} volume groups")
-        # A node that scanned its disks, and found one that it cannot read, has reported all that it
-        # can.
+        # The node has reported its groups if it has scanned its disks, also if it cannot read one
+        # of them (IN_PART): it cannot report more.
         has_reported = node.has_reported or whole_text != ""
         if has_reported != node.has_reported:
             node.has_reported, self._unreported_members = has_reported, None
@@ -1012,18 +1063,23 @@ class Nodes:
             if uuid not in node.claimed:
                 node.claimed[uuid] = self._record.now()
                 if not self._record.nodes_of(uuid):
-                    # PersistentVolumes of the volume group may have been made since
-                    # PersistentVolumes were last read.
+                    # Read PersistentVolumes soon: some may have been made for the volume group
+                    # since the last read.
                     self._record.request_early_refresh()
             self._claims.setdefault(uuid, set()).add(node.name)
-            # The node claims the volume group again, so it is no longer one that ceased to claim
-            # it.
+            # Remove the node from those that ceased to claim the volume group: it claims it now.
             self._former_claimants.get(uuid, {}).pop(node.name, None)
             self._note_conflict(uuid, groups[uuid])
             self._is_settled(node, uuid)
 
     def _note_conflict(self, uuid: str, group: str) -> None:
-        """Log once that several nodes may have a volume group, if that is likely to last."""
+        """Log that several nodes may have a volume group, and request a read of PersistentVolumes.
+
+        If only one node may have the group, the last logged error about it is forgotten.
+
+        The error is logged only if the next read of PersistentVolumes cannot end the conflict, and
+        not twice in succession with the same text.
+        """
         if len(self._holders(uuid)) < 2:
             self._logged.pop(uuid, None)
             return
@@ -1042,7 +1098,7 @@ class Nodes:
             self._logged.pop(uuid, None)
 
     def _forget_former(self) -> None:
-        """Forget claims to volume groups that ended before PersistentVolumes were last read."""
+        """Forget which claims to volume groups ended before PersistentVolumes were last read."""
         for uuid, former in list(self._former_claimants.items()):
             for name, moment in list(former.items()):
                 if self._record.is_newer(moment):
@@ -1066,7 +1122,10 @@ class Nodes:
         )
 
     def _why_unsure(self, unsure_nodes: Sequence[str]) -> str:
-        """Return the names of nodes that may have volume groups they did not name, and why."""
+        """Return an error text that names nodes that may have more volume groups than they named.
+
+        The nodes that do not answer come first, then those that have not scanned all their disks.
+        """
         scanning_nodes = [
             name for name in unsure_nodes if (node := self._nodes.get(name)) and not node.problem
         ]
@@ -1080,14 +1139,18 @@ class Nodes:
 
 
 def _not_an_id(identity: str, field_name: str) -> Refused:
-    """Return the error for a text that is no volume id; a node would answer the same."""
+    """Return the error for a text that is no volume id; a node would answer with the same error."""
     if not identity:
         return Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field_name}: is required")
     return Gone(f"{field_name}: there is no volume or snapshot {identity[:_MOST_SHOWN]!r}")
 
 
 def _texts(manifest: Mapping[str, str], key: str) -> Mapping[str, str]:
-    """Parse a JSON object whose values are texts. Raises ValueError, RecursionError."""
+    """Parse the JSON object of texts under a key of the manifest in a GetPluginInfo answer.
+
+    Raises ValueError if the value is too long or is no such object, RecursionError if it is nested
+    too deeply.
+    """
     text = manifest.get(key, "")
     if len(text) > _MOST_MANIFEST:
         raise ValueError(f"its {key} is longer than {_MOST_MANIFEST} characters")
@@ -1098,7 +1161,7 @@ def _texts(manifest: Mapping[str, str], key: str) -> Mapping[str, str]:
 
 
 def _printable(text: str) -> str:
-    """Return the start of a node's text for logs and terminals, spaces for control characters."""
+    """Return a node's text for logs and terminals: cut, and with spaces for control characters."""
     return "".join(character if character.isprintable() else " " for character in text[:_MOST_TEXT])
 
 

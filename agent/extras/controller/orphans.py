@@ -1,8 +1,8 @@
 """Orphans of the whole cluster: volumes that nothing refers to, and objects of deleted nodes.
 
 The volumes are those that the controller lists over its own socket. Directories, inline volumes and
-unfinished volumes are known only to a node's kernel or LVM; `carver orphans` on the node finds
-orphans among them.
+unfinished volumes are known only to a node's kernel or LVM. `carver orphans` on the node finds
+orphans among these.
 """
 
 import os
@@ -27,15 +27,16 @@ from lvm import names
 from proto import csi_pb2 as csi
 from proto.carver_pb2_grpc import ClusterStub
 
-# Command that deletes an orphaned volume, as shown to users.
+# Command, as shown to users, that deletes an orphaned volume.
 _DELETE = "carver controller orphans --delete {name} --yes"
 
 
 class _Listed(NamedTuple):
-    """The fields that are kept of a listed volume; a node may send kilobytes more for each."""
+    """The fields that are kept of each listed volume, as a node may send kilobytes more."""
 
     volume_id: str
     capacity_bytes: int
+    # The topology segments of the volume's node.
     where: str
 
     @classmethod
@@ -46,20 +47,23 @@ class _Listed(NamedTuple):
 
 
 class ClusterFinder:
-    """Finds orphans by the controller's socket and the cluster that the configuration names."""
+    """Searches for orphans in the lists of the controller's socket and of the API server."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._history = History(config.endpoint.parent / "orphans.json")
 
     def look(self) -> Sequence[Orphan]:
-        """Return all candidates, those that are certainly orphans first.
+        """Search the cluster for orphans once, write them to a history file, and return them.
 
-        Raises ClusterSilent if a list is incomplete or a node does not answer; BadConfig; NotReady.
-        After an error nothing is recorded.
+        Orphans that every search has found for the grace period come first.
+
+        Raises ClusterSilent if a list is incomplete or a node does not answer, BadConfig if the
+        settings lead to no API server, NotReady if the file cannot be used. After an error nothing
+        is recorded.
         """
         config = self._config
-        # Volumes are listed before the cluster's objects: an object that refers to a volume is made
+        # List the volumes before the cluster's objects: an object that refers to a volume is made
         # after the volume, so it is in the later list.
         volumes, snapshot_counts, node_ids = self._listed()
         cluster_references = references.read(
@@ -75,17 +79,20 @@ class ClusterFinder:
         return judged(orphans, self._history, cluster_references, config.orphan_grace_seconds)
 
     def _listed(self) -> tuple[Iterable[_Listed], Counter[str], Sequence[str]]:
-        """Return all volumes, how many snapshots each has, and the names of all nodes."""
+        """Return all volumes, the number of each volume's snapshots by its id, and all node names.
+
+        Raises ClusterSilent if the controller does not answer or knows no node.
+        """
         try:
             with Client(self._config.endpoint) as client:
-                # A dictionary, as a volume group that moves to another node between two pages is in
-                # both.
+                # Collect the volumes by their ids: if a volume group moves to another node between
+                # two pages of the list, its volumes are in both pages.
                 volumes = {volume.volume_id: _Listed.of(volume) for volume in client.every_volume()}
                 snapshot_counts = Counter(
                     snapshot.source_volume_id for snapshot in client.every_snapshot()
                 )
-                # Nodes are listed after the volumes: a node that joined meanwhile must be of this
-                # cluster, too.
+                # List the nodes after the volumes, so that a node that joined meanwhile is checked,
+                # too: each node must be of the cluster whose objects are read.
                 nodes = [node.name for node in client.stub(ClusterStub).Nodes(Empty()).nodes]
         except grpc.RpcError as error:
             problem = f"{error.details()} ({error.code().name})"
@@ -98,13 +105,12 @@ class ClusterFinder:
 def _of_volumes(
     volumes: Iterable[_Listed], snapshot_counts: Counter[str], cluster_references: References
 ) -> Iterator[Candidate]:
-    """Yield the volumes that nothing in the cluster refers to.
+    """Yield the volumes that no object in the cluster refers to.
 
-    A list has no LVM UUIDs, so a volume that was deleted and made again under its name counts as
-    the first one.
+    The controller's list has no LVM UUIDs. So a volume that was deleted and made again under the
+    same name counts as the same volume.
     """
-    # Names are compared as names of logical volumes, since an id has only the digest of a long
-    # name.
+    # Compare the names of logical volumes: an id has only the digest of a long name.
     names_in_use = {
         names.logical_volume(ids.VOLUME_PREFIX, name) for name in cluster_references.names_in_use
     }

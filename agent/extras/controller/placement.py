@@ -6,22 +6,22 @@ There are three cases:
    topology in the answer becomes the PersistentVolume's, and the scheduler puts the pod on that
    node in its next cycle (checkBindings in binder.go of its plugin volumebinding).
 2. A volume without a source is made on the first preferred node, which the scheduler chose, and on
-   no other: the pod could not follow. If the cluster has no such Node any more, the answer is
+   no other node: the pod could not follow. If the cluster has no such Node any more, the answer is
    RESOURCE_EXHAUSTED, which makes the scheduler choose again; after other errors the
-   external-provisioner repeats the call for the same node. The answer is the same if another volume
-   of the same pod is, or will be, on another node: once that volume is bound, the scheduler puts
-   the pod there.
-3. A class with immediate binding has no such choice: the preferred nodes come from its
-   allowedTopologies, in the order of a hash. The volume is made on the allowed node that answers
-   and has the most free capacity.
+   external-provisioner repeats the call for the same node. The answer is RESOURCE_EXHAUSTED also if
+   another volume of the same pod is, or will be, on another node: once that volume is bound, the
+   scheduler puts the pod on that node.
+3. With immediate binding the scheduler chooses no node: the preferred nodes come from the
+   StorageClass' allowedTopologies, in the order of a hash. The volume is made on the allowed node
+   that answers and has the most free capacity.
 
-In the third case a volume whose outcome is not known may be on the node that was called. So a
-repeated call goes to the same node, until that node says how the call ended. A controller that
-starts does not know the calls of an earlier one. So it waits two minutes for nodes that have not
-answered it yet, and asks all nodes that answer whether they have the volume, also those on which no
-other volume may be made. Two controllers that are called at the same time may still choose
-different nodes, and so may a new controller while the first node does not answer. One of the two
-volumes is then an orphan.
+In the third case, if the outcome of CreateVolume is not known, the volume may be on the node that
+was called. So a repeated call goes to the same node, until that node says how the call ended. A
+controller that starts does not know the calls of an earlier controller. So it waits two minutes for
+nodes that have not answered it yet, and asks all nodes that answer whether they have the volume,
+also nodes on which no new volume may be made. Two controllers that are called at the same time may
+still choose different nodes, and so may a new controller while the first node does not answer. One
+of the two volumes is then an orphan.
 """
 
 import asyncio
@@ -41,41 +41,45 @@ from agent.extras.controller.nodes import Node, Nodes, Refused, problem_of, unav
 from lvm import names
 from proto import csi_pb2 as csi
 
-# gRPC codes of CreateVolume's errors after which the outcome is known: the volume is on the node
-# that was called, or on none.
+# gRPC codes of CreateVolume's errors after which the outcome is known: either the node that was
+# called has the volume, or no node has it.
 _KNOWN = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
 # gRPC codes of ControllerGetVolume's errors after which the node may have the volume.
 _UNKNOWN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-# Time limit, in seconds, of the questions to nodes about one volume or their free capacity.
+# Time limit, in seconds, of one call that asks a node for a volume or for the node's free capacity.
 _PATIENCE_SECONDS = 5.0
-# Largest value of the field available_capacity, which the sum over all nodes could exceed.
+# Maximum value of the field available_capacity. The sum over all nodes could exceed it.
 _MOST_BYTES = (1 << 63) - 1
-# Largest number of volumes whose node is kept because their outcome is not known. The provisioner
-# repeats the calls of all of them, a hundred at once.
+# Maximum number of volumes whose node is kept because the outcome of CreateVolume is not known. The
+# provisioner repeats the calls for all these volumes, a hundred at once.
 _MOST_ATTEMPTS = 10_000
 
-# A function that sends a request to a node, by the call's name, the node and the request, and
-# returns the answer.
+# Type of a function that sends a request to a node and returns the answer. Its arguments are the
+# RPC's name, the node, and the request.
 Ask = Callable[[str, Node, Any], Awaitable[Any]]
 
 
 class Attempts:
-    """The nodes on which volumes are being created, until the outcome of the call is known.
+    """The nodes to which CreateVolume was sent, until the outcome of each call is known.
 
-    The node is kept only for volumes that any node may have, so that a repeated call goes to the
-    same node.
+    A node is kept so that a repeated call goes to the same node. It is kept only for volumes that
+    any node may have.
     """
 
     def __init__(self) -> None:
-        # The name of the node by the volume's name, the oldest first.
+        # The name of the node to which CreateVolume was sent, by the volume's name. The oldest
+        # entry comes first.
         self._nodes: dict[str, str] = {}
+        # The names of the volumes for which a CreateVolume call is in flight.
         self._under_way: set[str] = set()
 
     @asynccontextmanager
     async def only(self, name: str) -> AsyncIterator[None]:
-        """Run the block as the only call about a volume; forget its node if the outcome is known.
+        """Let the `with` block run CreateVolume as the only such call for a volume.
 
-        Raises Refused for a second call at the same time.
+        When the call has ended, the volume's node is forgotten if the outcome is known: after
+        success, and after an error in _KNOWN. Raises Refused (ABORTED) if another call for the
+        volume is in flight.
         """
         if name in self._under_way:
             raise Refused(grpc.StatusCode.ABORTED, f"{name!r} is being created by another call")
@@ -92,11 +96,14 @@ class Attempts:
             self._under_way.discard(name)
 
     def node(self, name: str) -> str:
-        """The node that an earlier call about a volume was sent to; empty without one."""
+        """The name of the node to which an earlier CreateVolume call for a volume was sent.
+
+        Empty if there was no such call, or if its outcome is known. `name` is the volume's name.
+        """
         return self._nodes.get(name, "")
 
     def begin(self, name: str, node: str) -> None:
-        """Keep the node that a call about a volume is sent to."""
+        """Keep the name of the node to which CreateVolume is sent, by the volume's name."""
         self._nodes[name] = node
         if len(self._nodes) > _MOST_ATTEMPTS:
             del self._nodes[next(iter(self._nodes))]
@@ -107,8 +114,8 @@ class _VolumeElsewhere:
     """Another volume of the same pod, which is, or will be, on another node than the new volume."""
 
     other: OtherVolume
-    # The topology segments, or the names, of the other volume's nodes. Empty if no node that
-    # answers has the other volume's source.
+    # The topology segments in the other volume's PersistentVolume. Without a PersistentVolume, the
+    # names of the nodes that have the volume group of its source; empty if no node has it.
     place: frozenset[str]
 
     @property
@@ -125,9 +132,9 @@ class _VolumeElsewhere:
 class Placement:
     """Chooses nodes for CreateVolume, and answers GetCapacity.
 
-    Without `questions` the API server is not asked. Preferred nodes then count as the scheduler's
-    choice, and a pod's other volumes are not known. The same holds if the API server refuses a
-    question for good. If it does not answer, Refused is raised.
+    Without `questions` the API server is not asked. The first preferred node then counts as the
+    scheduler's choice, and a pod's other volumes are not known. The same holds if the API server
+    refuses a request for good. If the API server does not answer, Refused is raised.
     """
 
     def __init__(
@@ -137,9 +144,11 @@ class Placement:
         self._questions = questions
 
     async def given(self, request: csi.CreateVolumeRequest) -> Node | None:
-        """Return the node that the source is on, or that the scheduler chose; None without either.
+        """Return the node of a new volume's source, else the node that the scheduler chose.
 
-        Raises Refused, also if a pod could not use the volume on that node.
+        None if the volume has no source and the scheduler chose no node. Raises Refused if the node
+        is not certain or does not answer, if no new volume may be made on the node, or if another
+        volume of the pod is on another node.
         """
         source, field = routes.source_of(request)
         claim, preferred = ClaimName.of(request), request.accessibility_requirements.preferred
@@ -166,9 +175,11 @@ class Placement:
         return node
 
     async def anywhere(self, request: csi.CreateVolumeRequest) -> Node:
-        """Return the node for a new volume that any node, or any allowed node, may have.
+        """Choose the node for a new volume that any node may have, or any allowed node.
 
-        Only one call about a volume may be under way. Raises Refused.
+        The node is kept in the attempts. A node to which an earlier call was sent is chosen again.
+        The caller runs this method within `Attempts.only`. Raises Refused if no node can be chosen
+        now.
         """
         node = self._nodes.get(self._attempts.node(request.name)) or await self._roomiest(request)
         node = self._undisputed(node)
@@ -176,10 +187,7 @@ class Placement:
         return node
 
     def _undisputed(self, node: Node) -> Node:
-        """Return the node, unless another node may have its volume groups.
-
-        Raises Refused.
-        """
+        """Return the node; raise Refused while another node may have the node's volume groups."""
         if problem := self._nodes.why_no_new_volumes(node):
             raise unavailable(problem)
         self._nodes.require_own(node)
@@ -188,9 +196,10 @@ class Placement:
     async def _require_new(self, node: Node, request: csi.CreateVolumeRequest) -> None:
         """Raise Refused if no new volume may be made on the node that the scheduler chose.
 
-        The code is RESOURCE_EXHAUSTED, which makes the scheduler choose another node. If an earlier
-        call made the volume on this node, or may have, the code is UNAVAILABLE: on another node the
-        volume would be made twice, and this one would be an orphan.
+        The code is RESOURCE_EXHAUSTED, which makes the scheduler choose another node. The code is
+        UNAVAILABLE if an earlier call made the volume on this node, or may have: a second volume on
+        another node would make this one an orphan. It is UNAVAILABLE also if none of the node's
+        volume groups counts as its own yet.
         """
         if problem := self._nodes.why_no_new_volumes(node):
             name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
@@ -202,10 +211,11 @@ class Placement:
     async def _is_scheduled(
         self, request: csi.CreateVolumeRequest, claim: ClaimName | None
     ) -> bool:
-        """Return whether the first preferred node is the scheduler's choice.
+        """Return whether the first preferred node of a request is the scheduler's choice.
 
-        Otherwise it is only the first of several nodes in the order of a hash. If the API server
-        refuses to say, the node counts as the scheduler's choice.
+        If it is not, the node is only the first of several in the order of a hash. A single
+        preferred node counts as the scheduler's choice. So does the first of several nodes if the
+        claim is not known, or if the API server is not asked or refuses for good.
         """
         has_several = len(request.accessibility_requirements.preferred) > 1
         if self._questions is None or claim is None or not has_several:
@@ -214,7 +224,11 @@ class Placement:
         return await self._questions.ask(claim.namespace, is_scheduled, claim) is not False
 
     async def _preferred(self, segments: Mapping[str, str], claim: ClaimName | None) -> Node:
-        """Return the node that the scheduler chose. Raises Refused if it is silent, or has left."""
+        """Return the node that the scheduler chose, by its topology segments.
+
+        Raises Refused if the node does not answer (UNAVAILABLE), or if it has left the cluster
+        (RESOURCE_EXHAUSTED, which makes the scheduler choose another node).
+        """
         try:
             return self._nodes.of_segments(segments)
         except Refused as error:
@@ -230,10 +244,10 @@ class Placement:
             ) from None
 
     async def _has_left(self, segments: Mapping[str, str], claim: ClaimName | None) -> bool:
-        """Return whether the cluster has no node with these topology segments.
+        """Return whether it is certain that the cluster has no node with these topology segments.
 
-        With an API server: no Node object. Without: no node in the file of nodes, once all of these
-        have answered.
+        With an API server, no Node object may have a name that gives the segment. Without one, all
+        nodes in the file of nodes must have answered, none with these segments.
         """
         if self._questions is not None:
             claims = self._questions.claims
@@ -249,11 +263,13 @@ class Placement:
     async def _apart(
         self, request: csi.CreateVolumeRequest, claim: ClaimName | None, node: Node
     ) -> "_VolumeElsewhere | None":
-        """Return another volume of the same pod that is not on this node; None if there is none.
+        """Return another volume, not on this node, of the pod that uses a claim; None without one.
 
-        None also in two cases in which another node would be no better: several pods use the claim,
-        and one of them has its other volumes on this node, so that no node serves all pods; or the
-        new volume is on this node already, by an earlier call.
+        None also in two cases in which another node would be no better. In the first, several pods
+        use the claim, and one of them has all its other volumes on this node: then no node serves
+        all pods. In the second, the new volume is on this node already, by an earlier call.
+
+        None also if the claim is not known, or if the API server is not asked or refuses for good.
         """
         if self._questions is None or claim is None:
             return None
@@ -275,23 +291,30 @@ class Placement:
         return None if is_there else next(iter(volumes_elsewhere.values()))
 
     async def _place(self, other_volume: OtherVolume) -> frozenset[str]:
-        """Return the topology segments, or the names, of a volume's nodes; empty if none has it."""
+        """Return the topology segments in a volume's PersistentVolume, or the names of its nodes.
+
+        The names are returned for a volume that is still to be made: those of the nodes that have
+        the volume group of its source. Empty if no node has that group.
+        """
         if other_volume.source is None:
             return other_volume.segments
-        with suppress(Refused):  # if no node is known to have the volume group, all nodes are asked
+        # Look for the node of the source, so that all nodes are asked if none is known to have the
+        # volume group. Which node it is does not matter here.
+        with suppress(Refused):
             await self._nodes.owner(str(other_volume.source), "source")
         uuid = other_volume.source.group_uuid
         return frozenset(node.name for node in self._nodes if uuid in node.groups)
 
     async def _roomiest(self, request: csi.CreateVolumeRequest) -> Node:
-        """Return the node that has the volume from an earlier call, or the one with most capacity.
+        """Return the node that has a new volume already, else the node with the most free capacity.
 
-        A node that has the volume counts, also if no other volume may be made on it. Raises
-        Refused, also while new members have not answered this controller.
+        A node may have the volume because of an earlier CreateVolume call. Raises Refused if no
+        node can be chosen now, also while new members have not answered this controller.
 
-        1. Ask all allowed nodes that answer whether they have the volume; return the one that does.
-        2. Leave out nodes that do not say. Raise the error of such a node if it is a new member, or
-           if no node says that it lacks the volume.
+        1. Ask all allowed nodes that answer whether they have the volume. If one has it, return
+           that node, even if no new volume may be made there.
+        2. Leave out nodes that do not say whether they have the volume. Raise the error of such a
+           node if the node is a new member, or if no node says that it does not have the volume.
         3. Leave out nodes on which no new volume may be made.
         4. Return the node that has space for the largest volume.
         """
@@ -308,7 +331,8 @@ class Placement:
         self._nodes.require_asked()
         name = names.logical_volume(ids.VOLUME_PREFIX, request.name)
         questions = (self._has(node, name) for node in nodes)
-        # The node that has the volume counts, whatever other nodes fail to say.
+        # Ignore exceptions at first: if one node has the volume, errors of other nodes do not
+        # matter.
         answers = await asyncio.gather(*questions, return_exceptions=True)
         node_answers = list(zip(nodes, answers, strict=True))
         for node, has_volume in node_answers:
@@ -319,8 +343,9 @@ class Placement:
         ]
         nodes = [node for node, has_volume in node_answers if has_volume is False]
         for node, error in unknown:
-            # An earlier controller may have begun to make the volume on a new member. On other
-            # nodes a volume group that hangs must not delay new volumes.
+            # Raise the error of a new member: an earlier controller may have begun to make the
+            # volume on it. Leave out other nodes, so that a volume group that hangs does not delay
+            # new volumes.
             if not nodes or not isinstance(error, Refused) or self._nodes.is_new(node.name):
                 raise error
         problems = [self._nodes.why_no_new_volumes(node) for node in nodes]
@@ -337,9 +362,10 @@ class Placement:
         return node
 
     async def _has(self, node: Node, name: str) -> bool:
-        """Return whether a node has a logical volume of that name, finished or not, in any group.
+        """Return whether a node has a logical volume of that name in any of its volume groups.
 
-        Raises Refused if the node may have the volume.
+        A volume that is still being filled counts. Raises Refused if the node does not answer for a
+        group, and so may have the volume. Other errors of the node count as no.
         """
         unknown: Refused | None = None
         for uuid, group in node.groups.items():
@@ -348,8 +374,8 @@ class Placement:
                 async with asyncio.timeout(_PATIENCE_SECONDS):
                     await self._ask("ControllerGetVolume", node, request)
             except TimeoutError:
-                # The cancelled call makes the controller ask the node whether it still answers; a
-                # node that does not answer is passed over next time.
+                # The router notices the cancelled call, and asks the node whether it still answers.
+                # The next CreateVolume call leaves out a node that does not.
                 raise unavailable(
                     f"node {node.name} does not say in time whether it has {name!r}; ask again"
                 ) from None
@@ -362,14 +388,18 @@ class Placement:
                     )
                 if _code(error) is not grpc.StatusCode.ABORTED:
                     continue
-                # ABORTED means that the volume exists, and is being filled.
+                # The code ABORTED of ControllerGetVolume means that the volume exists, and is being
+                # filled.
             return True
         if unknown is not None:
             raise unknown
         return False
 
     async def _room(self, node: Node, request: csi.GetCapacityRequest) -> int:
-        """Return the size, in bytes, of the largest volume a node has space for; -1 if unknown."""
+        """Return the size, in bytes, of the largest volume for which a node has space.
+
+        -1 if the node does not answer, or answers with an error.
+        """
         try:
             async with asyncio.timeout(_PATIENCE_SECONDS):
                 answer = await self._ask("GetCapacity", node, request)
@@ -379,10 +409,12 @@ class Placement:
             return -1
 
     async def capacity(self, request: csi.GetCapacityRequest) -> csi.GetCapacityResponse:
-        """Return the capacity of the node that a topology names, or the sum of all nodes'.
+        """Return the capacity of the node that the request's topology names, or of all nodes.
 
-        Raises Refused if one of these nodes does not answer. Nodes on which no new volume may be
-        made have no capacity.
+        For all nodes, the available capacity is the sum; the maximum and the minimum size of a
+        volume are those of any node. Nodes on which no new volume may be made have no capacity.
+        Raises Refused if one of these nodes does not answer, or if the reason why no new volume may
+        be made on it may soon be over.
         """
         if request.HasField("accessible_topology"):
             node = self._nodes.of_segments(request.accessible_topology.segments)

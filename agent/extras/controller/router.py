@@ -1,10 +1,10 @@
 """CSI for the sidecars of a whole cluster: pass each call on to the node of its volume.
 
-The bytes of a call are passed on unchanged, and so are the bytes of its answer once the answer was
-checked (answer_rules.py). So fields that this version does not know reach the node and the caller.
-Of a request nothing is kept or logged but its method, and its id or name. The caller's deadline and
-its cancellation are passed on, too. If a node answers with an error, that error is the answer, with
-the node's name before it.
+The bytes of a call about one volume or snapshot are passed on unchanged, and so are the bytes of
+its answer once the answer was checked (answer_rules.py). So fields that this version does not know
+reach the node and the caller. The caller's deadline and cancellation are passed on, too. If a node
+answers with an error, the caller gets that error, with the node's name before its text. Of each
+request, only the method and the id or name are kept and logged.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ _MAY_HAVE_MOVED = (
     *(_Code.FAILED_PRECONDITION, _Code.NOT_FOUND, _Code.UNAVAILABLE),
     _Code.RESOURCE_EXHAUSTED,
 )
-# Calls that succeed if their id names nothing.
+# Calls that succeed if the volume or snapshot of their id does not exist.
 _DELETIONS = ("DeleteVolume", "DeleteSnapshot", "DeleteVolumeGroupSnapshot")
-# gRPC codes of errors after which a node may have ceased to answer.
+# gRPC codes of errors of a node that may have ceased to answer.
 _MAY_BE_SILENT = (_Code.UNAVAILABLE, _Code.DEADLINE_EXCEEDED)
 # The calls that list what all nodes have, with the class of their answer.
 _LISTS = {
@@ -50,31 +50,35 @@ _LISTS = {
     "ListSnapshots": csi.ListSnapshotsResponse,
     "ControllerListVolumeHealth": csi.ControllerListVolumeHealthResponse,
 }
-# Fields of requests, the first of which that is set is logged as the subject of the call.
+# Fields of requests that say which volume or snapshot a call is about. The first field that is set
+# is logged.
 _SUBJECTS = ("name", "volume_id", "source_volume_id", "snapshot_id", "group_snapshot_id")
 
 
 @dataclass
 class Call:
-    """A call that is being answered: what is logged and counted of the call."""
+    """A call that the controller answers, with the facts that are logged and counted."""
 
     method: str
     context: "grpc.aio.ServicerContext[bytes, bytes]"
+    # The id or name of the volume or snapshot that the call is about.
     subject: str = ""
-    # The last node that the call was sent to; and the name and the seconds of each node that was
-    # called.
+    # The name of the last node to which the call was sent.
     node: str = ""
+    # For each call to a node, the node's name and the call's duration in seconds.
     nodes_seconds: list[tuple[str, float]] = dataclasses.field(default_factory=list)
     # The duration of a stream, in seconds. The duration is kept apart from `nodes_seconds`, as the
     # reader of the stream may have been slower than the node.
     stream_seconds: float = 0.0
+    # The duration of the call, in seconds.
     seconds: float = 0.0
     code: grpc.StatusCode = _Code.OK
+    # The text of the error; empty after success.
     problem: str = ""
 
     @property
     def node_seconds(self) -> float:
-        """The total time, in seconds, that nodes took for the call."""
+        """The sum of the times, in seconds, that nodes took for this call."""
         return self.stream_seconds + sum(seconds for _, seconds in self.nodes_seconds)
 
 
@@ -91,12 +95,16 @@ class _Sent:
     owned: Sequence[str] = ()
 
 
-# A function that answers a call, by the bytes of the call's request.
+# Type of a function that answers a call: by the bytes of the request, it returns those of the
+# answer.
 _Answer = Callable[[Call, bytes], Awaitable[bytes]]
 
 
 class Router:
-    """Answers the calls of all CSI services but Node. `observe` is called with each ended call."""
+    """Answers the calls of all CSI services but Node.
+
+    When a call has ended, `observe` is called with it.
+    """
 
     def __init__(
         self,
@@ -108,16 +116,17 @@ class Router:
         *,
         attach: bool = False,
     ) -> None:
-        """Make the handlers of all calls.
+        """Make the gRPC handlers of all calls that the controller answers.
 
-        With `attach` the controller offers ControllerPublishVolume; the nodes must be set the same.
+        With `attach` the controller offers ControllerPublishVolume and ControllerUnpublishVolume.
+        The nodes must have the same setting.
         """
         self._nodes, self._answers, self._observe = nodes, Answers(nodes), observe
         self._attempts, self._questions = Attempts(), questions
         info = csi.GetPluginInfoResponse(name=driver_name, vendor_version=version)
         offered = (csi.PluginCapability.Service.SNAPSHOT_METADATA_SERVICE,)
-        # Calls that the controller itself answers, because sidecars send them at their start,
-        # before any node is known.
+        # Calls that the controller itself answers, with constant answers: sidecars send these calls
+        # at their start, before any node is known.
         constants: Mapping[str, Mapping[str, Message]] = {
             "csi.v1.Identity": {
                 "GetPluginInfo": info,
@@ -152,7 +161,7 @@ class Router:
                 self._handlers.setdefault(service, {})[method] = handler
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register all services at a server."""
+        """Register the handlers of all services at a gRPC server."""
         server.add_generic_rpc_handlers(
             tuple(
                 grpc.method_handlers_generic_handler(service, handlers)
@@ -165,7 +174,12 @@ class Router:
         self._handlers.setdefault(service, {})[method] = handler
 
     def _by_id(self, service: str, method: str, field: str) -> _Answer:
-        """Return the handler of a call about one volume or snapshot, or several on one node."""
+        """Return the handler of a call about one volume or snapshot, or about several on one node.
+
+        The handler sends the call to the node of the ids in the request's field `field`. If an id
+        names nothing, a deletion succeeds, and other calls fail with NOT_FOUND. A volume whose node
+        was deleted can be deleted only after its snapshots.
+        """
         request_class, path = routes.request_class(service, method), f"/{service}/{method}"
 
         async def answer(call: Call, data: bytes) -> bytes:
@@ -205,7 +219,7 @@ class Router:
         if (node := await placement.given(request)) is not None:
             identity, field = routes.source_of(request)
             return await self._send(call, node, _Sent(path, request, data, [identity]), field)
-        # The volume has no source, and the scheduler chose no node: any node may have it.
+        # Choose a node: the volume has no source, and the scheduler chose no node.
         async with self._attempts.only(request.name):
             node = await placement.anywhere(request)
             answer, _ = await self._once(call, node, _Sent(path, request, data))
@@ -259,9 +273,10 @@ class Router:
         return answer
 
     def _asking(self, call: Call) -> Callable[[str, Node, Any], Awaitable[Any]]:
-        """Return a function that sends a parsed request to a node, as a part of answering `call`.
+        """Return a function that sends a parsed request to a node, and returns the parsed answer.
 
-        The function takes the name of a method of the Controller service.
+        The function's first argument is the name of a method of the Controller service. The node
+        and its time are recorded in `call`.
         """
 
         async def ask(method: str, node: Node, request: Message) -> Any:
@@ -272,9 +287,11 @@ class Router:
         return ask
 
     async def _send(self, call: Call, node: Node, sent: _Sent, field: str) -> bytes:
-        """Send a call to a node; if its volume group has moved to another node, send it there.
+        """Send a call to a node; if the volume group has moved to another node, to that node.
 
-        `field` is the request's field that the ids came from, which may be empty.
+        After an error that such a move can cause, the node of the first id is looked up again; if
+        it is another node, the call is sent to that node, once. Otherwise the error is raised.
+        `field` is the request's field with the ids, for errors; it may be empty.
         """
         try:
             answer, _ = await self._once(call, node, sent)
@@ -289,7 +306,13 @@ class Router:
         return answer
 
     async def _once(self, call: Call, node: Node, sent: _Sent) -> tuple[bytes, Any]:
-        """Call a node once. Return the bytes of its answer, which are passed on, and the answer."""
+        """Call a node once; return the bytes of its answer, and the parsed answer.
+
+        The node and its time are recorded in `call`. If the node may have ceased to answer, it is
+        asked for its volume groups (GetPluginInfo) in the background. Raises AioRpcError, with the
+        node's name in the text, for an error of the node; Refused if the node does not answer, or
+        if its answer is refused.
+        """
         node.require_answering()
         call.node, start_seconds = node.name, time.monotonic()
         try:
@@ -302,8 +325,8 @@ class Router:
             call.node = node.name
             raise _of_node(node, error) from None
         except asyncio.CancelledError:
-            # Ask the node whether it still answers: the caller's deadline may end the call before
-            # the time limit of the node's own does.
+            # Ask the node whether it still answers. The call may have been cancelled because the
+            # caller's deadline passed before the node answered with an error.
             self._nodes.ask(node)
             raise
         finally:
@@ -312,9 +335,10 @@ class Router:
     def _stream(
         self, service: str, method: str, field: str
     ) -> Callable[[Call, bytes], AsyncIterator[bytes]]:
-        """Return the handler of a stream, which passes it on message by message.
+        """Return the handler of a call that is answered by a stream of messages.
 
-        The node waits while the caller reads.
+        The handler checks each message of the node and passes it on. The node sends no further
+        messages while the caller does not read.
         """
         request_class, path = routes.request_class(service, method), f"/{service}/{method}"
 
@@ -343,7 +367,10 @@ class Router:
         return stream
 
     def _answered(self, method: str, answer: _Answer) -> Any:
-        """Return a handler that also logs a call, and turns its error into a gRPC status."""
+        """Return the gRPC handler of a call that `answer` answers.
+
+        The handler logs and counts the call, and turns an error of `answer` into a gRPC status.
+        """
 
         async def handle(data: bytes, context: Any) -> bytes | None:
             call, start_seconds = Call(method, context), time.monotonic()
@@ -394,14 +421,17 @@ class Router:
 
 
 def _fail(call: Call, error: Exception | asyncio.CancelledError) -> None:
-    """Give a call the code and the text of an error; raise again what cancels the call itself."""
+    """Note in a call the gRPC code and the text of the error that ended it.
+
+    CancelledError is raised again if the call itself was cancelled.
+    """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         if task is None or task.cancelling():
             call.code = _Code.CANCELLED
             raise error
-        # The node's connection was closed during the call. Without this, gRPC would give the caller
-        # no answer.
+        # The connection to the node was closed during the call. Answer UNAVAILABLE: otherwise gRPC
+        # would give the caller no answer.
         call.code = _Code.UNAVAILABLE
         call.problem = (
             f"node {call.node or 'that was asked'} left the cluster, or its address changed, while"
@@ -419,7 +449,10 @@ def _fail(call: Call, error: Exception | asyncio.CancelledError) -> None:
 
 
 def _of_node(node: Node, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-    """Return a node's error with the node's name, as several nodes may be asked for one call."""
+    """Return a node's error with the node's name before its text.
+
+    The name is there because the controller may ask several nodes to answer one call.
+    """
     metadata = error.initial_metadata(), error.trailing_metadata()
     return grpc.aio.AioRpcError(error.code(), *metadata, f"node {node.name}: {error.details()}")
 

@@ -11,17 +11,19 @@ from google.protobuf.message import Message
 
 from proto import csi_pb2 as csi
 
-# Keys of GetPluginInfoResponse.manifest, by which a node reports what the controller needs.
+# Keys in GetPluginInfoResponse.manifest of the node's id, its topology segments (as JSON), and its
+# volume groups (as JSON: names by the start of the UUIDs).
 NODE_ID, SEGMENTS, GROUPS = "node", "topology", "groups"
-# Key in the manifest, and its values: whether the node named all volume groups of Carver's on its
-# disks. YES if, by the last scan, no disk may have another volume group; IN_PART if, by the last
-# scan, a disk may have another volume group; empty before the first scan.
+# Key in the manifest, and two of its values: whether the node named all volume groups of Carver's
+# on its disks. YES if, by the last scan, no disk may have another volume group; IN_PART if a disk
+# may have another one; empty before the first scan.
 IS_WHOLE, YES, IN_PART = "groups-whole", "yes", "in part"
-# Key in the manifest: whether kubelet on the node asks for its volumes' health. The value is YES,
+# Key in the manifest: whether kubelet on the node asks for the health of volumes. The value is YES,
 # or empty.
 IS_WATCHED = "health-watched"
 
-# By service and call, the field with the id of the volume, snapshot or group snapshot.
+# The request's field with the id of the volume, snapshot or group snapshot that the call is about,
+# by service and call.
 FIELDS: Mapping[str, Mapping[str, str]] = {
     "csi.v1.Controller": {
         "DeleteVolume": "volume_id",
@@ -40,7 +42,8 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         "GetVolumeGroupSnapshot": "group_snapshot_id",
     },
 }
-# Calls that are answered by a stream: by service and call, the field with the id.
+# Calls that are answered by a stream of messages: the request's field with the id of the snapshot
+# that the call is about, by service and call.
 STREAMS: Mapping[str, Mapping[str, str]] = {
     "csi.v1.SnapshotMetadata": {
         "GetMetadataAllocated": "snapshot_id",
@@ -64,13 +67,16 @@ def _method(service: str, call: str) -> Any:
 
 
 def source_of(request: csi.CreateVolumeRequest) -> tuple[str, str]:
-    """Return the id of a new volume's source, and the request's field; both empty without one."""
+    """Return the id of a new volume's source, and the request's field that has the id.
+
+    Both are empty without a source.
+    """
     identity, field = source(request.volume_content_source)
     return identity, field and f"volume_content_source.{field}"
 
 
 def source(wire: csi.VolumeContentSource) -> tuple[str, str]:
-    """Return the id in a content source, and the field that has it; both empty without one."""
+    """Return the id in a VolumeContentSource, and the field with the id; both empty without one."""
     kind = wire.WhichOneof("type")
     if kind is None:
         return "", ""
@@ -78,6 +84,9 @@ def source(wire: csi.VolumeContentSource) -> tuple[str, str]:
 
 
 def ids_in(request: Any, field: str) -> Sequence[str]:
-    """Return the ids in a field of a request; none if it is empty, which the node then refuses."""
+    """Return the ids in a field of a request, which has one id or a list of ids.
+
+    For a field with one id, that id is returned even if it is empty.
+    """
     value = getattr(request, field)
     return [value] if isinstance(value, str) else list(value)

@@ -1,6 +1,6 @@
 """Connections to the Kubernetes API server, by a kubeconfig or as a pod.
 
-Requests have limits of time and size.
+Requests have a time limit, and answers a maximum size.
 """
 
 import base64
@@ -21,16 +21,18 @@ import yaml
 from agent.core import errors
 from agent.requests import secret
 
-# Directory that kubelet mounts into each pod with a service account.
+# Directory with the service account's token, which kubelet mounts into each pod.
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
-# Keys of a kubeconfig's cluster and user that this module understands.
+# Keys in a kubeconfig's clusters and users that this module understands. Other keys with a value
+# are refused.
 _CLUSTER_KEYS = ("server", "certificate-authority", "certificate-authority-data")
 _USER_KEYS = (
     *("client-certificate", "client-certificate-data", "client-key", "client-key-data"),
     *("token", "tokenFile"),
 )
-# Keys of a kubeconfig that other programs write, and that have no effect here.
+# Keys in a kubeconfig's clusters and users that are accepted and ignored: other programs write
+# them.
 _IGNORED = ("extensions",)
 
 
@@ -38,9 +40,9 @@ _IGNORED = ("extensions",)
 class Server:
     """The address of an API server and the credentials for it.
 
-    `tls` is None for http, which is allowed on this machine only. `token` is a function that
-    returns the bearer token, called for each request because a pod's token changes each hour; None
-    with a client certificate.
+    `source` is the file or directory that they come from, for errors. `tls` is None for http, which
+    is allowed on this machine only. `token` is a function that returns the bearer token. It is
+    called for each request because a pod's token changes each hour. None without a token.
     """
 
     source: str
@@ -54,9 +56,10 @@ class Server:
 def find(
     kubeconfig: Path | None, environment: Mapping[str, str], account: Path = SERVICE_ACCOUNT
 ) -> Server:
-    """Return the server of a kubeconfig, else that of the pod's service account.
+    """Return the API server of a kubeconfig; without a kubeconfig, that of this pod's cluster.
 
-    Raises BadConfig.
+    In a pod, the credentials are those of its service account, in the directory `account`. Raises
+    BadConfig if this is no pod and no kubeconfig is given, or if a file cannot be used.
     """
     if kubeconfig is not None:
         return of_file(kubeconfig)
@@ -82,7 +85,11 @@ def namespace(account: Path = SERVICE_ACCOUNT) -> str:
 
 
 def of_file(file: Path) -> Server:
-    """Return the server of a kubeconfig's current context. Raises BadConfig with the key."""
+    """Return the API server of a kubeconfig's current context.
+
+    Raises BadConfig, with the key, if a part of the kubeconfig is missing, invalid or not
+    understood.
+    """
     source = str(file)
     with _reading_errors(source, "kubeconfig"):
         kubeconfig = yaml.safe_load(file.read_bytes())
@@ -123,7 +130,7 @@ def _tls(
 ) -> ssl.SSLContext:
     authority = _content(source, directory, cluster, "certificate-authority")
     with _reading_errors(source, "certificate-authority"):
-        # Without an authority in the kubeconfig, the authorities that the machine trusts are used.
+        # Without an authority in the kubeconfig, use the authorities that the machine trusts.
         tls = _context(None if authority is None else authority.decode("ascii"))
     certificate = _content(source, directory, user, "client-certificate")
     key = _content(source, directory, user, "client-key")
@@ -139,14 +146,15 @@ def _tls(
 
 def _context(authorities: str | None) -> ssl.SSLContext:
     context = ssl.create_default_context(cadata=authorities)
-    # The flag is a default since Python 3.13, and refuses kubeadm's certificates, which have no key
-    # identifiers (RFC 5280, 4.2.1.1). The chain and the name are still checked.
+    # Clear the flag VERIFY_X509_STRICT, a default since Python 3.13: with it, kubeadm's
+    # certificates would be refused, as they have no key identifiers (RFC 5280, 4.2.1.1). The chain
+    # and the name are still checked.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     return context
 
 
 def _token(source: str, directory: Path, user: Mapping[str, Any]) -> Callable[[], str] | None:
-    # As in kubectl, `tokenFile` takes precedence over `token`.
+    # Prefer `tokenFile` to `token`, as kubectl does.
     if file := user.get("tokenFile"):
         read_token = _token_of(source, directory / str(file))
         read_token()
@@ -167,9 +175,9 @@ def _token_of(source: str, file: Path) -> Callable[[], str]:
 
 
 def _as_header(source: str, key: str, text: str) -> str:
-    """Return a token that can stand in an HTTP header.
+    """Return a token if it can stand in an HTTP header.
 
-    Raises BadConfig, without the token's text.
+    Otherwise BadConfig is raised, without the token's text.
     """
     if not text or not text.isascii() or not text.isprintable() or " " in text:
         raise errors.BadConfig(source, key, "is not a token")
@@ -177,7 +185,11 @@ def _as_header(source: str, key: str, text: str) -> str:
 
 
 def _content(source: str, directory: Path, table: Mapping[str, Any], key: str) -> bytes | None:
-    """Return the content of `key-data`, else of the file `key`; None without either."""
+    """Return what a kubeconfig's table has under `KEY-data`, in base64, or else in the file `KEY`.
+
+    `key` is KEY. None if the table has neither. Raises BadConfig if the value cannot be decoded, or
+    the file cannot be read.
+    """
     if data := table.get(f"{key}-data"):
         try:
             return base64.b64decode(str(data), validate=True)
@@ -192,7 +204,7 @@ def _content(source: str, directory: Path, table: Mapping[str, Any], key: str) -
 def _named(
     source: str, kubeconfig: Mapping[str, Any], list_key: str, entry_key: str, name: object
 ) -> Mapping[str, Any]:
-    """Return the entry of that name in one of a kubeconfig's lists. Raises BadConfig."""
+    """Return the entry of that name in a list of a kubeconfig. Raises BadConfig without one."""
     for entry in kubeconfig.get(list_key) or ():
         if (
             isinstance(entry, dict)
@@ -208,8 +220,8 @@ def _check_keys(
     source: str, path: str, table: Mapping[str, Any], known_keys: tuple[str, ...]
 ) -> None:
     for key, value in table.items():
-        # Empty values, such as `insecure-skip-tls-verify: false`, have no effect, so they are
-        # allowed.
+        # Allow any key with an empty value, such as `insecure-skip-tls-verify: false`: the key has
+        # no effect.
         if value and key not in (*known_keys, *_IGNORED):
             allowed = ", ".join(known_keys)
             raise errors.BadConfig(
@@ -225,13 +237,19 @@ def _is_here(host: str) -> bool:
 
 
 def _no_password() -> str:
-    """Raise ValueError for a key with a password; OpenSSL would otherwise ask at the terminal."""
+    """Raise ValueError: OpenSSL calls this function for the password of a client's key.
+
+    OpenSSL would otherwise ask for the password at the terminal.
+    """
     raise ValueError("the key has a password; use one without")
 
 
 @contextmanager
 def _reading_errors(source: str, key: str) -> Iterator[None]:
-    """Turn errors of reading a source into BadConfig, which never shows the source's content."""
+    """Turn errors within the `with`, of reading a source, into BadConfig.
+
+    The error's text never shows a token or key from the source.
+    """
     try:
         yield
     except OSError as error:  # includes ssl.SSLError
@@ -243,21 +261,21 @@ def _reading_errors(source: str, key: str) -> Iterator[None]:
         raise errors.BadConfig(source, key, why) from None
 
 
-# Largest size of an answer of the API server, and of one read of it, in bytes.
+# Maximum size, in bytes, of an answer of the API server, and of a part of it that is read at once.
 _LARGEST_ANSWER_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 16
 
 
 class Unproved(Exception):
-    """An answer of the API server is incomplete or inconsistent; a retry may succeed."""
+    """Error: an answer of the API server is incomplete or inconsistent; a retry may succeed."""
 
 
 class TooLong(Unproved):
-    """An answer of the API server is too large to be read; a smaller request may succeed."""
+    """Error: an answer of the API server is too large; a request for less may succeed."""
 
 
 class Connection:
-    """A connection to the API server, with limits of time and size for its answers.
+    """A connection to the API server, with a time limit and a maximum size for each answer.
 
     A request fails if no further part of its answer comes for `silence_seconds`.
     """
@@ -287,9 +305,9 @@ class Connection:
     ) -> tuple[int, bytes]:
         """Send a request to the API server, and return the status and the body of its answer.
 
-        `content` are headers of the request's body, or other headers. The time limit of the whole
-        request is the moment `deadline` (monotonic, seconds). Raises TimeoutError, Unproved, and
-        what http.client raises.
+        `content` are headers of the request, such as Content-Type. The whole request must end by
+        `deadline` (monotonic, seconds). Raises TimeoutError if it does not, Unproved if the answer
+        is cut off or too large (TooLong), and what http.client raises.
         """
         remaining = deadline - time.monotonic()
         if remaining <= 0:
@@ -303,8 +321,8 @@ class Connection:
         self._http.request(method, self._server.path + path, body=body, headers=headers)
         response = self._http.getresponse()
         chunks, size, expected_size = [], 0, response.length
-        # The answer is read in parts, as the socket's timeout does not end a server that sends a
-        # byte now and then.
+        # Read the answer in parts, and check the deadline after each: the socket's timeout does not
+        # end a request to a server that sends a byte now and then.
         while expected_size is None or size < expected_size:
             if not (chunk := response.read1(_CHUNK_BYTES)):
                 break
@@ -314,10 +332,11 @@ class Connection:
                 raise TooLong(f"its answer has more than {_LARGEST_ANSWER_BYTES} bytes")
             if time.monotonic() >= deadline:
                 raise TimeoutError
-        # http.client detects a truncated answer only if it is read in one piece.
+        # Check the length of the answer: http.client detects a truncated answer only if the answer
+        # is read at once.
         if expected_size is not None and size < expected_size:
             raise Unproved(f"its answer was cut off, {expected_size - size} bytes before its end")
-        # Before Python 3.11.8, read1 leaves the response open, and the connection is then unusable
-        # (gh-113199).
+        # Close the response: before Python 3.11.8, read1 leaves it open, and the connection cannot
+        # be used again (gh-113199).
         response.close()
         return response.status, b"".join(chunks)

@@ -5,27 +5,32 @@ from collections.abc import Iterator, Sequence
 from agent.extras.kubernetes.objects import Lists, Object, Objects
 from agent.operations.preflight import FAIL, PASS, WARN, Finding, Seen
 
-# Paths of the API.
+# Paths in the Kubernetes API: of the Deployments in all namespaces, and of reviews that tell
+# whether an account has a right.
 DEPLOYMENTS = "/apis/apps/v1/deployments"
 REVIEWS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
-# The name of the snapshot-controller's image, and the option by which nodes' sidecars take
-# snapshots.
+# The name of the snapshot-controller's image, and the option with which the sidecars of the nodes
+# take snapshots, each of its own node's volumes.
 _CONTROLLER = "snapshot-controller"
 _DISTRIBUTED = "--enable-distributed-snapshotting"
 _VERBS = ("get", "list", "watch")
 
 
 def everything(lists: Lists, objects: Objects) -> Sequence[Finding]:
-    """Run all checks of the cluster. Raises ClusterSilent, ClusterRefused."""
+    """Check what Carver needs in the cluster, and return the findings.
+
+    Raises ClusterSilent, ClusterRefused if the API server refuses or does not answer.
+    """
     return tuple(Finding(_CONTROLLER, *finding) for finding in _snapshot_controller(lists, objects))
 
 
 def _snapshot_controller(lists: Lists, objects: Objects) -> Iterator[Seen]:
-    """Check that the snapshot-controller runs distributed, with the rights for that.
+    """Check that a snapshot-controller runs, is distributed if need be, and then may list nodes.
 
-    With Carver's controller for the whole cluster, the snapshot-controller need not be distributed.
-    A distributed one keeps a cache of nodes. Without the right to list nodes the cache never fills,
-    and the snapshot-controller serves no driver of the cluster (external-snapshotter,
+    Distributed means that it runs with --enable-distributed-snapshotting. It need not be
+    distributed if Carver's controller for the whole cluster runs. A distributed snapshot-controller
+    keeps a cache of nodes. Without the right to list nodes the cache never fills, and the
+    snapshot-controller serves no driver of the cluster (external-snapshotter,
     cmd/snapshot-controller/main.go).
     """
     containers = [
@@ -69,7 +74,7 @@ def _snapshot_controller(lists: Lists, objects: Objects) -> Iterator[Seen]:
 
 
 def _is_carver_controller(container: Object) -> bool:
-    """Return whether a container runs `carver controller`, as the chart defines it."""
+    """Return whether a container runs `carver controller`, by a variable that the chart sets."""
     names = {variable.get("name") for variable in container.get("env", ())}
     return "CARVER_CONTROLLER_AUTHORITY" in names
 

@@ -1,4 +1,4 @@
-"""Kubernetes Events about objects, each written once."""
+"""Kubernetes Events about objects: each Event is created once, and renewed if it occurs again."""
 
 import hashlib
 from collections.abc import Callable
@@ -8,15 +8,15 @@ from datetime import UTC, datetime
 from agent.core import errors
 from agent.extras.kubernetes.objects import Object, Objects
 
-# Largest number of characters of the two parts of an Event's name, which is a DNS subdomain: the
-# object's name, and a digest.
+# Maximum numbers of characters of the two parts of an Event's name: the name of the object that the
+# Event is about, and a digest. The name of an Event must be a DNS subdomain.
 _NAME_CHARACTERS, _DIGEST_CHARACTERS = 200, 16
-# Format of a time in the API.
+# Format of a time in the Kubernetes API, for strftime(3).
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
-# Reason of the API server's refusal to create an object that exists.
+# Reason that the API server gives if it refuses to create an object because the object exists.
 _EXISTS = "AlreadyExists"
 
-# Types of Events.
+# Types of Kubernetes Events.
 NORMAL, WARNING = "Normal", "Warning"
 
 
@@ -31,15 +31,15 @@ class Subject:
 
     @property
     def events(self) -> str:
-        """The namespace of the object's Events."""
+        """The namespace of Events about the object; `default` for a cluster-wide object."""
         return self.namespace or "default"
 
 
 @dataclass(frozen=True)
 class Event:
-    """An Event: `kind` is NORMAL or WARNING, `times` is how often it occurred.
+    """A Kubernetes Event: `kind` is NORMAL or WARNING, `times` says how often it has occurred.
 
-    Two Events with the same `key` about the same object are one Event, which occurred again.
+    Two Events with the same `key` about the same object are one Event that occurred again.
     """
 
     kind: str
@@ -50,20 +50,25 @@ class Event:
 
 
 class Events:
-    """Writes Events, with `component` as their source, and reads none.
+    """Writes Kubernetes Events, with `component` as their source, and reads none.
 
     The name of an Event follows from the Event's object and key, so another process uses the same
-    name. The API server deletes Events after a while (its --event-ttl, an hour by default).
+    name for the same Event. The API server deletes Events after a while (its option --event-ttl, an
+    hour by default).
     """
 
     def __init__(self, objects: Objects, component: str, clock: Callable[[], float]) -> None:
-        """Set the API server, the source of Events, and a clock of seconds since the epoch."""
+        """Set the API server's client, the source of Events, and a clock for their times.
+
+        `clock` returns the seconds since the epoch.
+        """
         self._objects, self._component, self._clock = objects, component, clock
 
     def ensure(self, subject: Subject, event: Event, *, is_new: bool) -> None:
-        """Write an Event unless it exists; with `is_new`, renew one that exists.
+        """Write an Event about an object, unless the Event exists.
 
-        Raises ClusterRefused.
+        If the Event exists and `is_new` is true, its time, message and count are renewed. Raises
+        ClusterRefused if the API server refuses or does not answer.
         """
         path = f"/api/v1/namespaces/{subject.events}/events"
         digest = hashlib.sha256(f"{subject.uid} {event.key}".encode()).hexdigest()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def add(command_line: CommandLine) -> None:
-    """Add the option to the command `carver doctor`."""
+    """Add the option `--cluster` to the command `carver doctor`."""
     command_line.doctor.add_argument(
         "--cluster",
         action="store_const",

@@ -2,7 +2,8 @@
 
 Lists are only read, single objects are read and changed.
 
-All requests heed the time limit of the thread that they run in (mount/command.py).
+Each request has a time limit of its own. It ends earlier if the thread in which it runs has a
+shorter one (`command.time_limit`).
 """
 
 import http.client
@@ -23,14 +24,15 @@ from mount import command
 
 _log = logging.getLogger(__name__)
 
-# Paths of lists in the API, of kinds whose objects are in no namespace.
+# Paths in the API of the lists of Nodes and of PersistentVolumes, which are in no namespace.
 NODES, VOLUMES = "/api/v1/nodes", "/api/v1/persistentvolumes"
-# Paths of the lists of the contents of snapshots and of group snapshots.
+# Paths in the API of the lists of VolumeSnapshotContents and of VolumeGroupSnapshotContents, which
+# are in no namespace.
 CONTENTS = "/apis/snapshot.storage.k8s.io/v1/volumesnapshotcontents"
 GROUP_CONTENTS = "/apis/groupsnapshot.storage.k8s.io/v1/volumegroupsnapshotcontents"
-# Largest number of objects in a page of a list; of pods in such a page; and the factor by which a
-# page becomes smaller after one that is too large. A page is parsed as a whole, and users may make
-# an object as large as the API server takes, 1.5 MB. Pods are listed for many calls at once, so
+# Maximum number of objects in a page of a list, and of pods in a page; and the factor by which
+# pages become smaller if one was too large. A page is parsed as a whole, and users may make an
+# object as large as the API server accepts, 1.5 MB. Pods are listed for many calls at once, so
 # their pages are smaller.
 _PAGE_ITEMS, _PAGE_PODS, _FEWER = 500, 20, 16
 # Kind of a list of objects without their spec and status (kubernetes.io/docs/reference/using-api:
@@ -38,28 +40,33 @@ _PAGE_ITEMS, _PAGE_PODS, _FEWER = 500, 20, 16
 _METADATA = "PartialObjectMetadataList"
 # Value of the header Accept that asks for a list of metadata alone.
 _AS_METADATA = f"application/json;as={_METADATA};g=meta.k8s.io;v=v1"
-# Time limit, in seconds, of one wait for the server.
+# Time limit, in seconds, of one wait for a part of the API server's answer.
 _SILENCE_SECONDS = 10.0
 # Time limit, in seconds, of one list with all its pages and retries.
 _LIST_SECONDS = 120.0
-# Number of attempts of a read; changes are not retried. A list is read again from its start if the
-# server restarted or an answer was cut off.
+# Maximum number of attempts to read a list or an object; changes are not retried. A list is read
+# again from its start, for instance if the API server restarted or an answer was cut off.
 _ATTEMPTS = 3
 # Seconds until the first retry of a list; each further retry waits longer by as much.
 _PAUSE_SECONDS = 2.0
-# Exceptions after which a request may be retried.
+# Exceptions of a failed request. A read is retried after them.
 _PROBLEMS = (OSError, http.client.HTTPException, Unproved)
 
 
 @dataclass(frozen=True)
 class Listing:
-    """All objects of a kind at one moment, which `version` names (metadata.resourceVersion)."""
+    """All objects of a list as they were at one moment.
+
+    `version` names that moment (metadata.resourceVersion). It is empty if the API server does not
+    know the list.
+    """
 
     items: Sequence[Mapping[str, Any]]
     version: str
 
 
-# A function of an object that returns the part of the object that is kept.
+# Type of a function that gets an object of the API, and returns the part of it that is kept in
+# memory.
 Keep = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
@@ -77,7 +84,8 @@ def _labels(item: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"metadata": kept_metadata}
 
 
-# Annotations that are kept of pods and claims: names of nodes and drivers, and a UID.
+# Annotations of pods and claims that are kept in memory. Their values are names of nodes and
+# drivers, and a UID.
 _READ_ANNOTATIONS = (
     "volume.kubernetes.io/selected-node",
     "volume.kubernetes.io/storage-provisioner",
@@ -87,7 +95,10 @@ _READ_ANNOTATIONS = (
 
 
 def _some(source: Any, *keys: str) -> dict[str, Any]:
-    """Return the entries of a table with these keys; texts longer than a name are left out."""
+    """Return the entries of a JSON object with these keys; without long texts.
+
+    A text is long if it has more characters than a name in the API may have.
+    """
     table = source if isinstance(source, dict) else {}
     entries = {key: table[key] for key in keys if key in table}
     return {
@@ -126,25 +137,30 @@ def _claim(claim: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"metadata": _about(claim), "spec": spec, "status": status}
 
 
-# Fields that are kept of a pod.
+# Fields of a pod's spec and status that are kept in memory.
 _READ_OF_PODS = {"spec": ("nodeName", "volumes"), "status": ("phase", "volumeHealth")}
-# For objects that users make, the function that returns the kept part, by the kind of the list.
+# Functions that return the part of an object that is kept in memory, by the kind of the list. They
+# are for objects that users make, which may be large.
 _OF_USERS: Mapping[str, Keep] = {"PodList": _pod, "PersistentVolumeClaimList": _claim}
 
 
 @dataclass(frozen=True)
 class _Question:
-    """A request for a list: its kind, its query, and the function that reduces each object."""
+    """A request to the API server for a list of objects."""
 
+    # The kind of the list, such as NodeList.
     kind: str
+    # Query parameters in the URL of the request.
     query: Mapping[str, str]
+    # Function that returns the part of an object that is kept in memory.
     keep: Keep
     headers: Mapping[str, str] = field(default_factory=dict)
+    # Whether a list that the API server does not know (404) counts as empty.
     if_served: bool = False
 
 
 class Lists:
-    """Reads complete lists of one API server, by GET only."""
+    """Reads complete lists of objects from one API server, by GET only."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -158,24 +174,32 @@ class Lists:
         if_served: bool = False,
         **query: str,
     ) -> Listing:
-        """Read a complete collection, such as /api/v1/nodes and NodeList. Raises ClusterSilent.
+        """Read a complete list, such as /api/v1/nodes of the kind NodeList.
 
-        Of each object, only what `keep` returns is kept. By default that is the whole object, but
-        of pods and claims only what Carver reads, as their users may make them large. With
-        `if_served`, a collection that the API server does not know is empty.
+        Of each object, only what `keep` returns is kept in memory. By default that is the whole
+        object, but of pods and claims only what Carver reads, as users may make them large. With
+        `if_served`, a list that the API server does not know is empty. `query` are parameters in
+        the URL, such as fieldSelector.
+
+        Raises ClusterSilent if the API server refuses, or if the list could not be read completely
+        after several attempts.
         """
         reduce_object = keep or _OF_USERS.get(kind, _all)
         return self._whole(path, _Question(kind, query, reduce_object, if_served=if_served))
 
     def metadata(self, path: str, **query: str) -> Listing:
-        """Read names, UIDs and labels of a complete collection. Raises ClusterSilent."""
+        """Read the names, UIDs and labels of all objects of a list, without their specs.
+
+        Raises ClusterSilent as `whole` does.
+        """
         return self._whole(path, _Question(_METADATA, query, _labels, {"Accept": _AS_METADATA}))
 
     def nodes(self) -> Listing:
-        """Read names, UIDs and labels of all Nodes. Raises ClusterSilent, also if there is no Node.
+        """Read the names, UIDs and labels of all Nodes.
 
-        Carver's own pod is on a Node. So an API server without any Node has lost its data, or is
-        another cluster's, and its answer must not make any Node count as deleted.
+        Raises ClusterSilent as `whole` does, and also if there is no Node. Carver's own pod is on a
+        Node. So an API server without any Node has lost its data, or is another cluster's, and its
+        answer must not make any Node count as deleted.
         """
         listing = self.metadata(NODES)
         if not listing.items:
@@ -200,7 +224,10 @@ class Lists:
         raise errors.ClusterSilent(self._where(path), problem)
 
     def _read(self, path: str, question: "_Question", deadline: float, page_size: int) -> Listing:
-        """Read all pages of a list over one connection, without a retry."""
+        """Read all pages of a list over one connection, without a retry.
+
+        Raises Unproved, OSError or HTTPException if a retry may succeed, ClusterSilent if not.
+        """
         items: dict[str, Mapping[str, Any]] = {}
         version, token = "", ""
         with Connection(self._server, _SILENCE_SECONDS) as connection:
@@ -232,7 +259,10 @@ class Lists:
                 token = page.token
 
     def _refuse(self, path: str, status: int) -> None:
-        """Raise the error for an HTTP status that is not OK."""
+        """Raise the error for a list that the API server answered with another status than 200.
+
+        Raises Unproved if a retry may succeed, ClusterSilent if not.
+        """
         if status == http.client.GONE:
             raise Unproved("its pages expired while they were read (410)")
         if _is_transient(status):
@@ -247,22 +277,27 @@ class Lists:
 
 
 def _is_transient(status: int) -> bool:
-    """Return whether the API server may answer differently when the request is repeated."""
+    """Return whether an HTTP status means that the same request may succeed later."""
     return status == http.client.TOO_MANY_REQUESTS or status >= http.client.INTERNAL_SERVER_ERROR
 
 
 def _is_final(status: int) -> bool:
-    """Return whether the API server refuses a request for good: an object or a right is missing.
+    """Return whether an HTTP status means that the API server refuses a request for good.
 
-    With 401 the API server does not know who asks, for instance while it starts or this account's
-    token is renewed. Then its answer proves nothing about objects or rights.
+    An object or a right is then missing. The status 401 is not final: the API server does not know
+    who asks, for instance while it starts, or while this account's token is renewed. Its answer
+    then proves nothing about objects or rights.
     """
     return not _is_transient(status) and status != http.client.UNAUTHORIZED
 
 
 @dataclass(frozen=True)
 class _Page:
-    """One checked page of a list; `token` leads to the next page, and is empty on the last."""
+    """One checked page of a list.
+
+    `token` leads to the next page, and is empty on the last page. `remaining` is the number of
+    objects on further pages, if the API server gives it, else 0.
+    """
 
     items: Sequence[Mapping[str, Any]]
     version: str
@@ -279,13 +314,14 @@ class _Page:
             raise Unproved(f"its answer is no {kind}")
         metadata, items = page.get("metadata"), page.get("items")
         if kind == _METADATA and "items" in page and items is None:
-            # An API server writes an empty list of metadata alone in this way (k8s.io/apiserver
-            # v0.36.3, pkg/endpoints/handlers/response.go, asPartialObjectMetadataList).
+            # Accept null for an empty list of metadata alone: an API server writes it so
+            # (k8s.io/apiserver v0.36.3, pkg/endpoints/handlers/response.go,
+            # asPartialObjectMetadataList).
             items = []
         if not isinstance(metadata, dict) or not isinstance(items, list):
             raise Unproved(f"its {kind} has no metadata, or no items")
         version, token = metadata.get("resourceVersion"), metadata.get("continue") or ""
-        # The version 0 is that of a cache in the API server that was never filled.
+        # Refuse the version 0, which is that of a cache in the API server that was never filled.
         if not isinstance(version, str) or version in ("", "0") or not isinstance(token, str):
             raise Unproved(f"its {kind} has no version")
         remaining = metadata.get("remainingItemCount") or 0
@@ -301,31 +337,38 @@ def _is_object(item: object) -> bool:
     return all(isinstance(metadata.get(key), str) and metadata[key] for key in ("name", "uid"))
 
 
-# An object as the API server sent it; never changed in place.
+# Type of an object as the API server sent it. It is never changed in place.
 Object = Mapping[str, Any]
 # Time limit of one request about a single object, in seconds.
 _SECONDS = 15.0
 # Seconds until a read of a single object is retried.
 _OBJECT_PAUSE_SECONDS = 1.0
 _JSON = {"Content-Type": "application/json"}
-# Header of a request that merges a change into an object: null removes a field (RFC 7386).
+# Header of a request that merges a change into an object. In such a change, null removes a field
+# (RFC 7386).
 _MERGE_PATCH = {"Content-Type": "application/merge-patch+json"}
-# Largest number of characters of a server's message in an error.
+# Maximum number of characters of the API server's message that an error shows.
 _MOST_CHARACTERS = 1000
-# Pattern and largest length of the names of cluster-wide objects (apimachinery,
-# IsDNS1123Subdomain).
+# Pattern of the names of cluster-wide objects, and their maximum number of characters
+# (apimachinery, IsDNS1123Subdomain).
 _LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 _SUBDOMAIN, _MOST_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*"), 253
 
 
 class Objects:
-    """Reads and changes single objects of one API server. All methods raise ClusterRefused."""
+    """Reads and changes single objects of one API server.
+
+    All methods wait for the API server, and raise ClusterRefused if it refuses or does not answer.
+    """
 
     def __init__(self, server: Server) -> None:
         self._server = server
 
     def find(self, path: str, kind: str) -> Object | None:
-        """Return the object at a path; None if the API server says that it does not exist."""
+        """Return the object at a path; None if the API server says that it does not exist.
+
+        The request is retried if the API server does not answer, or may answer otherwise later.
+        """
         problem, is_refusal = "", False
         for attempt in range(_ATTEMPTS):
             if attempt:
@@ -345,7 +388,10 @@ class Objects:
         raise errors.ClusterRefused("GET", path, problem, is_refusal=is_refusal)
 
     def create(self, path: str, new_object: Object) -> None:
-        """Create an object in a collection. Refused if an object of that name exists."""
+        """Create an object in the list at a path.
+
+        If an object of that name exists, ClusterRefused has the reason AlreadyExists.
+        """
         self._write("POST", path, new_object, _JSON)
 
     def review(self, path: str, review: Object) -> Object:
@@ -353,7 +399,10 @@ class Objects:
         return self._write("POST", path, review, _JSON)
 
     def change(self, path: str, change: Object, version: str) -> None:
-        """Merge a change into an object, if the object still has that version."""
+        """Merge a change into an object that still has this resourceVersion.
+
+        If the object has another version, ClusterRefused is raised.
+        """
         metadata = {**change.get("metadata", {}), "resourceVersion": version}
         self.merge(path, {**change, "metadata": metadata})
 
@@ -362,7 +411,11 @@ class Objects:
         self._write("PATCH", path, change, _MERGE_PATCH)
 
     def delete(self, path: str, uid: str) -> None:
-        """Delete an object, if it has this UID. Its finalizers run first."""
+        """Request the deletion of an object that has this UID.
+
+        If the object has another UID, ClusterRefused is raised. An object with finalizers exists
+        until they were removed.
+        """
         body = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
         self._write("DELETE", path, body, _JSON)
 
@@ -398,11 +451,11 @@ class Objects:
 
 
 def find_named(objects: Objects, collection: str, name: str, kind: str) -> Object | None:
-    """Return the object of that name; None also for a text that cannot be an object's name.
+    """Return the object of that name in a list; None if there is none, or for an invalid name.
 
-    The text may come from a node, so it becomes a part of a path only if it can be a name: the API
-    server refuses other names, and after a few refusals no more requests are sent to it. Raises
-    ClusterRefused.
+    The name may come from a node, so it becomes a part of a path only if it is valid: the API
+    server refuses other names, and a caller such as HealthEvents stops its round after a few
+    refusals. Raises ClusterRefused as `Objects.find` does.
     """
     if len(name) > _MOST_NAME or not _SUBDOMAIN.fullmatch(name):
         return None
@@ -410,9 +463,9 @@ def find_named(objects: Objects, collection: str, name: str, kind: str) -> Objec
 
 
 def claims_of(pod: Object) -> Iterator[str]:
-    """Yield the names of a pod's claims, also of those made for its ephemeral volumes.
+    """Yield the names of the claims that a pod uses, also of those for its ephemeral volumes.
 
-    Nothing is yielded once the pod has ended.
+    Nothing is yielded for a pod that has ended (phase Succeeded or Failed).
     """
     if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
         return

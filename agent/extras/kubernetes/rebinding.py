@@ -1,18 +1,21 @@
 """Rebind a claim to its volume on the node that the volume moved to, step by step.
 
-A PersistentVolume's handle and node are immutable, and so is a claim's PersistentVolume. Therefore
-both objects are created anew:
+The volume id and the node in a PersistentVolume are immutable, and so is the PersistentVolume of a
+claim. Therefore both objects are created anew:
 
-1. Set the old PersistentVolume to Retain, and note its reclaim policy in an annotation.
-2. Create the new PersistentVolume: Retain, and reserved for the claim, so the claim gets it even if
-   a StatefulSet recreates the claim. An annotation has the claim's manifest.
-3. Delete the claim, and wait for its end.
-4. Create the claim anew by the manifest, and wait until it is bound to the new PersistentVolume.
-5. Delete the old PersistentVolume.
-6. Give the new PersistentVolume the old reclaim policy, and remove the annotations.
+1. Set the reclaim policy of the old PersistentVolume to Retain, and note the former policy in an
+   annotation.
+2. Create the new PersistentVolume. Its reclaim policy is Retain. It is reserved for the claim, so
+   the claim gets it even if a StatefulSet recreates the claim. An annotation has the claim's
+   manifest.
+3. Delete the claim, and wait until it is gone.
+4. Create the claim anew from the manifest, and wait until it is bound to the new PersistentVolume.
+5. Delete the old PersistentVolume, and wait until it is gone.
+6. Give the new PersistentVolume the former reclaim policy, and remove the annotations.
 
 All state is kept in the cluster's own objects, so the next step follows from reading them. From the
-first step on, the old PersistentVolume is Retain; the new one is Retain until its claim is bound.
+first step on, the old PersistentVolume has the policy Retain. The new one has it until its claim is
+bound and the old PersistentVolume is gone.
 """
 
 import hashlib
@@ -32,17 +35,19 @@ from agent.extras.kubernetes.objects import NODES, VOLUMES, Lists, Object, Objec
 _CLAIMS = "persistentvolumeclaims"
 _VOLUME, _CLAIM = "PersistentVolume", "PersistentVolumeClaim"
 _RETAIN = "Retain"
-# Annotations that Kubernetes' binder and scheduler set again, so they are not copied.
+# Annotations that are not copied to the new objects, as Kubernetes' binder and scheduler set them.
 _BINDING = (
     "pv.kubernetes.io/bind-completed",
     "pv.kubernetes.io/bound-by-controller",
     "volume.kubernetes.io/selected-node",
 )
-# Fields of the spec that may differ between the old and the new PersistentVolume.
+# Fields of the spec that may differ between the new PersistentVolume as it is and as this program
+# would make it.
 _OTHERWISE = ("claimRef", "persistentVolumeReclaimPolicy")
-# Suffix of the new PersistentVolume's name.
+# Pattern of the suffix in the name of a PersistentVolume that was made by a rebinding.
 _SUFFIX = re.compile(r"-moved-[0-9a-f]{8}$")
-# Largest number of characters of the name before the suffix. A name has at most 253 (RFC 1123).
+# Maximum number of characters of a PersistentVolume's name before the suffix. A name has at most
+# 253 characters (RFC 1123).
 _MOST_CHARACTERS = 230
 # Time limit, in seconds, of the wait until a claim is bound, or a deletion has finished.
 _WAIT_SECONDS = 60
@@ -50,7 +55,10 @@ _WAIT_SECONDS = 60
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a volume: its id there, the node's name, the driver's name."""
+    """The node to which a volume was moved, and the volume's new id.
+
+    `handle` is the id, `node` the node's name, `driver` the CSI driver's name.
+    """
 
     handle: str
     node: str
@@ -58,7 +66,7 @@ class Place:
 
     @property
     def topology_key(self) -> str:
-        """The key of the driver's topology label."""
+        """The key of the driver's topology label on Nodes."""
         return f"topology.{self.driver}/node"
 
     @property
@@ -74,18 +82,21 @@ class Place:
 
     @property
     def policy_key(self) -> str:
-        """The key of the annotation that keeps the old reclaim policy."""
+        """The key of the annotation that keeps a PersistentVolume's former reclaim policy."""
         return f"move.{self.driver}/reclaim-policy"
 
     @property
     def claim_key(self) -> str:
-        """The key of the annotation that keeps the claim's manifest."""
+        """The key of the annotation that keeps the claim's manifest in the new PersistentVolume."""
         return f"move.{self.driver}/claim"
 
 
 @dataclass(frozen=True)
 class _State:
-    """The cluster's objects at one moment: the old and the new PersistentVolume, and the claim."""
+    """The objects of a rebinding as last read; None for an object that does not exist.
+
+    `old` and `new` are the PersistentVolumes. `namespace` and `name` are those of the claim.
+    """
 
     namespace: str
     name: str
@@ -95,22 +106,22 @@ class _State:
 
     @property
     def path(self) -> str:
-        """The path of the claim in the API."""
+        """The path of the claim in the Kubernetes API."""
         return _path(self.namespace, _CLAIMS, self.name)
 
     @property
     def claimed(self) -> str:
-        """The name of the claim's PersistentVolume; empty without one."""
+        """The name of the PersistentVolume that the claim names; empty if it names none."""
         return str(_at(self.claim or {}, "spec", "volumeName") or "")
 
     @property
     def confirmed_state(self) -> object:
-        """What a confirmation is about; if this changes, the confirmation is void."""
+        """The UIDs and specs of the objects; if they change, the user's confirmation is void."""
         objects = (self.old, self.new, self.claim)
         return [item and (item["metadata"]["uid"], item["spec"]) for item in objects]
 
     def refused(self, why: str) -> errors.NotRebound:
-        """Return the error that says why the claim cannot be rebound."""
+        """Return the error NotRebound, which says why the claim cannot be rebound."""
         return errors.NotRebound(str(self), why)
 
     def __str__(self) -> str:
@@ -119,9 +130,9 @@ class _State:
 
 @dataclass(frozen=True)
 class _Step:
-    """The next step: a question to the user, and the action.
+    """The next step of a rebinding: `what` is the question to the user, `act` the action.
 
-    If `what` is empty, the last confirmation includes the step.
+    If `what` is empty, the user is not asked, as the last confirmation includes this step.
     """
 
     what: str
@@ -129,9 +140,11 @@ class _Step:
 
 
 class Rebinding:
-    """The rebinding of one claim to the volume at `place`; `old_handle` is the volume's old id.
+    """The rebinding of one claim to its volume, which was moved to `place`.
 
-    Methods raise NotRebound, ClusterRefused, ClusterSilent. A repeated call continues.
+    `old_handle` is the volume's id before it was moved. A repeated call of a method goes on where
+    the last call ended. Methods raise NotRebound if the objects do not allow the next step;
+    ClusterRefused, ClusterSilent if the API server refuses or does not answer.
     """
 
     def __init__(self, server: Server, old_handle: str, place: Place) -> None:
@@ -139,13 +152,21 @@ class Rebinding:
         self._old_handle, self._place = old_handle, place
 
     def run(self, confirmed: Callable[[str], bool], report: Callable[[str], None]) -> None:
-        """Take the remaining steps. Raises NotConfirmed if the user declines one."""
+        """Rebind the claim: take the steps that remain, each after the user has confirmed it.
+
+        `confirmed` asks the user. `report` is called with the text of each step, and of the result.
+        Raises NotConfirmed if the user declines a step.
+        """
         state = self._take_steps(self._next, confirmed, report)
         where = f"{_name(state.new or {})}, the volume on {self._place.node}"
         report(f"the claim {state} is bound to {where}")
 
     def undo(self, confirmed: Callable[[str], bool], report: Callable[[str], None]) -> None:
-        """Undo the steps, while the claim has the old PersistentVolume. Raises NotConfirmed."""
+        """Undo the steps of a rebinding, each after the user has confirmed it.
+
+        This is possible only while the claim has the old PersistentVolume. Raises NotConfirmed if
+        the user declines a step.
+        """
         state = self._take_steps(self._back, confirmed, report)
         report(f"the claim {state} is as it was, of {_name(state.old or {})}")
 
@@ -155,15 +176,17 @@ class Rebinding:
         confirmed: Callable[[str], bool],
         report: Callable[[str], None],
     ) -> _State:
-        """Take the remaining steps, and return the final state.
+        """Take the steps that `next_of` returns, and return the final state.
 
-        The user confirms each step. `next_of` returns the next step of a state; None at the end.
+        `next_of` returns the next step in a state; None if no step is left. The user confirms each
+        step that has a question. Raises NotConfirmed if the user declines, NotRebound if the
+        objects change while the user is asked.
         """
         while (step := next_of(state := self._look())) is not None:
             if step.what:
                 if not confirmed(f"In Kubernetes: {step.what}?"):
                     raise errors.NotConfirmed(str(state), "rebound any further")
-                # The objects are read again, as the user's answer may have taken a while.
+                # Read the objects again, as the user may have taken a while to confirm.
                 current = self._look()
                 if current.confirmed_state != state.confirmed_state:
                     raise state.refused("its objects changed meanwhile: look, and call again")
@@ -195,7 +218,10 @@ class Rebinding:
         return _State(namespace, name, old, new, claim)
 
     def _next(self, state: _State) -> _Step | None:
-        """Return the next step; None at the end. Raises NotRebound if the objects do not fit."""
+        """Return the next step of rebinding the claim; None if no step is left.
+
+        Raises NotRebound if the objects do not allow a next step.
+        """
         old, new, claim = state.old, state.new, state.claim
         if new is not None:
             self._check_new(state, new)
@@ -215,7 +241,11 @@ class Rebinding:
         return self._after(state, new, claim)
 
     def _back(self, state: _State) -> _Step | None:
-        """Return the next step of undoing; None at the end. Raises NotRebound."""
+        """Return the next step of undoing the rebinding; None if no step is left.
+
+        Raises NotRebound if the claim does not have the old PersistentVolume any more, or if the
+        new PersistentVolume is not as a rebinding makes it.
+        """
         old, new, claim = state.old, state.new, state.claim
         if old is None or claim is None or state.claimed != _name(old):
             why = "it is the moved volume's already, or between both: go on with the move, and then"
@@ -230,7 +260,7 @@ class Rebinding:
             return _Step(question, partial(self._restore, old))
         return None
 
-    # Steps while the claim has the old PersistentVolume
+    # Steps of a rebinding while the claim has the old PersistentVolume
 
     def _before(self, state: _State, old: Object, claim: Object) -> _Step:
         new = state.new
@@ -256,8 +286,8 @@ class Rebinding:
             change = {"metadata": {"annotations": {key: manifest}}}
             return _Step("", partial(self._change, new, change))
         question = f"delete the claim {state}, which is then made anew, for {_name(new)}"
-        # Deleting the claim is safe: the old PersistentVolume is Retain, and the new one keeps the
-        # claim's manifest.
+        # Delete the claim now: the old PersistentVolume has the policy Retain, and the new one
+        # keeps the claim's manifest.
         return self._deletion(question, state.path, claim)
 
     def _check_old(self, state: _State, old: Object, claim: Object) -> None:
@@ -278,9 +308,9 @@ class Rebinding:
             raise state.refused(why)
 
     def _check_unused(self, state: _State) -> None:
-        """Raise NotRebound if a scheduled pod uses the claim.
+        """Raise NotRebound if a pod that has a node uses the claim.
 
-        The pod's kubelet may be about to mount the volume.
+        Kubelet on the pod's node may be about to mount the volume.
         """
         for pod in self._lists.whole(_path(state.namespace, "pods"), "PodList").items:
             if _at(pod, "spec", "nodeName") and state.name in claims_of(pod):
@@ -291,7 +321,7 @@ class Rebinding:
         change = {"spec": {"persistentVolumeReclaimPolicy": _RETAIN}}
         self._change(old, {**change, "metadata": {"annotations": annotations}})
 
-    # Steps while there is no claim, or the claim has the new PersistentVolume
+    # Steps of a rebinding while there is no claim, or the claim has the new PersistentVolume
 
     def _check_new(self, state: _State, new: Object) -> None:
         name = _name(new)
@@ -364,13 +394,16 @@ class Rebinding:
     def _deletion(self, question: str, path: str, item: Object) -> _Step:
         return _Step(question, partial(self._objects.delete, path, item["metadata"]["uid"]))
 
-    def _restore(self, new: Object) -> None:
-        """Restore the reclaim policy, and remove both annotations; this is the last step."""
+    def _restore(self, volume: Object) -> None:
+        """Give a PersistentVolume its former reclaim policy, and remove both annotations.
+
+        This is the last step, of a rebinding and of undoing it.
+        """
         keys = (self._place.policy_key, self._place.claim_key)
         change: dict[str, Any] = {"metadata": {"annotations": dict.fromkeys(keys)}}
-        if policy := _annotations(new).get(self._place.policy_key):
+        if policy := _annotations(volume).get(self._place.policy_key):
             change["spec"] = {"persistentVolumeReclaimPolicy": policy}
-        self._change(new, change)
+        self._change(volume, change)
 
     def _change(self, volume: Object, change: Object) -> None:
         version = str(volume["metadata"]["resourceVersion"])
@@ -385,9 +418,10 @@ class Rebinding:
 
 
 def _volume_at(place: Place, old: Object, claim: Object) -> dict[str, Any]:
-    """Return the new PersistentVolume: Retain, reserved for the claim.
+    """Return the new PersistentVolume that is to be created, made from the old one.
 
-    One of its annotations keeps the claim's manifest.
+    Its reclaim policy is Retain, and it is reserved for the claim. One of its annotations keeps the
+    manifest by which the claim is created anew.
     """
     volume = _copy_under_name(_VOLUME, old, moved_name(_name(old), place.handle))
     manifest = json.dumps(_claim_of(claim, _name(volume)), sort_keys=True)
@@ -404,7 +438,7 @@ def _volume_at(place: Place, old: Object, claim: Object) -> dict[str, Any]:
 
 
 def moved_name(old: str, handle: str) -> str:
-    """Return the name of the new PersistentVolume, by the old one's and the volume's new id."""
+    """Return the name of the new PersistentVolume, by the old one's name and the new volume id."""
     digest = hashlib.sha256(handle.encode()).hexdigest()
     return f"{_SUFFIX.sub('', old)[:_MOST_CHARACTERS]}-moved-{digest[:8]}"
 
@@ -417,7 +451,7 @@ def _claim_of(claim: Object, volume: str) -> dict[str, Any]:
 
 
 def _copy_under_name(kind: str, original: Object, name: str) -> dict[str, Any]:
-    """Return a copy of an object under a name, without the fields that the cluster sets."""
+    """Return a copy of an object under the given name, without the fields that the cluster sets."""
     metadata = original["metadata"]
     fields = {
         "name": name,
