@@ -98,10 +98,10 @@ class Reservations:
             self._leave(pool_readers, group, pool)
 
     def resume(self, *groups: str) -> int:
-        """Release metadata snapshots that a killed process or a failed call left; return a count.
+        """Release metadata snapshots that a killed process or a failed call left; return how many.
 
         `groups` are the names of volume groups to search; without a name, all groups of this node
-        are searched. A pool whose metadata this process reads now is left alone. The count is the
+        are searched. A pool whose metadata this process reads now is left alone. The result is the
         number of pools whose tag was removed, even if a pool had the tag alone. Raises an
         ExceptionGroup of all failures.
         """
@@ -116,10 +116,11 @@ class Reservations:
         return count
 
     def _resume(self, group: str, pool: str) -> bool:
-        """Release a pool's metadata snapshot, and remove its tag; return whether that was done.
+        """Release a thin pool's metadata snapshot; return False while this process still reads it.
 
-        An inactive pool is activated first. While this process reads the pool's metadata, nothing
-        is done, and the result is False. The caller holds the volume group's lock.
+        The pool's tag is removed, too. An inactive pool is activated first. While this process
+        reads the pool's metadata, nothing is done, and the result is False. The caller holds the
+        volume group's lock.
         """
         if self._pool_readers[group, pool].readers:
             return False
@@ -129,7 +130,7 @@ class Reservations:
         return True
 
     def _join(self, pool_readers: MetadataReaders, group: str, pool: str) -> None:
-        """Wait for a metadata snapshot newer than this call, and count the caller as a reader.
+        """Wait for a pool's metadata snapshot that is newer than this call, or reserve one.
 
         If no other thread reserves such a metadata snapshot, this call reserves it, once all calls
         that read an older one have ended. Raises OperationPending at the caller's deadline, and
@@ -158,7 +159,7 @@ class Reservations:
         self._changed(pool_readers, readers=1)
 
     def _leave(self, pool_readers: MetadataReaders, group: str, pool: str) -> None:
-        """Remove the caller from the readers; after the last one, release the metadata snapshot.
+        """End a read of a pool's metadata; after the last one, release the metadata snapshot.
 
         A failure of the release is logged.
         """
@@ -188,7 +189,7 @@ class Reservations:
 
     @staticmethod
     def _changed(pool_readers: MetadataReaders, readers: int) -> None:
-        """Record the end of a reservation or of a release, and wake all waiting threads.
+        """Record that a metadata snapshot was reserved or released, and wake all waiting threads.
 
         `readers` is the number of readers from now on: 1 after a reservation, and 0 after a release
         or a failure.
@@ -240,7 +241,7 @@ def _deactivate(lvm: Lvm, group: str, names: Sequence[str]) -> None:
 
 
 def _marked(group: report.Group) -> list[str]:
-    """Return the names of a volume group's thin pools with the tag METADATA_SNAPSHOT."""
+    """Return the names of thin pools with the tag of a metadata snapshot that Carver reserved."""
     return [pool.name for pool in records.usable(group) if tag.METADATA_SNAPSHOT in pool.own_tags]
 
 
@@ -331,7 +332,7 @@ class Activations:
         self.end(group)
 
     def end(self, *groups: str) -> None:
-        """Deactivate the snapshots in these groups that Carver activated and that nothing uses.
+        """Deactivate unused snapshots that Carver activated to read them, in these volume groups.
 
         Raises nothing. A failure is logged, and the next read of a snapshot in the volume group, or
         the next start of Carver, deactivates the snapshots.
@@ -375,7 +376,7 @@ class Activations:
         return self._activator.activate_snapshot(snapshot)
 
     def _unread(self, fresh_report: Fresh) -> list[str]:
-        """Return the names of a group's snapshots that Carver activated and that nothing uses.
+        """Return the names of a volume group's unused snapshots that Carver activated to read them.
 
         A snapshot is in use if a call reads it, if there is a lease on it, if its device is open,
         or if a volume is being copied from it. Leases that have expired are removed from the table.
@@ -419,7 +420,7 @@ class Activations:
             self._forget(group, active)
 
     def _forget(self, group: str, names: Sequence[str]) -> None:
-        """Remove Carver's tag from those of these snapshots that are inactive."""
+        """Remove the tag ACTIVATED from the snapshots in `names` that are inactive."""
         inactive = [(group, name) for name in names if not self._activator.is_active(group, name)]
         if inactive:
             volumes.mark_all(self._volume_groups.lvm(group), inactive, old=_OWN)

@@ -44,7 +44,7 @@ class ChangedBlocks(Extra, csi_pb2_grpc.SnapshotMetadataServicer):
         csi_pb2_grpc.add_SnapshotMetadataServicer_to_server(self, server)
 
     def recoveries(self) -> Mapping[str, Callable[..., int]]:
-        """Return the functions that undo what killed processes left, by names for the log.
+        """Return functions that clean up after killed processes, by names for the log.
 
         The functions release metadata snapshots of thin pools, and deactivate snapshots that were
         activated to be read.
@@ -132,7 +132,7 @@ def in_pieces(
     make_response: Callable[[int, Sequence[Range]], T],
     max_results: int = 0,
 ) -> Generator[T, None, None]:
-    """Open a snapshot; yield responses with the snapshot's ranges.
+    """Open a snapshot; yield response messages with its allocated or changed ranges.
 
     `open_reading` opens the snapshot when it is entered. `view` returns the snapshot's size and its
     ranges. `make_response` makes a response from the size and the next ranges.

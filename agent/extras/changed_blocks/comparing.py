@@ -29,7 +29,7 @@ def ranges(
     end_bytes: int,
     check: Callable[[], None],
 ) -> Iterator[Extent]:
-    """Yield the ranges between two offsets that any of the COW tables contains, sorted and merged.
+    """Yield the ranges of an origin that any of the COW tables contains, sorted and merged.
 
     A COW table contains the chunks of the origin in the order in which they were overwritten, so
     the chunks have to be sorted. The list of all chunks of an origin of 16 TiB, in chunks of 4 KiB,
@@ -42,8 +42,9 @@ def ranges(
     3. Yield the runs of set bits.
     4. Repeat steps 2 and 3 for the next section that was collected, until no section is left.
 
-    All tables must have the same chunk size. `check` is called for each block of a table, and may
-    raise an error to end the search.
+    Only ranges between `start_bytes` and `end_bytes` are yielded. All tables must have the same
+    chunk size. `check` is called for each block of a table, and may raise an error to end the
+    search.
     """
     overwritten = _chunks(tables, start_bytes, end_bytes, check)
     return clipped(merged(overwritten), start_bytes, end_bytes)
@@ -78,7 +79,7 @@ def _marked(
     later_parts: set[int],
     check: Callable[[], None],
 ) -> bytearray:
-    """Set a bit for each chunk of one section of the origin that any COW table contains.
+    """Set a bit for each chunk that any COW table contains, in one section of the origin.
 
     Returns the bits. `base` is the number of the section's first chunk, `chunks` is the number of
     chunks in the section. The numbers of the later sections that have chunks in a table are added
@@ -105,7 +106,7 @@ def _marked(
 
 
 def _mark(bits: bytearray, start: int, end: int) -> None:
-    """Set the bits with the numbers from `start` up to, but not including, `end`."""
+    """Set the bits of `bits` with the numbers from `start` up to, but not including, `end`."""
     first, last = min(-(-start // 8), end // 8), end // 8
     bits[first:last] = bytes([_ALL]) * (last - first)
     edges = (*range(start, min(8 * first, end)), *range(max(8 * last, start), end))
@@ -188,7 +189,7 @@ def _differing(
 
 
 def _unequal(target_data: bytes, base_data: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the runs of blocks that differ, each as its start and end offset in the data.
+    """Yield the runs of blocks that differ between two pieces of data, by start and end offset.
 
     Both pieces of data have the same length.
     """

@@ -198,7 +198,7 @@ class ChangedRanges:
         *,
         is_compared: bool = True,
     ) -> "Iterator[Reading]":
-        """Open a target and its base; yield a `Reading` of the ranges in which the target differs.
+        """Open a target and its base snapshot; yield a `Reading` of the ranges that differ.
 
         The target is a snapshot or a volume. The base is an earlier snapshot of the same volume.
         The devices are open for the `with`.
@@ -305,9 +305,10 @@ class ChangedRanges:
         return snapshot
 
     def _check(self, identity: str, is_wanted: Callable[[], bool]) -> Callable[[], None]:
-        """Return the function that a call has to call before each piece that it reads.
+        """Return a function that raises once the service stops, or once an RPC's caller has gone.
 
-        That function raises Stopping if the service stops, and NotWanted if the caller has gone.
+        A call has to call that function before each piece that it reads. The function raises
+        Stopping if the service stops, and NotWanted if the caller has gone.
         """
 
         def check() -> None:
@@ -401,7 +402,7 @@ class Reading:
     user_start: Callable[[], LogicalOffset]
 
     def for_user(self) -> "UserReading":
-        """Return the same ranges in offsets of the user's device, without a LUKS header.
+        """Return this object's ranges in offsets of the user's device, which has no LUKS header.
 
         Raises BlocksUnknown if the offset of the user's first byte cannot be determined, OSError if
         the header cannot be read, and SourceLost if the snapshot is invalid.
@@ -411,7 +412,7 @@ class Reading:
         return UserReading(self, begins)
 
     def extents(self, starting_offset: LogicalOffset = LOGICAL_START) -> Iterator[Extent]:
-        """Return an iterator of the answer's ranges from an offset on, sorted.
+        """Return an iterator of the allocated or changed ranges from an offset on, sorted.
 
         The ranges begin and end at multiples of BLOCK_BYTES, except at the starting offset and at
         the end of the device. Adjacent ranges are merged. Ranges that a comparison found are merged
@@ -463,7 +464,7 @@ class UserReading:
         return self.logical.size_bytes - self.begins
 
     def extents(self, starting_offset: UserOffset = USER_START) -> Iterator[UserExtent]:
-        """Return the sorted ranges of the answer from an offset of the user's device on.
+        """Return an iterator of the allocated or changed ranges, in offsets of the user's device.
 
         Raises the errors of `Reading.extents`.
         """
@@ -497,9 +498,9 @@ def _pool(source: _Read) -> str:
 def _overwritten(
     tables: Sequence[Exceptions], base_bytes: int, check: Callable[[], None], start: int, end: int
 ) -> Iterator[Extent]:
-    """Yield the ranges between two offsets that COW tables contain, and those beyond the base.
+    """Yield the ranges of a target that COW tables contain, and the range beyond the base's end.
 
-    The base has `base_bytes`.
+    Only ranges between `start` and `end` are yielded. The base has `base_bytes`.
     """
     base_end = min(end, base_bytes)
     if start < base_end:
@@ -519,7 +520,7 @@ def _everything(start: int, end: int) -> Iterator[Extent]:
 
 
 def _up_to(end_bytes: int, pick: _Filter, extents: Iterable[Extent]) -> Iterator[Extent]:
-    """Apply a filter to the part of sorted ranges before an offset; yield the rest unfiltered."""
+    """Filter the parts of sorted ranges before an offset; yield the parts behind it unfiltered."""
     remaining, behind = iter(extents), list[Extent]()
 
     def before() -> Iterator[Extent]:

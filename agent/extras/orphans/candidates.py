@@ -46,7 +46,7 @@ class Kind(StrEnum):
 
 # Command that deletes an orphan which Carver itself can delete.
 _DELETE = "carver orphans --delete {name} --yes"
-# Remedy for each kind of orphan: a command or an advice for the operator.
+# Remedy for each kind of orphan: a command, or advice for the operator.
 REMEDIES = {
     Kind.VOLUME: _DELETE,
     Kind.INLINE: _DELETE,

@@ -66,7 +66,7 @@ class History:
     def record(
         self, candidate_keys: Iterable[str], versions: Mapping[str, str]
     ) -> Mapping[str, float]:
-        """Record a complete search; return for how many seconds each candidate has been found.
+        """Record the candidates of a complete search; return for how many seconds each was found.
 
         The result is by the candidate's key. Its value is 0 for a candidate that the previous
         search did not find. `versions` has the resource versions of the cluster's lists. The

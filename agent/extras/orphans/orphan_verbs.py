@@ -52,7 +52,7 @@ def show(orphans: Sequence[Orphan], grace_seconds: int, *, as_json: bool) -> Non
 def delete(
     settings: Config, kernel: Kernel | None, finder: Looking, name: str, *, confirmed: bool
 ) -> None:
-    """Delete the orphan of a name by the CSI calls that a cluster would make, and print that.
+    """Delete the orphan of a name, by the CSI calls that a cluster would make.
 
     The orphans are searched for again first. If the orphan is a directory of kubelet's, the
     directory is removed after the CSI call. `kernel` is the kernel of this node; None if the orphan

@@ -119,7 +119,8 @@ def _read(
     node_names = frozenset(names_of_nodes(nodes.items, topology_key))
     for node_id in sorted(node_ids):
         if node_id not in node_names:
-            # The API server is of another cluster, or has lost its data.
+            # A node that must be in the cluster is not in the list: the API server is of another
+            # cluster, or has lost its data.
             node_text = "this node" if pods_on else "a node of the controller"
             raise errors.ClusterSilent("nodes", f"{node_text}, {node_id}, is not among them")
     pods = Listing((), "")

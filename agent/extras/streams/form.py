@@ -86,7 +86,7 @@ def ordered(work: Callable[[A], B], pieces: Iterable[A]) -> Iterator[B]:
 
 # First bytes of each stream.
 MAGIC = b"\x89CARVER\n"
-# Version of the format that this module writes, and the only one that it reads.
+# Version of the stream format that this module writes, and the only one that it reads.
 VERSION = 1
 # Maximum length of the uncompressed data in a frame of a stream, in bytes.
 MOST_BYTES = 4 << 20
@@ -120,7 +120,7 @@ _CHAIN = re.compile(r"[0-9a-f]{64}")
 # value of a field of any other type is a `dict`.
 _KINDS: Mapping[Any, type] = {str: str, int: int}
 
-# Kinds of frames: data, a range of zeroes, the end mark.
+# Kinds of frames in a stream: data, a range of zeroes, the end mark.
 DATA, ZEROES, END = b"D", b"Z", b"E"
 # Encodings of a frame's payload: uncompressed, and compressed by zstandard.
 RAW, ZSTD = 0, 1
@@ -238,7 +238,7 @@ class Totals:
     zero_bytes: int = 0
 
     def add(self, length_bytes: int, *, is_zeroes: bool) -> None:
-        """Count one frame, whose data or zeroes have `length_bytes`."""
+        """Count one frame with `length_bytes` bytes of data, or of zeroes."""
         self.frames += 1
         if is_zeroes:
             self.zero_bytes += length_bytes
@@ -246,7 +246,7 @@ class Totals:
             self.data_bytes += length_bytes
 
     def pack(self) -> bytes:
-        """Encode the counts as the end mark's payload."""
+        """Encode the counts as the payload of a stream's end mark."""
         return _TOTALS.pack(self.frames, self.data_bytes, self.zero_bytes)
 
 
@@ -301,7 +301,7 @@ def opening(header: Header) -> tuple[bytes, bytes]:
 def heading(
     proof: bytes, kind: bytes, offset_bytes: int, length_bytes: int, packed: Packed | None = None
 ) -> tuple[bytes, bytes]:
-    """Encode a frame's heading; return the heading, and the digest of the chain up to this heading.
+    """Encode a frame's heading; return the heading, and the digest at its end.
 
     `proof` is the digest that was returned for the frame before, or for the header. The next frame
     is chained to the digest that is returned. The caller writes the payload of `packed` after the
@@ -338,9 +338,10 @@ def header_bytes(prefix: bytes) -> int:
 
 
 def header(prefix: bytes, rest: bytes) -> tuple[Header, bytes]:
-    """Decode a stream's header; return the header, and the digest for the first frame's chain.
+    """Decode a stream's header; return the header, and the digest that is stored behind it.
 
-    Raises BadStream if the header was altered, or if a field of the header is wrong.
+    The heading of the first frame is chained to that digest. Raises BadStream if the header was
+    altered, or if a field of the header is wrong.
     """
     body, proof = rest[:-_DIGEST_BYTES], rest[-_DIGEST_BYTES:]
     if hashlib.sha256(prefix + body).digest() != proof:

@@ -32,7 +32,7 @@ class Reader:
         self.header, self._proof = form.header(prefix, self._take(form.header_bytes(prefix)))
 
     def frames(self) -> Iterator[Frame]:
-        """Yield the frames in their order, and end after the end mark was verified.
+        """Yield the frames of the stream in their order, and end after the end mark was verified.
 
         The heading of a frame is verified before the frame is yielded. The payload of a frame is
         verified by `Frame.data`. A payload is valid only until the frame has passed through
@@ -92,8 +92,8 @@ def streams(source: BufferedIOBase) -> Iterator[Reader]:
         yield Reader(source, first_byte)
 
 
-# Interval, in seconds, at which the offset up to which a stream is on the disk is recorded. After a
-# crash, the data that were received since the last record have to be sent again.
+# Interval at which it is recorded how much of a stream is on the disk, in seconds. After a crash,
+# the data that were received since the last record have to be sent again.
 RECORD_SECONDS = 20.0
 # Maximum number of zeroes written by one system call, in bytes, so that no call takes long.
 _ZERO_BYTES = 128 << 20

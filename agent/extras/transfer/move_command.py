@@ -36,11 +36,11 @@ from proto.carver_pb2_grpc import TransferStub
 
 # Interval at which a move checks whether its volume is in use, in seconds.
 _LOOK_SECONDS = 2.0
-# Number of checks of a volume in use after which a move sends another round, so that the last round
-# is short.
+# Number of checks of a volume in use after which a move sends another increment, so that the last
+# increment is small.
 _LOOKS = 150
-# Maximum age of a round's snapshot, in seconds, before the last round: if the snapshot is older,
-# another round is sent first.
+# Maximum age, in seconds, of the snapshot that was sent before a move's last increment. If the
+# snapshot is older, another increment is sent first.
 _OLD_SECONDS = _LOOKS * _LOOK_SECONDS
 # Interval at which a move renews the hold of its volume, in seconds. The hold ends HELD_SECONDS
 # after the last renewal (moving.py).
@@ -48,8 +48,8 @@ _KEEP_SECONDS = 8.0
 # Maximum number of retries to hold a volume that another command holds, `_LOOK_SECONDS` apart. In
 # total they take longer than the hold of a killed command lasts.
 _HELD_LOOKS = 20
-# Maximum number of last rounds that a command repeats because the hold of the volume ended before
-# the commit, as on a node that is suspended for a while.
+# Maximum number of times that a move sends its last increment again because the hold of the volume
+# ended before the commit, as on a node that is suspended for a while.
 _MOST_LOST_HOLDS = 5
 # Prefix of the names of a move's snapshots. The beginning of the move's release digest follows.
 _PREFIX = "move-"
@@ -102,7 +102,8 @@ class Move:
         self._proved = ""
         # The time at which this run took each snapshot (time.monotonic()), by the snapshot's id.
         self._taken: dict[str, float] = {}
-        # Number of last rounds in vain, because the hold of the volume ended before the commit.
+        # Number of last increments that were sent in vain, because the hold of the volume ended
+        # before the commit.
         self._lost_holds = 0
 
     def run(self) -> dict[str, Any]:
@@ -237,7 +238,8 @@ class Move:
         base_id = own_snapshots.get(there_state["chain"], "")
         has_base = bool(base_id) or not there_state["chain"]
         if there_state["into"] in own_snapshots and has_base:
-            # A round was cut off. Continue it at the offset that the other node has recorded.
+            # The last stream was cut off. Continue the stream at the offset that the other node has
+            # recorded.
             self._send(
                 own_snapshots[there_state["into"]], base_id, release, there_state["offset_bytes"]
             )
@@ -257,8 +259,8 @@ class Move:
             self._tell("comparing what both hold")
             self._compare(base_id)
         if self._is_old(base_id):
-            # The snapshot is old, so much may have changed since. Send another round first, so that
-            # the last round is short.
+            # The snapshot is old, so much may have changed since. Send another increment first, so
+            # that the last increment is small.
             self._send(self._take(), base_id, release)
             return None
         if self._waits(base_id, release):
@@ -274,9 +276,9 @@ class Move:
         return taken_at is None or time.monotonic() - taken_at > _OLD_SECONDS
 
     def _waits(self, base_id: str, release: str) -> bool:
-        """Wait while the volume is in use; return whether the last round still cannot follow.
+        """Wait while the volume is in use; return True if it may still be in use at the end.
 
-        True after another round was sent because the volume stayed in use, and true if the base
+        True after another increment was sent because the volume stayed in use, and true if the base
         snapshot was lost because its COW store is full. False once the volume is not in use, so
         that the last round can follow.
         """
@@ -293,7 +295,7 @@ class Move:
         return True
 
     def _last(self, base_id: str, release: str) -> carver.MoveState | None:
-        """Hold the volume, send what changed since the last round, compare, and commit the move.
+        """Hold the volume, send the last increment, compare both nodes, and commit the move.
 
         Returns the state of the committed move. Returns None if the hold ended before the commit,
         so that another round is needed. If that happened `_MOST_LOST_HOLDS` times before, the error
@@ -530,8 +532,9 @@ def _kept(transfer: TransferStub, volume_id: str) -> Iterator[str]:
 
     def keep() -> None:
         while not end_event.wait(_KEEP_SECONDS):
-            # A renewal fails while another call for the volume is running. It is repeated before
-            # the hold ends. If the hold is lost all the same, CommitMove refuses the move.
+            # A renewal of the hold fails while another call for the volume is running. The renewal
+            # is repeated before the hold ends. If the hold is lost all the same, CommitMove refuses
+            # the move.
             with suppress(grpc.RpcError):
                 transfer.HoldMove(request)
 

@@ -129,10 +129,11 @@ class Receiver:
                 self._mark(volume, {tag.OFFSET: str(offset_bytes)})
 
     def end(self, volume_id: str, header: Header) -> None:
-        """Record that a whole stream is on the disk: the volume then holds the stream's chain.
+        """Record that a whole stream is on the disk, and which contents the volume now has.
 
-        A second call does nothing. Raises NotReceived if the volume is not being received, or if
-        another stream is being received.
+        The volume then has the contents that the chain of the stream names. A second call does
+        nothing. Raises NotReceived if the volume is not being received, or if another stream is
+        being received.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._receiving(volume_id)
@@ -151,11 +152,12 @@ class Receiver:
             self._activator.activate(self._receiving(volume_id))
 
     def finish(self, volume_id: str, release: str) -> None:
-        """Check a received volume, and make it a volume of this node; a second call does nothing.
+        """Check a volume that was received as a stream, and make it a volume of this node.
 
-        `release` is the secret word by which the source of a move lets the volume go. Raises
-        NotReceived if the last stream is incomplete, if the word is wrong, or if the volume was
-        withdrawn; VolumeInUse if the volume is in use; and the errors of `_check`.
+        A second call does nothing. `release` is the secret word by which the source of a move lets
+        the volume go. Raises NotReceived if the last stream is incomplete, if the word is wrong, or
+        if the volume was withdrawn; VolumeInUse if the volume is in use; and the errors of
+        `_check`.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             fresh_report = self._mender.mend(ids.group_of(volume_id))
@@ -254,8 +256,8 @@ class Receiver:
             self._pool_remover.require_kept(group.name, pool_name(device_class.name))
         own_name = names.logical_volume(ids.VOLUME_PREFIX, name)
         volume_id = str(VolumeId.of(group, own_name))
-        # Note that calls may not use the volume before lvcreate runs, because lvcreate may fail and
-        # yet create the volume. `abort` finds out whether the volume exists.
+        # Before lvcreate runs, note that calls may not use the volume: lvcreate may fail and yet
+        # create the volume. `abort` finds out whether the volume exists.
         self._holds.receiving(volume_id)
         with ExitStack() as undo:
             if device_class.layout.is_thin:

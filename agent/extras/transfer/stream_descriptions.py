@@ -93,7 +93,7 @@ def tags_of(
 
 
 def requested(header: Header, size_bytes: int) -> dict[str, str]:
-    """Return the tag with the size that the caller of the sent volume's creation had asked for.
+    """Return the tag with the size that was asked for when the sent volume was made or grown.
 
     Empty if the volume has no more than that size. `size_bytes` is the size of the volume that
     receives the stream.
@@ -165,7 +165,7 @@ class Sender:
         return self._with_blocks(header, snapshot), lease
 
     def _with_blocks(self, header: Header, snapshot: Snapshot) -> Header:
-        """Return a header, to which the largest logical block size of the contents was added.
+        """Add to a stream's header the largest logical block size that the contents can lie on.
 
         The contents can lie on blocks of at most that size. The size is read from the snapshot's
         active device, while no volume group's lock is held. If it cannot be read, the header is

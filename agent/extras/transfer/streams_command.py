@@ -74,8 +74,8 @@ def _lines(action: str, start_bytes: int, size_bytes: int) -> Tell:
             "what": action,
             "offset_bytes": offset_bytes,
             "size_bytes": size_bytes,
-            # Number of bytes of the volume in a second, including bytes that were skipped and not
-            # sent.
+            # Number of bytes of the volume that are done in a second, including those that are
+            # skipped and not sent.
             "bytes_per_second": round(rate),
             "seconds_left": round((size_bytes - offset_bytes) / rate) if rate > 0 else None,
         }
@@ -169,7 +169,7 @@ class Outgoing:
             return digest
 
     def checksum_of(self, parts: Spool) -> str:
-        """Read the parts that a stream of this snapshot named once more; return their checksum.
+        """Read once more the parts that a stream of this snapshot named; return their checksum.
 
         The checksum also covers everything beyond the base's end. Raises SourceLost if the snapshot
         became invalid meanwhile, and TransferFailed if the device cannot be read.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def add(command_line: CommandLine) -> None:
-    """Add the commands of this extra to the command line."""
+    """Add the commands of the extra `transfer` to the command line."""
     _add_receive(command_line.volume)
     _add_move(command_line.volume)
     _add_send(command_line.snapshot)

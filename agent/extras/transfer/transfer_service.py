@@ -115,7 +115,10 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         return self._turns.give(first, requests, context)
 
     def stop(self) -> None:
-        """End the I/O slots of all commands, which may run for hours; they go on without slots."""
+        """End the I/O slots of all commands, because commands may run for hours.
+
+        The commands go on without slots.
+        """
         self._turns.stop()
 
     # Calls of a command that receives a volume.
