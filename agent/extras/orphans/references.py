@@ -27,7 +27,7 @@ _PROVISIONERS = (
 
 @dataclass(frozen=True)
 class PersistentVolume:
-    """A PersistentVolume of the driver's.
+    """A PersistentVolume that was provisioned by Carver's CSI driver.
 
     - `handle` is the volume's id.
     - `nodes` has the topology segments in the PersistentVolume's node affinity; may be empty.

@@ -199,7 +199,7 @@ class Frame:
         return not self.payload
 
     def data(self) -> Bytes:
-        """Verify the payload of this frame and decompress it if it is compressed; return the data.
+        """Verify the payload of this frame, decompress it if need be, and return the data.
 
         The data are in the memory area `room`, if that is not None. Raises BadStream if the data
         are not those that were sent.

@@ -37,8 +37,8 @@ these steps out; by hand, in this order:
     kubectl patch pv {new} --patch '{{"spec":{{"persistentVolumeReclaimPolicy":"Delete"}}}}'
  7. here: carver volume move {name} --finish
 """
-# Beginning of the jq filters for both objects. It deletes the fields that the cluster sets during
-# an object's life.
+# Beginning of the jq filters for the PersistentVolume and for the claim. It deletes the fields that
+# the cluster sets during an object's life.
 _LIFE = (
     "del(.status, .metadata.uid, .metadata.resourceVersion, .metadata.creationTimestamp,"
     " .metadata.finalizers, .metadata.deletionTimestamp"
@@ -96,7 +96,7 @@ def say(text: str) -> None:
 
 
 def rebind(cluster: Server, old_id: str, place: Place, *, yes: bool, undo: bool = False) -> None:
-    """Rebind the claim of a moved volume to it; with `undo`, bind it to the old volume again.
+    """Bind the claim of a moved volume to the new volume; with `undo`, to the old one again.
 
     `old_id` is the volume's id on the node that the volume left, and `place` is where the volume is
     now. The operator is asked before each step, unless `yes` is true. Raises NotConfirmed if the

@@ -20,7 +20,7 @@ def add(command_line: CommandLine) -> None:
 
 
 def _add_receive(verbs: Commands) -> None:
-    """Add `carver volume receive`."""
+    """Add the subcommand `carver volume receive` and its arguments."""
     receive = verb(
         verbs,
         "receive",
@@ -80,7 +80,7 @@ def _receive(verbs: "VolumeVerbs", parsed: argparse.Namespace) -> None:
 
 
 def _add_send(verbs: Commands) -> None:
-    """Add `carver snapshot send`."""
+    """Add the subcommand `carver snapshot send` and its arguments."""
     send = verb(
         verbs,
         "send",
@@ -128,7 +128,7 @@ def _send(verbs: "VolumeVerbs", parsed: argparse.Namespace) -> None:
 
 
 def _add_move(verbs: Commands) -> None:
-    """Add `carver volume move`."""
+    """Add the subcommand `carver volume move` and its arguments."""
     move = verb(
         verbs,
         "move",

@@ -56,7 +56,7 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         """Register the gRPC service Transfer with the server."""
         carver_pb2_grpc.add_TransferServicer_to_server(self, server)
 
-    # Calls of a command that sends a snapshot.
+    # RPCs by which a command sends a snapshot.
 
     def OpenSnapshot(
         self, request: carver.OpenSnapshotRequest, context: _Context
@@ -105,7 +105,7 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
             _ranges,
         )
 
-    # Calls of a command that sends or receives.
+    # RPCs by which a command that sends or receives gets I/O slots.
 
     def TakeTurns(
         self, requests: Iterator[carver.TurnRequest], context: _Context
@@ -121,7 +121,7 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         """
         self._turns.stop()
 
-    # Calls of a command that receives a volume.
+    # RPCs by which a command receives a volume.
 
     def ReceiveStatus(self, request: carver.NameRequest, context: _Context) -> carver.ReceiveState:
         _require(request, "name")
@@ -165,7 +165,7 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
             self._receiver.withdraw(request.volume_id, request.release)
         return Empty()
 
-    # Calls of a command that moves a volume.
+    # RPCs by which a command moves a volume.
 
     def MoveStatus(self, request: carver.NameRequest, context: _Context) -> carver.MoveState:
         _require(request, "name")
