@@ -1,1 +1,1 @@
-"""Optional parts of Carver, each a folder: nothing below imports one."""
+"""Optional parts of Carver (extras), one in each folder; no other part of Carver imports them."""

@@ -1,8 +1,9 @@
-"""Prepare reading of a thin snapshot: reserve its pool's metadata snapshot, activate its device.
+"""Prepare thin snapshots for reading: reserve metadata snapshots of pools, activate devices.
 
-A program such as thin_delta(8) cannot read the metadata of an active thin pool, which change while
-they are read. It reads a metadata snapshot of the pool instead, which `Reservations` makes and
-removes. `Activations` activates the snapshots themselves, and deactivates them after the reading.
+A program such as thin_delta(8) cannot read the metadata of an active thin pool, because the
+metadata change while the program reads. The program reads a metadata snapshot of the pool instead.
+`Reservations` makes and removes metadata snapshots. `Activations` activates the devices of the
+snapshots themselves, and deactivates these devices after the reading.
 """
 
 import contextvars
@@ -31,19 +32,21 @@ from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-# Tag on a thin pool whose metadata snapshot, if there is one, was reserved by Carver.
+# Tag of a thin pool in which Carver reserves a metadata snapshot. The tag is set first and removed
+# last, so a pool may have the tag without a metadata snapshot.
 _RESERVED = {tag.METADATA_SNAPSHOT: "reserved"}
-# Time limit of the release of a metadata snapshot after a reading, in seconds.
+# Time limit for the release of a pool's metadata snapshot after its last reader has ended, in
+# seconds.
 _RELEASE_SECONDS = 60.0
 
 
 @dataclass
 class MetadataReaders:
-    """The readers that share one thin pool's metadata snapshot, and its state.
+    """State of one thin pool's metadata snapshot, and the number of calls that read the snapshot.
 
-    - `changed` is notified when `is_changing` becomes false.
-    - `begun` counts the metadata snapshots that were reserved in this pool by this process.
-    - `readers` is the number of readers of the present metadata snapshot.
+    - `changed` is notified whenever `is_changing` becomes false.
+    - `begun` is the number of metadata snapshots that this process has reserved in the pool so far.
+    - `readers` is the number of calls that read the present metadata snapshot.
     - `is_changing` is true while a thread reserves or releases the metadata snapshot.
     """
 
@@ -56,14 +59,14 @@ class MetadataReaders:
 class Reservations:
     """Reserves and releases metadata snapshots of thin pools.
 
-    A thin pool has at most one metadata snapshot. The snapshot survives this process and a reboot,
-    and as long as it exists the pool does not free blocks of deleted volumes. Therefore it is kept
-    only while a program reads it.
+    A thin pool has at most one metadata snapshot. A metadata snapshot survives this process and a
+    reboot. As long as the metadata snapshot exists, the pool does not free the blocks of deleted
+    volumes. Therefore Carver keeps a metadata snapshot only while a program reads it.
 
-    A tag on the pool says that the metadata snapshot is Carver's. The tag is set before the
-    metadata snapshot is reserved and removed after it is released. So the next start of Carver
-    releases what a killed process left, and a metadata snapshot in a pool without the tag, which
-    another program reserved, is left alone.
+    A tag of the pool says that the metadata snapshot is Carver's. The tag is set before the
+    metadata snapshot is reserved, and removed after it is released. So the next start of Carver can
+    release the metadata snapshot of a killed process. A metadata snapshot in a pool without the tag
+    was reserved by another program, and is left alone.
     """
 
     def __init__(self, context: Context) -> None:
@@ -76,14 +79,16 @@ class Reservations:
 
     @contextmanager
     def held(self, group: str, pool: str) -> Iterator[str]:
-        """Reserve a metadata snapshot of an active thin pool for the `with`; yield its device.
+        """Reserve a thin pool's metadata snapshot for the `with`; yield the metadata device's path.
 
-        The device holds the pool's metadata as of this call or later. A call that comes while
-        other readers use an older metadata snapshot waits until those readers have ended; all the
-        waiting calls then share one new metadata snapshot.
+        The metadata snapshot is as of this call or later. If other calls still read an older
+        metadata snapshot, this call waits until those calls have ended. All calls that wait share
+        one new metadata snapshot.
 
-        Runs two lvm2 commands, which set and remove the tag. Raises MetadataReserved where another
-        program has reserved a metadata snapshot, OperationPending at the caller's deadline.
+        The pool must be active. The first call that uses a metadata snapshot sets the tag of the
+        pool, and the last one removes the tag, each by one lvm2 command. A failure of the release
+        is logged. Raises MetadataReserved if another program has reserved a metadata snapshot of
+        the pool, and OperationPending if the wait lasts until the caller's deadline.
         """
         pool_readers = self._pool_readers[group, pool]
         self._join(pool_readers, group, pool)
@@ -93,9 +98,12 @@ class Reservations:
             self._leave(pool_readers, group, pool)
 
     def resume(self, *groups: str) -> int:
-        """Release metadata snapshots that an earlier process left; return the number released.
+        """Release metadata snapshots that a killed process or a failed call left; return how many.
 
-        Looks in these groups, or in all groups of the node if none is named.
+        `groups` are the names of volume groups to search; without a name, all groups of this node
+        are searched. A pool whose metadata this process reads now is left alone. The result is the
+        number of pools whose tag was removed, even if a pool had the tag alone. Raises an
+        ExceptionGroup of all failures.
         """
         count = 0
         with Attempts() as attempts:
@@ -108,9 +116,11 @@ class Reservations:
         return count
 
     def _resume(self, group: str, pool: str) -> bool:
-        """Release the metadata snapshot that an earlier process left; say whether it was released.
+        """Release a thin pool's metadata snapshot; return False while this process still reads it.
 
-        Does nothing while this process reads the pool's metadata.
+        The pool's tag is removed, too. An inactive pool is activated first. While this process
+        reads the pool's metadata, nothing is done, and the result is False. The caller holds the
+        volume group's lock.
         """
         if self._pool_readers[group, pool].readers:
             return False
@@ -120,9 +130,11 @@ class Reservations:
         return True
 
     def _join(self, pool_readers: MetadataReaders, group: str, pool: str) -> None:
-        """Wait for a metadata snapshot newer than this call; reserve the snapshot if needed.
+        """Wait for a pool's metadata snapshot that is newer than this call, or reserve one.
 
-        Raises OperationPending at the caller's deadline.
+        If no other thread reserves such a metadata snapshot, this call reserves it, once all calls
+        that read an older one have ended. Raises OperationPending at the caller's deadline, and
+        what `_reserve` raises.
         """
         with pool_readers.changed:
             wanted_number = pool_readers.begun + 1
@@ -147,15 +159,19 @@ class Reservations:
         self._changed(pool_readers, readers=1)
 
     def _leave(self, pool_readers: MetadataReaders, group: str, pool: str) -> None:
-        """Remove a reader; release the metadata snapshot after the last one, and log a failure."""
+        """End a read of a pool's metadata; after the last one, release the metadata snapshot.
+
+        A failure of the release is logged.
+        """
         with pool_readers.changed:
             pool_readers.readers -= 1
             if pool_readers.readers:
                 return
             pool_readers.is_changing = True
         try:
-            # Run in an empty context: without the caller's deadline, which may have passed, and
-            # without the caller's position in the queue for the group's lock.
+            # Run in an empty context (contextvars). That context has neither the caller's deadline,
+            # which may have passed, nor the caller's position in the queue for the volume group's
+            # lock.
             contextvars.Context().run(self._let_go, group, pool)
         except (errors.AgentError, mount_errors.CommandError, OSError) as error:
             _log.error("thin pool %s/%s keeps old metadata for now: %s", group, pool, error)
@@ -164,15 +180,20 @@ class Reservations:
 
     def _let_go(self, group: str, pool: str) -> None:
         with command.time_limit(_RELEASE_SECONDS):
-            # The metadata snapshot is released before the tag is removed, as it slows the pool
-            # down; and after a crash in between, the tag makes the next start look again.
+            # Release the metadata snapshot first, because it slows the pool down. Remove the tag
+            # last: after a crash in between, the tag makes the next start of Carver check the pool
+            # again.
             self._devices.release_metadata(group, pool)
             with self._volume_groups.hold(group):
                 volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
 
     @staticmethod
     def _changed(pool_readers: MetadataReaders, readers: int) -> None:
-        """Record the end of a reservation or of a release, and wake all waiting threads."""
+        """Record that a metadata snapshot was reserved or released, and wake all waiting threads.
+
+        `readers` is the number of readers from now on: 1 after a reservation, and 0 after a release
+        or a failure.
+        """
         with pool_readers.changed:
             pool_readers.begun += readers
             pool_readers.readers, pool_readers.is_changing = readers, False
@@ -182,8 +203,7 @@ class Reservations:
         with self._volume_groups.hold(group):
             volume_group = self._reports.fresh(group).group(group)
             if pool in _marked(volume_group):
-                # The metadata snapshot was reserved by an earlier reading of Carver that failed to
-                # release it.
+                # Release the metadata snapshot of an earlier call, which failed to release it.
                 self._release(group, pool)
             elif self._has(group, pool):
                 raise errors.MetadataReserved(group, pool)
@@ -197,16 +217,16 @@ class Reservations:
                 raise
 
     def _release(self, group: str, pool: str) -> None:
-        """Release a pool's metadata snapshot, if the pool has one, and then remove Carver's tag.
+        """Release a thin pool's metadata snapshot if there is one, and then remove Carver's tag.
 
-        The caller holds the group's lock.
+        The caller holds the volume group's lock.
         """
         if self._has(group, pool):
             self._devices.release_metadata(group, pool)
         volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
 
     def _has(self, group: str, pool: str) -> bool:
-        """Return whether an active thin pool has a metadata snapshot."""
+        """Return whether a thin pool has a metadata snapshot; the pool must be active."""
         status = self._activator.status(group, pool)
         return any(
             isinstance(target, ThinPool) and target.has_metadata_snapshot for target in status
@@ -214,36 +234,40 @@ class Reservations:
 
 
 def _deactivate(lvm: Lvm, group: str, names: Sequence[str]) -> None:
-    # A snapshot that another program has just opened stays active and keeps its tag.
+    # A snapshot that another program has just opened stays active. The snapshot keeps its tag, so a
+    # later call deactivates it.
     with suppress(lvm_errors.InUse):
         volumes.deactivate(lvm, group, *names)
 
 
 def _marked(group: report.Group) -> list[str]:
-    """The names of a group's thin pools that have Carver's tag for a metadata snapshot."""
+    """Return the names of thin pools with the tag of a metadata snapshot that Carver reserved."""
     return [pool.name for pool in records.usable(group) if tag.METADATA_SNAPSHOT in pool.own_tags]
 
 
-# Tag on a snapshot that Carver activated only to read it.
+# Tag of a thin snapshot that Carver activated in order to read it, and has to deactivate.
 _OWN = {tag.ACTIVATED: "reading"}
-# Time for which an activated snapshot waits to be opened by another process, in seconds.
+# Time for which a lease keeps a snapshot active, in seconds. Within that time, the other process
+# has to open the snapshot's device.
 _LEASE_SECONDS = 60.0
-# Time limit of the deactivation after a reading, in seconds. The next reading in the group
-# deactivates what is still active after the limit.
+# Time limit for the deactivation of snapshots after they were read, in seconds. If a snapshot is
+# still active at the limit, the next read of a snapshot in the same volume group deactivates it.
 _END_SECONDS = 30.0
 
 
 class Activations:
-    """Activates thin snapshots in order to read them, and deactivates them afterwards.
+    """Activates snapshots in order to read them, and deactivates thin snapshots afterwards.
 
     Each active snapshot costs a device in the kernel and a row in each refresh of the device list,
-    and a backup reads many snapshots. So a snapshot is active only while it is read.
+    and a backup reads many snapshots. So a thin snapshot is active only while it is read.
 
-    A tag marks the snapshots that Carver activated. The tag is set before the snapshot is activated
-    and removed after it is deactivated. So the next start of Carver, or the next reading in the
-    group, deactivates what a killed process left active. A snapshot that was active before the
-    reading has no tag and is left alone. A COW snapshot is active as long as its origin is, and is
-    neither activated nor deactivated here.
+    A tag marks the thin snapshots that Carver activated. The tag is set before the snapshot is
+    activated, and removed after the snapshot is deactivated. So the next start of Carver, or the
+    next read in the volume group, deactivates the snapshots that a killed process left active. A
+    thin snapshot that was active before it was read has no tag, and stays active.
+
+    A COW snapshot is active whenever its origin is active. If both are inactive, the origin is
+    activated with the snapshot, and both stay active.
     """
 
     def __init__(self, context: Context) -> None:
@@ -251,18 +275,21 @@ class Activations:
         self._reports, self._activator = context.reports, context.activator
         self._devices = context.devices
         self._guard = threading.Lock()
-        # The number of readers of each snapshot, by group and name.
+        # The number of calls that read each snapshot now, by the names of its volume group and of
+        # the snapshot.
         self._readers: Counter[tuple[str, str]] = Counter()
-        # For each lease: group and name of its snapshot, and the lease's end (time.monotonic()).
+        # The leases, by their random ids. A lease has the names of the volume group and of the
+        # leased snapshot, and the time when the lease ends (time.monotonic()).
         self._leases: dict[str, tuple[tuple[str, str], float]] = {}
 
     @contextmanager
     def held(self, snapshot: Snapshot) -> Iterator[active_devices.Device]:
-        """Activate a snapshot for the `with`; yield its device.
+        """Activate a snapshot for the `with`; yield the snapshot's device.
 
-        The caller holds the group's lock when it enters the `with`. Runs at most two lvm2 commands.
-        The caller calls `end` after it has closed everything that it read in the group, which
-        deactivates the snapshot. Raises Inactive.
+        The caller holds the volume group's lock when it enters the `with`. The end of the `with`
+        does not deactivate the snapshot. For that, the caller has to call `end` once the caller has
+        closed all devices that it read in the volume group. Runs at most two lvm2 commands. Raises
+        Inactive if the kernel has no device of the snapshot after the activation.
         """
         key = (snapshot.group.name, snapshot.name)
         with self._guard:
@@ -272,16 +299,18 @@ class Activations:
         finally:
             with self._guard:
                 self._readers[key] -= 1
-                # Remove the entry, so that the table does not grow with each snapshot ever read.
+                # Remove the snapshot's entry. Otherwise the table would grow with each snapshot
+                # that is read.
                 if not self._readers[key]:
                     del self._readers[key]
 
     def lease(self, snapshot: Snapshot) -> str:
-        """Activate a snapshot for another process to open; return the lease for `end_lease`.
+        """Activate a snapshot for another process to open; return the id of a lease on it.
 
-        Returns "" for a COW snapshot, whose activation need not be ended. The caller holds the
-        group's lock. The device stays active for `_LEASE_SECONDS`, and beyond for as long as the
-        other process has it open. Runs at most two lvm2 commands.
+        The lease keeps the snapshot active for `_LEASE_SECONDS`. Afterwards the snapshot stays
+        active for as long as the other process has it open. A COW snapshot need not be deactivated,
+        so it gets no lease, and the result is empty. The caller holds the volume group's lock. Runs
+        at most two lvm2 commands. Raises Inactive as `held`.
         """
         self._activate(snapshot)
         if not snapshot.is_thin:
@@ -293,18 +322,20 @@ class Activations:
         return lease
 
     def end_lease(self, group: str, lease: str) -> None:
-        """End the lease of a snapshot that the other process has closed; deactivate the snapshot.
+        """End a lease on a snapshot that the other process has closed; deactivate unused snapshots.
 
-        Raises nothing.
+        All snapshots of the volume group are deactivated that Carver activated and that are no
+        longer in use. A lease that has already ended is no error. Raises nothing.
         """
         with self._guard:
             self._leases.pop(lease, None)
         self.end(group)
 
     def end(self, *groups: str) -> None:
-        """Deactivate the snapshots in these groups that are no longer read. Raises nothing.
+        """Deactivate unused snapshots that Carver activated to read them, in these volume groups.
 
-        A failure is logged, and the next reading or the next start deactivates the snapshots.
+        Raises nothing. A failure is logged, and the next read of a snapshot in the volume group, or
+        the next start of Carver, deactivates the snapshots.
         """
 
         def sweep() -> None:
@@ -312,16 +343,20 @@ class Activations:
                 self.resume(*groups)
 
         try:
-            # Run in an empty context: without the caller's deadline, which may have passed, and
-            # without the caller's position in the queue for the group's lock.
+            # Run in an empty context (contextvars). That context has neither the caller's deadline,
+            # which may have passed, nor the caller's position in the queue for the volume group's
+            # lock.
             contextvars.Context().run(sweep)
         except Exception as error:
             _log.warning("snapshots in %s stay active for now: %s", ", ".join(groups), error)
 
     def resume(self, *groups: str) -> int:
-        """Deactivate Carver's unread snapshots in these groups, or in all; return how many.
+        """Deactivate the snapshots that Carver activated and that nothing uses; return how many.
 
-        Runs at most three lvm2 commands in each group. Raises an ExceptionGroup of the failures.
+        `groups` are the names of volume groups to search; without a name, all groups of this node
+        are searched. The result also counts snapshots that were inactive already, and snapshots
+        that another program has just opened. Runs at most three lvm2 commands in each volume group,
+        and more if lvm2 fails to deactivate a snapshot. Raises an ExceptionGroup of all failures.
         """
         count = 0
         with Attempts() as attempts:
@@ -341,9 +376,11 @@ class Activations:
         return self._activator.activate_snapshot(snapshot)
 
     def _unread(self, fresh_report: Fresh) -> list[str]:
-        """The names of snapshots of a group that Carver activated and that are not in use.
+        """Return the names of a volume group's unused snapshots that Carver activated to read them.
 
-        In use are snapshots that are read, have a lease, are open, or are being copied.
+        A snapshot is in use if a call reads it, if there is a lease on it, if its device is open,
+        or if a volume is being copied from it. Leases that have expired are removed from the table.
+        Raises GroupBusy while a volume group, which may have such a copy, was never read.
         """
         now = time.monotonic()
         with self._guard:
@@ -359,8 +396,9 @@ class Activations:
         ]
         if not unread:
             return []
-        # A copy in progress opens its snapshot only for moments at a time, so the snapshot may be
-        # closed now. The copy may be in another group, so all groups are searched for copies.
+        # A copy in progress opens its source snapshot only for moments at a time, so the snapshot
+        # may be closed now. The copy may be in another volume group than its source, so search all
+        # volume groups for copies.
         all_groups = self._reports.every_group(fresh_report)
         all_groups.require_read()
         copied_ids = {copy.own_tags.get(tag.FROM) for copy in all_groups.copies()}
@@ -374,15 +412,15 @@ class Activations:
     def _deactivate(self, group: str, names: list[str]) -> None:
         lvm = self._volume_groups.lvm(group)
         active = [name for name in names if self._activator.is_active(group, name)]
-        # First remove the tags of snapshots that an earlier attempt deactivated, so that a
-        # deactivation that fails again does not keep their tags.
+        # First remove the tags of the snapshots that are already inactive, because an earlier
+        # attempt deactivated them. So a deactivation that fails again does not keep these tags.
         self._forget(group, [name for name in names if name not in active])
         if active:
             all_or_each(active, lambda snapshots: _deactivate(lvm, group, snapshots))
             self._forget(group, active)
 
     def _forget(self, group: str, names: Sequence[str]) -> None:
-        """Remove Carver's tag from each of these snapshots that is not active."""
+        """Remove the tag ACTIVATED from the snapshots in `names` that are inactive."""
         inactive = [(group, name) for name in names if not self._activator.is_active(group, name)]
         if inactive:
             volumes.mark_all(self._volume_groups.lvm(group), inactive, old=_OWN)

@@ -22,15 +22,16 @@ from proto import csi_pb2_grpc
 T = TypeVar("T")
 Range = Extent | UserExtent
 
-# The most ranges in one response message, which is then some 30 KiB long.
+# Maximum number of ranges in one response message. A message with so many ranges is about 30 KiB
+# long.
 _RESULTS = 1024
 
 
 class ChangedBlocks(Extra, csi_pb2_grpc.SnapshotMetadataServicer):
-    """The extra `changed_blocks`, and the service CSI SnapshotMetadata.
+    """The extra `changed_blocks`, and its gRPC service, CSI's SnapshotMetadata.
 
-    A call does not take the volume's lock while it streams its responses. The devices that it reads
-    are open meanwhile, so lvm2 can remove neither the snapshot nor its base.
+    A call does not hold the volume's lock while it streams its responses. The devices that the call
+    reads are open meanwhile, so lvm2 can remove neither the snapshot nor its base.
     """
 
     offered = (csi.PluginCapability.Service.SNAPSHOT_METADATA_SERVICE,)
@@ -39,18 +40,22 @@ class ChangedBlocks(Extra, csi_pb2_grpc.SnapshotMetadataServicer):
         self.delta = ChangedRanges(context)
 
     def add_services(self, server: grpc.Server) -> None:
-        """Register SnapshotMetadata."""
+        """Register the gRPC service SnapshotMetadata with the server."""
         csi_pb2_grpc.add_SnapshotMetadataServicer_to_server(self, server)
 
     def recoveries(self) -> Mapping[str, Callable[..., int]]:
-        """Name the functions that release what killed readings left."""
+        """Return functions that clean up after killed processes, by names for the log.
+
+        The functions release metadata snapshots of thin pools, and deactivate snapshots that were
+        activated to be read.
+        """
         return {
             "metadata snapshots": self.delta.reservations.resume,
             "snapshots that were read": self.delta.activations.resume,
         }
 
     def stop(self) -> None:
-        """End all readings at their next piece, as a response stream may last for hours."""
+        """End all calls that read snapshots, because their response streams may last for hours."""
         self.delta.stop()
 
     def GetMetadataAllocated(  # noqa: N802
@@ -65,7 +70,7 @@ class ChangedBlocks(Extra, csi_pb2_grpc.SnapshotMetadataServicer):
     def GetMetadataDelta(  # noqa: N802
         self, request: csi.GetMetadataDeltaRequest, context: grpc.ServicerContext
     ) -> Generator[csi.GetMetadataDeltaResponse, None, None]:
-        """Stream the ranges in which a snapshot differs from an earlier one of its volume."""
+        """Stream the ranges in which a snapshot differs from an earlier snapshot of its volume."""
         call = GetMetadata.from_proto(request)
         require_snapshots(call.base_id, call.snapshot_id)
         reading = self.delta.changed(call.base_id, call.snapshot_id, context.is_active)
@@ -78,12 +83,12 @@ def add(service: Service) -> ChangedBlocks:
 
 
 def of(service: Service) -> ChangedBlocks:
-    """The extra `changed_blocks` of a service that was made with this extra."""
+    """Return a service's extra `changed_blocks`; the service must have been made with the extra."""
     return cast(ChangedBlocks, service.extras["changed_blocks"])
 
 
 def require_snapshots(*identities: str) -> None:
-    """Raise NoSuchSnapshot for an id that is not of a snapshot.
+    """Raise NoSuchSnapshot if one of these ids is not the id of a snapshot.
 
     `ChangedRanges` also reads volumes by their ids, which CSI does not allow.
     """
@@ -97,9 +102,10 @@ def _answers(
     call: GetMetadata,
     response_class: Callable[..., T],
 ) -> Generator[T, None, None]:
-    """Make CSI's response messages from a reading.
+    """Open a snapshot; yield CSI's responses with its ranges, from the requested offset on.
 
-    The offsets are those of the device that the volume's user reads, without a LUKS header.
+    `open_reading` opens the snapshot when it is entered. Offsets and sizes are those of the device
+    that the volume's user reads, which does not contain the LUKS header of an encrypted volume.
     """
 
     def view(reading: Reading) -> tuple[int, Iterator[Range]]:
@@ -126,11 +132,15 @@ def in_pieces(
     make_response: Callable[[int, Sequence[Range]], T],
     max_results: int = 0,
 ) -> Generator[T, None, None]:
-    """Make responses of a reading's size and ranges, as a generator.
+    """Open a snapshot; yield response messages with its allocated or changed ranges.
+
+    `open_reading` opens the snapshot when it is entered. `view` returns the snapshot's size and its
+    ranges. `make_response` makes a response from the size and the next ranges.
 
     A response has at most `_RESULTS` ranges, and at most `max_results` if that is not 0. A response
-    ends early once its ranges have MAX_RANGE_BYTES in total: the caller reads those bytes before it
-    asks for the next response. A reading without ranges gets one response without ranges.
+    ends early once its ranges have MAX_RANGE_BYTES in total, because the caller reads so many bytes
+    before it asks for the next response. A snapshot without ranges gets one response without
+    ranges.
     """
     with open_reading as reading:
         size_bytes, extents = view(reading)

@@ -14,8 +14,8 @@ from agent.work.pace import Work
 from lvm.active_devices import Exceptions
 from mount.block_io import PIECE_BYTES, Reader
 
-# Chunks of the origin that one pass over the COW tables looks at; a multiple of 8. One bit for each
-# is 32 MiB of memory, and at 4 KiB a chunk the pass covers 1 TiB of the origin.
+# Number of chunks of the origin that one pass over the COW tables covers; a multiple of 8. One bit
+# for each chunk takes 32 MiB of memory. With chunks of 4 KiB, a pass covers 1 TiB of the origin.
 _PART_CHUNKS = 1 << 28
 # Pattern of a run of bytes with all bits set, or of one byte with some bits set.
 _SOME = re.compile(rb"\xff+|[^\0]")
@@ -29,18 +29,22 @@ def ranges(
     end_bytes: int,
     check: Callable[[], None],
 ) -> Iterator[Extent]:
-    """The sorted and merged ranges between two offsets that any of the COW tables contains.
+    """Yield the ranges of an origin that any of the COW tables contains, sorted and merged.
 
-    A table lists the chunks in the order in which they were overwritten, so they have to be sorted.
-    The list of an origin of 16 TiB in chunks of 4 KiB would take gigabytes, so instead:
+    A COW table contains the chunks of the origin in the order in which they were overwritten, so
+    the chunks have to be sorted. The list of all chunks of an origin of 16 TiB, in chunks of 4 KiB,
+    would take gigabytes of memory. Therefore the search is done in these steps:
 
-    1. Divide the origin into parts of `_PART_CHUNKS` chunks.
-    2. Read all tables, and set one bit for each chunk of the first part that a table contains. Note
-       the numbers of the later parts that have chunks in a table.
-    3. Yield the runs of set bits, and repeat from 2 with the next part noted, until none is left.
+    1. Divide the origin into sections of `_PART_CHUNKS` chunks. Begin with the section of
+       `start_bytes`.
+    2. Read all tables, and set one bit for each chunk of the section that a table contains. Collect
+       the numbers of the later sections that have chunks in a table.
+    3. Yield the runs of set bits.
+    4. Repeat steps 2 and 3 for the next section that was collected, until no section is left.
 
-    All tables have the same chunk size. `check` is called for each block of a table, and may raise
-    to end the search.
+    Only ranges between `start_bytes` and `end_bytes` are yielded. All tables must have the same
+    chunk size. `check` is called for each block of a table, and may raise an error to end the
+    search.
     """
     overwritten = _chunks(tables, start_bytes, end_bytes, check)
     return clipped(merged(overwritten), start_bytes, end_bytes)
@@ -54,7 +58,8 @@ def _chunks(
 ) -> Iterator[Extent]:
     chunk_bytes = tables[0].chunk_bytes
     end_chunk = -(-end_bytes // chunk_bytes)
-    # Numbers of the parts that are still to do; the first pass over the tables finds all of them.
+    # `part` is the number of the present section of the origin; `remaining` has the numbers of the
+    # sections that are still to be searched. The first pass over the tables finds all of these.
     part, remaining = start_bytes // chunk_bytes // _PART_CHUNKS, set[int]()
     while part * _PART_CHUNKS < end_chunk:
         base = part * _PART_CHUNKS
@@ -74,10 +79,11 @@ def _marked(
     later_parts: set[int],
     check: Callable[[], None],
 ) -> bytearray:
-    """Set a bit for each chunk of one part that any table contains; return the bits.
+    """Set a bit for each chunk that any COW table contains, in one section of the origin.
 
-    `base` is the part's first chunk, `chunks` its length. The numbers of later parts that have
-    chunks in a table are added to `later_parts`.
+    Returns the bits. `base` is the number of the section's first chunk, `chunks` is the number of
+    chunks in the section. The numbers of the later sections that have chunks in a table are added
+    to `later_parts`. `check` is called for each block of a table, and may raise an error.
     """
     bits = bytearray(-(-chunks // 8))
     for copied in chain.from_iterable(table.chunks() for table in tables):
@@ -86,8 +92,8 @@ def _marked(
             continue
         first, last = min(copied) - base, max(copied) - base
         if 0 <= first <= last < chunks and last - first == len(copied) - 1:
-            # A table contains a chunk only once, so these chunks are one contiguous run, as after
-            # most writes. Set their bits together.
+            # A table contains each chunk only once, so these chunks are one contiguous run, as
+            # after most writes. Set their bits together.
             _mark(bits, first, last + 1)
             continue
         for chunk in copied:
@@ -100,7 +106,7 @@ def _marked(
 
 
 def _mark(bits: bytearray, start: int, end: int) -> None:
-    """Set the bits with the numbers from `start` up to, but not including, `end`."""
+    """Set the bits of `bits` with the numbers from `start` up to, but not including, `end`."""
     first, last = min(-(-start // 8), end // 8), end // 8
     bits[first:last] = bytes([_ALL]) * (last - first)
     edges = (*range(start, min(8 * first, end)), *range(max(8 * last, start), end))
@@ -109,7 +115,7 @@ def _mark(bits: bytearray, start: int, end: int) -> None:
 
 
 def _runs(bits: bytearray) -> Iterator[tuple[int, int]]:
-    """The runs of set bits, each as its first bit's number and its count of bits.
+    """Yield the runs of set bits, each as the number of its first bit and its count of bits.
 
     Adjacent runs are not merged.
     """
@@ -122,10 +128,11 @@ def _runs(bits: bytearray) -> Iterator[tuple[int, int]]:
 
 
 _ZEROES = bytes(PIECE_BYTES)
-# Bytes that one I/O slot of a comparison reads, in total from both devices: twice MAX_RANGE_BYTES.
+# Maximum number of bytes that a comparison reads in one I/O slot, in total from both devices: twice
+# MAX_RANGE_BYTES.
 _TURN_BYTES = 32 << 20
-# The longest range that a comparison yields, in bytes: the caller can read a range while the
-# comparison of the rest has yet to be done.
+# Maximum length of a range that a comparison yields, in bytes. So the caller can read the data of
+# one range before the rest of the device is compared.
 MAX_RANGE_BYTES = 16 << 20
 
 
@@ -136,14 +143,15 @@ def differing(
     work: Work,
     extents: Iterable[Extent],
 ) -> Iterator[Extent]:
-    """The blocks in which two devices differ, as ranges of at most MAX_RANGE_BYTES.
+    """Compare two devices; yield the blocks that differ, as ranges of at most MAX_RANGE_BYTES.
 
-    Only the given ranges, which are sorted, are compared. The base counts as zeroes from
-    `base_bytes` on, and as zeroes throughout if it is None.
+    Only `extents` are compared: ranges that are sorted by offset. A range that begins within a
+    block is compared from the start of that block on. From `base_bytes` on, the base counts as
+    zeroes. If `base` is None, all of it counts as zeroes.
 
     The devices are read in I/O slots of `work` (agent/work/pace.py). No slot is held while the
-    caller has a range. Raises OSError, and what `work.check` raises, which is called before each
-    piece of at most PIECE_BYTES.
+    caller uses a range. `work.check` is called before each read of at most PIECE_BYTES. Raises
+    OSError if a device cannot be read, and what `work.check` raises.
     """
     return merged(_differing(base, base_bytes, target, work, extents), MAX_RANGE_BYTES)
 
@@ -181,7 +189,10 @@ def _differing(
 
 
 def _unequal(target_data: bytes, base_data: bytes) -> Iterator[tuple[int, int]]:
-    """The runs of blocks that differ, each as the run's start and end offset in the data."""
+    """Yield the runs of blocks that differ between two pieces of data, by start and end offset.
+
+    Both pieces of data have the same length.
+    """
     run_start = -1
     for start in range(0, len(target_data), BLOCK_BYTES):
         end = start + BLOCK_BYTES
@@ -195,14 +206,18 @@ def _unequal(target_data: bytes, base_data: bytes) -> Iterator[tuple[int, int]]:
 
 
 class _Ahead:
-    """Sorted ranges from which the caller takes pieces, each range from its block's start on."""
+    """Sorted ranges of bytes, from which the caller takes one piece after the other.
+
+    Each range is taken from the start of its first block on, even if the range begins within that
+    block.
+    """
 
     def __init__(self, extents: Iterable[Extent]) -> None:
         self._next = iter(extents)
         self._start = self._end = 0
 
     def any(self) -> bool:
-        """Say whether any range is left; `take` may be called only then."""
+        """Return whether any part of the ranges is left; `take` may be called only then."""
         while self._start >= self._end:
             if (extent := next(self._next, None)) is None:
                 return False
@@ -213,9 +228,10 @@ class _Ahead:
         return True
 
     def take(self, most_bytes: int) -> Extent:
-        """Take the next piece: whole blocks of BLOCK_BYTES, but for the end of a range.
+        """Take the next piece of the ranges: whole blocks of BLOCK_BYTES, or less at a range's end.
 
-        The piece has at most `most_bytes`, or one block. The caller has checked `any`.
+        The piece has at most `most_bytes`, but at least one block if the range has one. The caller
+        has checked that `any` is true.
         """
         length = max(most_bytes // BLOCK_BYTES, 1) * BLOCK_BYTES
         piece = Extent(self._start, min(length, self._end - self._start))
@@ -223,24 +239,27 @@ class _Ahead:
         return piece
 
 
-# A range in a spool file: offset and length, in bytes.
+# Encoding of a range in a spool file: offset and length, in bytes.
 _RECORD = struct.Struct("=2Q")
-# Bytes of a spool file that are read or written together.
+# Number of bytes of a spool file that are read or written at once.
 _PIECE_BYTES = 4096 * _RECORD.size
-# The most bytes of a spool that are kept in memory; a longer one goes to a file.
+# Maximum size of a spool that is kept in memory, in bytes. A larger spool is written to a file.
 _IN_MEMORY_BYTES = 4 << 20
-# Directory of spool files: on a disk, which /tmp often is not (file-hierarchy(7)).
+# Directory of spool files. The directory is on a disk, which /tmp often is not (file-hierarchy(7)).
 _ON_DISK = Path("/var/tmp")  # noqa: S108 - the file has no name there
 
 
 class Spool:
-    """Sorted ranges in a temporary file, 16 bytes for each range."""
+    """A temporary store of sorted ranges, with 16 bytes for each range.
+
+    The ranges are in memory up to `_IN_MEMORY_BYTES`, and in a file beyond that.
+    """
 
     def __init__(self, file: "SpooledTemporaryFile[bytes]") -> None:
         self._file = file
 
     def fill(self, extents: Iterable[Extent]) -> None:
-        """Append ranges to the file."""
+        """Append ranges to the spool."""
         piece = bytearray()
         for extent in extents:
             piece += _RECORD.pack(extent.offset_bytes, extent.length_bytes)
@@ -250,7 +269,7 @@ class Spool:
         self._file.write(piece)
 
     def add(self, extent: Extent) -> None:
-        """Append one range to the file."""
+        """Append one range to the spool."""
         self.fill([extent])
 
     def __iter__(self) -> Iterator[Extent]:
@@ -266,10 +285,10 @@ class Spool:
 
 @contextmanager
 def opened(fallback_directory: Path) -> Iterator[Spool]:
-    """Open a spool that is deleted on exit.
+    """Open an empty spool for the `with`; the spool's file, if any, is deleted at the end.
 
-    The file is in /var/tmp. Where /var/tmp cannot be written, as in a pod, the file is in
-    `fallback_directory`.
+    A large spool has a file in /var/tmp. If this process may not write to /var/tmp, as in a pod,
+    the file is in `fallback_directory`.
     """
     directory = _ON_DISK if os.access(_ON_DISK, os.W_OK) else fallback_directory
     with SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=str(directory)) as file:

@@ -44,17 +44,18 @@ _Read = Snapshot | Volume
 
 
 def start_of_user_data(kernel: Kernel, sources: Sequence[tuple[_Read, str]]) -> LogicalOffset:
-    """The offset of the user's first byte, which the LUKS2 headers of these devices agree on.
+    """Return the logical offset of the user's first byte, on which the LUKS2 headers have to agree.
 
-    The devices are of snapshots of one volume, or of the volume itself. The offset is 0 if the
-    volume is not encrypted.
+    `sources` are snapshots of one volume, or the volume itself, each with the path of its device.
+    The offset is 0 if the volume is not encrypted.
 
     Encrypted snapshots are compared as ciphertext. AES-XTS makes the same ciphertext of the same
     plaintext at the same offset as long as the master key is the same, so the ciphertext differs
-    exactly where the plaintext differs. Therefore the headers must agree on the offset and on the
-    master key; which passphrases open them does not matter.
+    exactly where the plaintext differs. Therefore the headers must agree on the offset of the data
+    and on the master key. The passphrases that open the headers may differ.
 
-    Raises BlocksUnknown where the headers do not agree or cannot be read, OSError.
+    Raises BlocksUnknown if the headers do not agree, and as `_start`; OSError if a device cannot be
+    read.
     """
     starts = [_start(kernel, source, device) for source, device in sources]
     if len(set(starts)) > 1:
@@ -68,14 +69,21 @@ def start_of_user_data(kernel: Kernel, sources: Sequence[tuple[_Read, str]]) -> 
 
 
 def _start(kernel: Kernel, source: _Read, device: str) -> tuple[LogicalOffset, str]:
-    """The offset of the data on one device, and a digest of how the data are encrypted.
+    """Return the offset of the data on one device, and a digest of how the data are encrypted.
 
-    Raises BlocksUnknown where the header is missing, damaged, or of a re-encryption in progress.
+    If the volume is not encrypted, the offset is 0 and the digest is empty. If the volume was never
+    used, it has no LUKS2 header yet: the offset is then the size of the space that is reserved for
+    the header, and the digest is empty.
+
+    Raises BlocksUnknown if the header of a used volume is missing, if the header is damaged, if the
+    snapshot was taken during a re-encryption, or if the data do not begin at a multiple of
+    BLOCK_BYTES. Raises OSError if the device cannot be read.
     """
     if not source.is_encrypted:
         return LogicalOffset(0), ""
     if (header := luks.read(kernel, device)) is None:
-        # A new volume has no header before its first use: only its space is reserved.
+        # A new volume has no LUKS2 header before its first use; only the space for the header is
+        # reserved.
         was_used = {tag.SEALED, tag.FORMATTED} & source.own_tags.keys()
         if was_used or not source.header_bytes or luks.bears_any(kernel, device):
             raise errors.BlocksUnknown(
@@ -100,9 +108,10 @@ def _start(kernel: Kernel, source: _Read, device: str) -> tuple[LogicalOffset, s
     return LogicalOffset(header.offset_bytes), header.reading
 
 
-# Function that yields the ranges to look at between two offsets.
+# Function of two offsets that yields the candidates between them: the ranges that may belong to the
+# answer.
 _Candidates = Callable[[int, int], Iterable[Extent]]
-# Filter that picks the ranges of the answer from the ranges to look at.
+# Function that yields those parts of the candidate ranges that belong to the answer.
 _Filter = Callable[[Iterable[Extent]], Iterator[Extent]]
 
 
@@ -111,19 +120,24 @@ def _always() -> bool:
 
 
 class ChangedRanges:
-    """Finds allocated and changed ranges of snapshots, and of volumes, which ids name.
+    """Finds the allocated and the changed ranges of snapshots and volumes, which are given by id.
 
-    LVM's metadata say where to look. The metadata of a thin pool say which blocks a volume has, and
-    which of them it shares with a snapshot. The table of a COW snapshot says which chunks of the
-    origin were overwritten since the snapshot was taken. A block may have been overwritten by the
-    same bytes, so the ranges that the metadata name are then compared on the devices. Both
-    snapshots' metadata are used whichever snapshot is older, as their times may be wrong after a
-    step of the clock.
+    LVM's metadata have the candidate ranges:
 
-    A volume may be written to while it is read. The answer may lack data that were written since
-    the call began. For an exact answer, take a snapshot and name it.
+    - The metadata of a thin pool say which blocks a volume has, and which of these blocks the
+      volume shares with a snapshot.
+    - The table of a COW snapshot says which chunks of the origin were overwritten since the
+      snapshot was taken.
 
-    Each method polls `is_wanted`, and raises NotWanted once that returns false.
+    A block may have been overwritten by the same bytes, so the candidate ranges are then compared
+    on the devices. The metadata of both snapshots are used, whichever snapshot is older: the times
+    of the snapshots may be wrong, because a clock may have been set.
+
+    A volume may be written to while it is read. The answer may then lack data that were written
+    since the call began. For an exact answer, the caller names a snapshot.
+
+    A call of `allocated` or `changed` calls `is_wanted` again and again, and raises NotWanted once
+    the result is false.
     """
 
     def __init__(self, context: Context) -> None:
@@ -137,21 +151,27 @@ class ChangedRanges:
         self._stopping = threading.Event()
 
     def _new_spool(self) -> AbstractContextManager[comparing.Spool]:
-        """Open a new spool for ranges; beside the socket where /var/tmp cannot be written."""
+        """Open an empty spool; its file is beside Carver's socket if /var/tmp cannot be written."""
         return comparing.opened(self._configuration.now.endpoint.parent)
 
     @contextmanager
     def allocated(
         self, identity: str, is_wanted: Callable[[], bool] = _always, *, is_compared: bool = True
     ) -> "Iterator[Reading]":
-        """Find the ranges of a volume that may hold anything but zeroes.
+        """Open a snapshot or volume; yield a `Reading` of the ranges that may not be zeroes.
 
-        Everything outside these ranges reads as zeroes. A thick volume has no list of allocated
-        blocks: the answer is the whole volume as one range, or with `is_compared` only the blocks
-        that are not zeroes. An encrypted thick volume is always one range, as its zeroes are
-        ciphertext.
+        Everything outside these ranges reads as zeroes. The device is open for the `with`.
 
-        Raises NoSuchSnapshot, NoSuchVolume, OtherGroup, Copying, SourceLost, MetadataReserved.
+        - The ranges of a thin volume are its allocated blocks, which may hold zeroes, too.
+        - A thick volume has no list of allocated blocks. With `is_compared`, its ranges are the
+          blocks that are not zeroes. Without `is_compared`, the whole volume is one range.
+        - An encrypted thick volume is always one range, because its zeroes are stored as
+          ciphertext.
+
+        Raises NoSuchSnapshot, NoSuchVolume or OtherGroup if this node has no volume of that id;
+        Copying if the volume is not complete; SourceLost if the snapshot is invalid;
+        MetadataReserved if another program has reserved the metadata snapshot of the thin pool;
+        CommandError if thin_dump(8) fails.
         """
         check = self._check(identity, is_wanted)
         with ExitStack() as exit_stack:
@@ -178,18 +198,22 @@ class ChangedRanges:
         *,
         is_compared: bool = True,
     ) -> "Iterator[Reading]":
-        """Find the blocks in which two snapshots of a volume, or a snapshot and its volume, differ.
+        """Open a target and its base snapshot; yield a `Reading` of the ranges that differ.
 
-        With `is_compared`, the answer has exactly the blocks that differ. A base that is smaller
-        than the target counts as zeroes behind its end; what an encrypted target has behind the
-        base's end is in the answer whatever its contents.
+        The target is a snapshot or a volume. The base is an earlier snapshot of the same volume.
+        The devices are open for the `with`.
 
-        Without `is_compared`, the answer has all blocks that were written, and no device is read.
-        For a thick volume that also includes blocks that were written after the target was taken,
-        so the answer grows from call to call.
+        With `is_compared`, the ranges are exactly the blocks that differ. A base that is smaller
+        than the target counts as zeroes from its end on. Everything that an encrypted target has
+        from the base's end on is in the ranges, whatever its contents.
 
-        Raises as `allocated`, and NotComparable for snapshots of two volumes and for a base that is
-        larger or newer than the target.
+        Without `is_compared`, the ranges are all blocks that were written, and the data on the
+        devices are not compared. The ranges of a thick volume then include blocks that were written
+        after the target was taken, so they grow from call to call. If the COW stores of two
+        snapshots have different chunk sizes, the whole target is one range.
+
+        Raises NotComparable if the snapshots are of two volumes, or if the base is larger or newer
+        than the target. Raises the errors of `allocated`, too.
         """
         check = self._check(target_id, is_wanted)
         with ExitStack() as exit_stack:
@@ -216,7 +240,11 @@ class ChangedRanges:
             yield self._reading([(base, base_reader), (target, target_reader)], candidates, pick)
 
     def stop(self) -> None:
-        """End all readings at their next piece, or at the next block of a COW table."""
+        """Make all calls that find or compare ranges raise Stopping.
+
+        A call raises Stopping at the next piece of a comparison, at the next block of a COW table,
+        or at the next range that a thin-provisioning tool prints.
+        """
         self._stopping.set()
 
     def _reading(
@@ -240,9 +268,12 @@ class ChangedRanges:
         )
 
     def _opened(self, exit_stack: ExitStack, *identities: str) -> list[tuple[_Read, Reader]]:
-        """Open the devices of these ids; run one lvm2 command for each that is not active.
+        """Open the devices of the snapshots or volumes with these ids, and activate inactive ones.
 
-        The devices are closed when `exit_stack` is, and their snapshots deactivated after that.
+        Runs at most two lvm2 commands for each inactive one, and commands that repair what a killed
+        lvm2 left in their volume groups. When `exit_stack` is closed, the devices are closed, and
+        the thin snapshots that were activated are deactivated after that. Raises NotComparable if
+        the first of two ids cannot be the base of the second, and the errors of `allocated`.
         """
         for identity in identities:
             if VolumeId.parse(identity) is None:
@@ -254,7 +285,7 @@ class ChangedRanges:
             if len(sources) > 1:
                 _require_comparable(*sources)
             if thin_groups := sorted({source.group.name for source in sources if _pool(source)}):
-                # `end` is registered first, so that it is called after the devices are closed.
+                # Register `end` first, so that it is called last: after the devices are closed.
                 exit_stack.callback(self.activations.end, *thin_groups)
             readers = [
                 self._kernel.reader(self._activate(exit_stack, source)) for source in sources
@@ -274,9 +305,10 @@ class ChangedRanges:
         return snapshot
 
     def _check(self, identity: str, is_wanted: Callable[[], bool]) -> Callable[[], None]:
-        """Make the function that a reading calls before each piece.
+        """Return a function that raises once the service stops, or once an RPC's caller has gone.
 
-        The function raises Stopping when the service stops, NotWanted when the caller has gone.
+        A call has to call that function before each piece that it reads. The function raises
+        Stopping if the service stops, and NotWanted if the caller has gone.
         """
 
         def check() -> None:
@@ -307,11 +339,12 @@ class ChangedRanges:
         check: Callable[[], None],
         *sources: _Read,
     ) -> None:
-        """Read the whole output of a thin-provisioning tool at once into a spool file.
+        """Run a thin-provisioning tool, and append the ranges in its output to a spool.
 
-        The pool's metadata snapshot is reserved while the tool runs, so the tool must not wait for
-        this call's caller. `make_command` makes the tool's command line, and `parse_output` parses
-        the tool's output.
+        `make_command` makes the tool's command line, and `parse_output` parses the tool's output.
+        The whole output is read at once. The pool's metadata snapshot is reserved while the tool
+        runs, so the tool must not wait for the caller of this RPC. Raises MetadataReserved,
+        CommandError if the tool fails, Inactive if a device is missing, and what `check` raises.
         """
         group = sources[-1].group.name
         numbers = [self._number(group, source.name) for source in sources]
@@ -328,11 +361,13 @@ class ChangedRanges:
         return number
 
     def _tables(self, base: _Read, target: _Read) -> list[Exceptions]:
-        """The COW tables whose union has all chunks that differ; empty for thin volumes.
+        """Return COW tables that together contain all chunks in which a base and a target differ.
 
-        The table of the older snapshot lists all chunks that were overwritten since, and thereby
-        everything that the newer snapshot's table lists. Both tables are returned, as it is not
-        certain which snapshot is older. Also empty where the chunk sizes differ.
+        The table of the older snapshot contains all chunks that were overwritten since, and thereby
+        everything that the newer snapshot's table contains. It is not certain which snapshot is
+        older, so both tables are returned. If the target is a volume, only the base's table is
+        returned. The result is empty for thin volumes, and if the chunk sizes of the two tables
+        differ.
         """
         sources = [base] if isinstance(target, Volume) else [base, target]
         if any(_pool(source) for source in sources):
@@ -345,14 +380,17 @@ class ChangedRanges:
 class Reading:
     """A snapshot or a volume whose device is open while its ranges are read.
 
-    For a comparison, this is the target, not the base.
+    In a comparison, this is the target, not the base.
 
     - `of` is the snapshot or the volume.
     - `size_bytes` is the size of the logical volume, LUKS header included.
-    - `device` is the path of the active block device, which stays open until the reading ends.
-    - `candidates` yields the ranges between two offsets to look at; `pick` filters these.
-    - `require_readable` raises SourceLost where data that were read may be wrong.
-    - `user_start` finds the offset of the user's first byte; raises BlocksUnknown, OSError.
+    - `device` is the path of the active block device, which is open during the `with` that yielded
+      this object.
+    - `candidates` yields the ranges between two offsets that may belong to the answer. `pick`
+      yields the parts of these ranges that belong to the answer.
+    - `require_readable` raises SourceLost if data that were read may be wrong.
+    - `user_start` returns the logical offset of the user's first byte; raises BlocksUnknown,
+      OSError.
     """
 
     of: _Read
@@ -364,20 +402,26 @@ class Reading:
     user_start: Callable[[], LogicalOffset]
 
     def for_user(self) -> "UserReading":
-        """Convert this reading to the offsets of the user's device; raises BlocksUnknown."""
+        """Return this object's ranges in offsets of the user's device, which has no LUKS header.
+
+        Raises BlocksUnknown if the offset of the user's first byte cannot be determined, OSError if
+        the header cannot be read, and SourceLost if the snapshot is invalid.
+        """
         with self._proved():
             begins = self.user_start()
         return UserReading(self, begins)
 
     def extents(self, starting_offset: LogicalOffset = LOGICAL_START) -> Iterator[Extent]:
-        """The sorted ranges of the answer from an offset on.
+        """Return an iterator of the allocated or changed ranges from an offset on, sorted.
 
-        The ranges begin and end at multiples of BLOCK_BYTES, but for the starting offset and the
-        end. Adjacent ranges are merged. Ranges found by comparing are merged only up to
-        MAX_RANGE_BYTES, so that the caller gets each range early. May be called again, also with
-        another offset.
+        The ranges begin and end at multiples of BLOCK_BYTES, except at the starting offset and at
+        the end of the device. Adjacent ranges are merged. Ranges that a comparison found are merged
+        only up to MAX_RANGE_BYTES, so that the caller gets each range early. The method may be
+        called again, also with another offset.
 
-        Raises OffsetOutOfRange for an offset behind the end, SourceLost, DeltaFailed, OSError.
+        Raises OffsetOutOfRange if the offset is beyond the end. The iterator raises SourceLost if
+        data that were read may be wrong, OSError if a device cannot be read, NotWanted if the
+        caller has gone, and Stopping if the service stops.
         """
         if not 0 <= starting_offset <= self.size_bytes:
             raise errors.OffsetOutOfRange(starting_offset, self.size_bytes)
@@ -386,14 +430,15 @@ class Reading:
     def _extents(self, start: int) -> Iterator[Extent]:
         with self._proved():
             ranges = self.pick(self.candidates(start, self.size_bytes))
-            # Blocks are compared as a whole even if the answer begins inside a block.
+            # Clip the ranges: whole blocks are compared, even if the answer begins inside a block.
             yield from clipped(ranges, start, self.size_bytes)
 
     @contextmanager
     def _proved(self) -> Iterator[None]:
-        """Raise SourceLost at the end of the `with` where data read inside it may be wrong.
+        """Raise SourceLost at the end of the `with` if data that were read inside it may be wrong.
 
-        Also where the reading failed: then the loss explains the error, and replaces it.
+        If the `with` fails with OSError or BlocksUnknown, the loss explains that error, and
+        SourceLost replaces it.
         """
         try:
             yield
@@ -405,7 +450,10 @@ class Reading:
 
 @dataclass(frozen=True)
 class UserReading:
-    """A reading in offsets of the user's device, which begins at the logical offset `begins`."""
+    """The ranges of a `Reading` in offsets of the device that the volume's user reads.
+
+    `begins` is the logical offset at which the user's device begins.
+    """
 
     logical: Reading
     begins: LogicalOffset
@@ -416,7 +464,10 @@ class UserReading:
         return self.logical.size_bytes - self.begins
 
     def extents(self, starting_offset: UserOffset = USER_START) -> Iterator[UserExtent]:
-        """The sorted ranges of the answer in offsets of the user's device; as `Reading.extents`."""
+        """Return an iterator of the allocated or changed ranges, in offsets of the user's device.
+
+        Raises the errors of `Reading.extents`.
+        """
         if not 0 <= starting_offset <= self.size_bytes:
             raise errors.OffsetOutOfRange(starting_offset, self.size_bytes)
         return (
@@ -447,7 +498,10 @@ def _pool(source: _Read) -> str:
 def _overwritten(
     tables: Sequence[Exceptions], base_bytes: int, check: Callable[[], None], start: int, end: int
 ) -> Iterator[Extent]:
-    """The ranges between two offsets that COW tables contain, and all behind the base's end."""
+    """Yield the ranges of a target that COW tables contain, and the range beyond the base's end.
+
+    Only ranges between `start` and `end` are yielded. The base has `base_bytes`.
+    """
     base_end = min(end, base_bytes)
     if start < base_end:
         yield from comparing.ranges(tables, start, base_end, check)
@@ -466,7 +520,7 @@ def _everything(start: int, end: int) -> Iterator[Extent]:
 
 
 def _up_to(end_bytes: int, pick: _Filter, extents: Iterable[Extent]) -> Iterator[Extent]:
-    """Apply a filter to the part of sorted ranges before an offset; keep all that lies behind."""
+    """Filter the parts of sorted ranges before an offset; yield the parts behind it unfiltered."""
     remaining, behind = iter(extents), list[Extent]()
 
     def before() -> Iterator[Extent]:

@@ -9,27 +9,28 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NewType
 
-# Offset from the first byte of the logical volume, whose header counts, in bytes.
+# Type of an offset from the first byte of the logical volume, in bytes. A LUKS header at the start
+# of the volume counts.
 LogicalOffset = NewType("LogicalOffset", int)
-# Offset from the first byte of the device that the volume's user reads, in bytes.
+# Type of an offset from the first byte of the device that the volume's user reads, in bytes.
 UserOffset = NewType("UserOffset", int)
-# Offsets of the first byte of the logical volume, and of the user's device.
+# Offset 0 in the logical volume, and offset 0 in the user's device.
 LOGICAL_START, USER_START = LogicalOffset(0), UserOffset(0)
 
-# Unit of comparison, in bytes: a page of memory, and a sector of most disks.
+# Size of the blocks that are compared, in bytes: a page of memory, and a sector of most disks.
 BLOCK_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A range of bytes of a logical volume."""
+    """A range of bytes of a logical volume, counted from the volume's first byte."""
 
     offset_bytes: int
     length_bytes: int
 
     @property
     def end_bytes(self) -> int:
-        """The offset of the first byte behind this range."""
+        """The offset of the first byte behind this range, in bytes."""
         return self.offset_bytes + self.length_bytes
 
 
@@ -42,9 +43,9 @@ class UserExtent:
 
 
 def merged(extents: Iterable[Extent], most_bytes: int | None = None) -> Iterator[Extent]:
-    """Merge adjacent and overlapping ranges, which are sorted by their offsets.
+    """Merge sorted ranges that are adjacent or overlap; yield the resulting ranges.
 
-    The ranges that result have at most `most_bytes` each, if given.
+    With `most_bytes`, each resulting range has at most that length, in bytes.
     """
     last: Extent | None = None
     for extent in extents:
@@ -64,7 +65,7 @@ def merged(extents: Iterable[Extent], most_bytes: int | None = None) -> Iterator
 
 
 def clipped(extents: Iterable[Extent], start_bytes: int, end_bytes: int) -> Iterator[Extent]:
-    """Clip sorted ranges to the bytes from `start_bytes` up to `end_bytes`."""
+    """Clip sorted ranges to the bytes from `start_bytes` up to, but not including, `end_bytes`."""
     for extent in extents:
         if extent.offset_bytes >= end_bytes:
             return

@@ -22,12 +22,15 @@ from mount.table import Table
 
 
 class Kind(StrEnum):
-    """The kind of an orphan.
+    """Kinds of orphans, by the names that `carver orphans` prints.
 
-    VOLUME, INLINE: a volume of a claim, or of a pod, that is gone. HALF_MADE: a volume or snapshot
-    that is incomplete. WIPING: a deleted volume that is not erased yet. STAGING, TARGET: a
-    directory of kubelet's whose volume is gone. CAPACITY, PERSISTENT_VOLUME: an object of a node
-    that is gone. CLAIM: a claim that waits for a node that is gone or not ready.
+    - VOLUME, INLINE: a volume whose claim, or whose pod, is gone.
+    - HALF_MADE: a volume or a snapshot that is incomplete.
+    - WIPING: a deleted volume or snapshot that is not erased yet.
+    - STAGING, TARGET: a directory that kubelet made to stage, or to publish, a volume that is gone.
+    - CAPACITY, PERSISTENT_VOLUME: a CSIStorageCapacity, or a PersistentVolume, of a node that is
+      gone.
+    - CLAIM: a claim whose selected node is gone or not ready.
     """
 
     VOLUME = "volume"
@@ -41,9 +44,9 @@ class Kind(StrEnum):
     CLAIM = "claim"
 
 
-# Remedy for an orphan that Carver can delete itself.
+# Command that deletes an orphan which Carver itself can delete.
 _DELETE = "carver orphans --delete {name} --yes"
-# The remedy for each kind of orphan, for the operator.
+# Remedy for each kind of orphan: a command, or advice for the operator.
 REMEDIES = {
     Kind.VOLUME: _DELETE,
     Kind.INLINE: _DELETE,
@@ -62,14 +65,16 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A possible orphan: something that nothing refers to now.
+    """An object that may be an orphan: one search found that nothing needs the object.
 
-    - `name` is a volume's id, a path or the name of an object.
-    - `identity` distinguishes the candidate from an earlier object of the same name: by LVM's UUID,
-      by the device and inode of a directory, or by the API server's UID.
+    - `name` is the id of a volume or a snapshot, a path, or the name of a Kubernetes object.
+    - `identity` distinguishes the candidate from an earlier object of the same name: by LVM's UUID
+      of a volume, by the device and inode numbers of a directory, or by the API server's UID.
     - `about` describes the candidate for the operator.
-    - `handle` is the volume's id as kubelet knows it, empty for a candidate without a volume.
-    - `path` is the directory where the volume is mounted, empty without such a directory.
+    - `handle` is the volume id for the CSI call that deletes the candidate. Empty if no CSI call
+      deletes it, or if the id is unknown.
+    - `path` is the mount point of the volume, even if nothing is mounted now. Empty if there is
+      none.
     - `remedy` replaces the remedy of the candidate's kind, if not empty.
     """
 
@@ -83,12 +88,12 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """Return the candidate's key in the history of earlier looks."""
+        """Return the candidate's key in the history of searches: its kind, identity and name."""
         return f"{self.kind}:{self.identity}:{self.name}"
 
     @property
     def full_remedy(self) -> str:
-        """Return the remedy for this candidate, with its name filled in."""
+        """Return the remedy for this candidate, with the candidate's name filled in."""
         namespace, _, name = self.name.rpartition("/")
         text = self.remedy or REMEDIES[self.kind]
         fields = {"name": self.name, "namespace": namespace, "object": name}
@@ -98,13 +103,21 @@ class Candidate:
 def find_volumes(
     reports: Reports, fresh_report: Fresh, references: References
 ) -> Iterator[Candidate]:
-    """Find Carver's volumes and snapshots that nothing in the cluster refers to.
+    """Yield the volumes and snapshots of this node that nothing in the cluster needs.
 
-    Volumes that are being moved to another node are left to the operator.
+    - A volume, complete or not, if the cluster has no claim or PersistentVolume with one of its
+      names.
+    - An inline volume whose pod is not on this node.
+    - A deleted volume or snapshot that is not erased yet.
+    - A temporary snapshot of a copy that is not in progress, and a snapshot of an incomplete group
+      snapshot.
+
+    Volumes that are being received as a stream, and volumes that were moved to another node, are
+    left to the operator.
     """
     for volume in fresh_report.volumes():
-        # A volume without a kind of orphan is in a state that only its own process may end, such
-        # as a move to another node.
+        # Skip a volume whose `orphan` is empty. Only the code that ends the volume's state may
+        # remove the volume, such as the code that ends a move to another node.
         if not (kind := volume.orphan):
             continue
         if volume.is_ephemeral:
@@ -123,10 +136,11 @@ def find_volumes(
 
 
 def find_objects(references: References) -> Iterator[Candidate]:
-    """Find the driver's objects of nodes that are gone, and claims that wait for such a node.
+    """Yield the driver's objects of nodes that are gone, and the claims that wait for lost nodes.
 
-    Claims that wait for a node that is not ready are found, too: only the provisioner of the
-    selected node makes the volume of a claim.
+    The objects are CSIStorageCapacities and PersistentVolumes. A claim waits for a lost node if the
+    scheduler selected a node that is gone or not ready: only the provisioner on the selected node
+    makes the volume of the claim.
     """
     for capacity in references.capacities:
         if capacity.node not in references.nodes:
@@ -146,14 +160,17 @@ def find_objects(references: References) -> Iterator[Candidate]:
 
 
 def pod_of(target_path: str) -> str:
-    """Return the UID of the pod in kubelet's path of a volume; empty for any other path."""
+    """Return the pod's UID in kubelet's path of a published volume; empty for any other path."""
     _, pods, inside = target_path.rpartition("/pods/")
     uid, volumes, _ = inside.partition("/volumes/")
     return uid if pods and volumes and "/" not in uid else ""
 
 
 def _lacks_its_pod(volume: Volume, references: References) -> bool:
-    """Return whether an inline volume's pod, which its tags name, is not on this node any more."""
+    """Return whether the pod of an inline volume is not on this node any more.
+
+    The volume's tags name the pod. False if no tag names a pod.
+    """
     pod_uid = pod_of(volume.own_tags.get(tag.TARGET, ""))
     uids = {volume.own_tags.get(tag.POD_UID, ""), pod_uid} - {""}
     return bool(uids) and references.pods.isdisjoint(uids)
@@ -170,12 +187,16 @@ def _inline(volume: Volume) -> Candidate:
 
 
 def _half_made(reports: Reports, all_groups: EveryGroup) -> Iterator[Candidate]:
-    """Find snapshots of copies that are not in progress, and of incomplete group snapshots."""
+    """Yield temporary snapshots that no copy uses, and snapshots of incomplete group snapshots.
+
+    A temporary snapshot is the source from which a volume is copied.
+    """
     copying = {volume.own_tags[tag.NAME] for volume in all_groups.copies()}
     half_made = reports.half_made(all_groups)
     for snapshot in all_groups.snapshots():
         if snapshot.is_bridge:
-            # The snapshot counts as in use where its copy may be in a group that does not answer.
+            # The snapshot counts as in use if its copy may be in a volume group that does not
+            # answer.
             if snapshot.own_tags[tag.NAME] in copying or not all_groups.is_known_unused(snapshot):
                 continue
             yield _snapshot(snapshot, "was made for a copy that is not in progress")
@@ -207,10 +228,10 @@ def _of_claim(claim: str) -> str:
 
 
 def proves_absent(node_report: report.Report, handle: str, groups: tuple[str, ...]) -> bool:
-    """Return whether a report proves that no volume of that id, nor a part of one, exists.
+    """Return whether a report of this node proves that no volume with an id exists.
 
-    The id of an inline volume does not name its group. So for such an id, all of Carver's groups
-    must be in the report.
+    The id of an inline volume does not name the volume group. For such an id, all volume groups in
+    `groups` must be in the report.
     """
     backing_volume = backing.of_id(handle)
     volume_groups = [
@@ -225,22 +246,21 @@ def proves_absent(node_report: report.Report, handle: str, groups: tuple[str, ..
     )
 
 
-# Name of the file in which kubelet records a volume's driver and handle (pkg/volume/csi).
+# Name of kubelet's file with the driver and the id of a volume (pkg/volume/csi in Kubernetes).
 VOLUME_DATA = "vol_data.json"
-# Pattern of the directories of published volumes, relative to kubelet's directory.
+# Pattern of kubelet's directories for published volumes, relative to kubelet's root directory.
 _TARGETS = "pods/*/volumes/kubernetes.io~csi/*"
-# Name, inside such a directory, of the directory on which the volume is mounted.
+# Name of a volume's mount point inside kubelet's directory for the volume.
 _MOUNTED = {Kind.STAGING: "globalmount", Kind.TARGET: "mount"}
 
 
 @dataclass(frozen=True)
 class Place:
-    """A directory that kubelet made for a volume of the driver.
+    """A directory that kubelet made to stage or to publish a volume of the driver.
 
-    - `directory` is kubelet's directory for the volume; `path` is the directory inside it on which
-      the volume is mounted.
+    - `directory` is the path of this directory; `path` is the mount point of the volume inside it.
     - `identity` has the device and inode numbers of `directory`.
-    - `handle` is the volume's id, empty if kubelet has already removed its file with the id.
+    - `handle` is the volume's id; empty if kubelet has already removed its file with the id.
     """
 
     kind: Kind
@@ -251,10 +271,11 @@ class Place:
 
 
 def all_of(kernel: Kernel, kubelet_directories: Sequence[str], driver_name: str) -> list[Place]:
-    """Find all directories that kubelet made for the driver, without touching mounted volumes.
+    """Return all directories that kubelet made for the driver's volumes; touch no mounted volume.
 
-    Call this before reading the volumes: so the report includes every volume that was made while
-    this ran, and no directory of a new volume looks orphaned.
+    The caller has to call this function before it reads the volumes. Then the report also has the
+    volumes that are created while this function runs, and the directory of a new volume does not
+    look orphaned.
     """
     places: list[Place] = []
     for kubelet in map(Path, kubelet_directories):
@@ -271,7 +292,13 @@ def candidates(
     groups: tuple[str, ...],
     references: References,
 ) -> Iterator[Candidate]:
-    """Find directories whose volume is proved absent, and that the cluster does not refer to."""
+    """Yield kubelet's directories that the cluster does not need and whose volume is absent.
+
+    The report must prove that the volume is absent.
+
+    The cluster needs a target directory as long as its pod exists, and a staging directory as long
+    as a PersistentVolume has the volume's id.
+    """
     has_all_groups = all(name in node_report.groups for name in groups)
     digests = {
         cluster.digest(str(VolumeId.of(group, name)))
@@ -282,8 +309,9 @@ def candidates(
         if place.handle:
             is_absent = proves_absent(node_report, place.handle, groups)
         else:
-            # Only the directory's name, a digest of the handle, identifies the volume. The volume
-            # may be in a group that is absent from the report: so all groups must be present.
+            # The volume's id is unknown. Only the directory's name, a digest of the id, identifies
+            # the volume. The volume may be in a volume group that is absent from the report, so all
+            # volume groups must be in the report.
             is_absent = has_all_groups and Path(place.directory).name not in digests
         is_referenced = (
             pod_of(place.path) in references.pods
@@ -304,7 +332,8 @@ def _places(
 ) -> Iterator[Place]:
     for entry in _inside(directory, pattern):
         data = _volume_data(entry / VOLUME_DATA)
-        # A staging directory has the driver's name in its path, so it counts also without a file.
+        # Skip a target directory without kubelet's file, because only that file names the driver. A
+        # staging directory has the driver's name in its path, so it counts even without the file.
         if data is None or (kind is Kind.TARGET and not data.get("volumeHandle")):
             continue
         if data.get("driverName", driver_name if kind is Kind.STAGING else "") != driver_name:
@@ -322,9 +351,10 @@ def _inside(directory: Path, pattern: str) -> list[Path]:
 
 
 def _volume_data(file: Path) -> dict[str, str] | None:
-    """Read kubelet's file about a volume.
+    """Read kubelet's file with the driver and the id of a volume.
 
-    Returns an empty dictionary if there is no file, None if the file cannot be parsed.
+    Returns an empty dictionary if the file does not exist, and None if the file cannot be read or
+    parsed.
     """
     try:
         data = json.loads(file.read_bytes())

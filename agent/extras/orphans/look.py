@@ -1,4 +1,4 @@
-"""Find orphans, record since when each was seen, and repeat that in the background."""
+"""Search for orphans, record since when each was found, and repeat the search periodically."""
 
 import fcntl
 import json
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Clock:
-    """The clock of the history.
+    """The clock by which the history of searches measures time.
 
     - `seconds` returns the seconds since the boot, including time while the machine was suspended.
     - `boot` returns the id of the present boot.
@@ -41,13 +41,13 @@ class Clock:
 
 @dataclass(frozen=True)
 class _Known:
-    """The content of the history's file.
+    """The content of the history's file, as the last search for orphans left it.
 
-    - `boot` is the id of the boot in which the file was written, `seconds` the time since that
-      boot.
-    - `versions` has the resource version of each of the cluster's lists at the last look.
-    - `since` has, for each candidate's key, the time since that boot at which the candidate was
-      first seen; every look since has seen it.
+    - `boot` is the id of the boot in which the file was written. `seconds` is the time of the last
+      search, in seconds since that boot.
+    - `versions` has the resource version of each of the cluster's lists at the last search.
+    - `since` has the time when each candidate was first found, in seconds since that boot, by the
+      candidate's key. Every search since then has found the candidate.
     """
 
     boot: str = ""
@@ -57,7 +57,7 @@ class _Known:
 
 
 class History:
-    """A file that records which candidates every look has seen so far, and since when."""
+    """A file that records which candidates every search for orphans has found, and since when."""
 
     def __init__(self, file: Path, clock: Clock | None = None) -> None:
         self._file = file
@@ -66,16 +66,18 @@ class History:
     def record(
         self, candidate_keys: Iterable[str], versions: Mapping[str, str]
     ) -> Mapping[str, float]:
-        """Record a complete look; return for each candidate the seconds for which it was seen.
+        """Record the candidates of a complete search; return for how many seconds each was found.
 
-        A candidate that is new has 0 seconds. `versions` has the resource versions of the cluster's
-        lists. The history is dropped, and begins again with this look, in two cases:
+        The result is by the candidate's key. Its value is 0 for a candidate that the previous
+        search did not find. `versions` has the resource versions of the cluster's lists. The
+        history is dropped, and begins again with this search, in three cases:
 
-        1. The machine was booted since the last look.
-        2. A list of the cluster has an older version than at the last look: the API server was
+        1. The machine was booted since the last search.
+        2. A list of the cluster has an older version than at the last search: the API server was
            restored from a backup, or is not complete yet.
+        3. The file is empty or damaged.
 
-        Raises NotReady if the file cannot be used.
+        Raises NotReady if the file cannot be opened, locked or written.
         """
         with self._opened() as descriptor:
             previous = _parse(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
@@ -88,15 +90,18 @@ class History:
                 previous = _Known()
             since = {key: min(previous.since.get(key, now), now) for key in candidate_keys}
             content = {"boot": boot, "seconds": now, "versions": dict(versions), "since": since}
-            # The content is written in place, as this file is the locked one. The file is
-            # truncated first: half a content is not valid JSON, and counts as an empty history.
+            # Write the content in place, because this file is the one that is locked. Truncate the
+            # file first: half a content is not valid JSON, and counts as an empty history.
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(content).encode(), 0)
         return {key: now - first_seconds for key, first_seconds in since.items()}
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """Open and lock the history's file, so that two looks do not write at the same time."""
+        """Open and lock the history's file for the `with`, so that no two searches write at once.
+
+        Yields the file's descriptor. Raises NotReady if the file cannot be used.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._file.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
@@ -125,7 +130,7 @@ def _parse(content: bytes) -> _Known:
 
 
 def _is_older(versions: Mapping[str, str], earlier_versions: Mapping[str, str]) -> bool:
-    """Return whether a list's resource version is older than before.
+    """Return whether one of the cluster's lists has an older resource version than before.
 
     Versions that are not decimal numbers are ignored.
     """
@@ -139,9 +144,10 @@ def _is_older(versions: Mapping[str, str], earlier_versions: Mapping[str, str]) 
 
 @dataclass(frozen=True)
 class Orphan:
-    """A candidate, and for how long every look has seen it.
+    """A candidate, and the seconds for which every search for orphans has found the candidate.
 
-    `sure` is true once the candidate has been seen for the grace period.
+    `sure` is true once these seconds have reached the grace period: the candidate is then an
+    orphan.
     """
 
     candidate: Candidate
@@ -155,7 +161,11 @@ def judged(
     cluster_references: References,
     grace_seconds: float,
 ) -> Sequence[Orphan]:
-    """Record the candidates of a complete look; return them as orphans, the sure ones first."""
+    """Record the candidates that a complete search found; return each as an Orphan.
+
+    The orphans that every search has found for the grace period come first. Raises NotReady if the
+    history's file cannot be used.
+    """
     seen_seconds = history.record(
         (candidate.key for candidate in all_candidates), cluster_references.versions
     )
@@ -167,32 +177,37 @@ def judged(
 
 
 class Looking(Protocol):
-    """A finder of orphans, on one node or in the whole cluster."""
+    """Interface of a search for orphans, on one node or in the whole cluster."""
 
     def look(self) -> Sequence[Orphan]:
-        """Find all candidates; return them, the sure ones first."""
+        """Search for orphans; return those that were found for the grace period first."""
 
 
 class Finder:
-    """Finds orphans on this node, and in the cluster that the configuration names."""
+    """Searches for orphans on this node, and in the cluster that the configuration names."""
 
     def __init__(self, configuration: Configuration, kernel: Kernel, reports: Reports) -> None:
         self._configuration = configuration
         self._kernel = kernel
         self._reports = reports
-        # The history is in the socket's directory, like Carver's other files.
+        # The history's file is in the socket's directory, like Carver's other files.
         self._history = History(configuration.now.endpoint.parent / "orphans.json")
 
     def look(self) -> Sequence[Orphan]:
-        """Find all candidates on this node and in the cluster; return them, the sure ones first.
+        """Search for orphans on this node and in the cluster; record all candidates in the history.
+
+        Returns each candidate as an Orphan. Those that every search has found for the grace period
+        come first.
 
         1. Find kubelet's directories.
-        2. Read the volumes: the report has every volume of the directories found.
-        3. Read the cluster's lists: they have every object that refers to a volume found.
+        2. Read the volumes. The report has each volume whose directory was found in step 1, unless
+           the volume is gone.
+        3. Read the cluster's lists. The lists have each object that refers to a volume of step 2.
         4. Read the mount table, compare all of these, and record the candidates.
 
-        Raises ClusterSilent, BadConfig, NotReady, and what `Reports.fresh` raises. A look that
-        raises is not recorded.
+        Raises ClusterSilent if the API server did not list all objects, BadConfig if the
+        configuration names no usable API server, NotReady if the history's file cannot be used, and
+        what `Reports.fresh` raises. A search that raises an error is not recorded.
         """
         config = self._configuration.now
         kubelet_places = candidates.all_of(self._kernel, config.kubelet_dir, config.driver_name)
@@ -217,12 +232,12 @@ class Finder:
         )
 
     def _lists(self) -> Lists:
-        # The connection is made anew for each look, as certificates and tokens change.
+        # Make a new connection for each search, because certificates and tokens change.
         return Lists(access.find(self._configuration.now.kubeconfig, os.environ))
 
 
 class OrphanWatch:
-    """Looks for orphans periodically in the background, logs new ones and counts them."""
+    """Searches for orphans periodically in the background; logs new orphans and counts all."""
 
     def __init__(
         self,
@@ -235,7 +250,8 @@ class OrphanWatch:
         self._clock = clock
         self._counts: Counter[Kind] = Counter()
         self._logged: frozenset[str] = frozenset()
-        # The time of the last complete look, in seconds since the epoch; 0 before the first look.
+        # The time of the last complete search for orphans, in seconds since the epoch; 0 before the
+        # first search.
         self.time_seconds = 0.0
         self.task = PeriodicTask(
             "orphans",
@@ -246,11 +262,17 @@ class OrphanWatch:
         )
 
     def counts(self) -> Mapping[Kind, int]:
-        """Return the number of sure orphans of each kind at the last complete look."""
+        """Return the number of orphans of each kind that the last complete search found.
+
+        Only candidates that were found for the grace period are counted.
+        """
         return {kind: self._counts[kind] for kind in Kind}
 
     def _step(self) -> None:
-        """Look for orphans once, count the sure ones, and log each that was not logged before."""
+        """Search for orphans once, count them, and log those that the previous search did not find.
+
+        Candidates count as orphans once they were found for the grace period.
+        """
         sure_candidates = [orphan.candidate for orphan in self._look() if orphan.sure]
         self._counts, self.time_seconds = (
             Counter(candidate.kind for candidate in sure_candidates),

@@ -17,7 +17,11 @@ from mount.kernel import Kernel
 
 
 def show(orphans: Sequence[Orphan], grace_seconds: int, *, as_json: bool) -> None:
-    """Print a table of orphans, and the remedies of the sure ones; or all of them as JSON."""
+    """Print orphans as a table, followed by the remedies; with `as_json`, print all as JSON.
+
+    The table also has candidates that were not found for the grace period yet; their remedies are
+    not printed after it.
+    """
     if as_json:
         print(json.dumps([_row(orphan) for orphan in orphans], indent=2, ensure_ascii=False))
         return
@@ -48,12 +52,16 @@ def show(orphans: Sequence[Orphan], grace_seconds: int, *, as_json: bool) -> Non
 def delete(
     settings: Config, kernel: Kernel | None, finder: Looking, name: str, *, confirmed: bool
 ) -> None:
-    """Delete one sure orphan of that name, by the CSI calls that a cluster would make.
+    """Delete the orphan of a name, by the CSI calls that a cluster would make.
 
-    `kernel` is the kernel of this node, by which kubelet's directories are removed; None if there
-    are none to remove.
+    The orphans are searched for again first. If the orphan is a directory of kubelet's, the
+    directory is removed after the CSI call. `kernel` is the kernel of this node; None if the orphan
+    cannot be a directory on this node.
 
-    Raises NotConfirmed, NoOrphan, NotServed, CallRefused, what `finder.look` raises, OSError.
+    Raises NotConfirmed if `confirmed` is false, NotServed if no service answers at the socket, and
+    CallRefused if the service refuses a call. Raises NoOrphan if the search finds no orphan of that
+    name, if the grace period has not passed, if Carver cannot delete the orphan, or if a directory
+    cannot be removed. Raises OSError if the socket cannot be used, and what `finder.look` raises.
     """
     if not confirmed:
         raise errors.NotConfirmed(name)
@@ -71,7 +79,11 @@ def delete(
 
 
 def _sure(orphans: Sequence[Orphan], name: str, grace_seconds: int) -> Candidate:
-    """Return the candidate of that name if Carver may delete it; raises NoOrphan."""
+    """Return the candidate of a name if Carver may delete that candidate; raise NoOrphan otherwise.
+
+    Carver may delete a candidate that was found for the grace period, and whose remedy is one of
+    Carver's commands.
+    """
     for orphan in orphans:
         if orphan.candidate.name != name:
             continue
@@ -94,9 +106,10 @@ def _call(client: Client, candidate: Candidate) -> None:
 
 
 def _clear(kernel: Kernel, candidate: Candidate) -> None:
-    """Remove kubelet's directories of a candidate, and the file in them.
+    """Remove kubelet's directories for a volume that is gone, and kubelet's file in them.
 
-    The kernel refuses to remove a directory that is a mount point or not empty. Raises NoOrphan.
+    A directory or file that does not exist is no error. Raises NoOrphan if the kernel refuses a
+    removal, such as that of a mount point or of a directory that is not empty.
     """
     for remove, path in (
         (kernel.remove_directory, candidate.path),

@@ -36,7 +36,8 @@ def _orphans(parsed: argparse.Namespace) -> int:
     require_root()
     config = settings.load(parsed, os.environ)
     host = this_host(config)
-    # LVM and the kernel are read by this process, so the service need not run for a list.
+    # This process reads LVM and the kernel itself, so the service need not run for a list of
+    # orphans.
     reports = Reports(status.volume_groups(config, host))
     finder = Finder(Configuration(config), host.kernel, reports)
     if parsed.delete:

@@ -25,7 +25,10 @@ class Orphans(Extra):
         self.watch.task.stop()
 
     def gauges(self) -> Iterable[Gauge]:
-        """Return the number of orphans of each kind, and the time at which they were counted."""
+        """Return two gauges: the number of orphans of each kind, and the time of the last search.
+
+        Only a complete search counts.
+        """
         return (
             Gauge(
                 "carver_orphans",
@@ -42,11 +45,12 @@ class Orphans(Extra):
 
 
 def add(service: Service) -> Extra:
-    """Make the extra of a service; it searches only if `orphan_interval_seconds` is set."""
+    """Make the extra `orphans` of a service; it does nothing without `orphan_interval_seconds`."""
     interval_seconds = service.configuration.now.orphan_interval_seconds
     if not interval_seconds:
         return Extra()
-    # `look` is imported only here, as it imports a YAML parser, which most services do not need.
+    # Import the module `look` only here, because it imports a YAML parser, which most services do
+    # not need.
     from agent.extras.orphans.look import Finder, OrphanWatch
 
     finder = Finder(service.configuration, service.context.kernel, service.reports)

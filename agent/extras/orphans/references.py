@@ -8,16 +8,17 @@ from typing import Any
 from agent.core import errors, ids
 from agent.extras.kubernetes.objects import NODES, VOLUMES, Listing, Lists
 
-# Prefix of the names of provisioned volumes, set by Kubernetes' external-provisioner.
+# Prefix of the names of provisioned PersistentVolumes, set by Kubernetes' external-provisioner.
 _PROVISIONED = "pvc-"
-# Annotation of a mirror pod: the UID of its static pod.
+# Annotation of a mirror pod, with the UID of the static pod that it shows.
 _STATIC_POD = "kubernetes.io/config.hash"
-# Label of a node: its host name, set by kubelet.
+# Label of a Node object with the node's host name, set by kubelet.
 _HOSTNAME = "kubernetes.io/hostname"
-# Annotation of a claim: the node that the scheduler chose.
+# Annotation of a claim, with the node that the scheduler selected.
 _SELECTED_NODE = "volume.kubernetes.io/selected-node"
-# Annotations of a claim, of which the second is the older: the driver that provisions its volume.
-# The controller-manager sets both (component-helpers, storage/volume/pv_helpers.go).
+# Annotations of a claim, with the driver that provisions the claim's volume; the second annotation
+# is the older one. The controller-manager sets both (component-helpers,
+# storage/volume/pv_helpers.go).
 _PROVISIONERS = (
     "volume.kubernetes.io/storage-provisioner",
     "volume.beta.kubernetes.io/storage-provisioner",
@@ -26,12 +27,12 @@ _PROVISIONERS = (
 
 @dataclass(frozen=True)
 class PersistentVolume:
-    """A PersistentVolume of the driver's.
+    """A PersistentVolume that was provisioned by Carver's CSI driver.
 
     - `handle` is the volume's id.
     - `nodes` has the topology segments in the PersistentVolume's node affinity; may be empty.
-    - `claim` is namespace/name of the claim that is bound to the PersistentVolume; empty without
-      one.
+    - `claim` is namespace/name of the claim that is bound to the PersistentVolume; empty if no
+      claim is bound.
     """
 
     name: str
@@ -45,8 +46,9 @@ class PersistentVolume:
 class NodeObject:
     """An object of the cluster that belongs to one node.
 
-    The object is a CSIStorageCapacity of the driver's, or a claim that waits until the node that
-    the scheduler selected makes the claim's volume. `name` is namespace/name.
+    The object is a CSIStorageCapacity of the driver's, or a claim whose volume has yet to be made
+    on the node that the scheduler selected. `name` is namespace/name, and `node` is the node's
+    name.
     """
 
     name: str
@@ -58,11 +60,16 @@ class NodeObject:
 class References:
     """All objects of the cluster that may refer to a volume.
 
-    - `names_in_use` has the names that volumes in use may have: the names of PersistentVolumes, of
-      the logical volumes in their handles, and of the volumes of claims, bound or not yet.
+    - `volumes` and `capacities` are the driver's own PersistentVolumes and CSIStorageCapacities.
+    - `waiting_claims` are the claims whose volume has yet to be made by the driver on a selected
+      node.
+    - `names_in_use` has the names that volumes in use may have: the names of PersistentVolumes of
+      all drivers, of the logical volumes in their handles, and of the volumes of claims, bound or
+      not yet.
     - `handle_digests` has the names of kubelet's staging directories for the PersistentVolumes.
-    - `pods` has the UIDs of the pods on one node.
-    - `unready` has the nodes whose Ready condition is not true.
+    - `pods` has the UIDs of the pods on one node; empty if the pods were not listed.
+    - `nodes` has all names by which Carver may know the nodes of the cluster.
+    - `unready` has the names of the nodes whose Ready condition is not true.
     - `versions` has the resource version of each list.
     """
 
@@ -77,7 +84,7 @@ class References:
     versions: Mapping[str, str]
 
     def names(self, *names: str) -> bool:
-        """Return whether an object refers to a volume that has one of these names."""
+        """Return whether an object of the cluster refers to a volume with one of these names."""
         return not self.names_in_use.isdisjoint(names)
 
 
@@ -89,17 +96,18 @@ def read(
     *,
     pods_on: str = "",
 ) -> References:
-    """Read the cluster's lists of nodes, claims, PersistentVolumes and capacities.
+    """Read the cluster's lists of nodes, claims, PersistentVolumes and CSIStorageCapacities.
 
-    With `pods_on`, also read the list of the pods on that node.
+    With `pods_on`, the list of the pods on that node is read, too.
 
-    Raises ClusterSilent if a list is incomplete, or if these nodes, by their ids, are not all in
-    the cluster: the API server is then of another cluster.
+    Raises ClusterSilent in three cases: a list is incomplete; a node of `node_ids` is not in the
+    cluster, so the API server is of another cluster; or an object cannot be parsed.
     """
     try:
         return _read(lists, driver_name, topology_key, node_ids, pods_on)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        # An object that cannot be parsed may refer to any volume, so the whole look fails.
+        # An object that cannot be parsed may refer to any volume, so no orphan can be proved: the
+        # search fails.
         problem = f"an object cannot be parsed: {type(error).__name__}: {error}"
         raise errors.ClusterSilent("its lists", problem) from error
 
@@ -111,7 +119,8 @@ def _read(
     node_names = frozenset(names_of_nodes(nodes.items, topology_key))
     for node_id in sorted(node_ids):
         if node_id not in node_names:
-            # The API server is of another cluster, or has lost its data.
+            # A node that must be in the cluster is not in the list: the API server is of another
+            # cluster, or has lost its data.
             node_text = "this node" if pods_on else "a node of the controller"
             raise errors.ClusterSilent("nodes", f"{node_text}, {node_id}, is not among them")
     pods = Listing((), "")
@@ -133,8 +142,8 @@ def _read(
         capacities=tuple(_capacities(capacities.items, topology_key)),
         waiting_claims=tuple(_waiting_claims(claims.items, driver_name)),
         names_in_use=frozenset(
-            # The names come from PersistentVolumes of any driver, as the object of a driver that
-            # was renamed refers to its volume, too.
+            # Take the names of the PersistentVolumes of all drivers: if a driver was renamed, the
+            # objects of its old name still refer to its volumes.
             {volume["metadata"]["name"] for volume in volumes.items}
             | {ids.logical_name(handle) for handle in handles}
             | set(_names_of_claims(claims.items))
@@ -154,17 +163,23 @@ def _read(
 
 
 def digest(volume_handle: str) -> str:
-    """Return the name of kubelet's staging directory of a volume: a SHA-256 in hexadecimal."""
+    """Return the name of kubelet's staging directory of a volume: the SHA-256 of the volume's id.
+
+    The digest is in hexadecimal.
+    """
     return hashlib.sha256(volume_handle.encode()).hexdigest()
 
 
 def names_of_nodes(items: Any, topology_key: str) -> Iterator[str]:
-    """Return the names and topology segments by which Carver may know nodes of the cluster."""
+    """Yield all names by which Carver may know these nodes: names, topology segments, and labels.
+
+    `items` are Node objects.
+    """
     for node in items:
         yield (name := node["metadata"]["name"])
         yield ids.node_segment(name)
         labels = _table(_table(node, "metadata"), "labels")
-        # A node whose id in Carver is not its Kubernetes name has that id in a label.
+        # A node whose id in Carver differs from its name in Kubernetes has that id in a label.
         yield from (str(labels[key]) for key in (topology_key, _HOSTNAME) if key in labels)
 
 
@@ -176,7 +191,7 @@ def _names_of_claims(items: Any) -> Iterator[str]:
 
 
 def _is_unready(node: Mapping[str, Any]) -> bool:
-    """Return whether a node's Ready condition is not true; false for a node without conditions."""
+    """Return whether a node has a Ready condition that is not true."""
     conditions = _table(node, "status").get("conditions") or ()
     return any(
         condition.get("type") == "Ready" and condition.get("status") != "True"
@@ -185,7 +200,7 @@ def _is_unready(node: Mapping[str, Any]) -> bool:
 
 
 def selected_node(claim: Mapping[str, Any]) -> str:
-    """Return the node that the scheduler chose for a claim; empty if it chose none."""
+    """Return the node that the scheduler selected for a claim; empty if no node was selected."""
     return str(_table(_table(claim, "metadata"), "annotations").get(_SELECTED_NODE) or "")
 
 
@@ -201,7 +216,8 @@ def _waiting_claims(items: Any, driver_name: str) -> Iterator[NodeObject]:
 def _uids_of_pods(items: Any) -> Iterator[str]:
     for pod in items:
         yield pod["metadata"]["uid"]
-        # Kubelet knows a static pod by the UID in its mirror pod's annotation.
+        # Kubelet knows a static pod by the UID in the annotation of the mirror pod, so yield that
+        # UID, too.
         if uid := _table(_table(pod, "metadata"), "annotations").get(_STATIC_POD):
             yield str(uid)
 
@@ -231,7 +247,10 @@ def _volume(
 
 
 def nodes_of(spec: Mapping[str, Any], topology_key: str) -> Iterator[str]:
-    """Return the values of a topology key that a PersistentVolume's node affinity names."""
+    """Yield the values of a topology key in the required node affinity of a PersistentVolume.
+
+    `spec` is the spec of the PersistentVolume.
+    """
     required = _table(_table(spec, "nodeAffinity"), "required")
     for term in required.get("nodeSelectorTerms") or ():
         for expression in _table({"term": term}, "term").get("matchExpressions") or ():
@@ -240,6 +259,6 @@ def nodes_of(spec: Mapping[str, Any], topology_key: str) -> Iterator[str]:
 
 
 def _table(item: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the table under a key of an object, or an empty table where there is none."""
+    """Return the JSON object under a key of an object; an empty dictionary if there is none."""
     value = item.get(key)
     return value if isinstance(value, dict) else {}

@@ -22,20 +22,21 @@ from mount.block_io import Bytes
 A = TypeVar("A")
 B = TypeVar("B")
 
-# Number of threads that read, hash, compress and write pieces of a stream in parallel, as all of
+# Number of threads that read, hash, compress and write the pieces of a stream in parallel. All of
 # these release Python's global lock. More threads than a disk and a few processors can use would
-# only take memory, as each has a piece of up to MOST_BYTES.
+# only take memory, because each thread has a piece of up to MOST_BYTES.
 WORKERS = min(4, os.cpu_count() or 1) + 1
-# The most pieces that are submitted to the threads ahead of the one whose result is due.
+# Maximum number of pieces of a stream that are submitted to the threads before the result of the
+# first one has been yielded.
 _AHEAD = 2 * WORKERS
 
 
 def with_memory(pieces: Iterable[A], most_bytes: int) -> Iterator[tuple[A, memoryview]]:
-    """Pair each piece with a memory area of `most_bytes` that its worker may use.
+    """Pair each piece with a memory area of `most_bytes`, for the thread that works on the piece.
 
-    An area belongs to its piece until `ordered` has yielded the piece's result, and is then used
-    for a later piece. Memory is reused because the kernel zeroes new memory page by page, which
-    takes longer than a disk takes to fill it.
+    An area belongs to its piece until `ordered` has yielded the piece's result. The area is then
+    used again for a later piece. Memory is reused because the kernel zeroes new memory page by
+    page, which takes longer than a disk takes to fill the memory.
     """
     areas = rooms(most_bytes)
     for piece in pieces:
@@ -43,19 +44,21 @@ def with_memory(pieces: Iterable[A], most_bytes: int) -> Iterator[tuple[A, memor
 
 
 def rooms(most_bytes: int) -> Iterator[memoryview]:
-    """Yield memory areas from a ring, without end.
+    """Yield memory areas of `most_bytes` without end, from a ring of areas.
 
-    The ring is so long that `ordered` is done with an area's piece before the area comes again.
+    The ring is so long that `ordered` has yielded the result of an area's piece before the area is
+    yielded again.
     """
     return cycle([memoryview(mmap.mmap(-1, most_bytes)) for _ in range(_AHEAD + 2)])
 
 
 def ordered(work: Callable[[A], B], pieces: Iterable[A]) -> Iterator[B]:
-    """Run `work` on pieces in parallel threads; yield the results in the pieces' order.
+    """Run `work` on pieces in parallel threads; yield the results in the order of the pieces.
 
-    Raises the first error in that order. Where the iterable `pieces` itself fails, the results of
-    the pieces before come first, then its error. At most `_AHEAD` pieces are taken in advance. Once
-    the generator is closed, no work is running.
+    If `work` fails for several pieces, the error of the first of these pieces is raised. If the
+    iterable `pieces` itself raises an error, the results of the earlier pieces are yielded before
+    that error is raised. At most `_AHEAD` pieces are taken in advance. Once the generator is
+    closed, no thread runs `work` any more.
     """
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="stream") as pool:
         futures: deque[Future[B]] = deque()
@@ -83,59 +86,64 @@ def ordered(work: Callable[[A], B], pieces: Iterable[A]) -> Iterator[B]:
 
 # First bytes of each stream.
 MAGIC = b"\x89CARVER\n"
-# Version of the format that this module writes, and the only one that it reads.
+# Version of the stream format that this module writes, and the only one that it reads.
 VERSION = 1
-# The most uncompressed data in a frame, in bytes.
+# Maximum length of the uncompressed data in a frame of a stream, in bytes.
 MOST_BYTES = 4 << 20
-# Unit of sizes and offsets, in bytes: the sector of block devices.
+# Unit of the sizes and offsets in a stream, in bytes: the sector of block devices.
 SECTOR_BYTES = 512
-# The largest size of a volume, in bytes: LVM's limit, on a 64-bit kernel.
+# Maximum size of a volume in a stream, in bytes: LVM's limit on a 64-bit kernel.
 LARGEST_BYTES = 8 << 60
 
-# First part of a header: MAGIC, version, zero, length of the JSON text that follows.
+# Encoding of the first part of a stream's header: MAGIC, version, zero, and the length of the JSON
+# text that follows.
 _PREFIX = struct.Struct("!8sHHI")
-# Heading of a frame: kind, encoding, zero, length of the payload, offset and length in the volume,
-# digest of the payload. A digest that chains the headings follows.
+# Encoding of a frame's heading: kind, encoding, zero, length of the payload, offset and length in
+# the volume, and digest of the payload. A digest that chains the headings follows.
 _FRAME = struct.Struct("!cBHIQQ16s")
-# Payload of the end mark: the fields of `Totals`.
+# Encoding of the payload of a stream's end mark: the fields of `Totals`.
 _TOTALS = struct.Struct("!QQQ")
-# The most bytes of a header's JSON text.
+# Maximum length of the JSON text in a stream's header, in bytes.
 _MOST_HEADER_BYTES = 64 << 10
-# Length of the digests that chain header and frames, in bytes: of SHA-256.
+# Length of the digests that chain the header and the frames of a stream, in bytes: the length of a
+# SHA-256.
 _DIGEST_BYTES = 32
-# Digest of a frame's payload, which finds damage. SHA-256 would be slower than a fast disk.
+# Function that computes the digest of a frame's payload, by which damage is found. SHA-256 would be
+# slower than a fast disk.
 digest_of = xxhash.xxh3_128_digest
 # Digest in the heading of a frame without a payload.
 _NO_DIGEST = bytes(16)
-# Pattern of a chain: a SHA-256 in hexadecimal.
+# Pattern of a chain digest: a SHA-256 in hexadecimal.
 _CHAIN = re.compile(r"[0-9a-f]{64}")
 
-# The types of the fields of `Header`. Any other field is a table, as a `dict`.
+# Python types of the JSON values of a stream's header, by the types of the fields of `Header`. The
+# value of a field of any other type is a `dict`.
 _KINDS: Mapping[Any, type] = {str: str, int: int}
 
-# Kinds of frames: data, a range of zeroes, the end mark.
+# Kinds of frames in a stream: data, a range of zeroes, the end mark.
 DATA, ZEROES, END = b"D", b"Z", b"E"
-# Encodings of a payload: as it is, and compressed by zstandard.
+# Encodings of a frame's payload: uncompressed, and compressed by zstandard.
 RAW, ZSTD = 0, 1
-# Compression level: zstandard's default. With a slow disk, compressing is faster than sending the
-# data as they are; with a fast disk, little slower.
+# Compression level of payloads: zstandard's default. A stream from a slow disk is sent faster if it
+# is compressed. A stream from a fast disk is sent only a little slower than without compression.
 _LEVEL = 3
 
 
 @dataclass(frozen=True)
 class Header:
-    """The first part of a stream. Sizes are in bytes, times in nanoseconds since the epoch.
+    """The header of a stream. Sizes are in bytes, times in nanoseconds since the epoch.
 
     A chain is a digest that names exactly what a snapshot holds (`chain_of`).
 
     - `chain` names what the volume holds after the stream was applied.
-    - `base_chain` names what the volume must hold before. It is empty for a stream of a whole
-      volume, which needs no base.
-    - `offset_bytes` is where this stream begins, if an earlier one, which was cut off, was received
-      up to this offset.
-    - `release` is the SHA-256 of a word without which the receiving node must not finish the
-      volume; empty if no word is needed.
-    - `facts` has tags of the volume, such as its file system.
+    - `base_chain` names what the volume must hold before the stream is applied. It is empty for a
+      stream of a whole volume, which needs no base.
+    - `offset_bytes` is the offset in the volume where this stream begins. It is not 0 if this
+      stream continues an earlier one, which was cut off and was received up to this offset.
+    - `release` is the SHA-256 of a secret word. The receiving node must not finish the volume
+      without that word. Empty if no word is needed.
+    - `facts` has tags of the volume, such as its file system, and the largest logical block size
+      that the contents can lie on.
     """
 
     volume_id: str
@@ -152,12 +160,12 @@ class Header:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether this is a stream of a whole volume, which needs no base."""
+        """Return whether this is the header of a stream of a whole volume, which needs no base."""
         return not self.base_chain
 
 
 class Packed(NamedTuple):
-    """The payload of a frame: encoding, encoded bytes, and their digest."""
+    """The payload of a frame: its encoding, the encoded bytes, and the digest of these bytes."""
 
     encoding: int
     payload: Bytes
@@ -166,11 +174,11 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame:
-    """A part of a volume in a stream: data, or a range of zeroes.
+    """A part of a volume in a stream: data, or a range of zeroes; also the end mark of a stream.
 
-    Offset and length have been verified by the digest in the heading; the payload is verified only
-    by `data`. `room` is the memory area that the payload is in, if the area is also large enough
-    for the decompressed data.
+    Offset and length have been verified by the digest in the frame's heading. The payload is
+    verified only by `data`. `room` is the memory area that has the payload, if the area is also
+    large enough for the decompressed data; None otherwise.
     """
 
     offset_bytes: int
@@ -182,7 +190,7 @@ class Frame:
 
     @property
     def end_bytes(self) -> int:
-        """The offset in the volume of the first byte behind this frame."""
+        """The offset in the volume of the first byte behind this frame, in bytes."""
         return self.offset_bytes + self.length_bytes
 
     @property
@@ -191,15 +199,17 @@ class Frame:
         return not self.payload
 
     def data(self) -> Bytes:
-        """Verify and decompress the data of this frame; return them.
+        """Verify the payload of this frame, decompress it if need be, and return the data.
 
-        The data are in `room`, if that is set. Raises BadStream where they are not what was sent.
+        The data are in the memory area `room`, if that is not None. Raises BadStream if the data
+        are not those that were sent.
         """
         if digest_of(self.payload) != self.digest:
             raise errors.BadStream(f"the data for byte {self.offset_bytes} were altered")
         if self.encoding == RAW:
             return self.payload
-        # The stated size is checked first: the decompressor would allocate any size stated.
+        # Compare the size that the compressed payload states with the frame's length first, because
+        # the decompressor would allocate any size that is stated.
         try:
             stated_bytes = zstandard.frame_content_size(self.payload)
             data = (
@@ -221,14 +231,14 @@ class Frame:
 
 @dataclass
 class Totals:
-    """The counts in a stream's end mark: frames, bytes of data, bytes of zeroes."""
+    """The counts in the end mark of a stream: frames, bytes of data, bytes of zeroes."""
 
     frames: int = 0
     data_bytes: int = 0
     zero_bytes: int = 0
 
     def add(self, length_bytes: int, *, is_zeroes: bool) -> None:
-        """Count one frame."""
+        """Count one frame with `length_bytes` bytes of data, or of zeroes."""
         self.frames += 1
         if is_zeroes:
             self.zero_bytes += length_bytes
@@ -236,21 +246,21 @@ class Totals:
             self.data_bytes += length_bytes
 
     def pack(self) -> bytes:
-        """Encode the counts as the end mark's payload."""
+        """Encode the counts as the payload of a stream's end mark."""
         return _TOTALS.pack(self.frames, self.data_bytes, self.zero_bytes)
 
 
 def chain_of(volume_id: str, snapshot_uuid: str, taken_nanoseconds: int, size_bytes: int) -> str:
     """Return the chain of a snapshot: a digest that names exactly what the snapshot holds.
 
-    The chain is made from LVM's UUID of the snapshot, which LVM never uses again.
+    The digest is made from LVM's UUID of the snapshot, among others. LVM never uses a UUID again.
     """
     parts = ("carver snapshot 1", volume_id, snapshot_uuid, taken_nanoseconds, size_bytes)
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
 
 
 def pack(data: Bytes, *, compress: bool) -> Packed:
-    """Encode data as a frame's payload, compressed if asked for and if that is smaller."""
+    """Encode data as a frame's payload; with `compress`, compress the data if that is smaller."""
     if compress:
         compressed = zstandard.ZstdCompressor(_LEVEL).compress(data)
         if len(compressed) < len(data):
@@ -259,12 +269,15 @@ def pack(data: Bytes, *, compress: bool) -> Packed:
 
 
 def text_of(header: Header) -> bytes:
-    """Encode a header as JSON."""
+    """Encode the header of a stream as JSON."""
     return json.dumps(asdict(header), sort_keys=True, separators=(",", ":")).encode()
 
 
 def header_of(text: bytes | str) -> Header:
-    """Decode a header from JSON, and check each field; raises BadStream."""
+    """Decode the header of a stream from JSON, and check each field.
+
+    Raises BadStream if the text is not JSON, or if a field is missing, unknown or wrong.
+    """
     try:
         return _header(json.loads(text))
     except (ValueError, TypeError, RecursionError) as error:
@@ -272,9 +285,10 @@ def header_of(text: bytes | str) -> Header:
 
 
 def opening(header: Header) -> tuple[bytes, bytes]:
-    """Encode a header; return a stream's first bytes, and the digest to chain the first frame to.
+    """Encode a stream's header; return the stream's first bytes, and the digest of the header.
 
-    Raises BadStream if the header is too long.
+    The heading of the first frame is chained to that digest. Raises BadStream if the header is too
+    long.
     """
     body = text_of(header)
     if len(body) > _MOST_HEADER_BYTES:
@@ -287,9 +301,11 @@ def opening(header: Header) -> tuple[bytes, bytes]:
 def heading(
     proof: bytes, kind: bytes, offset_bytes: int, length_bytes: int, packed: Packed | None = None
 ) -> tuple[bytes, bytes]:
-    """Encode a frame's heading; return the heading and the digest the next frame chains to.
+    """Encode a frame's heading; return the heading, and the digest at its end.
 
-    `proof` is the digest that the frame before returned. The payload follows the heading.
+    `proof` is the digest that was returned for the frame before, or for the header. The next frame
+    is chained to the digest that is returned. The caller writes the payload of `packed` after the
+    heading; a frame of zeroes has none.
     """
     encoding, payload, digest = packed or (RAW, b"", _NO_DIGEST)
     head = _FRAME.pack(kind, encoding, 0, len(payload), offset_bytes, length_bytes, digest)
@@ -297,16 +313,17 @@ def heading(
     return head + proof, proof
 
 
-# Length of the first part of a header, in bytes.
+# Length of the first part of a stream's header, in bytes.
 PREFIX_BYTES = _PREFIX.size
 # Length of a frame's heading with its digest, in bytes.
 HEADING_BYTES = _FRAME.size + _DIGEST_BYTES
 
 
 def header_bytes(prefix: bytes) -> int:
-    """Return the length of the rest of a header, digest included, in bytes; raises BadStream.
+    """Return the length of the rest of a stream's header, digest included, in bytes.
 
-    `prefix` has the stream's first PREFIX_BYTES.
+    `prefix` has the first PREFIX_BYTES of the stream. Raises BadStream if these are not the first
+    bytes of a stream of the version that this module reads.
     """
     magic, version, reserved, length = _PREFIX.unpack(prefix)
     if magic != MAGIC:
@@ -321,9 +338,10 @@ def header_bytes(prefix: bytes) -> int:
 
 
 def header(prefix: bytes, rest: bytes) -> tuple[Header, bytes]:
-    """Decode a header; return the header and the digest that the first frame chains to.
+    """Decode a stream's header; return the header, and the digest that is stored behind it.
 
-    Raises BadStream.
+    The heading of the first frame is chained to that digest. Raises BadStream if the header was
+    altered, or if a field of the header is wrong.
     """
     body, proof = rest[:-_DIGEST_BYTES], rest[-_DIGEST_BYTES:]
     if hashlib.sha256(prefix + body).digest() != proof:
@@ -332,11 +350,12 @@ def header(prefix: bytes, rest: bytes) -> tuple[Header, bytes]:
 
 
 def parsed(proof: bytes, heading: bytes) -> tuple[bytes, Frame, int, bytes]:
-    """Decode a frame's heading.
+    """Decode and verify a frame's heading.
 
     Returns the frame's kind, the frame without its payload, the length of the payload in bytes, and
-    the digest that the next frame chains to. The heading is verified to follow the digest `proof`,
-    so no frame before it was left out, doubled or moved. Raises BadStream.
+    the digest that the next frame is chained to. The heading must be chained to the digest `proof`
+    of the frame before. So no earlier frame was left out, doubled or moved. Raises BadStream if the
+    heading is not chained to `proof`, or if a field of the heading is wrong.
     """
     head, stated_proof = heading[: _FRAME.size], heading[_FRAME.size :]
     proof = hashlib.sha256(proof + head).digest()

@@ -1,4 +1,4 @@
-"""Read a stream, apply it to a device, and report how much of it is on the disk."""
+"""Read a stream, apply the stream to a device, and report how much of it is on the disk."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,9 +13,11 @@ from mount.block_io import Opened
 
 
 class Reader:
-    """A stream that is read frame by frame. Raises BadStream, StreamEnded.
+    """Reads one stream frame by frame. Raises BadStream if the stream was altered.
 
-    `totals` counts the frames read so far, `read_bytes` the bytes of the stream.
+    `totals` counts the frames that were read so far, and `read_bytes` counts the bytes that this
+    object has read. Raises StreamEnded, which is a BadStream, if the stream ends before its end
+    mark.
     """
 
     def __init__(self, source: BufferedIOBase, first_bytes: bytes = b"") -> None:
@@ -30,11 +32,12 @@ class Reader:
         self.header, self._proof = form.header(prefix, self._take(form.header_bytes(prefix)))
 
     def frames(self) -> Iterator[Frame]:
-        """Yield the frames in their order, and end when the end mark was verified.
+        """Yield the frames of the stream in their order, and end after the end mark was verified.
 
-        A heading is verified before its frame is yielded; the payload is verified by `Frame.data`.
-        A payload is valid only until the frame has passed through `form.ordered`, as its memory
-        area is then used again.
+        The heading of a frame is verified before the frame is yielded. The payload of a frame is
+        verified by `Frame.data`. A payload is valid only until the frame has passed through
+        `form.ordered`, because the payload's memory area is then used for another frame. Raises
+        BadStream, StreamEnded.
         """
         expected_offset = self.header.offset_bytes
         rooms = form.rooms(form.MOST_BYTES)
@@ -43,8 +46,8 @@ class Reader:
                 self._proof, self._take(form.HEADING_BYTES)
             )
             if payload_bytes:
-                # Only a frame with a payload takes a memory area. A frame of zeroes may never reach
-                # `form.ordered`, whose progress frees the areas.
+                # Take a memory area only for a frame with a payload. A frame of zeroes may never
+                # reach `form.ordered`, whose progress frees the areas.
                 room = next(rooms)
                 frame = replace(frame, payload=self._fill(room[:payload_bytes]), room=room)
             if (
@@ -81,24 +84,24 @@ class Reader:
 
 
 def streams(source: BufferedIOBase) -> Iterator[Reader]:
-    """Yield a reader for each of the streams in a source, such as a whole volume and increments.
+    """Yield a reader for each stream in a source, such as a whole volume and then its increments.
 
-    The caller reads all frames of a stream before it asks for the next reader.
+    The caller has to read all frames of a stream before it asks for the next reader.
     """
     while first_byte := source.read(1):
         yield Reader(source, first_byte)
 
 
-# Interval of the calls that record how much is on the disk, in seconds: after a crash, what came in
-# this time has to be sent again.
+# Interval at which it is recorded how much of a stream is on the disk, in seconds. After a crash,
+# the data that were received since the last record have to be sent again.
 RECORD_SECONDS = 20.0
-# The most zeroes written by one system call, in bytes, so that no call takes long.
+# Maximum number of zeroes written by one system call, in bytes, so that no call takes long.
 _ZERO_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
 class Target:
-    """The device that a stream is applied to; its size is `size_bytes`.
+    """The device that a stream is applied to; `size_bytes` is the size of the device.
 
     `blank` is true if the device reads as zeroes where it was never written, as a new thin volume
     does.
@@ -117,16 +120,18 @@ def apply(
     note: Callable[[Extent], None] = lambda _part: None,
     tell: Callable[[int], None] = lambda _offset_bytes: None,
 ) -> None:
-    """Apply a whole stream to a device; return when all of it is on the disk.
+    """Apply a whole stream to a device; return when all data of the stream are on the disk.
 
     Only data whose digest was verified are written.
 
     - `record` is called every RECORD_SECONDS with the offset up to which the stream is on the disk,
-      so that a stream that is cut off can continue there.
+      if that has changed, and before BadStream is raised. A stream that is cut off can continue at
+      that offset.
     - `note` is called with the range of each frame.
     - `tell` is called with the offset up to which the stream was written, for a progress bar.
 
-    Raises BadStream, StreamEnded, OSError, and what `record` raises.
+    Raises BadStream if the stream was altered, StreamEnded if the stream ends before its end mark,
+    OSError if the device cannot be written, and what `record` raises.
     """
     device, header = target.device, reader.header
 
@@ -160,17 +165,22 @@ def apply(
                 write_down()
                 record_at = time.monotonic() + RECORD_SECONDS
     except errors.BadStream:
-        # The frames before the bad one are good. Record them, so that they need not be sent again.
+        # The frames before the bad one are good. Record the offset where they end, so that they
+        # need not be sent again.
         write_down()
         raise
     device.flush()
 
 
 def _parts(frames: Iterable[Frame], target: Target, header: Header) -> Iterator[Frame]:
-    """Yield the frames, and zeroes for ranges without a frame that may hold old data.
+    """Yield the frames to write, and frames of zeroes for ranges that may hold old data.
 
     In a stream of a whole volume, any range without a frame may hold old data. In an increment,
-    only the range by which the volume grew since the base.
+    only the range by which the volume grew since the base may hold old data.
+
+    If the device reads as zeroes where it was never written (`Target.blank`), no zeroes are written
+    for ranges without a frame. In a stream of a whole volume, the frames of zeroes are then left
+    out as well. Frames of zeroes are split into frames of at most `_ZERO_BYTES`.
     """
     offset = max(header.offset_bytes, header.base_size_bytes)
     for frame in frames:
@@ -180,7 +190,7 @@ def _parts(frames: Iterable[Frame], target: Target, header: Header) -> Iterator[
         elif not (target.blank and header.is_whole):
             yield from _zeroes(frame.offset_bytes, frame.end_bytes, target, needed=True)
         offset = max(offset, frame.end_bytes)
-    # Up to the end of the device, which may be larger than the volume that was sent.
+    # Zero the device up to its end, as the device may be larger than the volume that was sent.
     yield from _zeroes(offset, target.size_bytes, target)
 
 

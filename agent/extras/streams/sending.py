@@ -12,9 +12,10 @@ from mount.block_io import Bytes, Opened
 
 
 class Writer:
-    """A stream that is written frame by frame by `write`, which takes all bytes it is given.
+    """Writes one stream frame by frame.
 
-    `totals` counts the frames so far.
+    The function `write` gets the bytes of the stream, and has to write all bytes of each call.
+    `totals` counts the frames that were written so far.
     """
 
     def __init__(self, write: Callable[[Bytes], object], header: Header) -> None:
@@ -25,7 +26,7 @@ class Writer:
         self._write(text)
 
     def data(self, offset_bytes: int, length_bytes: int, packed: Packed) -> None:
-        """Write a frame with data, which `form.pack` has packed."""
+        """Write a frame with data, which `form.pack` has encoded."""
         self._frame(form.DATA, offset_bytes, length_bytes, packed)
         self.totals.add(length_bytes, is_zeroes=False)
 
@@ -35,7 +36,7 @@ class Writer:
         self.totals.add(length_bytes, is_zeroes=True)
 
     def end(self) -> None:
-        """Write the end mark; a reader refuses a stream without the end mark."""
+        """Write the stream's end mark; a reader refuses a stream without an end mark."""
         packed = form.pack(self.totals.pack(), compress=False)
         self._frame(form.END, self._header.size_bytes, 0, packed)
 
@@ -48,17 +49,18 @@ class Writer:
             self._write(packed.payload)
 
 
-# Length of the pieces that are tested for being all zeroes, in bytes.
+# Length of the pieces of a device that are tested for being all zeroes, in bytes.
 PIECE_BYTES = 1 << 20
-# Length of one read, in bytes; large, as in `mount.block_io`, so that a disk reads fast.
+# Length of one read of a device, in bytes. The length is large, as in `mount.block_io`, so that a
+# disk reads fast.
 READ_BYTES = form.MOST_BYTES
-# One piece of zeroes. A bytearray is compared with a memoryview by memcmp(3); two memoryviews are
-# compared byte by byte.
+# One piece of zeroes, with which data are compared. It is a bytearray, because a bytearray is
+# compared with a memoryview by memcmp(3); two memoryviews are compared byte by byte.
 _ZEROES = bytearray(PIECE_BYTES)
 
 
 class _Part(NamedTuple):
-    """A range of the device, and its packed data; None for zeroes."""
+    """A range of a device, and the encoded data of the range; None if the range is all zeroes."""
 
     extent: Extent
     packed: Packed | None
@@ -75,13 +77,16 @@ def send(
     note: Callable[[Extent], None] = lambda _part: None,
     tell: Callable[[int], None] = lambda _offset_bytes: None,
 ) -> Totals:
-    """Write a stream of a device's sorted ranges, from the header's offset on; return its totals.
+    """Write a stream of a device's sorted ranges; return the counts in the stream's end mark.
 
-    - `note` is called with each range, `tell` with the offset up to which the stream was written.
-    - `prove` is called when everything was read, before the end mark is written. It raises if the
-      data may be wrong; the stream then has no end mark, and a reader refuses it.
+    The stream covers the device from the offset in the header to the size in the header.
 
-    Raises OSError, and what `prove` and `write` raise.
+    - `note` is called with each range of that part, `tell` with the offset up to which the device
+      was read.
+    - `prove` is called after all data were read, before the end mark is written. `prove` raises an
+      error if the data may be wrong. The stream then has no end mark, and a reader refuses it.
+
+    Raises OSError if the device cannot be read, and what `prove` and `write` raise.
     """
 
     def read(piece: tuple[Extent, memoryview]) -> list[_Part]:
@@ -117,13 +122,13 @@ def send(
 
 
 def is_zeroes(data: memoryview) -> bool:
-    """Return whether data of at most PIECE_BYTES are all zeroes."""
+    """Return whether these data, which are at most PIECE_BYTES, are all zeroes."""
     zeroes = _ZEROES if len(data) == len(_ZEROES) else bytearray(len(data))
     return zeroes == data
 
 
 def pieces_of(start: int, end: int, most_bytes: int) -> Iterator[Extent]:
-    """Split a range of bytes at multiples of `most_bytes`."""
+    """Split a range of bytes at the multiples of `most_bytes`; yield the parts."""
     while start < end:
         length = min(most_bytes - start % most_bytes, end - start)
         yield Extent(start, length)
@@ -131,7 +136,10 @@ def pieces_of(start: int, end: int, most_bytes: int) -> Iterator[Extent]:
 
 
 def _parts(extent: Extent, data: memoryview) -> Iterator[tuple[Extent, bool]]:
-    """Split a range that was read into runs that are all zeroes, and runs that are not."""
+    """Split a range that was read into runs that are all zeroes, and runs that are not.
+
+    Yields each run, and whether the run is all zeroes. `data` has the contents of the range.
+    """
     offset = extent.offset_bytes
 
     def is_zero(piece: Extent) -> bool:
@@ -151,7 +159,11 @@ def _put(writer: Writer, zeroes: Extent) -> None:
 def _pieces(
     extents: Iterable[Extent], header: Header, note: Callable[[Extent], None]
 ) -> Iterator[Extent]:
-    """Split the ranges, from the header's offset on, into reads of at most READ_BYTES."""
+    """Split the part of the ranges that a stream covers into reads of at most READ_BYTES.
+
+    The stream covers the device from the offset in its header to the size in its header. `note` is
+    called with each range of that part.
+    """
     for extent in clipped(extents, header.offset_bytes, header.size_bytes):
         note(extent)
         yield from pieces_of(extent.offset_bytes, extent.end_bytes, READ_BYTES)
@@ -160,11 +172,12 @@ def _pieces(
 def of(
     device: Opened, size_bytes: int, tell: Callable[[int], None] = lambda _offset_bytes: None
 ) -> str:
-    """Compute a checksum of a whole device, which depends only on its size and contents.
+    """Compute a checksum of the first `size_bytes` of a device, from the size and contents alone.
 
     The checksum is the SHA-256 over the size, and the offset and SHA-256 of each piece of 1 MiB
-    that is not all zeroes. So the checksum is equal for equal contents, whatever the layout. The
-    device is read as a whole, in parallel. Raises OSError.
+    that is not all zeroes. So equal contents have equal checksums, whatever the layout of the
+    volumes. These bytes of the device are all read, in parallel. `tell` is called with the offset
+    up to which the device was read. Raises OSError if the device cannot be read.
     """
     total = hashlib.sha256(size_bytes.to_bytes(8, "big"))
     for read, digests in _digests(device, pieces_of(0, size_bytes, READ_BYTES)):
@@ -174,11 +187,12 @@ def of(
 
 
 def checksum_of_parts(device: Opened, header: Header, parts: Iterable[Extent]) -> str:
-    """Compute a checksum of the ranges that a stream names, and of all behind its base's end.
+    """Compute a checksum of the ranges that a stream names, and of all beyond the stream's base.
 
-    Suppose two volumes held the same data before the stream was applied, and nothing else changed
-    the volumes. Then both hold the same data afterwards if their checksums are equal. Raises
-    OSError.
+    Suppose that two volumes held the same data before the stream was applied, and that nothing else
+    changed the volumes. Then both hold the same data afterwards if their checksums are equal.
+    `parts` are the ranges that the stream names, `header` is its header. Raises OSError if the
+    device cannot be read.
     """
     base_bytes, size_bytes = header.base_size_bytes, header.size_bytes
     grown_range = Extent(base_bytes, size_bytes - base_bytes)
@@ -186,14 +200,18 @@ def checksum_of_parts(device: Opened, header: Header, parts: Iterable[Extent]) -
     pieces = (pieces_of(extent.offset_bytes, extent.end_bytes, READ_BYTES) for extent in ranges)
     total = hashlib.sha256(f"{header.base_chain} {header.chain} {size_bytes}".encode())
     for read, digests in _digests(device, chain.from_iterable(pieces)):
-        # Offset and length are added also for ranges of zeroes, as the range is one of the parts.
+        # Add the offset and length of a range even if the range is all zeroes, because the range is
+        # a part of the stream.
         total.update(read.offset_bytes.to_bytes(8, "big") + read.length_bytes.to_bytes(8, "big"))
         total.update(digests)
     return total.hexdigest()
 
 
 def _digests(device: Opened, reads: Iterable[Extent]) -> Iterator[tuple[Extent, bytes]]:
-    """Yield each read, and the offset and digest of each of its pieces that is not all zeroes."""
+    """Read ranges of a device; yield each with the digests of its pieces that are not all zeroes.
+
+    The offset of each such piece precedes its digest. The ranges are read in parallel.
+    """
 
     def digests(read: tuple[Extent, memoryview]) -> tuple[Extent, bytes]:
         extent, buffer = read

@@ -15,7 +15,7 @@ from agent.extras.kubernetes.rebinding import Place, Rebinding
 from agent.extras.transfer import streams_command
 from proto import carver_pb2 as carver
 
-# The steps by which an operator rebinds the claim by hand, as a template.
+# Template of the steps by which an operator rebinds the claim of a moved volume by hand.
 _STEPS = """\
 In Kubernetes, while nothing runs that uses the claim. The same words with --kubeconfig FILE carry
 these steps out; by hand, in this order:
@@ -37,7 +37,8 @@ these steps out; by hand, in this order:
     kubectl patch pv {new} --patch '{{"spec":{{"persistentVolumeReclaimPolicy":"Delete"}}}}'
  7. here: carver volume move {name} --finish
 """
-# Beginning of a jq filter that deletes the fields that the cluster sets during an object's life.
+# Beginning of the jq filters for the PersistentVolume and for the claim. It deletes the fields that
+# the cluster sets during an object's life.
 _LIFE = (
     "del(.status, .metadata.uid, .metadata.resourceVersion, .metadata.creationTimestamp,"
     " .metadata.finalizers, .metadata.deletionTimestamp"
@@ -63,9 +64,9 @@ _PVC_FILTER = (
 
 
 def steps(state: carver.MoveState, place: Place) -> str:
-    """Return the steps to rebind the claim of a volume that moved, as lines for a shell.
+    """Return the steps to rebind the claim of a moved volume by hand, as commands for a shell.
 
-    Each value in them is quoted for the shell.
+    `place` says where the volume is now. Each value in the commands is quoted for the shell.
     """
     new = rebinding.moved_name(state.pv, place.handle)
     pv_values = {
@@ -90,15 +91,17 @@ def _as_json(texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def say(text: str) -> None:
-    """Print a step to standard error, as standard output is for the result."""
+    """Print a line for the operator to standard error; standard output is for the result."""
     print(text, file=sys.stderr, flush=True)
 
 
 def rebind(cluster: Server, old_id: str, place: Place, *, yes: bool, undo: bool = False) -> None:
-    """Rebind the claim of a volume that moved; with `undo`, bind it to the old volume again.
+    """Bind the claim of a moved volume to the new volume; with `undo`, to the old one again.
 
-    `old_id` is the volume's id on the node that it left, `place` where the volume is now. Asks the
-    operator before each step, unless `yes`. Raises as `Rebinding`.
+    `old_id` is the volume's id on the node that the volume left, and `place` is where the volume is
+    now. The operator is asked before each step, unless `yes` is true. Raises NotConfirmed if the
+    operator declines a step, NotRebound if the objects of the cluster do not fit, and
+    ClusterRefused or ClusterSilent if the API server refuses or does not answer.
     """
 
     def confirmed(question: str) -> bool:
@@ -109,9 +112,9 @@ def rebind(cluster: Server, old_id: str, place: Place, *, yes: bool, undo: bool 
 
 
 def finish(verbs: VolumeVerbs, parsed: argparse.Namespace) -> None:
-    """Carry out `carver volume receive --finish --kubeconfig`.
+    """Finish a received volume, print its state, and rebind the claim of the sent volume to it.
 
-    Finishes the received volume, and then rebinds the claim of the stream's source to it.
+    This is `carver volume receive --finish --kubeconfig`.
     """
     cluster = access.of_file(Path(parsed.kubeconfig))
     result = streams_command.finish(verbs, parsed.name, parsed.release)

@@ -1,12 +1,13 @@
 """`carver volume move`: send snapshots of a volume while it is in use, then hand the volume over.
 
 A move goes in rounds. Each round takes a snapshot, and sends what changed since the snapshot of the
-round before. Once the volume is not in use, it is held: no call can use it. A last, short round is
-sent, both nodes compare checksums, and the volume becomes the other node's.
+previous round. Once the volume is not in use, the command holds the volume, so that no call can use
+it. A last, short round is sent, both nodes compare checksums, and the volume becomes the other
+node's.
 
-Each step first reads the records of both nodes and does what is left. So after a crash of either
-node, or of this command, the same command continues the move. docs/backup.md has the table of
-states.
+Each step first asks both nodes for their state of the move, and does what is left to do. So after a
+crash of either node, or of this command, the same command continues the move. docs/backup.md has
+the table of states.
 """
 
 import argparse
@@ -33,28 +34,37 @@ from mount.block_io import Bytes
 from proto import carver_pb2 as carver
 from proto.carver_pb2_grpc import TransferStub
 
-# Interval of the checks whether a volume is in use, in seconds.
+# Interval at which a move checks whether its volume is in use, in seconds.
 _LOOK_SECONDS = 2.0
-# Number of checks after which another round is sent, so that the last round is short.
+# Number of checks of a volume in use after which a move sends another increment, so that the last
+# increment is small.
 _LOOKS = 150
-# Age, in seconds, of a round's snapshot at which another round is sent before the last one.
+# Maximum age, in seconds, of the snapshot that was sent before a move's last increment. If the
+# snapshot is older, another increment is sent first.
 _OLD_SECONDS = _LOOKS * _LOOK_SECONDS
-# Interval at which a hold is renewed, in seconds; the hold ends after HELD_SECONDS (moving.py).
+# Interval at which a move renews the hold of its volume, in seconds. The hold ends HELD_SECONDS
+# after the last renewal (moving.py).
 _KEEP_SECONDS = 8.0
-# Number of attempts to hold a volume that another command holds. In total they take longer than the
-# hold of a command that was killed.
+# Maximum number of retries to hold a volume that another command holds, `_LOOK_SECONDS` apart. In
+# total they take longer than the hold of a killed command lasts.
 _HELD_LOOKS = 20
-# The most last rounds of one command that are repeated because the hold ended before the commit, as
-# it does on a node that is suspended for a while.
+# Maximum number of times that a move sends its last increment again because the hold of the volume
+# ended before the commit, as on a node that is suspended for a while.
 _MOST_LOST_HOLDS = 5
-# Prefix of the names of a move's snapshots, and how many characters of the move's release follow.
+# Prefix of the names of a move's snapshots. The beginning of the move's release digest follows.
 _PREFIX = "move-"
+# Number of characters of the move's release digest in the name of a move's snapshot.
 _PREFIX_CHARACTERS = 12
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a move: the volume's name and class on the other node, and the streams' form."""
+    """Options of a move.
+
+    `name` and `device_class` are the volume's name and class on the other node. An empty class
+    means the default class of the other node. `compress` compresses the streams, and `as_json`
+    prints the progress as JSON.
+    """
 
     name: str
     device_class: str = ""
@@ -63,9 +73,11 @@ class Options:
 
 
 class Move:
-    """The move of one volume to another node. Raises NodeRefused.
+    """The move of one volume to another node, as the command sees it.
 
-    `tell` is called with a line for the operator at each step.
+    `tell` is called with a line for the operator at each step. The methods raise NodeRefused if the
+    other node cannot be reached or refuses a command, and grpc.RpcError if the service of this node
+    refuses a call.
     """
 
     def __init__(
@@ -82,20 +94,25 @@ class Move:
         self._volume_id = volume_id
         self._options = options
         self._tell = tell
-        # Whether Carver on the other node takes --verify (0.1.0 does not).
+        # Whether Carver on the other node has the option --verify, which version 0.1.0 does not
+        # have.
         self._verifies = False
-        # The id of the snapshot whose contents this run has found equal on both nodes.
+        # The id of the last snapshot whose contents this run has found equal on both nodes; empty
+        # if the last snapshot that was sent was not compared.
         self._proved = ""
-        # When this run took each snapshot (time.monotonic()), by the snapshot's id.
+        # The time at which this run took each snapshot (time.monotonic()), by the snapshot's id.
         self._taken: dict[str, float] = {}
-        # Number of last rounds in vain, as the hold ended before the commit.
+        # Number of last increments that were sent in vain, because the hold of the volume ended
+        # before the commit.
         self._lost_holds = 0
 
     def run(self) -> dict[str, Any]:
-        """Move the volume; return its state on the other node.
+        """Move the volume; return the volume's state on the other node.
 
-        Waits until the volume is not in use. What is left on this node stays under quarantine until
-        `finish` or `undo`. Raises NotMoved, NodeRefused.
+        Waits until the volume is not in use. What is left of the volume on this node stays, and
+        cannot be used, until `finish` or `undo`. Raises NotMoved if the other node has another
+        volume of that name, if both nodes' contents differ, or if the other node has lost the moved
+        volume or moved it on.
         """
         request = carver.BeginMoveRequest(volume_id=self._volume_id, node=self._remote.node)
         move = self._transfer.BeginMove(request)
@@ -104,16 +121,22 @@ class Move:
         return self._complete(move)
 
     def status(self) -> dict[str, Any]:
-        """Return the move's state on this node and on the other one."""
+        """Return the state of the move on this node (`here`) and on the other node (`there`).
+
+        The secret word of the move is left out.
+        """
         own_state = streams_command.values(self._here())
-        # A string in the JSON output since 0.1.0, and so kept.
+        # `in_use` was a string in the JSON output of 0.1.0, so it is still a string.
         own_state["in_use"] = str(own_state["in_use"])
         return {"here": {**own_state, "word": ""}, "there": self._ask("--status")}
 
     def finish(self) -> None:
-        """Delete what is left on this node of a volume that the other node has.
+        """Delete what is left on this node of a volume that was moved to the other node.
 
-        Raises NotMoved where the other node does not have the volume as its own.
+        The snapshots of the move are deleted, too. If the deletion has begun already, it is
+        continued; otherwise the other node is asked first. Raises NotMoved if the other node does
+        not have the volume as its own. Raises grpc.RpcError if the volume is still this node's; the
+        snapshots of the move are then deleted all the same.
         """
         own_state = self._here()
         if own_state.state == tag.MOVED:
@@ -132,13 +155,17 @@ class Move:
     def undo(self, *, confirmed: Callable[[str], bool], is_nowhere: Callable[[str], bool]) -> None:
         """Make the volume this node's again, and remove it from the other node.
 
-        Asks the operator in two cases:
+        The operator is asked in two cases:
 
-        - `confirmed`, where the other node has finished the volume: what was written there is lost.
-        - `is_nowhere`, where the other node has no such volume, but may have finished it: by now
-          the volume may be a third node's.
+        - `confirmed` is called if the other node has finished the volume: what was written to the
+          volume there is lost.
+        - `is_nowhere` is called if the volume was moved, and the other node has no volume that came
+          by this move. The other node may have finished the volume and moved it on, so the volume
+          may be a third node's by now.
 
-        Raises NotMoved, NotConfirmed.
+        Raises NotConfirmed if `confirmed` returns False. Raises NotMoved if `is_nowhere` returns
+        False, if no move was begun, if what is left of the volume on this node is being deleted, or
+        if the other node has moved the volume on.
         """
         name, node = self._options.name, self._remote.node
         own_state = self._here()
@@ -147,8 +174,8 @@ class Move:
         if own_state.state == tag.WIPING:
             raise self._refused("what is left of it here is being deleted")
         there_state = self._ask("--status")
-        # The other node may have a volume of that name that did not come by this move, and which
-        # is left alone.
+        # The other node may have a volume of the same name that did not come by this move. Such a
+        # volume is left alone.
         is_theirs = (
             there_state["state"] != streams_command.ABSENT
             and there_state["release"] == own_state.release
@@ -161,7 +188,8 @@ class Move:
                 raise errors.NotConfirmed(name, "taken back")
             self._ask("--withdraw", "--release", own_state.word)
         elif own_state.state == tag.MOVED and not (
-            # Safe without a question: the other node never finished it, or an --undo withdrew it.
+            # No question is needed if the other node never finished the volume, or if an --undo
+            # withdrew the volume there.
             is_theirs and (there_state["state"] == tag.RECEIVING or there_state["finishing"])
         ):
             problem = f"{node} has no {name} that came by this move"
@@ -177,16 +205,17 @@ class Move:
         self._tell(f"{name} is this node's, and {node} has none of it")
 
     def take_back(self) -> None:
-        """Make the volume this node's again, without asking another node.
+        """Make the volume this node's again, and delete the snapshots of the move.
 
-        The caller knows that no other node has the volume.
+        The other node is not asked. The caller knows that no other node has the volume.
         """
-        # The snapshots are deleted first, as their names contain the move's release.
+        # Delete the snapshots first: their names contain the move's release digest, which this node
+        # forgets with the move.
         self._drop(kept_ids=())
         self._transfer.UndoMove(carver.VolumeRequest(volume_id=self._volume_id))
 
     def place_there(self, there_state: Mapping[str, Any]) -> Place:
-        """Return the volume's place for Kubernetes: its id, node and driver on the other node.
+        """Return the volume's id, node and driver on the other node, for its PersistentVolume.
 
         `there_state` is the volume's state on the other node.
         """
@@ -194,7 +223,11 @@ class Move:
         return Place(there_state["volume_id"], node["node"], node["driver"])
 
     def _round(self, move: carver.MoveState) -> carver.MoveState | None:
-        """Do one step of the move; return the move's state if that step was the last, else None."""
+        """Do one step of the move; return the move's state if the move was committed, else None.
+
+        Raises NotMoved if the other node has another volume of that name, or if the contents
+        differ.
+        """
         there_state, own_snapshots = self._ask("--status"), self._own()
         release = move.release
         if there_state["state"] != streams_command.ABSENT and there_state["release"] != release:
@@ -206,13 +239,15 @@ class Move:
         base_id = own_snapshots.get(there_state["chain"], "")
         has_base = bool(base_id) or not there_state["chain"]
         if there_state["into"] in own_snapshots and has_base:
-            # A round was cut off. Continue it at the offset that the other node has recorded.
+            # The last stream was cut off. Continue the stream at the offset that the other node has
+            # recorded.
             self._send(
                 own_snapshots[there_state["into"]], base_id, release, there_state["offset_bytes"]
             )
             return None
         if there_state["into"] or not has_base:
-            # A snapshot was lost, for example because its COW store was full. Begin anew.
+            # A snapshot of this move was lost, for example because its COW store was full. Remove
+            # what the other node has received, and begin anew.
             self._tell("cannot continue from what was sent; sending all of it again")
             self._ask("--abort", "--yes")
             return None
@@ -225,7 +260,8 @@ class Move:
             self._tell("comparing what both hold")
             self._compare(base_id)
         if self._is_old(base_id):
-            # Send another round first, so that the last round is short.
+            # The snapshot is old, so much may have changed since. Send another increment first, so
+            # that the last increment is small.
             self._send(self._take(), base_id, release)
             return None
         if self._waits(base_id, release):
@@ -233,15 +269,19 @@ class Move:
         return self._last(base_id, release)
 
     def _is_old(self, base_id: str) -> bool:
-        """Return whether much may have changed since a snapshot was taken, by its age."""
+        """Return whether much may have changed since a snapshot was taken, by the snapshot's age.
+
+        True also for a snapshot that an earlier run of the command took.
+        """
         taken_at = self._taken.get(base_id)
         return taken_at is None or time.monotonic() - taken_at > _OLD_SECONDS
 
     def _waits(self, base_id: str, release: str) -> bool:
-        """Wait while the volume is in use; return whether to begin again with a further round.
+        """Wait while the volume is in use; return True if it may still be in use at the end.
 
-        True after a round that was sent while waiting, and where the base was lost because its COW
-        store is full. False once the volume is not in use, so that the last round can follow.
+        True after another increment was sent because the volume stayed in use, and true if the base
+        snapshot was lost because its COW store is full. False once the volume is not in use, so
+        that the last round can follow.
         """
         for attempt in range(_LOOKS):
             own_state = self._here()
@@ -256,17 +296,19 @@ class Move:
         return True
 
     def _last(self, base_id: str, release: str) -> carver.MoveState | None:
-        """Hold the volume, send what changed since the last round, compare, and commit the move.
+        """Hold the volume, send the last increment, compare both nodes, and commit the move.
 
-        Returns None where the hold ended meanwhile, so that another round is needed; after
-        `_MOST_LOST_HOLDS` times, the refused commit is raised.
+        Returns the state of the committed move. Returns None if the hold ended before the commit,
+        so that another round is needed. If that happened `_MOST_LOST_HOLDS` times before, the error
+        of the refused commit is raised instead.
         """
         self._tell("it is not in use: sending what changed since, while it cannot be used")
         with _kept(self._transfer, self._volume_id) as token:
             snapshot_id = self._take()
             self._send(snapshot_id, base_id, release)
             if self._proved != snapshot_id:
-                # The other node's Carver is 0.1.0 and has no --verify.
+                # The other node's Carver is 0.1.0 and has no --verify, so the stream was not
+                # verified.
                 self._tell(f"Carver on {self._remote.node} is older: now both read all of it")
                 self._compare(snapshot_id)
             self._tell("both hold the same")
@@ -285,7 +327,10 @@ class Move:
         return None
 
     def _is_held(self, token: str) -> bool:
-        """Return whether a token's hold still lasts; also true if the service does not answer."""
+        """Return whether the hold with a token still lasts, and renew that hold.
+
+        True also if the service does not answer.
+        """
         request = carver.HoldMoveRequest(volume_id=self._volume_id, token=token)
         try:
             self._transfer.HoldMove(request)
@@ -294,7 +339,11 @@ class Move:
         return True
 
     def _compare(self, snapshot_id: str) -> None:
-        """Compare the checksums of all that both nodes hold; raises NotMoved if they differ."""
+        """Compare the checksums of all that both nodes hold; raise NotMoved if they differ.
+
+        If the checksums differ, the volume is removed from the other node first. If they are equal,
+        the snapshot is noted as the base of verified streams.
+        """
         with streams_command.outgoing(self._verbs, snapshot_id) as source:
             own_checksum = source.checksum(as_json=self._options.as_json)
         self._require_same(own_checksum, self._ask("--checksum")["sha256"])
@@ -312,7 +361,8 @@ class Move:
     def _complete(self, move: carver.MoveState) -> dict[str, Any]:
         """Finish a committed move on the other node; return the volume's state there.
 
-        Raises NotMoved where the other node no longer has the volume, or has moved it on.
+        The snapshots of the move are deleted on this node. Raises NotMoved if the other node no
+        longer has the volume, or has moved the volume on.
         """
         there_state = self._ask("--status")
         if there_state["state"] == streams_command.ABSENT or there_state["release"] != move.release:
@@ -334,10 +384,13 @@ class Move:
         return there_state
 
     def _send(self, snapshot_id: str, base_id: str, release: str, offset_bytes: int = 0) -> None:
-        """Send a snapshot, or what changed since its base, to the other node.
+        """Send a snapshot to the other node; with `base_id`, only what changed since that snapshot.
 
-        Where both nodes were found to hold the same base, both then read again only the parts that
-        were sent, and compare their checksums. Raises NotMoved where the checksums differ.
+        The stream is verified if it is of the whole volume, or if both nodes were found to hold the
+        same base. Both nodes then read the parts that were sent again, and compare the checksums of
+        the parts. A stream that continues at an offset is not verified, and neither is a stream to
+        a version of Carver without --verify. Raises NotMoved if the checksums differ; the volume is
+        removed from the other node first.
         """
         options = self._options
         arguments = ["volume", "receive", options.name]
@@ -368,9 +421,9 @@ class Move:
                 self._proved = snapshot_id
 
     def _take(self) -> str:
-        """Take a snapshot; return its id.
+        """Take a snapshot of the volume under a new name; return the snapshot's id.
 
-        Each gets a new name, as an earlier snapshot may still be in the course of being erased.
+        No name is used twice, because an earlier snapshot of that name may still be being erased.
         """
         taken_at = time.monotonic()
         snapshot_id = self._caller.snapshot(
@@ -393,7 +446,7 @@ class Move:
         return [snapshot_id for snapshot_id in snapshot_ids if prefix in snapshot_id]
 
     def _own(self) -> dict[str, str]:
-        """Return the ids of this move's readable snapshots, by their chains."""
+        """Return the ids of this move's readable snapshots, by their chains (`form.chain_of`)."""
         by_chain = {}
         for snapshot_id in self._snapshots():
             try:
@@ -404,7 +457,7 @@ class Move:
         return by_chain
 
     def _drop(self, kept_ids: tuple[str, ...]) -> None:
-        """Delete the snapshots of this move, except those in `kept_ids`."""
+        """Delete this move's snapshots on this node, except those whose ids are in `kept_ids`."""
         for snapshot_id in self._snapshots():
             if snapshot_id not in kept_ids:
                 self._caller.delete_snapshot(snapshot_id)
@@ -422,8 +475,8 @@ class Move:
 def carry_out(
     verbs: VolumeVerbs, parsed: argparse.Namespace, remote_of: Callable[[str], Remote]
 ) -> None:
-    """Do what the options of `carver volume move` ask for."""
-    # The kubeconfig is read first, as a wrong one raises BadConfig before anything was done.
+    """Carry out `carver volume move` with the options in `parsed`."""
+    # Read the kubeconfig first: a wrong kubeconfig raises BadConfig before anything was done.
     cluster = access.of_file(Path(parsed.kubeconfig)) if parsed.kubeconfig else None
     state = verbs.caller.stub(TransferStub).MoveStatus(carver.NameRequest(name=parsed.name))
     node = parsed.to or state.node
@@ -445,12 +498,13 @@ def carry_out(
             raise errors.NotConfirmed(parsed.name)
         move.finish()
     elif parsed.undo:
-        # The claim is rebound first: the other node's volume must not be bound when it is removed.
+        # Rebind the claim first, because the other node's volume must not be bound when it is
+        # removed.
         if cluster and (there_state := move.status()["there"])["release"] == state.release:
             place = move.place_there(there_state)
             claim_moves.rebind(cluster, state.volume_id, place, yes=parsed.yes, undo=True)
-        # --yes answers whether what is on the other node may be lost. Whether the volume is on no
-        # other node is a second question, which the operator is always asked.
+        # The option --yes confirms only that the data on the other node may be lost. Whether the
+        # volume is on no other node is a second question, which the operator is always asked.
         move.undo(confirmed=confirmed, is_nowhere=terminal.confirmed)
     elif parsed.there_is_none:
         if not confirmed(f"Is {name} on no other node any more, {node} or another?"):
@@ -469,17 +523,19 @@ def carry_out(
 
 @contextmanager
 def _kept(transfer: TransferStub, volume_id: str) -> Iterator[str]:
-    """Hold the volume for the `with`, so that no call can use it; yield the hold's token.
+    """Hold the volume for the `with`, so that no call can use the volume; yield the hold's token.
 
-    A thread of this process renews the hold, so the hold ends soon after this process does.
+    A thread of this process renews the hold. So if this process is killed, the hold ends within
+    HELD_SECONDS (moving.py).
     """
     request = carver.HoldMoveRequest(volume_id=volume_id, token=_hold(transfer, volume_id))
     end_event = threading.Event()
 
     def keep() -> None:
         while not end_event.wait(_KEEP_SECONDS):
-            # A renewal that meets another call for the volume fails, and is repeated before the
-            # hold ends. Where the hold is lost, CommitMove refuses the move.
+            # A renewal of the hold fails while another call for the volume is running. The renewal
+            # is repeated before the hold ends. If the hold is lost all the same, CommitMove refuses
+            # the move.
             with suppress(grpc.RpcError):
                 transfer.HoldMove(request)
 
@@ -494,9 +550,11 @@ def _kept(transfer: TransferStub, volume_id: str) -> Iterator[str]:
 
 
 def _hold(transfer: TransferStub, volume_id: str) -> str:
-    """Hold the volume; return the hold's token.
+    """Begin to hold the volume; return the hold's token.
 
-    Waits for the end of another hold, such as that of an earlier move that was killed.
+    While another command holds the volume, such as a move that was killed, the call is retried up
+    to `_HELD_LOOKS` times. Raises grpc.RpcError if the volume is in use, if the other hold does not
+    end, or if the service refuses for another reason.
     """
     attempts = 0
     while True:

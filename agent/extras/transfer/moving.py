@@ -1,14 +1,14 @@
-"""Move volumes to another node: the part of the node that the volume leaves.
+"""Move volumes to another node: the service's part on the node that the volume leaves.
 
-`carver volume move` talks to both nodes; this module knows only its own. A volume's tags on this
-node decide whose the volume is:
+`carver volume move` talks to both nodes; this module knows only this node. The tags of a volume on
+this node say which node the volume belongs to:
 
     ready ──begin──▶ ready, moveTo, moveWord ──commit──▶ moved ──finish──▶ deleted
                        └──────────undo──────────┴──undo──▶ ready
 
 The other node can finish its volume only with a secret word. This node reveals the word only while
-its own volume is `moved`, and so cannot be used. Therefore the volume can never be used on both
-nodes at once.
+its own volume is in the state `moved`, and so cannot be used. Therefore the volume can never be
+used on both nodes at once.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ from lvm import volumes
 from mount import mount_errors as mount_errors
 from proto import carver_pb2 as carver
 
-# Length of the secret word, in bytes.
+# Length of the secret word of a move, in bytes.
 _WORD_BYTES = 16
-# Time for which a hold lasts unless the command renews it, in seconds.
+# Time after which the hold of a volume ends unless the command renews the hold, in seconds.
 HELD_SECONDS = 30.0
 
 
@@ -44,9 +44,10 @@ class Mover:
         self._holds = context.holds
 
     def status(self, name: str) -> carver.MoveState:
-        """Return a move's state, by the volume's name, logical volume or id.
+        """Return the state of a volume, and of its move if a move was begun.
 
-        Raises NoSuchVolume.
+        `name` is the volume's name, the name of its logical volume, or its id. Raises NoSuchVolume
+        if there is no such volume, or only an inline volume.
         """
 
         def is_it(volume: Volume) -> bool:
@@ -58,9 +59,10 @@ class Mover:
         return self._state(volume)
 
     def begin(self, volume_id: str, node: str) -> carver.MoveState:
-        """Record that a volume moves to a node; the volume can be used as before. Idempotent.
+        """Record that a volume moves to a node, with a new secret word; idempotent.
 
-        Raises NotMoved where the volume already moves to another node.
+        The volume can be used as before. Raises NotMoved if the volume already moves to another
+        node, NoSuchVolume, and the error of `Fresh.usable` if the volume's state forbids a move.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._volume(volume_id)
@@ -77,10 +79,12 @@ class Mover:
         return self._state(volume)
 
     def hold(self, volume_id: str, token: str = "") -> str:
-        """Hold an unused volume, so that no call can use it, for HELD_SECONDS.
+        """Hold a volume for HELD_SECONDS, so that no call can use it; return the hold's token.
 
-        Returns the token that renews the hold. The caller holds the volume's lock. Raises
-        VolumeInUse, and Moved where another command holds the volume or the token has expired.
+        With `token`, the hold with that token is renewed. The caller holds the volume's lock.
+        Raises NotMoved if no move was begun. Raises Moved if another command holds the volume, or
+        if the hold with the token has ended. Raises VolumeInUse if the volume is in use; the hold
+        then ends at once.
         """
         volume = self._moving(volume_id)
         hold_token = self._holds.hold(volume_id, volume.own_tags[tag.MOVE_TO], HELD_SECONDS, token)
@@ -100,14 +104,16 @@ class Mover:
         return hold_token
 
     def release(self, volume_id: str, token: str) -> None:
-        """End a hold, so that the volume can be used again."""
+        """End the hold with a token, so that the volume can be used again."""
         self._holds.release(volume_id, token)
 
     def commit(self, volume_id: str, snapshot_id: str, token: str) -> carver.MoveState:
-        """Make a volume the other node's, which has all that the last snapshot holds.
+        """Record that a volume is the other node's, which has all that the last snapshot holds.
 
-        The hold must have begun before the snapshot was taken, so that nothing was written since.
-        Runs two lvm2 commands. Raises NotMoved, VolumeInUse.
+        The hold must have begun before the snapshot was taken, so that nothing was written since. A
+        volume that was moved already is not changed. Runs two lvm2 commands: the volume gets the
+        state `moved`, and is deactivated. Raises NotMoved if the snapshot is not of the whole
+        volume, or was not taken during the hold; VolumeInUse if the volume is in use.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._moving(volume_id)
@@ -131,10 +137,11 @@ class Mover:
             try:
                 self._mark(volume, volume_states.tags_for(EndedBy.MOVER))
             except BaseException:
-                # A command that failed may have set the tags all the same: read them again.
+                # The command may have set the tags although it failed. Read the tags again.
                 self._recall(volume_id)
                 raise
-            # Deactivate the volume: anything that uses it later has to read its tags first.
+            # Deactivate the volume, so that each later use has to activate it, and reads its tags
+            # first.
             with suppress(mount_errors.CommandError):
                 volumes.deactivate(
                     self._volume_groups.lvm(volume.group.name), volume.group.name, volume.name
@@ -142,10 +149,10 @@ class Mover:
             return self._state(self._volume(volume_id))
 
     def undo(self, volume_id: str) -> None:
-        """Make a volume this node's again, and forget the move.
+        """Make a volume this node's again, and forget the move; without a move, nothing is changed.
 
-        The caller has made sure that the other node has nothing of the volume. Raises NotMoved
-        where what is left of the volume here is being deleted.
+        The caller has made sure that the other node has nothing of the volume. Raises NotMoved if
+        what is left of the volume on this node is being deleted.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._volume(volume_id)
@@ -157,9 +164,10 @@ class Mover:
             self._holds.allow(volume_id)
 
     def finish(self, volume_id: str) -> None:
-        """Delete what is left on this node of a volume that is the other node's. Idempotent.
+        """Delete what is left on this node of a volume that is the other node's; idempotent.
 
-        Raises NotMoved where the volume is still this node's, HasSnapshots.
+        Raises NotMoved if the volume is still this node's, and HasSnapshots if the volume has
+        snapshots on this node.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             try:
@@ -172,8 +180,8 @@ class Mover:
                 raise errors.HasSnapshots(
                     volume_id, kept_snapshots, "the move is final only while it has none here"
                 )
-            # The tag is set before the first byte is erased: an undo after that would take back an
-            # incomplete volume.
+            # Set the tag that forbids an undo before the first byte is erased. A later undo would
+            # take back an incomplete volume.
             if not _is_going(volume):
                 self._mark(volume, {tag.MOVE_ENDED: volume_states.word_of(EndedBy.ERASER)})
         self._deleter.delete(volume_id, is_own=False)
@@ -183,7 +191,8 @@ class Mover:
         try:
             is_moved = _is_gone(self._volume(volume_id))
         except Exception:
-            # Whether the tags were set is unknown: the volume stays held until the next start.
+            # It is unknown whether the tags were set, so the volume cannot be used until Carver's
+            # next start.
             return
         if not is_moved:
             self._holds.allow(volume_id)
@@ -233,5 +242,5 @@ def _is_gone(volume: Volume) -> bool:
 
 
 def _is_going(volume: Volume) -> bool:
-    """Return whether a moved volume is being deleted here, and so may be incomplete."""
+    """Return whether a volume is being deleted on this node, and so may be incomplete."""
     return volume.is_doomed or (_is_gone(volume) and tag.MOVE_ENDED in volume.own_tags)

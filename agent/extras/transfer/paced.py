@@ -1,10 +1,12 @@
 """A device whose reads and writes wait for I/O slots that the service grants.
 
 The commands that send, receive and compare volumes read and write devices in their own process,
-while the service's background I/O on the same disks is in another one. So that neither slows the
-node's pods, both take I/O slots from one queue in the service (agent/work/pace.py). This module is
-the command's side, turns.py the service's. An I/O slot is called a turn in the code and in
-proto/carver.proto: the permission to read or write up to so many bytes now.
+while the service does background I/O on the same disks. So that neither slows the node's pods,
+commands and service take I/O slots from one queue in the service (agent/work/pace.py). This module
+is the command's side of that queue, turns.py is the service's side.
+
+An I/O slot is the permission to read or write a number of bytes now. The code and
+proto/carver.proto also call it a turn.
 """
 
 import threading
@@ -21,21 +23,21 @@ from mount.block_io import Bytes, Opened
 from proto import carver_pb2 as carver
 from proto.carver_pb2_grpc import TransferStub
 
-# Bytes that each request asks for. The service grants as many at once only where the background
-# bandwidth is not limited.
+# Number of bytes that a command asks for in each request for an I/O slot. The service grants so
+# many bytes at once only if the background bandwidth is not limited.
 _ASKED_BYTES = 1 << 30
-# Bytes that are written between two flushes. A flush at the end of each I/O slot would be too many,
-# as a slot also ends where the pipe is empty.
+# Number of bytes that a command writes between two flushes. A flush at the end of each I/O slot
+# would be too many, because a slot also ends when the pipe is empty.
 _FLUSHED_BYTES = 16 << 20
-# Time after which I/O slots are asked for again where the service did not grant any, in seconds.
+# Time after which a command asks for I/O slots again if the service did not grant any, in seconds.
 _AGAIN_SECONDS = 10.0
 
 
 @contextmanager
 def paced(caller: Client, volume_id: str, kind: str, device: Opened) -> Iterator[Opened]:
-    """Make the device of a volume or a snapshot wait for I/O slots during the `with`.
+    """Wrap the device of a volume or snapshot for the `with`: reads and writes wait for I/O slots.
 
-    `kind` is one of `turns.KINDS`.
+    `kind` is the kind of work, one of `turns.KINDS`.
     """
     io_slots = IoSlots(caller.stub(TransferStub), volume_id, kind)
     try:
@@ -45,9 +47,9 @@ def paced(caller: Client, volume_id: str, kind: str, device: Opened) -> Iterator
 
 
 class _Paced(Opened):
-    """An open device that several threads read or write in I/O slots.
+    """An open device that several threads read or write, as far as I/O slots allow.
 
-    Each read or write is split into pieces as long as the slots allow; the data are the same.
+    Each read or write is split into pieces that fit into the slots. The data are the same.
     """
 
     def __init__(self, device: Opened, io_slots: "IoSlots") -> None:
@@ -79,7 +81,7 @@ class _Paced(Opened):
     def flush(self) -> None:
         if self._problem is not None:
             # The kernel reports a failed write to one fsync(2) only, which may have been the flush
-            # of another thread. So all later flushes raise the same error.
+            # of another thread. So raise that error again at each later flush.
             raise self._problem
         try:
             self._opened.flush()
@@ -101,9 +103,10 @@ class _Paced(Opened):
             done_bytes += piece_bytes
 
     def _wrote(self, slot_bytes: int) -> None:
-        """Flush at the end of an I/O slot if enough was written since the last flush.
+        """Flush at the end of an I/O slot if `_FLUSHED_BYTES` were written since the last flush.
 
-        So what was written is flushed inside a slot: others' next fsync(2) does not wait for it.
+        The flush is inside the slot, so that the next fsync(2) of another program does not wait for
+        the data of this command.
         """
         self._unflushed_bytes += slot_bytes
         if self._unflushed_bytes >= _FLUSHED_BYTES:
@@ -111,37 +114,38 @@ class _Paced(Opened):
 
 
 class IoSlots:
-    """The I/O slots of one command, which all its threads share.
+    """The I/O slots of one command, which all threads of the command share.
 
-    Where other workers may wait for the disks, a slot ends as soon as no thread is reading or
-    writing, even if bytes of it are left. So a command that waits for a full or an empty pipe does
-    not keep others waiting.
+    If other workers may wait for the disks, an I/O slot ends as soon as no thread uses it or waits
+    for it, even if bytes of the slot are left. So a command that waits for a full or an empty pipe
+    does not keep other workers waiting.
 
-    Where the service does not answer, stops, or is of a version without I/O slots, the command goes
-    on without slots, and asks again after `_AGAIN_SECONDS`: a backup that disturbs is better than
-    one that failed.
+    If the service does not answer, stops, or is of a version without I/O slots, the command goes on
+    without slots, and asks again after `_AGAIN_SECONDS`: a backup that slows other programs is
+    better than a backup that failed.
     """
 
     def __init__(self, transfer: TransferStub, volume_id: str, kind: str) -> None:
         self._transfer, self._volume_id, self._kind = transfer, volume_id, kind
         self._changed = threading.Condition()
-        # State of the present slot: bytes left, bytes done, the number of threads that are reading
-        # or writing in it, and the number of threads that wait to begin.
+        # State of the present I/O slot: the number of bytes left, the number of bytes done, the
+        # number of threads that read or write in the slot, and the number of threads that wait to
+        # begin.
         self._left_bytes = self._done_bytes = self._under_way = self._waiting = 0
-        # `_is_unlimited`: no other worker waits for the slot's end. `_is_changing`: a thread ends
-        # a slot, or waits for the next one.
+        # `_is_unlimited` is true if no other worker waits for the end of the I/O slot.
+        # `_is_changing` is true while a thread ends the slot, or waits for the next one.
         self._is_unlimited = self._is_changing = False
-        # The answers of the TakeTurns call in progress; None if there is no call.
+        # The responses of the TakeTurns call in progress; None if there is no call.
         self._answers: Iterator[carver.Turn] | None = None
         self._requests: SimpleQueue[carver.TurnRequest | None] = SimpleQueue()
         self._again_at = 0.0
 
     @contextmanager
     def piece(self, remaining_bytes: int, end_slot: Callable[[int], None]) -> Iterator[int]:
-        """Wait for a slot; yield how many of `remaining_bytes` the caller may do inside the `with`.
+        """Wait for an I/O slot; yield how many bytes the caller may read or write in the `with`.
 
-        `end_slot` is called before the slot ends, with the bytes that were done in the slot, and
-        may raise.
+        These are at most `remaining_bytes`. `end_slot` is called before the slot ends, with the
+        number of bytes that all threads did in the slot, and may raise an error.
         """
         piece_bytes, done_bytes = self._begin(remaining_bytes), 0
         try:
@@ -151,21 +155,21 @@ class IoSlots:
             self._end(done_bytes, end_slot)
 
     def close(self) -> None:
-        """Report what was done, and end the call for I/O slots."""
+        """Report the bytes that were done in the last I/O slot, and end the TakeTurns call."""
         if self._done_bytes:
             self._report(self._done_bytes)
         self._requests.put(None)
-        # Read the answers to their end, so that the service has received the report.
+        # Read the responses to their end, so that the service has received the report.
         with suppress(grpc.RpcError):
             for _ in self._answers or ():
                 pass
         self._answers = None
 
     def _begin(self, wanted_bytes: int) -> int:
-        """Wait for a slot; return how many of the wanted bytes may be done in it.
+        """Wait for an I/O slot; return how many of `wanted_bytes` may be done in the slot.
 
-        The result is a multiple of LEAST_BYTES, as direct I/O takes whole blocks, but for the end
-        of what is wanted.
+        The result is a multiple of LEAST_BYTES, because direct I/O takes whole blocks, or it is all
+        of `wanted_bytes`.
         """
         while True:
             with self._changed:
@@ -187,7 +191,7 @@ class IoSlots:
 
     @property
     def _is_open(self) -> bool:
-        """Whether a thread may begin: in the present slot, or by asking for a new one."""
+        """Whether a waiting thread may go on: use the present I/O slot, or ask for a new one."""
         return bool(self._left_bytes) or not self._under_way
 
     def _end(self, done_bytes: int, end_slot: Callable[[int], None]) -> None:
@@ -214,9 +218,10 @@ class IoSlots:
             self._changed.notify_all()
 
     def _ask(self) -> int:
-        """Ask the service for a slot, and wait for it; return its length in bytes.
+        """Ask the service for an I/O slot, and wait for it; return the slot's length in bytes.
 
-        Without the service's answer, return MOST_BYTES.
+        Returns MOST_BYTES if the service does not answer. The service is then not asked again for
+        `_AGAIN_SECONDS`.
         """
         request = carver.TurnRequest(most_bytes=_ASKED_BYTES)
         try:

@@ -1,17 +1,17 @@
-"""Receive volumes as streams: create them, apply increments, finish them or remove them.
+"""Receive volumes as streams: create volumes, apply increments, finish or remove volumes.
 
 A volume that is being received is tagged `receiving` from its lvcreate until it is finished.
-Meanwhile it is not listed, not staged and not expanded. Only streams write to it, so it holds
-exactly what its tags say. A chain is a digest that names exactly what a snapshot held. Each stream
-brings the volume from one chain to the next:
+Meanwhile the volume is not listed, not staged and not expanded. Only streams write to the volume,
+so it holds exactly what its tags say. A chain is a digest that names exactly what a snapshot held.
+Each stream brings the volume from one chain to the next:
 
     nothing ──whole──▶ into=A, offset=… ──all of it──▶ chain=A ──increment──▶ chain=A, into=B … ▶ B
 
-A stream that was cut off continues at the offset in the volume's tags; everything before the offset
-is on the disk.
+A stream that was cut off continues at the offset in the volume's tags; everything before that
+offset is on the disk.
 
-Finishing checks the file system, and the check may write to the volume, which then no longer holds
-what its chain says. So a tag that forbids further streams is set before the check.
+Finishing checks the file system. The check may write to the volume, which then no longer holds what
+its chain says. So a tag that forbids further streams is set before the check.
 """
 
 import hashlib
@@ -40,9 +40,10 @@ from lvm.volumes import New
 from mount import filesystem, luks
 from proto import carver_pb2 as carver
 
-# The tags that are removed from a volume when it is finished.
+# Keys of the tags that are removed from a received volume when the volume is finished.
 _COMING = (tag.CHAIN, tag.CONTENT, tag.INTO, tag.OFFSET, tag.RELEASE, tag.FINISHING)
-# Value of the tag FINISHING on a volume that was finished and withdrawn, and can only be removed.
+# Value of the tag FINISHING of a volume that can only be removed: the volume was finished and then
+# withdrawn, or its removal has begun.
 _WITHDRAWN = "withdrawn"
 
 
@@ -61,11 +62,11 @@ class Receiver:
         self._detached = context.detached
 
     def status(self, name: str) -> carver.ReceiveState:
-        """Return the state of the volume of that name.
+        """Return the state of the volume of a name; the state is `absent` if there is none.
 
-        The state is `absent` where the report proves that there is no such volume. Raises
-        NeedsOther, TagsDamaged where there may be one whose tags this version cannot read: until
-        that is known, the node that the volume came from must not use its own.
+        Raises NeedsOther or TagsDamaged if there may be such a volume, but this version of Carver
+        cannot read its tags. Until that is known, the node that the volume came from must not use
+        its own volume.
         """
         own_name = names.logical_volume(ids.VOLUME_PREFIX, name)
         volume = self._reports.search(lambda candidate: candidate.name == own_name)
@@ -75,10 +76,17 @@ class Receiver:
         return carver.ReceiveState(state="absent")
 
     def begin(self, name: str, device_class: str, header: Header) -> carver.ReceiveState:
-        """Create or grow the volume for a stream; return its state, with the stream's offset.
+        """Create or grow the volume for a stream; return the volume's state.
 
-        If the state's `chain` is the stream's chain already, there is nothing to apply. Creating
-        the volume runs two lvm2 commands. Raises NotReceived, VolumeInUse, NoRoom, NotAllowed.
+        The state has the offset up to which the stream was received already. If the volume already
+        holds the chain of the stream, nothing is changed, and the stream need not be applied.
+        Creating the volume runs one lvm2 command, and a further one if the thin pool of the class
+        has to be created.
+
+        Raises NotAllowed if no class has the name `device_class`; NotReceived if the stream does
+        not fit what the volume holds; Incompatible if a volume of that name exists and is not being
+        received; OperationPending if the volume is being erased; VolumeInUse if another stream is
+        being applied; NoRoom if the volume group has too few free extents.
         """
         chosen_class = self._configuration.now.device_class(device_class)
         if chosen_class is None:
@@ -101,13 +109,19 @@ class Receiver:
                 return self._make(fresh_report, device_class, name, header)
             if volume.group.name == device_class.group:
                 return self._go_on(volume, name, header)
-        # An earlier stream was received into the volume group of another class.
+        # The volume is in the volume group of another class, into which an earlier stream was
+        # received.
         with self._volume_groups.hold(volume.group.name):
             fresh_report = self._mender.mend(volume.group.name)
             return self._go_on(fresh_report.volume(str(volume.id)), name, header)
 
     def record(self, volume_id: str, into: str, offset_bytes: int) -> None:
-        """Record that everything before an offset is on the disk. One lvm2 command."""
+        """Record in the volume's tags that everything before an offset is on the disk.
+
+        Runs one lvm2 command, or none if the recorded offset is not smaller. `into` is the chain
+        that the stream leads to. Raises NotReceived if the volume is not being received, or if
+        another stream is being received.
+        """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._receiving(volume_id)
             self._require_into(volume, into)
@@ -115,7 +129,12 @@ class Receiver:
                 self._mark(volume, {tag.OFFSET: str(offset_bytes)})
 
     def end(self, volume_id: str, header: Header) -> None:
-        """Record that a whole stream is on the disk: the volume then holds the stream's chain."""
+        """Record that a whole stream is on the disk, and which contents the volume now has.
+
+        The volume then has the contents that the chain of the stream names. A second call does
+        nothing. Raises NotReceived if the volume is not being received, or if another stream is
+        being received.
+        """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._receiving(volume_id)
             if volume.own_tags.get(tag.CHAIN) == header.chain:
@@ -125,21 +144,27 @@ class Receiver:
             self._mark(volume, new_tags, removed_keys=(tag.INTO, tag.OFFSET))
 
     def open(self, volume_id: str) -> None:
-        """Activate a volume that is being received, so that it can be read."""
+        """Activate a volume that is being received, so that its device can be read.
+
+        Raises NotReceived if the volume is not being received.
+        """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             self._activator.activate(self._receiving(volume_id))
 
     def finish(self, volume_id: str, release: str) -> None:
-        """Check the file system of a received volume, and make it a volume of this node.
+        """Check a volume that was received as a stream, and make it a volume of this node.
 
-        A second call does nothing. Raises NotReceived where a stream is incomplete or where its
-        source has not released the volume; Damaged, ContentsLost.
+        A second call does nothing. `release` is the secret word by which the source of a move lets
+        the volume go. Raises NotReceived if the last stream is incomplete, if the word is wrong, or
+        if the volume was withdrawn; VolumeInUse if the volume is in use; and the errors of
+        `_check`.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             fresh_report = self._mender.mend(ids.group_of(volume_id))
             volume = fresh_report.volume(volume_id)
             if tag.RECEIVED in volume.own_tags and volume.is_listed:
-                # An earlier call may have set the tags, but got an error of lvm2 as its answer.
+                # The volume is finished already. Allow its use here as well: the earlier call may
+                # have set the tags and yet got an error of lvm2.
                 self._holds.allow(volume_id)
                 return
             volume = self._receiving(volume_id)
@@ -156,9 +181,10 @@ class Receiver:
         self._holds.allow(volume_id)
 
     def abort(self, volume_id: str) -> None:
-        """Erase and remove a volume that is being received; do nothing if there is none.
+        """Erase and remove a volume that is being received; do nothing if it does not exist.
 
-        Raises NotReceived for a volume that was finished, VolumeInUse while a stream is applied.
+        Raises NotReceived for a volume that was finished, and VolumeInUse while a stream is
+        applied.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             fresh_report = self._mender.mend(ids.group_of(volume_id))
@@ -171,7 +197,7 @@ class Receiver:
                 raise errors.NotReceived(volume_id, "it is finished, and a volume like any other")
             if _is_coming(volume) and volume.own_tags.get(tag.FINISHING) != _WITHDRAWN:
                 users.require_unused(self._kernel, self._activator, volume)
-                # Remove the tags of the chain before the first byte is erased: from then on the
+                # Remove the tags of the chain before the first byte is erased. From then on the
                 # volume no longer holds what these tags say.
                 removed_keys = (tag.CHAIN, tag.INTO, tag.OFFSET)
                 self._mark(volume, {tag.FINISHING: _WITHDRAWN}, removed_keys=removed_keys)
@@ -179,10 +205,12 @@ class Receiver:
         self._holds.allow(volume_id)
 
     def withdraw(self, volume_id: str, release: str) -> None:
-        """Undo `finish`: the volume cannot be used on this node any more, and `abort` removes it.
+        """Undo `finish`: the volume cannot be used on this node any more; `abort` can remove it.
 
-        `release` is the word of the move by which the volume came. Raises NotReceived where the
-        volume came by another move or by none, HasSnapshots, VolumeInUse.
+        `release` is the secret word of the move by which the volume came. A volume that is still
+        being received is not changed. Raises NotReceived if the volume came by another move or by
+        none, or if it moves on to another node; HasSnapshots if the volume has snapshots;
+        VolumeInUse if the volume is in use.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             fresh_report = self._mender.mend(ids.group_of(volume_id))
@@ -228,8 +256,8 @@ class Receiver:
             self._pool_remover.require_kept(group.name, pool_name(device_class.name))
         own_name = names.logical_volume(ids.VOLUME_PREFIX, name)
         volume_id = str(VolumeId.of(group, own_name))
-        # Note the volume before lvcreate, which may create the volume and yet fail. `abort` finds
-        # out whether the volume exists.
+        # Before lvcreate runs, note that calls may not use the volume: lvcreate may fail and yet
+        # create the volume. `abort` finds out whether the volume exists.
         self._holds.receiving(volume_id)
         with ExitStack() as undo:
             if device_class.layout.is_thin:
@@ -277,7 +305,7 @@ class Receiver:
         return _state(volume)
 
     def _require_fit(self, volume: Volume, name: str, header: Header) -> None:
-        """Raise NotReceived where the stream does not continue what the volume holds."""
+        """Raise NotReceived if the stream does not continue what the volume holds."""
         own_tags = volume.own_tags
         chain, into = own_tags.get(tag.CHAIN, ""), own_tags.get(tag.INTO, "")
         if own_tags.get(tag.FINISHING) == _WITHDRAWN:
@@ -312,10 +340,20 @@ class Receiver:
             self._mark(volume, {tag.RELEASED: release})
 
     def _check(self, volume: Volume, device: Device) -> None:
-        """Check a volume's file system, and give it a new UUID where the kernel needs one."""
+        """Check a received volume's file system, and give a btrfs a new UUID.
+
+        Of an encrypted volume only the LUKS2 header is checked here, of a raw block volume nothing.
+        A volume on which no file system is found is not checked, if Carver never formatted it. The
+        btrfs of a copy has the UUID of its source, and the kernel needs different UUIDs. The check
+        may repair the file system.
+
+        Raises HeaderDamaged if the header is not the one that was sent, ContentsLost if the file
+        system is gone, NotReceived if its blocks are too small for the disks, Damaged if it cannot
+        be repaired.
+        """
         own_tags, identity = volume.own_tags, str(volume.id)
         if volume.is_encrypted:
-            # The file system of an encrypted volume is checked when it is opened.
+            # The file system of an encrypted volume is checked later, when the volume is opened.
             header = luks.read(self._kernel, device.path)
             if (sealed := own_tags.get(tag.SEALED)) and (header is None or header.uuid != sealed):
                 raise errors.HeaderDamaged(identity, "it did not come with the stream")
@@ -333,26 +371,28 @@ class Receiver:
             formatted = signature.fs_type
         elif (signature := filesystem.find(self._kernel, device.path, formatted)) is None:
             raise errors.ContentsLost(identity, formatted, device.path)
-        # The header of a stream may lack the block size: if an earlier version of Carver sent the
-        # stream, or if the file system was made after the header. So check it on the device.
+        # Check the block size on the device, too. The header of the stream does not have the block
+        # size if an earlier version of Carver sent the stream, or if the file system was made after
+        # the header.
         self._require_blocks(own_tags[tag.NAME], volume.group, signature.block_bytes)
         check = partial(filesystem.check, self._run, device.path, formatted)
         proof = partial(self._activator.require_same, volume, device)
         self._detached.do(identity, volume.group.name, "fsck", check, proof)
 
     def _require_blocks(self, name: str, group: report.Group, content_block_bytes: int) -> None:
-        """Raise NotReceived where the contents cannot be used on the disks of a group.
+        """Raise NotReceived if contents cannot be used on the disks of a volume group.
 
-        `content_block_bytes` is the largest logical block that the contents can lie on.
+        `content_block_bytes` is the largest logical block size on which the contents can be used,
+        in bytes; 0 if any block size will do.
         """
         disk_block_bytes = block_sizes.of_group(self._kernel, group)
         if why := block_sizes.problem(content_block_bytes, group, disk_block_bytes):
             raise errors.NotReceived(name, why)
 
     def _receiving(self, volume_id: str) -> Volume:
-        """Return the volume of that id; raises NotReceived if it is not being received.
+        """Return the volume with an id; raise NotReceived if the volume is not being received.
 
-        The caller holds the group's lock.
+        The caller holds the volume group's lock.
         """
         fresh_report = self._mender.mend(ids.group_of(volume_id))
         volume = fresh_report.volume(volume_id)
@@ -368,7 +408,10 @@ class Receiver:
     def _mark(
         self, volume: Volume, new_tags: Mapping[str, str], removed_keys: tuple[str, ...] = ()
     ) -> Volume:
-        """Change tags in one lvm2 command, all or none; return the changed volume."""
+        """Change tags of a volume by one lvm2 command, all or none; return the changed volume.
+
+        Tags that have the new value already are left out.
+        """
         new_tags = {
             key: value for key, value in new_tags.items() if volume.own_tags.get(key) != value
         }
@@ -381,12 +424,12 @@ class Receiver:
 
 
 def _is_coming(volume: Volume) -> bool:
-    """Return whether a volume is being received, and so cannot be used yet."""
+    """Return whether a volume is being received, or was withdrawn, and so cannot be used."""
     return volume.ended_by is EndedBy.RECEIVER
 
 
 def _state(volume: Volume) -> carver.ReceiveState:
-    """Return the state of a received volume, as its tags say."""
+    """Return the message with the state of a volume, from the volume's tags."""
     own_tags = volume.own_tags
     return carver.ReceiveState(
         volume_id=str(volume.id),

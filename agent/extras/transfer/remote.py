@@ -1,7 +1,7 @@
 """Run `carver` on another node by the user's own ssh.
 
 ssh(1) needs the user's environment, agent and terminal. The programs that Carver's service starts
-have none of these, so only the command, not the service, connects to another node.
+have none of these. So only the command, not the service, connects to another node.
 """
 
 import json
@@ -14,16 +14,17 @@ from mount import mount_errors as mount_errors
 from mount import programs
 from mount.block_io import Bytes
 
-# Function that writes a stream, by the function that it is given as its argument.
+# Function that writes a stream. Its argument is the function that sends bytes to the other node.
 Write = Callable[[Callable[[Bytes], object]], object]
-# The most characters of the other node's error output that an error quotes.
+# Maximum length, in characters, of the other node's error output in an error message.
 _MOST_CHARACTERS = 2000
 
 
 class Remote:
-    """The `carver` of another node, run by ssh.
+    """The command `carver` of another node, run by ssh.
 
-    `ssh` and `carver` are the words of the two commands, on this node and on the other.
+    `ssh` has the words of the ssh command on this node, and `carver` the words of the command that
+    ssh runs on the other node.
     """
 
     def __init__(self, node: str, ssh: Sequence[str], carver: Sequence[str]) -> None:
@@ -32,7 +33,11 @@ class Remote:
         self._carver = tuple(carver)
 
     def ask(self, *arguments: str) -> dict[str, Any]:
-        """Run `carver` on the other node; return the JSON that it prints. Raises NodeRefused."""
+        """Run `carver` on the other node; return the JSON object that the command prints.
+
+        Raises NodeRefused if the node cannot be reached, if the command fails, or if the command
+        prints no JSON object.
+        """
         answer = self._run(arguments)
         if answer is None:
             why = "it does not answer with JSON; use the same version on both nodes"
@@ -40,15 +45,18 @@ class Remote:
         return answer
 
     def feed(self, *arguments: str, write: Write) -> dict[str, Any]:
-        """Run `carver` on the other node while `write` writes its input; return its JSON.
+        """Run `carver` on the other node with a stream as its input; return the JSON it prints.
 
-        Returns an empty dictionary if it prints no JSON. Raises NodeRefused, and what `write`
-        raises.
+        `write` writes the stream, while the command runs.
+
+        Returns an empty dictionary if the command prints no JSON object. Raises NodeRefused if the
+        node cannot be reached or the command fails, and what `write` raises.
         """
         return self._run(arguments, write) or {}
 
     def _run(self, arguments: Sequence[str], write: Write | None = None) -> dict[str, Any] | None:
-        # ssh(1) joins its arguments, and a shell on the other node parses them: so quote them.
+        # Quote the arguments, because ssh(1) joins them, and a shell on the other node parses the
+        # result.
         command = [*self._ssh, "--", self.node, shlex.join((*self._carver, *arguments))]
         try:
             process = programs.start(command, reads=write is not None, environment=None)
@@ -65,8 +73,8 @@ class Remote:
                 pass  # The other node's error output says why it closed the pipe.
             except BaseException as error:
                 problem = error
-                # A stream that is cut off has no end mark, so its volume is not finished. The
-                # stream can be continued later.
+                # End the program. The other node then gets a stream without an end mark, and does
+                # not finish the volume. The stream can be continued later.
                 process.terminate()
             output, error_output = process.communicate()
         if problem is not None:

@@ -1,4 +1,4 @@
-"""Describe a snapshot and its volume in a stream's header; check that description on arrival."""
+"""Describe a snapshot and its volume in a stream's header; check the header on arrival."""
 
 import uuid
 from collections.abc import Mapping
@@ -23,24 +23,24 @@ from lvm import report, tags
 from mount import filesystem, luks
 from mount import mount_errors as mount_errors
 
-# Keys of the tags of the parameters that staging needs, and of the limits of I/O.
+# Keys of the tags with the parameters that staging needs, and with the limits of I/O.
 PARAMETERS = (*(row.tag for row in IN_CONTEXT), *(row.key for row in LIMITS))
-# Keys of the tags of a volume that a stream carries. All other tags belong to the node, or are made
-# anew where the volume is received.
+# Keys of a volume's tags that a stream carries. All other tags belong to the node, or are made anew
+# on the node that receives the stream.
 SENT = (
     *(tag.ACCESS, tag.CAPABILITIES, tag.FORMATTED, tag.HEADER, tag.SEALED, tag.ROTATING),
     *(*PARAMETERS, tag.PVC, tag.NAMESPACE, tag.PV, tag.REQUESTED),
 )
 
-# Key, in a header's facts, of the largest logical block size that the contents can lie on, in
-# bytes; 0 for any. This key is not a tag.
+# Key, in the `facts` of a stream's header, of the largest logical block size that the contents can
+# lie on, in bytes; 0 for any block size. This key is not the key of a tag.
 BLOCKS = "blocks"
 
 
 def blocks_of(header: Header) -> int:
     """Return the largest logical block size that a stream's contents can lie on, in bytes.
 
-    0 if they can lie on any, and if the header does not say.
+    The result is 0 if the contents can lie on blocks of any size, or if the header does not say.
     """
     return tags.number(header.facts.get(BLOCKS, "")) or 0
 
@@ -48,13 +48,15 @@ def blocks_of(header: Header) -> int:
 def tags_of(
     name: str, device_class: DeviceClass, header: Header, size_bytes: int, group: report.Group
 ) -> dict[str, str]:
-    """Make the tags of a volume to be received from a stream's header.
+    """Make the tags of the volume into which a stream is received, from the stream's header.
 
-    Raises BadField, NotAllowed where the header is wrong.
+    `size_bytes` is the size of that volume. Raises BadField or NotAllowed if the header is wrong,
+    and BadField if the class encrypts and the stream is not encrypted.
     """
     sent_tags = {key: value for key, value in header.facts.items() if key in SENT}
-    # Volume mode is not guessed: without it, only a volume that Carver formatted counts as one with
-    # a file system, as a volume that pods use as a raw device has no file system of Carver's.
+    # The volume mode is not guessed. If the header does not say the mode, only a volume that Carver
+    # formatted counts as one with a file system: a volume that pods use as a raw device has no file
+    # system of Carver's.
     access = sent_tags.get(tag.ACCESS, MOUNT if sent_tags.get(tag.FORMATTED) else "")
     if access not in (BLOCK, MOUNT):
         raise errors.NotAllowed("stream.facts[access]", access, (BLOCK, MOUNT))
@@ -91,9 +93,10 @@ def tags_of(
 
 
 def requested(header: Header, size_bytes: int) -> dict[str, str]:
-    """Make the tag of the size that the sent volume's caller had asked for.
+    """Return the tag with the size that was asked for when the sent volume was made or grown.
 
-    `size_bytes` is the size of the receiving volume.
+    Empty if the volume has no more than that size. `size_bytes` is the size of the volume that
+    receives the stream.
     """
     requested_bytes = records.requested_bytes(header.facts, header.size_bytes)
     return records.requested(
@@ -104,7 +107,10 @@ def requested(header: Header, size_bytes: int) -> dict[str, str]:
 def _check_encryption(
     device_class: DeviceClass, sent_tags: Mapping[str, str], size_bytes: int
 ) -> None:
-    """Raise BadField where only one of stream and class is encrypted, or such a tag is wrong."""
+    """Raise BadField if the class encrypts and the stream is not encrypted, or if a tag is wrong.
+
+    The tags are those of the LUKS2 header. Any class can receive an encrypted stream.
+    """
     sealed, length = sent_tags.get(tag.SEALED, ""), sent_tags.get(tag.HEADER, "")
     if tag.ENCRYPTION not in sent_tags:
         if device_class.encryption:
@@ -140,11 +146,16 @@ class Sender:
         self._activations = activations
 
     def open(self, snapshot_id: str, base_id: str = "") -> tuple[Header, str]:
-        """Activate a snapshot; return its stream's header, and a lease on the snapshot.
+        """Activate a snapshot; return the header of its stream, and the id of a lease on it.
 
         With `base_id`, the header is of an increment since that snapshot. The caller ends the lease
-        by `Activations.end_lease`. Runs at most two lvm2 commands. Raises NoSuchSnapshot,
-        OtherGroup, SourceLost, TagsDamaged, BadField.
+        by `Activations.end_lease`; the id is empty for a COW snapshot, which has no lease. Runs at
+        most two lvm2 commands, and commands that repair what a killed lvm2 left in the volume
+        group.
+
+        Raises NoSuchSnapshot or OtherGroup if this node has no such snapshot, SourceLost if a
+        snapshot is invalid, TagsDamaged if no tag says the access type, and BadField if the base is
+        not an older snapshot of the same volume.
         """
         with self._volume_groups.hold(group_of(snapshot_id)):
             fresh_report = self._mender.mend(group_of(snapshot_id))
@@ -154,10 +165,11 @@ class Sender:
         return self._with_blocks(header, snapshot), lease
 
     def _with_blocks(self, header: Header, snapshot: Snapshot) -> Header:
-        """Add to a header the largest logical block size that the contents can lie on.
+        """Add to a stream's header the largest logical block size that the contents can lie on.
 
-        The size is read from the snapshot's active device, while no group's lock is held. The
-        header is returned unchanged where it cannot be read.
+        The contents can lie on blocks of at most that size. The size is read from the snapshot's
+        active device, while no volume group's lock is held. If it cannot be read, the header is
+        returned unchanged.
         """
         device = self._activator.device(snapshot.backing)
         if device is not None:
@@ -167,9 +179,10 @@ class Sender:
         return header
 
     def chain(self, snapshot_id: str) -> str:
-        """Return a snapshot's chain, which names exactly what the snapshot holds.
+        """Return a snapshot's chain, which names exactly what the snapshot holds (`form.chain_of`).
 
-        The snapshot need not be active. Raises as `open`.
+        The snapshot need not be active. Raises NoSuchSnapshot, OtherGroup, and SourceLost if the
+        snapshot is invalid.
         """
         fresh_report = self._reports.fresh(group_of(snapshot_id))
         return chain_of(self._ready(fresh_report, snapshot_id))
@@ -192,7 +205,7 @@ class Sender:
         if base.source_id != snapshot.source_id:
             raise errors.BadField("since", f"{base_id} is of {base.source_id}, another volume")
         is_newer = records.is_older(base, snapshot) is False
-        # A base is never larger than the snapshot, as volumes only grow.
+        # A base is never larger than a later snapshot, because volumes only grow.
         if is_newer or base.id == snapshot.id or base.size_bytes > snapshot.size_bytes:
             raise errors.BadField("since", f"{base_id} is no older than {snapshot.id}")
         return replace(
@@ -209,9 +222,10 @@ class Sender:
         return snapshot
 
     def _own_tags(self, fresh_report: Fresh, snapshot: Snapshot) -> dict[str, str]:
-        """Return the volume's tags that a stream carries, as of the snapshot.
+        """Return the volume's tags that a stream carries, as they were when the snapshot was taken.
 
-        Where the volume is gone, they come from the snapshot's copy of the tags.
+        If the volume is gone, the tags come from the snapshot, which has copies of the tags. Raises
+        TagsDamaged if no tag says the access type.
         """
         own_tags = snapshot.own_tags
         volume_id = str(snapshot.source_id)
@@ -220,13 +234,14 @@ class Sender:
                 volume_tags = fresh_report.volume(volume_id).own_tags
             except errors.NoSuchVolume:
                 volume_tags = {}
-            # Since the snapshot was taken, the volume may have been formatted, or got its header or
-            # another key. So the tags of format, header and keys come from the snapshot only.
+            # The tags of format, header and keys come from the snapshot only. Since the snapshot
+            # was taken, the volume may have been formatted, or may have got its header or another
+            # key.
             blank_tags = dict.fromkeys((tag.FORMATTED, tag.SEALED, *tag.OF_KEYS), "")
             own_tags = {**volume_tags, **blank_tags, **own_tags}
         sent_tags = {key: own_tags[key] for key in SENT if own_tags.get(key)}
-        # `is_block` raises TagsDamaged where the tag of the access mode is lost, and no other tag
-        # implies the access mode.
+        # `is_block` raises TagsDamaged if the tag of the access type is lost, and no other tag
+        # implies the access type.
         is_block = records.is_block(str(snapshot.id), sent_tags)
         return {**sent_tags, tag.ACCESS: BLOCK if is_block else MOUNT}
 
@@ -234,7 +249,7 @@ class Sender:
 def chain_of(snapshot: Snapshot) -> str:
     """Return a snapshot's chain: a digest that names exactly what the snapshot holds.
 
-    The snapshot's volume may be gone.
+    The snapshot's volume need not exist any more.
     """
     lvm_uuid = snapshot.group.volume(snapshot.name).uuid
     return form.chain_of(

@@ -37,18 +37,19 @@ from mount.block_io import Bytes, Opened
 from proto import carver_pb2 as carver
 from proto.carver_pb2_grpc import TransferStub
 
-# Interval of the lines of progress in JSON, in seconds.
+# Interval at which progress is printed as JSON, in seconds.
 _JSON_SECONDS = 1.0
 
-# Function that shows progress: called with the offset in the volume that was reached, in bytes.
+# Function that shows progress. Its argument is the offset in the volume that was reached, in bytes.
 Tell = Callable[[int], None]
 
 
 @contextmanager
 def shown(action: str, start_bytes: int, size_bytes: int, *, as_json: bool) -> Iterator[Tell]:
-    """Show progress on standard error during the `with`; yield the function that advances it.
+    """Show progress on standard error during the `with`; yield the function that shows an offset.
 
-    Progress is shown as JSON if asked for, as a bar if standard error is a terminal, else not.
+    With `as_json`, progress is printed as lines of JSON. Otherwise progress is a bar if standard
+    error is a terminal, and is not shown at all if it is not.
     """
     if as_json:
         yield _lines(action, start_bytes, size_bytes)
@@ -73,7 +74,8 @@ def _lines(action: str, start_bytes: int, size_bytes: int) -> Tell:
             "what": action,
             "offset_bytes": offset_bytes,
             "size_bytes": size_bytes,
-            # Bytes of the volume in a second, of which some were skipped and not sent.
+            # Number of bytes of the volume that are done in a second, including those that are
+            # skipped and not sent.
             "bytes_per_second": round(rate),
             "seconds_left": round((size_bytes - offset_bytes) / rate) if rate > 0 else None,
         }
@@ -82,13 +84,16 @@ def _lines(action: str, start_bytes: int, size_bytes: int) -> Tell:
     return tell
 
 
-# The state of a volume that does not exist, as `carver volume receive --status` shows it.
+# State of a volume that does not exist, as `carver volume receive --status` prints it.
 ABSENT = "absent"
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """An open snapshot and the header of its stream. An open snapshot cannot be removed."""
+    """An open snapshot that is to be sent, and the header of its stream.
+
+    lvm2 cannot remove the snapshot while the snapshot's device is open.
+    """
 
     verbs: VolumeVerbs
     header: Header
@@ -107,11 +112,14 @@ class Outgoing:
     ) -> dict[str, Any]:
         """Send the snapshot from an offset on; return a summary of what was sent.
 
-        An increment has all blocks that were written since the base, or with `compare` only blocks
-        that differ. Either can continue a stream that was cut off at `offset_bytes`, up to which
-        everything was received.
+        If the header names a base, the stream is an increment. An increment has all blocks that
+        were written since the base; with `compare`, it has only the blocks that differ. An
+        increment of either kind can continue a stream that was cut off. `offset_bytes` is then the
+        offset up to which that stream was received.
 
-        Raises SourceLost, TransferFailed, BadField.
+        `note` is called with each range that is sent. Raises BadField if the offset is wrong,
+        SourceLost if the snapshot or its base became invalid or was replaced, OSError if the device
+        cannot be read, grpc.RpcError if the service refuses a call, and what `write` raises.
         """
         header = replace(self.header, offset_bytes=offset_bytes, release=release)
         if offset_bytes % form.SECTOR_BYTES or not 0 <= offset_bytes <= header.size_bytes:
@@ -120,8 +128,8 @@ class Outgoing:
         snapshot_ids = header.snapshot_id, header.base_snapshot_id
         ranges = extents(self.verbs.caller, *snapshot_ids, offset_bytes, is_compared=compare)
         first_range = next(ranges, None)
-        # Check both snapshots now: the service has the base open, so from here on the base cannot
-        # be replaced.
+        # Check now that the snapshot and its base are those of the header. The service has the base
+        # open, so the base cannot be replaced from here on.
         self.require_same()
         parts = ranges if first_range is None else chain([first_range], ranges)
         action = f"sending {ids.logical_name(header.snapshot_id)}"
@@ -149,7 +157,11 @@ class Outgoing:
         }
 
     def checksum(self, *, as_json: bool = False) -> str:
-        """Compute the checksum of the whole snapshot; raises SourceLost, TransferFailed."""
+        """Compute the checksum of the whole snapshot, with progress on standard error.
+
+        Raises SourceLost if the snapshot became invalid meanwhile, and TransferFailed if the device
+        cannot be read.
+        """
         with _explained(f"reading {ids.logical_name(self.header.snapshot_id)}"):
             with self._checked() as device:
                 digest = _checksum(device, self.header.size_bytes, as_json=as_json)
@@ -157,9 +169,10 @@ class Outgoing:
             return digest
 
     def checksum_of(self, parts: Spool) -> str:
-        """Read again the parts that a stream of this snapshot named; return their checksum.
+        """Read once more the parts that a stream of this snapshot named; return their checksum.
 
-        Raises SourceLost, TransferFailed.
+        The checksum also covers everything beyond the base's end. Raises SourceLost if the snapshot
+        became invalid meanwhile, and TransferFailed if the device cannot be read.
         """
         with _explained(f"reading {ids.logical_name(self.header.snapshot_id)}"):
             with self._checked() as device:
@@ -168,9 +181,9 @@ class Outgoing:
             return digest
 
     def require_same(self) -> None:
-        """Raise SourceLost where the snapshot or its base is not the one that the header names.
+        """Raise SourceLost if the snapshot or its base is not the one that the header names.
 
-        A snapshot may have been deleted, and another one taken under its name.
+        A snapshot may have been deleted, and another snapshot taken under the same name.
         """
         header, base_id = self.header, self.header.base_snapshot_id
         current_chain = chain_of(self.verbs, header.snapshot_id)
@@ -184,23 +197,25 @@ class Outgoing:
         return paced(self.verbs.caller, self.header.snapshot_id, CHECKSUM, self.device)
 
     def _prove(self) -> None:
-        """Raise SourceLost where the snapshot became invalid: the data read may be wrong."""
+        """Raise SourceLost if the snapshot has become invalid: data that were read may be wrong."""
         snapshot_id = self.header.snapshot_id
         if not is_ready(self.verbs, snapshot_id):
             raise errors.SourceLost(snapshot_id, "it was lost while it was read")
 
 
 def is_ready(verbs: VolumeVerbs, snapshot_id: str) -> bool:
-    """Return whether a snapshot exists and is valid."""
+    """Return whether a snapshot exists and is valid (`ready_to_use`)."""
     snapshots = verbs.caller.snapshots(snapshot_id=snapshot_id)
     return bool(snapshots) and snapshots[0].ready_to_use
 
 
 @contextmanager
 def outgoing(verbs: VolumeVerbs, snapshot_id: str, base_id: str = "") -> Iterator[Outgoing]:
-    """Activate and open a snapshot for the `with`, as the source of a stream.
+    """Activate and open a snapshot for the `with`, as the source of a stream; yield the source.
 
-    With `base_id`, the stream is an increment. Raises grpc.RpcError, Inactive, SourceLost.
+    With `base_id`, the stream is an increment since that snapshot. At the end, the snapshot is
+    closed and its lease is ended. Raises grpc.RpcError if the service refuses a call, Inactive if
+    the snapshot has no device, and SourceLost if the snapshot or its base was replaced meanwhile.
     """
     request = carver.OpenSnapshotRequest(snapshot_id=snapshot_id, base_snapshot_id=base_id)
     answer = _transfer(verbs).OpenSnapshot(request)
@@ -212,7 +227,8 @@ def outgoing(verbs: VolumeVerbs, snapshot_id: str, base_id: str = "") -> Iterato
     finally:
         if answer.lease:
             close_request = carver.CloseSnapshotRequest(snapshot_id=snapshot_id, lease=answer.lease)
-            # A failure is ignored: the next reading or the next start deactivates the snapshot.
+            # Ignore a failure: the service deactivates the snapshot after its next read in the
+            # volume group, or at its next start.
             with suppress(grpc.RpcError):
                 _transfer(verbs).CloseSnapshot(close_request)
 
@@ -220,7 +236,7 @@ def outgoing(verbs: VolumeVerbs, snapshot_id: str, base_id: str = "") -> Iterato
 def chain_of(verbs: VolumeVerbs, snapshot_id: str) -> str:
     """Return a snapshot's chain: a digest that names exactly what the snapshot holds.
 
-    The snapshot need not be active.
+    The service is asked. The snapshot need not be active.
     """
     return (
         _transfer(verbs).SnapshotChain(carver.SnapshotChainRequest(snapshot_id=snapshot_id)).chain
@@ -235,10 +251,11 @@ def extents(
     *,
     is_compared: bool = False,
 ) -> Iterator[Extent]:
-    """Yield ranges of a snapshot's logical volume, from an offset on.
+    """Ask the service for ranges of a snapshot's logical volume, from an offset on; return them.
 
-    Without a base, the ranges that were ever written. With a base, those written since; with
-    `is_compared` only those that differ.
+    Without `base_id`, these are the ranges that were ever written, or the whole volume if it has no
+    list of them. With `base_id`, these are the ranges that were written since that snapshot; with
+    `is_compared` as well, only the ranges that differ.
     """
     request = carver.RangesRequest(
         snapshot_id=snapshot_id, base_snapshot_id=base_id, starting_offset=starting_offset
@@ -253,7 +270,7 @@ def extents(
 
 
 def values(message: Message) -> dict[str, Any]:
-    """Return all fields of a message, also those that are not set, to be printed as JSON."""
+    """Return all fields of a message by name, also those that are not set, to print as JSON."""
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
@@ -262,7 +279,10 @@ def _transfer(verbs: VolumeVerbs) -> TransferStub:
 
 
 def received(verbs: VolumeVerbs, parsed: argparse.Namespace, source: BinaryIO) -> dict[str, Any]:
-    """Do what the options of `carver volume receive` ask for; return the volume's state."""
+    """Carry out `carver volume receive` with the options in `parsed`; return what is to be printed.
+
+    That is the volume's state, or with --checksum its chain and its checksum.
+    """
     name = parsed.name
     if parsed.status:
         return status(verbs, name)
@@ -281,7 +301,7 @@ def received(verbs: VolumeVerbs, parsed: argparse.Namespace, source: BinaryIO) -
 
 
 def show(result: dict[str, Any], *, as_json: bool) -> None:
-    """Print a result, as JSON or as lines of key and value."""
+    """Print a result as JSON, or as lines of key and value without the values that are empty."""
     if as_json:
         print(json.dumps(result, indent=2))
     else:
@@ -299,10 +319,12 @@ def send(
     compress: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Write a stream of a snapshot to `output`.
+    """Write a stream of a snapshot to `output`, which is a file or a pipe.
 
     With `since`, the stream has only what changed since that earlier snapshot. Raises
-    TransferFailed, BadField, SourceLost.
+    TransferFailed if `output` is a terminal, if the device cannot be read, or if `output` cannot be
+    written; BadField if the offset is wrong, or if `compare` is given without `since`; SourceLost
+    if a snapshot became invalid or was replaced.
     """
     if output.isatty():
         raise errors.TransferFailed(
@@ -327,13 +349,13 @@ def send(
 
 
 def widen(pipe: BinaryIO | int) -> None:
-    """Enlarge the buffer of a pipe from 64 KiB to a whole piece; do nothing for another file."""
+    """Enlarge the buffer of a pipe from 64 KiB to PIECE_BYTES; do nothing for another file."""
     with suppress(OSError):
         fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, sending.PIECE_BYTES)
 
 
 def checksum_of(verbs: VolumeVerbs, name: str, *, as_json: bool = False) -> dict[str, Any]:
-    """Compute the checksum of a whole snapshot; return it with the snapshot's chain."""
+    """Compute the checksum of a whole snapshot; return the checksum and the snapshot's chain."""
     with outgoing(verbs, verbs.find_snapshot(name).snapshot_id) as source:
         return {"chain": source.header.chain, "sha256": source.checksum(as_json=as_json)}
 
@@ -347,15 +369,18 @@ def receive(
     verify: bool = False,
     as_json: bool = False,
 ) -> dict[str, Any]:
-    """Apply the streams that come one after another from `source`; return the volume's state.
+    """Apply the streams that come one after another from `source` to a volume; return its state.
 
     With `verify`, the state also has the checksum of the last stream's parts, which are read again
-    from the disk. The checksum is empty where the volume held that stream already.
+    from the disk. That checksum is empty if the volume held the last stream already. Raises
+    TransferFailed if `source` is a terminal or if the device fails, NotReceived if another stream
+    was received meanwhile, BadStream if a stream was altered or cut off, and grpc.RpcError if the
+    service refuses a call.
     """
     if source.isatty():
         raise errors.TransferFailed("a stream does not come from a terminal", "use < or |")
     widen(source)
-    # The cast is needed as typing.BinaryIO lacks readinto, which each binary file has.
+    # Cast the source: typing.BinaryIO does not declare `readinto`, which each binary file has.
     verified = ""
     for reader in reading.streams(cast("BufferedIOBase", source)):
         with opened_spool(verbs) as parts:
@@ -365,7 +390,7 @@ def receive(
 
 
 def opened_spool(verbs: VolumeVerbs) -> AbstractContextManager[Spool]:
-    """Open a spool for the ranges of a stream's parts; deleted on exit."""
+    """Open a spool for the ranges of a stream's parts; the spool is deleted when it is closed."""
     return comparing.opened(verbs.settings.endpoint.parent)
 
 
@@ -378,9 +403,10 @@ def _receive_one(
     *,
     as_json: bool,
 ) -> str:
-    """Apply one stream; return the checksum of its parts.
+    """Apply one stream to a volume; return the checksum of the stream's parts.
 
-    The checksum is empty if `parts` is None, and if the volume held the stream already.
+    The ranges of the parts are added to the spool `parts`. The checksum is empty if `parts` is
+    None, and if the volume held the stream already.
     """
     header = reader.header
     text = form.text_of(header).decode()
@@ -390,16 +416,16 @@ def _receive_one(
     )
     volume_id = state.volume_id
     if state.chain == header.chain:
-        # The volume holds this stream already. Read the stream to its end all the same, so that
-        # its sender does not fail.
+        # The volume holds this stream already. Read the stream to its end all the same, so that its
+        # sender does not fail.
         for _ in reader.frames():
             pass
         return ""
     path = _device(verbs, volume_id)
     kernel = verbs.host.kernel
     with _explained(f"receiving {name}"), kernel.opened(path, to_write=True) as device:
-        # The device is opened exclusively, so it has no other writer now. Another one may have
-        # ended just before: so look again at which stream the volume expects.
+        # The device is opened exclusively, so no other process writes to it now. Another process
+        # may have done so just before: check again which stream the volume expects.
         current_state = transfer.ReceiveStatus(carver.NameRequest(name=name))
         if current_state.volume_id != volume_id or current_state.into != header.chain:
             raise errors.NotReceived(name, "another stream was received meanwhile")
@@ -421,20 +447,26 @@ def _receive_one(
         transfer.EndReceive(carver.EndReceiveRequest(volume_id=volume_id, header=text))
         if parts is None:
             return ""
-        # The device is still open for writing, so it has no other writer meanwhile.
+        # The device is still open exclusively, so no other process writes to it before the
+        # checksum.
         with paced(verbs.caller, volume_id, CHECKSUM, device) as checked_device:
             return sending.checksum_of_parts(checked_device, header, parts)
 
 
 def status(verbs: VolumeVerbs, name: str) -> dict[str, Any]:
-    """Return the state of a volume that is received, with the offset where a stream continues."""
+    """Return the state of a received volume, with the offset where a cut-off stream continues."""
     state = _transfer(verbs).ReceiveStatus(carver.NameRequest(name=name))
     # `verifies` tells the other node that this Carver takes --verify, which 0.1.0 does not.
     return {**values(state), "name": name, "verifies": True}
 
 
 def received_checksum(verbs: VolumeVerbs, name: str, *, as_json: bool = False) -> dict[str, Any]:
-    """Compute the checksum of a whole received volume; return it with the volume's chain."""
+    """Compute the checksum of a received volume's contents; return it with the volume's chain.
+
+    The volume is activated. Raises NotReceived if the last stream is incomplete or if the volume
+    was finished, NoSuchVolume if there is no such volume, and TransferFailed if the device cannot
+    be read.
+    """
     state = _require_received(verbs, name)
     if not state["chain"] or state["into"]:
         raise errors.NotReceived(name, "its stream is incomplete; send it again")
@@ -450,22 +482,25 @@ def received_checksum(verbs: VolumeVerbs, name: str, *, as_json: bool = False) -
 
 
 def finish(verbs: VolumeVerbs, name: str, release: str = "") -> dict[str, Any]:
-    """Make a received volume a volume of this node, after its file system was checked."""
+    """Check a received volume, make it a volume of this node, and return the volume's state.
+
+    `release` is the secret word of the move by which the volume came; empty without a move.
+    """
     _transfer(verbs).FinishReceive(_release(verbs, name, release))
     return status(verbs, name)
 
 
 def withdraw(verbs: VolumeVerbs, name: str, release: str) -> dict[str, Any]:
-    """Undo `finish`: the volume can then only be removed."""
+    """Undo `finish`, so that the volume can only be removed; return the volume's state."""
     _transfer(verbs).WithdrawReceive(_release(verbs, name, release))
     return status(verbs, name)
 
 
 def abort(verbs: VolumeVerbs, name: str, *, confirmed: bool) -> dict[str, Any]:
-    """Erase and remove what was received, if there is anything; return the volume's state.
+    """Erase and remove a volume that is being received, if it exists; return the volume's state.
 
-    Asks the operator first, unless `confirmed`, as it may be the work of months. Raises
-    NotConfirmed.
+    The operator is asked first, unless `confirmed` is true, because what was received may be the
+    work of months. Raises NotConfirmed if the operator declines.
     """
     state = status(verbs, name)
     if state["state"] != ABSENT:
@@ -496,7 +531,10 @@ def _checksum(device: Opened, size_bytes: int, *, as_json: bool) -> str:
 
 
 def _device(verbs: VolumeVerbs, identity: str) -> str:
-    """Return the path of the device that the service has just activated; raises Inactive."""
+    """Return the path of the device of a volume or snapshot; raise Inactive if it has no device.
+
+    The service has just activated the volume or snapshot.
+    """
     logical = backing.of_id(identity)
     device = verbs.host.devices.find(logical.group, logical.name)
     if device is None:
@@ -506,7 +544,7 @@ def _device(verbs: VolumeVerbs, identity: str) -> str:
 
 @contextmanager
 def _explained(action: str) -> Iterator[None]:
-    """Turn an OSError raised inside the `with` into TransferFailed."""
+    """Turn an OSError raised inside the `with` into TransferFailed, which names the action."""
     try:
         yield
     except BrokenPipeError:

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def add(command_line: CommandLine) -> None:
-    """Add the commands of this extra to the command line."""
+    """Add the commands of the extra `transfer` to the command line."""
     _add_receive(command_line.volume)
     _add_move(command_line.volume)
     _add_send(command_line.snapshot)
 
 
 def _add_receive(verbs: Commands) -> None:
-    """Add `carver volume receive`."""
+    """Add the subcommand `carver volume receive` and its arguments."""
     receive = verb(
         verbs,
         "receive",
@@ -50,14 +50,15 @@ def _add_receive(verbs: Commands) -> None:
 
 
 def _add_actions(verb: argparse.ArgumentParser, *actions: tuple[str, str]) -> None:
-    """Add options of a verb that exclude each other; each action is an option's name and help."""
+    """Add options that exclude each other to a subcommand; each has a name and a help text."""
     choice = verb.add_mutually_exclusive_group()
     for word, text in actions:
         choice.add_argument(f"--{word}", action="store_true", help=text)
 
 
 def _add_kubeconfig(verb: argparse.ArgumentParser, text: str) -> None:
-    # The option has a setting's name, so a wrong path raises that setting's error.
+    # The option --kubeconfig has the name of a setting, so a wrong path raises that setting's
+    # error.
     verb.add_argument("--kubeconfig", metavar="FILE", help=text)
     verb.add_argument("--yes", action="store_true", help="do not ask")
 
@@ -71,15 +72,15 @@ def _receive(verbs: "VolumeVerbs", parsed: argparse.Namespace) -> None:
         return
     if not parsed.finish:
         raise errors.BadField("--kubeconfig", "goes with --finish")
-    # `claim_moves` is imported only here, as a move runs the other forms of this command again
-    # and again, and each run would import it.
+    # Import `claim_moves` only here. A move runs the other forms of this command again and again,
+    # and each run would import the module.
     from agent.extras.transfer import claim_moves
 
     claim_moves.finish(verbs, parsed)
 
 
 def _add_send(verbs: Commands) -> None:
-    """Add `carver snapshot send`."""
+    """Add the subcommand `carver snapshot send` and its arguments."""
     send = verb(
         verbs,
         "send",
@@ -127,7 +128,7 @@ def _send(verbs: "VolumeVerbs", parsed: argparse.Namespace) -> None:
 
 
 def _add_move(verbs: Commands) -> None:
-    """Add `carver volume move`."""
+    """Add the subcommand `carver volume move` and its arguments."""
     move = verb(
         verbs,
         "move",

@@ -1,8 +1,9 @@
-"""The service that sends, receives and moves volumes: parse, lock the volume, call, answer.
+"""The gRPC service Transfer, by which commands send, receive and move volumes.
 
-The service is on the same socket as CSI, which only root can open. The command reads and writes the
-devices itself. proto/carver.proto describes the calls. Ranges are in offsets of the logical volume:
-a stream has an encrypted volume as ciphertext, with its header.
+The service is on the same socket as CSI, which only root can open. A call checks its request, locks
+the volume, runs one operation, and answers. The command itself reads and writes the devices.
+proto/carver.proto describes the calls. Ranges are in offsets of the logical volume: an encrypted
+volume is sent as ciphertext, with its LUKS header.
 """
 # ruff: noqa: D102, N802
 
@@ -29,7 +30,7 @@ from lvm import names
 from proto import carver_pb2 as carver
 from proto import carver_pb2_grpc
 
-# The most characters of a field, as a stream's header is one.
+# Maximum length of a string in a request, in characters. A stream's header is such a string.
 _MAX_CHARACTERS = 64 << 10
 _Context = grpc.ServicerContext
 _Ranges = Generator[carver.RangesResponse, None, None]
@@ -52,10 +53,10 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         self._turns = IoSlots(context)
 
     def add_services(self, server: grpc.Server) -> None:
-        """Register the service Transfer."""
+        """Register the gRPC service Transfer with the server."""
         carver_pb2_grpc.add_TransferServicer_to_server(self, server)
 
-    # Calls for sending.
+    # RPCs by which a command sends a snapshot.
 
     def OpenSnapshot(
         self, request: carver.OpenSnapshotRequest, context: _Context
@@ -104,7 +105,7 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
             _ranges,
         )
 
-    # Calls for sending and receiving.
+    # RPCs by which a command that sends or receives gets I/O slots.
 
     def TakeTurns(
         self, requests: Iterator[carver.TurnRequest], context: _Context
@@ -114,10 +115,13 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         return self._turns.give(first, requests, context)
 
     def stop(self) -> None:
-        """End the I/O slots of all commands, which may run for hours, and go on without slots."""
+        """End the I/O slots of all commands, because commands may run for hours.
+
+        The commands go on without slots.
+        """
         self._turns.stop()
 
-    # Calls for receiving.
+    # RPCs by which a command receives a volume.
 
     def ReceiveStatus(self, request: carver.NameRequest, context: _Context) -> carver.ReceiveState:
         _require(request, "name")
@@ -161,7 +165,7 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
             self._receiver.withdraw(request.volume_id, request.release)
         return Empty()
 
-    # Calls for moving.
+    # RPCs by which a command moves a volume.
 
     def MoveStatus(self, request: carver.NameRequest, context: _Context) -> carver.MoveState:
         _require(request, "name")
@@ -174,7 +178,8 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
     def HoldMove(
         self, request: carver.HoldMoveRequest, context: _Context
     ) -> carver.HoldMoveResponse:
-        # The volume's lock keeps out a call that checked the volume before, and is about to use it.
+        # Take the volume's lock, so that no other call that checked the volume before is about to
+        # use it.
         with self._held(request):
             token = self._mover.hold(request.volume_id, request.token)
             return carver.HoldMoveResponse(token=token)
@@ -199,7 +204,11 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         return Empty()
 
     def _held(self, request: Any, *required: str) -> AbstractContextManager[None]:
-        """Check the required fields of a request, and hold the lock of the request's volume."""
+        """Require fields of a request to be set, and lock the request's volume for the `with`.
+
+        The field `volume_id` is always required. Raises Missing if a required field is empty, and
+        BadField if a string is too long or not printable.
+        """
         _require(request, "volume_id", *required)
         return self._locks.hold(ids.logical_name(request.volume_id))
 

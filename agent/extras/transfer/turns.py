@@ -1,8 +1,9 @@
 """Grant I/O slots to commands (TakeTurns, proto/carver.proto).
 
-An I/O slot, called a turn in the code, is the permission to read or write up to so many bytes of a
-volume group's disks now. The service's background tasks and the commands that send, receive and
-compare volumes take slots from one queue (agent/work/pace.py). paced.py is the command's side.
+An I/O slot, called a turn in the code, is the permission to read or write a number of bytes on the
+disks of a volume group now. The service's background tasks and the commands that send, receive and
+compare volumes take I/O slots from one queue (agent/work/pace.py). paced.py is the command's side
+of that queue.
 """
 
 import threading
@@ -17,17 +18,19 @@ from agent.work.group_worker import Stopping
 from lvm import lvm_errors as lvm_errors
 from proto import carver_pb2 as carver
 
-# The most bytes of one slot. A slot is short, as a command can be killed in a slot at any time.
+# Maximum number of bytes in one I/O slot of a command, unless the background bandwidth is
+# unlimited. A slot is short, because a command can be killed in a slot at any time.
 _MOST_BYTES = 512 << 20
-# The kinds of work for which a command can ask for slots.
+# Kinds of work for which a command can ask for I/O slots.
 SEND, RECEIVE, CHECKSUM = KINDS = ("send", "receive", "checksum")
 
 
 class IoSlots:
-    """Grants I/O slots to all commands.
+    """Grants I/O slots to all commands that send, receive or compare volumes.
 
     A command that is killed loses its slot at once, with its connection. A command that hangs in
-    its slot does not keep other workers waiting for long, as any worker (agent/work/pace.py).
+    its slot keeps other workers waiting for two seconds only, like any other worker (rule 3 of
+    agent/work/pace.py).
     """
 
     def __init__(self, context: Context) -> None:
@@ -42,10 +45,14 @@ class IoSlots:
         requests: Iterator[carver.TurnRequest],
         context: grpc.ServicerContext,
     ) -> Generator[carver.Turn, None, None]:
-        """Grant a slot for each request, when the command's position in the queue comes.
+        """Grant a command an I/O slot for each of its requests, in the order of the queue.
 
-        Ends when the command asks for no more. The volume's device must be active. Raises
-        NotAllowed, BadField, NoSuchVolume, Inactive, NotWanted, Stopping.
+        Yields each slot as a Turn. The command ends the slot by its next request, which has the
+        number of bytes that were done. The generator ends when the command sends no more requests.
+
+        Raises NotAllowed if the kind of work is unknown, BadField if a request asks for 0 bytes,
+        NoSuchVolume if the id is not that of a volume or snapshot, Inactive if the volume is
+        inactive, NotWanted if the command is gone, and Stopping after `stop`.
         """
         if first.kind not in KINDS:
             raise errors.NotAllowed("kind", first.kind, KINDS)
@@ -85,7 +92,7 @@ class IoSlots:
                 self._open.discard(context)
 
     def stop(self) -> None:
-        """End the slots of all commands, and grant no more."""
+        """End the I/O slots of all commands by cancelling their calls, and grant no more slots."""
         with self._guard:
             self._is_stopping, calls = True, list(self._open)
         for call in calls:
