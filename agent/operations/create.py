@@ -1,4 +1,4 @@
-"""CreateVolume: create a volume completely, or not at all. GetCapacity: the free room of a class.
+"""CreateVolume: create a volume completely, or not at all. GetCapacity: the room of a device class.
 
 The logical volume's name is a function of the CO's name, so a repeated call finds the volume of an
 earlier call, whichever process made it. One lvcreate creates the logical volume with its tags and
@@ -74,8 +74,8 @@ class _ReservedSource:
     """A source in another volume group that is reserved for the new volume.
 
     `origin` is the source as it was when it was taken. `snapshot` is what is copied: the origin
-    itself, or its bridge snapshot. `disks` are the UUIDs of the disks of the new volume's group, on
-    which the contents can be used.
+    itself, or its bridge snapshot. `disks` are the UUIDs of the disks of the new volume's group
+    when the contents were found to be usable on them.
     """
 
     origin: Snapshot | Volume
@@ -122,7 +122,8 @@ class VolumeCreator:
     def create(self, call: CreateVolume, admit: Admit | None = None) -> CreatedVolume:
         """Create a volume, or find the one that an earlier call created.
 
-        The volume may be still without its contents; `complete` waits for these.
+        If the volume still lacks its contents, the result has the job that fills it, and `complete`
+        waits for that job.
 
         - Runs two commands: a report, and lvcreate, which also tags and activates. The first thin
           volume of a class takes up to two more, for its pool. A copy of another volume takes one
@@ -333,8 +334,9 @@ class VolumeCreator:
     ) -> Volume:
         """Wait until a volume has its contents; raise Copying before the caller's deadline.
 
-        To be called without the locks of `create`. `hold` locks the new volume's id, under which
-        the volume is deleted if its source is lost.
+        To be called without the locks of `create`. `hold` locks the new volume's id. Under that
+        lock the volume is deleted if this node cannot fill it: if its source is lost or not on this
+        node, or if there is no room.
         """
         if created.filling is None:
             return created.volume
@@ -349,10 +351,11 @@ class VolumeCreator:
             raise
 
     def _finish(self, call: CreateVolume, volume: Volume) -> None:
-        """Complete an existing volume as a CreateVolume request asks; raises Incompatible.
+        """Complete an existing volume as a CreateVolume request asks for it.
 
-        Sets mutable parameters, and adds a cache that is missing. Raises OperationPending while the
-        volume is being erased, and Receiving and Moved.
+        Sets mutable parameters, and adds a cache that is missing. Raises Incompatible if the volume
+        differs from the request, OperationPending while the volume is being erased, and Receiving
+        or Moved if the volume is being received or was moved to another node.
         """
         volume_states.require(Call.CREATE, volume)
         plan.require_same(call, volume)
@@ -381,7 +384,8 @@ class VolumeCreator:
         """Create a volume; return it with the snapshot to copy from, if any.
 
         `undo` removes the bridge snapshot or an empty pool again if the volume cannot be created.
-        Raises NoRoom, PerhapsOnAnotherNode.
+        Raises NoRoom, PerhapsOnAnotherNode if the source is not on this node, and PoolBeingZeroed
+        while the class's thin pool is being zeroed.
         """
         state, all_groups = states
         group = self._reports.group(state, device_class.group)
@@ -395,8 +399,8 @@ class VolumeCreator:
             admit(all_groups, size_bytes)
         allocator, pool = self._allocators.of(device_class), pool_name(device_class.name)
         is_shared = origin is not None and clone.is_in(origin, group, pool)
-        # Count the bridge snapshot of a copy within the group, which is a logical volume of its own
-        # until the copy is ready.
+        # Count the bridge snapshot of a copy in the same volume group, which is a further logical
+        # volume until the copy is ready.
         takes_bridge = (
             reserved_source is None
             and origin is not None
@@ -431,8 +435,8 @@ class VolumeCreator:
             undo.callback(self._pool_remover.remove_if_empty, group.name, pool)
         allocator.create(lvm, group, New(name, size_bytes, own_tags, tuning.for_new()))
         undo.pop_all()
-        # Allow the use of the id only now: a stream for that name might have been received in
-        # between.
+        # Allow calls to use the volume's id only now: a stream for a volume of that name might have
+        # been received in between.
         self._holds.allow(str(volume_id))
         modify.complete(lvm, group.name, name, tuning)
         return Volume(volume_id, backing.of(group, name), group, size_bytes, own_tags), source
@@ -444,7 +448,10 @@ class VolumeCreator:
         group: report.Group,
         origin: Snapshot | Volume | None,
     ) -> tuple[int, dict[str, str], Tuning]:
-        """Return the size, the tags and the settings of a new volume. Raises BadField, BadSize."""
+        """Return the size in bytes, the tags and the mutable parameters of a new volume.
+
+        Raises BadField or BadSize for a request that cannot be met.
+        """
         plan.check_stripe_size(device_class, group)
         size_bytes, own_tags = plan.new(
             call, device_class, self._allocators.of(device_class), group, origin
@@ -501,10 +508,11 @@ class VolumeCreator:
     def capacity(self, call: GetCapacity) -> Capacity:
         """Return the sizes that CreateVolume with the same parameters could create now.
 
-        Runs one command, or none if the group is not on this node. The sizes are zero for a class
-        that is not this node's: after an error the external-provisioner would keep the sizes of the
-        last response. Raises PoolSilent if the thin pool does not report how full it is; the last
-        response is then the best that is known.
+        Runs one command, or none if nothing can be created here. The sizes are zero if this node
+        does not have the requested topology, parameters, device class or volume group: after an
+        error the external-provisioner would keep the sizes of the last response. Raises PoolSilent
+        if the thin pool does not report how full it is; the last response is then the best that is
+        known.
         """
         node_segments = self._configuration.now.here
         if (
@@ -536,7 +544,7 @@ class VolumeCreator:
 
 
 def _prefix(is_ephemeral: bool) -> str:
-    """Return the name prefix of the logical volumes of inline volumes, or of all others."""
+    """Return the prefix of the names of inline volumes' logical volumes, or of other volumes'."""
     return ids.INLINE_PREFIX if is_ephemeral else ids.VOLUME_PREFIX
 
 
@@ -552,7 +560,10 @@ def _uuid(origin: Snapshot | Volume) -> str:
 
 @contextmanager
 def _absent_source_as_perhaps_elsewhere() -> Iterator[None]:
-    """Raise PerhapsOnAnotherNode if the group of a copy's source is not on this node."""
+    """Raise PerhapsOnAnotherNode for an OtherGroup error that is raised within the `with`.
+
+    The error says that the volume group of a copy's source is not on this node.
+    """
     try:
         yield
     except errors.OtherGroup as error:
@@ -561,7 +572,10 @@ def _absent_source_as_perhaps_elsewhere() -> Iterator[None]:
 
 @contextmanager
 def _absence_as_perhaps_elsewhere() -> Iterator[None]:
-    """Raise PerhapsOnAnotherNode if a volume group is not on this node."""
+    """Raise PerhapsOnAnotherNode for an error, within the `with`, about a group not on this node.
+
+    A volume group that is refused counts as not on this node.
+    """
     try:
         yield
     except (errors.OtherGroup, errors.GroupRefused, lvm_errors.GroupMissing) as error:

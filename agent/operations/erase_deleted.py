@@ -50,10 +50,10 @@ def mark_for_erase(
 ) -> bool:
     """Tag a volume group so that free extents on these disks are zeroed before they are allocated.
 
-    `disks` are UUIDs; none means all disks. Call the function before the extents are freed, with
-    the group's lock held and a report that was read under that lock. The function runs one command,
-    which adds the tags of `further_tags` as well, or none if the mark exists. Returns whether the
-    mark was added.
+    `disks` are UUIDs; none means all disks, and so do UUIDs that do not fit into a tag. Call the
+    function before the extents are freed, with the group's lock held and a report that was read
+    under that lock. The function runs one command, which adds the tags of `further_tags` as well,
+    or none if the mark exists. Returns whether the mark was added.
     """
     marks = erase_marks(group)
     if tag.SWEEP in marks:
@@ -68,10 +68,11 @@ def mark_for_erase(
 
 
 def unmark_disk(lvm: Lvm, group: report.Group, disk: str, further_tags: Mapping[str, str]) -> None:
-    """Remove a disk from a volume group's erase marks, if no extents were freed on that disk.
+    """Remove a disk, on which no extents were freed, from a volume group's erase marks.
 
-    `disk` is a UUID. The same command removes the tags of `further_tags`. Call the function with
-    the group's lock held and a report that was read under that lock.
+    `disk` is a UUID. The same command removes the tags of `further_tags`. If the disk has no mark
+    of its own, nothing is changed, and the further tags stay. Call the function with the group's
+    lock held and a report that was read under that lock.
     """
     marks = erase_marks(group)
     if disk not in _marked_disks(marks):
@@ -87,8 +88,9 @@ def unmark_disk(lvm: Lvm, group: report.Group, disk: str, further_tags: Mapping[
 def unmark_if_erased(lvm: Lvm, group: report.Group) -> bool:
     """Remove a volume group's erase marks if no free extents are left to zero.
 
-    Returns True if the group has no mark afterwards. Call the function with the group's lock held
-    and a report that was read under that lock.
+    The marks stay while extents are being moved, a disk is missing, or the group has a sweep
+    volume. Returns True if the group has no mark afterwards. Call the function with the group's
+    lock held and a report that was read under that lock.
     """
     if not erase_marks(group):
         return True
@@ -137,12 +139,12 @@ def is_sweep(group: report.Group, name: str) -> bool:
 
 
 def is_deleted(logical: report.LogicalVolume) -> bool:
-    """Whether a logical volume's tags say that it was deleted and only has to be removed."""
+    """Whether a logical volume's tags say that it was deleted, and has to be erased and removed."""
     return volume_states.is_recorded(logical.own_tags, EndedBy.ERASER)
 
 
 def is_given_up(logical: report.LogicalVolume) -> bool:
-    """Whether an operator gave up the part of a logical volume that is on missing disks."""
+    """Whether an operator gave up the part of a logical volume on missing disks (tag `givenUp`)."""
     return tag.GIVEN_UP in logical.own_tags
 
 
@@ -182,8 +184,9 @@ class EraseJob(Job):
 class Eraser:
     """Erases and removes deleted volumes in the background.
 
-    `emptied` is called after a thin volume or snapshot was removed. `given_up` is called with the
-    name of a volume group in which an operator gave up data on missing disks.
+    `emptied` is called with each thin volume or snapshot after the command that removes it.
+    `given_up` is called with the name of a volume group in which an operator gave up data on
+    missing disks.
     """
 
     def __init__(
@@ -220,8 +223,10 @@ class Eraser:
         """Erase and remove a volume; if that takes long, go on in the background.
 
         The call waits two seconds; after that the volume is tagged as deleted, and the job goes on.
-        A volume that has copy-on-write snapshots, or that lacks a disk, is tagged and left to the
-        background at once. Raises VolumeInUse.
+        A volume that has copy-on-write snapshots, or that has to be erased and lacks a disk, is
+        tagged at once and left to the background. For a volume that is tagged already, only the job
+        is started. Raises VolumeInUse, and Stopping while a cancelled job of the volume has not
+        ended.
         """
         if volume.is_doomed:
             self._start(volume)
@@ -276,7 +281,10 @@ class Eraser:
         return _being_erased(job)
 
     def _start(self, volume: Volume) -> EraseJob:
-        """Start a job, or find the one under way; raise Stopping while a cancelled job ends."""
+        """Start the job that erases and removes a volume, or return the one under way.
+
+        Raises Stopping while a cancelled job of the volume has not ended.
+        """
         job, earlier = self._wipe_of(volume), self.jobs.of(str(volume.id))
         job.overwritten = earlier is not None and earlier.overwritten
         job = self.jobs.start(job)
@@ -321,7 +329,7 @@ class Eraser:
         """Erase and remove a volume; prove the volume's absence if it is not found.
 
         DeleteVolume answers NoSuchVolume with success, so a volume that exists must not cause that
-        error.
+        error; NotOverwritten is raised instead.
         """
         try:
             yield from self._erase_and_remove(job)
@@ -435,9 +443,11 @@ class Eraser:
         return replace(volume, read_only=volume.read_only or logical.is_copy_on_write)
 
     def _detachable(self, volume: Volume) -> Volume:
-        """Return a volume by a fresh report, if it can be detached.
+        """Return a deleted volume by a fresh report, if its pool or origin lets lvm2 detach it.
 
-        The caller holds the group's lock. Raises NoSuchVolume, NotOverwritten.
+        The caller holds the group's lock. Raises NoSuchVolume if the volume does not exist, and
+        NotOverwritten while a disk is missing or the volume has snapshots. For a volume that an
+        operator gave up, `given_up` is called before NotOverwritten is raised.
         """
         group = volume.group.name
         state = self._mender.mend(group)
@@ -458,7 +468,8 @@ class Eraser:
     def _dead_images(self, volume: Volume) -> str:
         """Return the kernel's health characters of a RAID with failed images, else an empty string.
 
-        Images on missing disks do not count. Runs no command.
+        A RAID with no more failed images than missing disks counts as one without failed images.
+        Runs no command.
         """
         logical = volume.group.volumes.get(volume.name)
         if logical is not None and logical.layout == {"linear"}:
@@ -496,7 +507,8 @@ class Eraser:
 
         lvm2 would write the cache back within its command, with the group's lock held; on a slow
         disk that takes hours. So the job raises NotOverwritten while the kernel still writes, and
-        is retried.
+        is retried. If lvm2 does not let the kernel write the cache back, the command that detaches
+        the cache does.
         """
         group, name = volume.group.name, volume.name
         if caches.is_clean(self._activator.status(group, name)):

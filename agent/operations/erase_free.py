@@ -1,4 +1,4 @@
-"""Zero free extents before a volume gets them: for a growth, and after the loss of a disk."""
+"""Zero free extents before volumes get them: for a growth, and where deleted data are left."""
 
 import logging
 from collections.abc import Collection, Iterator
@@ -27,10 +27,11 @@ from mount.mount_errors import CommandError
 
 _log = logging.getLogger(__name__)
 
-# Number of slices in which a sweep takes the extents to be zeroed. A sweep is a logical volume;
-# thin pools and COW stores can grow into the extents that it has not taken yet.
+# Number of steps in which a sweep takes the extents to be zeroed, each time one slice of them. A
+# sweep is a logical volume; thin pools and COW stores can grow into the extents that the sweep has
+# not taken yet.
 _SLICES = 32
-# Minimum size of a slice of a sweep, in bytes; fewer slices are taken if they would be smaller.
+# Minimum size, in bytes, of the extents that a sweep takes at a time.
 _SMALLEST_SLICE_BYTES = 1 << 30
 
 
@@ -45,7 +46,7 @@ class _Growth(Job):
 
 
 class AnotherSize(errors.Overwriting):
-    """Extents for a growth to another size are being zeroed.
+    """Extents for the growth of a volume to another size are being zeroed.
 
     `GrowthZeroer.withdraw` cancels that growth.
     """
@@ -78,7 +79,8 @@ class GrowthZeroer:
         Call the method with the group's lock held and a report that was read under that lock, and
         extend the volume at once. The first call reserves the extents and starts a job that zeroes
         them. The call after the job's end frees them for the volume. Together these two calls run
-        two commands. Raises Overwriting while the extents are being zeroed, AnotherSize, NoRoom.
+        two commands and read one report more. Raises Overwriting while the extents are being
+        zeroed, AnotherSize while extents for a growth to another size are being zeroed, and NoRoom.
         """
         group, reservation = volume.group, records.reservation_name(volume.name)
         lvm = self._lvm(group.name)
@@ -140,7 +142,10 @@ class GrowthZeroer:
         return error if isinstance(error, OSError | CommandError) else None
 
     def _reserve(self, volume: Volume, size_bytes: int) -> report.LogicalVolume:
-        """Create the logical volume that reserves extents, on the disks where a volume grows."""
+        """Create the logical volume that reserves extents for the growth of a volume; return it.
+
+        The extents are on the disks on which the volume grows. Runs a command and a report.
+        """
         group, shape = volume.group, volume.layout
         disks = layout.growth_placement(Room(group), group.volume(volume.name), shape)
         # Reserve as much of each disk as the volume allocates there, including parity and mirror
@@ -336,7 +341,11 @@ class FreedSpaceEraser:
             volumes.create(lvm, group.name, sweep, disks=disk_names, in_pieces=True)
 
     def _remove(self, group: report.Group, root: report.LogicalVolume) -> None:
-        """Remove a thin pool or an origin with all its dependents, which are all deleted."""
+        """Remove a thin pool or an origin that was given up, with all volumes that depend on it.
+
+        The caller knows that all of them are deleted. The volume group gets its erase mark first,
+        if one of the volumes has to be erased.
+        """
         lvm, dependents = self._lvm(group.name), _dependents(group, root)
         if self.policy.erases_any((root, *dependents)):
             erase_deleted.mark_for_erase(lvm, group)
@@ -378,7 +387,10 @@ def _removable_roots(group: report.Group) -> Iterator[report.LogicalVolume]:
 
 
 def _dependents(group: report.Group, root: report.LogicalVolume) -> list[report.LogicalVolume]:
-    """Return the volumes in a thin pool, and the copy-on-write snapshots of these and of `root`."""
+    """Return the volumes that are lost with a thin pool or an origin, which is `root`.
+
+    These are the volumes in the pool, and the copy-on-write snapshots of these and of `root`.
+    """
     thin_volumes = group.in_pool(root.name)
     snapshots = [
         snapshot

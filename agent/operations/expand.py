@@ -53,7 +53,8 @@ _log = logging.getLogger(__name__)
 
 # Tags that record a size which a volume does not have yet; a volume has at most one of the two.
 _ON_RECORD = (tag.WANTED, tag.REFUSED)
-# Errors for a lack of free extents, of space in a thin pool, or of metadata area.
+# Errors for a lack of free extents, of space in a thin pool, or of metadata area of the volume
+# group.
 _NO_ROOM = (errors.NoRoom, lvm_errors.NoSpace, lvm_errors.MetadataFull)
 
 
@@ -281,12 +282,19 @@ class Expander:
 
     @contextmanager
     def _held(self, volume_id: str) -> Iterator[Volume]:
-        """Provide a volume by a fresh report, with its group's lock held within the `with`."""
+        """Lock a volume's group within the `with`, repair the group, and provide the volume.
+
+        What is repaired is only what a killed lvm2 left in the group. The volume is of a fresh
+        report. Raises an error if the volume may not be expanded.
+        """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             yield self._mender.mended_volume(volume_id, Call.EXPAND)
 
     def _logging_refusals(self, volume_id: str) -> AbstractContextManager[None]:
-        """Log an error of lvm2 about the tag `refused`, which is only for a volume's health."""
+        """Return a context manager that only logs errors of lvm2 about the tag `refused`.
+
+        Nothing but the calls for a volume's health depends on that tag.
+        """
         return tag_writer.logging_refusals(volume_id, tag.REFUSED)
 
     def catch_up(self, volume: Volume) -> Volume:
@@ -327,9 +335,10 @@ class Expander:
         return replace(volume, size_bytes=wanted_bytes)
 
     def _extend(self, state: Fresh, volume: Volume, size_bytes: int) -> None:
-        """Extend a volume, which is deactivated first if it has copy-on-write snapshots.
+        """Extend a volume; deactivate an active volume with copy-on-write snapshots first.
 
-        Raises NoRoom, VolumeInUse, InUse, and Overwriting while its new extents are being zeroed.
+        Raises NoRoom, VolumeInUse, or InUse of lvm2; Overwriting while the new extents are being
+        zeroed.
         """
         group, allocator = volume.group, self._allocators.of_volume(volume)
         lvm = self._volume_groups.lvm(group.name)

@@ -14,7 +14,7 @@ that deletion the volume is left without a caller.
 
 Volumes without a caller are swept: deleted once their pod is gone. Kubelet removes a pod's
 directory with the pod. If the pod's directory is missing, and the directory of all pods exists, no
-call for the volume will follow. Each volume group sweeps in its own background loop, so that a
+call for the volume will follow. Each volume group is swept by its own background thread, so that a
 group that hangs delays no other group.
 """
 
@@ -80,10 +80,10 @@ class PendingSizes:
     def admit(
         self, volume_id: str, size_bytes: int, reported_bytes: Mapping[str, int], limit_bytes: int
     ) -> None:
-        """Add a volume that is about to be created to the total; raises InlineTotal.
+        """Add a new inline volume's size to the total. Raises InlineTotal if the limit is exceeded.
 
         `reported_bytes` has the allocated bytes of the volumes in the caller's report, by their
-        ids.
+        ids. `limit_bytes` is the limit.
         """
         with self._guard:
             total_bytes = sum({**self._sizes_bytes, volume_id: 0, **reported_bytes}.values())
@@ -99,7 +99,7 @@ class PendingSizes:
 
 @dataclass
 class _Attempt:
-    """Progress of one NodePublishVolume call.
+    """Progress of one NodePublishVolume call for an inline volume.
 
     `looked`: the call has looked for the volume. `began`: the call has begun to create the volume.
     """
@@ -148,7 +148,8 @@ class InlineVolumes:
         """Create an inline volume, format it and mount it at its target.
 
         The call continues from whatever step an earlier call reached. Runs five commands at most: a
-        report, lvcreate, and the commands of staging. Runs none if the volume is mounted.
+        report, lvcreate, and the commands of staging. Runs none if the volume is mounted. After a
+        final error the volume is deleted if it holds no data.
         """
         target_path = target.resolve(
             self._kernel, call.target_path, self._configuration.now.kubelet_dir
@@ -376,8 +377,8 @@ class InlineVolumes:
     ) -> None:
         """Raise an error if a target is taken, or if the volume has another target.
 
-        The errors are ForeignMount if another device is mounted at the target, and VolumeInUse for
-        a second target.
+        The errors are ForeignMount if another device is mounted at the target, VolumeInUse for a
+        second target, and those of `target.check_directory`.
         """
         number = None if device is None else device.number
         for mount in mount_table.at(target_path):

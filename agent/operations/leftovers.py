@@ -32,17 +32,18 @@ class Leftovers:
 
     @contextmanager
     def of_volume(self, call: requests.CreateVolume) -> Iterator[None]:
-        """Raise Unfinished for a CreateVolume that fails within the `with` while its volume exists.
+        """Raise Unfinished for a final error of CreateVolume if its volume exists, or may exist.
 
-        Unfinished is answered as ABORTED, so that the caller repeats the call. Errors after which
-        the caller repeats the call anyway, or which are about the request, pass unchanged.
+        The call runs within the `with`. Unfinished is answered as ABORTED, so that the caller
+        repeats the call. Errors after which the caller repeats the call anyway, or which are about
+        the request, pass unchanged.
         """
         name = names.logical_volume(ids.VOLUME_PREFIX, call.name)
 
         def left() -> bool:
             device_class = plan.device_class(self._configuration.now, "parameters", call.parameters)
-            # Look in all volume groups: the class may have had another group when the volume was
-            # created.
+            # Search all volume groups: the device class may have had another group when the volume
+            # was created.
             all_groups = self._every(device_class.group)
             logical_volumes = _callers(all_groups.groups.values())
             is_there = any(logical.name == name for logical in logical_volumes)
@@ -108,13 +109,13 @@ class Leftovers:
     def _every(self, group: str) -> EveryGroup:
         """Return a report of all volume groups, read as CreateVolume reads them to find its volume.
 
-        The state of the named group is fresh.
+        The state of the volume group `group` is fresh; a refused group is left out.
         """
         try:
             state = self._reports.fresh(group)
         except errors.GroupRefused:
-            # Leave out a refused group: what it has is another node's or has no owner, and no call
-            # on this node creates or deletes it.
+            # Leave out a refused volume group: its volumes belong to another node or have no owner,
+            # and no call on this node creates or deletes them.
             state = Fresh({}, asked=frozenset({group}))
         return self._reports.every_group(state)
 
@@ -149,12 +150,13 @@ def _unfinished(
         try:
             is_left = has_leftovers()
         except errors.GroupRefused:
-            # Nothing is left for the caller in a refused group: what it has is another node's or
-            # has no owner, and no call on this node creates or deletes it.
+            # Count nothing in a refused volume group as left for the caller: the group's volumes
+            # belong to another node or have no owner, and no call on this node creates or deletes
+            # them.
             is_left = False
         except Exception:
-            # Assume that something is left, as nothing is proved; the call's own error says more
-            # than this one.
+            # Assume that the failed call left something, since the groups could not be read. The
+            # error of the call is raised, which says more than the error of reading.
             is_left = True
         if not is_left:
             raise

@@ -25,7 +25,7 @@ _NO_ANSWER = (
 
 @dataclass(frozen=True)
 class Here(Generic[T]):
-    """Entries of the volume groups that could be read, and why the other groups could not be read.
+    """Volumes or snapshots of the readable volume groups, and why other groups could not be read.
 
     `entries` are sorted by id. `away` has the reason for each unreadable group, by the group's
     name.
@@ -46,7 +46,7 @@ class Listing:
         """Return one page of the volumes, sorted by id.
 
         Raises the error of a volume group that cannot be read: GroupBusy, GroupSilent,
-        GroupAwaited, GroupRefused.
+        GroupAwaited, GroupRefused; GroupMissing for a configured group that is not on this node.
         """
         all_groups = self._reports.lists()
         for name in self._volume_groups.names:
@@ -56,9 +56,9 @@ class Listing:
         return requests.part({str(volume.id): volume for volume in all_groups.listed()}, page)
 
     def volumes(self) -> Here[Volume]:
-        """Return the volumes of all volume groups that can be read.
+        """Return the volumes of all volume groups that can be read, and why others cannot be read.
 
-        Raises TooManyCalls, Starting.
+        Raises TooManyCalls if too many calls run, and Starting before the end of the start.
         """
         all_groups, away = self._look()
         volumes = all_groups.listed()

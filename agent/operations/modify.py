@@ -24,7 +24,9 @@ from lvm.tuning import PLAIN, Tuning
 def modify(context: Context, call: ModifyVolume) -> None:
     """Set a volume's mutable parameters; run two commands, or one if the volume has them.
 
-    Raises BadField, HasSnapshots, NoCgroup; nothing is changed in that case.
+    Raises BadField for parameters that the volume cannot have, HasSnapshots if the read-ahead of a
+    volume with copy-on-write snapshots would change, and NoCgroup if I/O cannot be limited on this
+    node; nothing is changed in these cases.
     """
     context.limiter.require(call.tuning)
     with context.volume_groups.hold(ids.group_of(call.volume_id)):
@@ -38,11 +40,12 @@ def modify(context: Context, call: ModifyVolume) -> None:
 
 
 def ensure(lvm: Lvm, volume: Volume, requested: Tuning, bound_kib: int) -> Tuning:
-    """Change the mutable parameters that a volume lacks, and return all its parameters.
+    """Change the mutable parameters in which a volume differs from a request; return them all.
 
     Writes the group's metadata once, or not at all. `bound_kib` limits RAID recovery, in KiB a
-    second; 0 means no limit. The caller holds the group's lock. Raises BadField, HasSnapshots;
-    nothing is changed in that case.
+    second; 0 means no limit. The caller holds the group's lock. Raises BadField for parameters that
+    the volume cannot have, and HasSnapshots if the read-ahead of a volume with copy-on-write
+    snapshots would change; nothing is changed in these cases.
     """
     group, present = volume.group, volume.group.volume(volume.name).tuning
     check(requested, volume.layout, present)
@@ -63,7 +66,7 @@ def ensure(lvm: Lvm, volume: Volume, requested: Tuning, bound_kib: int) -> Tunin
 
 
 def complete(lvm: Lvm, group: str, name: str, requested: Tuning) -> None:
-    """Set the parameters of a new volume that lvcreate refuses; runs at most one command.
+    """Set the parameters of a new volume that lvcreate cannot set; runs at most one command.
 
     Few volumes have such parameters.
     """

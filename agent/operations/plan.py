@@ -23,8 +23,8 @@ from mount import mount_errors as mount_errors
 LEAST_BYTES = 4 << 20
 # Default stripe size of lvm2, in bytes (lvmraid(7)).
 _STRIPE_BYTES = 64 << 10
-# Maximum stripe or chunk, in bytes, to which data behind a LUKS2 header are aligned. Alignment to
-# larger ones would waste more than it saves.
+# Maximum size of a stripe or chunk, in bytes, to which the data behind a LUKS2 header are aligned.
+# Alignment to larger ones would waste more than it saves.
 _MOST_UNIT_BYTES = 64 << 20
 
 
@@ -76,9 +76,11 @@ def with_defaults(
     device_class: DeviceClass,
     source_fs_type: str = "",
 ) -> Parameters:
-    """Return parameters completed by their device class, so that they no longer depend on it.
+    """Return a request's parameters, completed by the values of the volume's device class.
 
-    `source_fs_type` is the file system of the source of a copy.
+    A later change of the class does not affect a volume with completed parameters. `source_fs_type`
+    is the file system of the source of a copy. The file system is empty if the volume is not
+    mounted.
     """
     requested = (
         next((capability.fs_type for capability in capabilities if capability.fs_type), "")
@@ -96,10 +98,10 @@ def new(
     group: report.Group,
     origin: Snapshot | Volume | None,
 ) -> tuple[int, dict[str, str]]:
-    """Return the size and the tags of a new volume.
+    """Return the size, in bytes, and the tags of a new volume.
 
     `origin` is the snapshot or volume that the new volume is copied from; None for an empty volume.
-    Raises BadField, BadSize.
+    Raises BadField or BadSize for a request that cannot be met.
     """
     if origin is None:
         size, own_tags = _planned(
@@ -139,7 +141,7 @@ def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dic
     """Return the tags that a new volume with `own_tags` gets from its source.
 
     One of the tags marks the volume as incomplete. Raises BadField if the contents cannot be used
-    as requested, TagsDamaged.
+    as requested, and TagsDamaged if the source's tags do not say what kind of volume it is.
     """
     source_id, source_tags = str(origin.id), origin.own_tags
     copied_tags = {**volume_states.tags_for(EndedBy.COPIER), tag.FROM: source_id}
@@ -182,7 +184,7 @@ def _planned(
     header_bytes: int,
     source_fs_type: str = "",
 ) -> tuple[int, dict[str, str]]:
-    """Return a volume's size, and the tags with which a repeated request is compared.
+    """Return a volume's size in bytes, and the tags with which a repeated request is compared.
 
     `header_bytes` of the size are a LUKS2 header; `source_fs_type` is the file system of the source
     of a copy.
@@ -221,7 +223,7 @@ def _capabilities(call: CreateVolume) -> str:
 
 
 def of_class(device_class: DeviceClass, size_bytes: int, group: report.Group) -> dict[str, str]:
-    """Return the tags that a device class gives a volume, whether it is created or received."""
+    """Return the tags that a device class gives a volume that is created, received or adopted."""
     own_tags = {}
     if device_class.cache is not None and not device_class.layout.is_thin:
         own_tags[tag.CACHE] = device_class.cache.tag_value(size_bytes, group.extent_size_bytes)
@@ -231,7 +233,10 @@ def of_class(device_class: DeviceClass, size_bytes: int, group: report.Group) ->
 
 
 def _check_options(call: CreateVolume, parameters: Parameters) -> None:
-    """Raise BadField for options that mkfs or mount would refuse when the volume is staged."""
+    """Raise BadField for options that mkfs or mount would refuse when the volume is staged.
+
+    The options of a raw block volume are not checked, nor mkfs options for a copy.
+    """
     if not parameters.fs_type:
         # Check no options for raw block access: one StorageClass often serves both kinds of access,
         # and its options are for mounts.
