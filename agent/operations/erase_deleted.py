@@ -274,7 +274,10 @@ class Eraser:
         return True
 
     def pending(self, volume: Volume) -> errors.OperationPending:
-        """Return the error, with the progress, for a call that has to wait for an erasure."""
+        """Return the error for a call that has to wait for the erasure of a volume.
+
+        The error has the progress, if this process erases the volume.
+        """
         job = self.jobs.of(str(volume.id))
         if job is None:
             return errors.OperationPending(f"{volume.id} (being erased)")
@@ -570,9 +573,10 @@ class Eraser:
         return all(are_lost)
 
     def _zero_present(self, volume: Volume, device: str, offset: int, length: int, way: By) -> bool:
-        """Zero the extents of a range that are on present disks; raise if one of these disks fails.
+        """Zero the extents of a range that are on present disks.
 
-        Returns whether all extents that failed are certainly on missing disks.
+        Raises OSError if a present disk fails. Returns whether all extents that failed are
+        certainly on missing disks.
         """
         extent, end, are_lost = volume.group.extent_size_bytes, offset + length, True
         while offset < end:

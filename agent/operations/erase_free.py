@@ -117,9 +117,10 @@ class GrowthZeroer:
             raise AnotherSize(job.key, str(job.progress))
 
     def withdraw(self, volume_id: str) -> None:
-        """Cancel a growth that is under way, and free its extents; runs a report and a command.
+        """Cancel the growth of a volume, and free its reserved extents.
 
-        Raises Stopping if the job takes longer than ten seconds to zero its present chunk.
+        Runs a report and a command. Raises Stopping if the job takes longer than ten seconds to
+        zero its present chunk.
         """
         group = ids.group_of(volume_id)
         with self._conflicts.enter(Call.EXPAND_OTHER, volume_id), self._volume_groups.hold(group):
@@ -128,13 +129,20 @@ class GrowthZeroer:
                 volumes.remove(self._lvm(group), group, reserved.name)
 
     def wait(self, volume_id: str) -> bool:
-        """Wait up to ten seconds for the job that `take` started; return whether it has ended."""
+        """Wait up to ten seconds for the job that `take` started; return whether the job has ended.
+
+        The result is True if there is no job.
+        """
         job = self.jobs.of(volume_id)
         patience = command.patience_seconds(self.grace_seconds)
         return job is None or bool(wait([job.ended], patience).done)
 
     def problem(self, volume_id: str) -> Exception | None:
-        """Return the error of the last job for a volume, if it failed, until another job starts."""
+        """Return the error with which the zeroing of a volume's new extents failed.
+
+        The result is None if the last job has not ended, has succeeded, or failed otherwise than by
+        an error of a disk or of a command.
+        """
         job = self.jobs.of(volume_id)
         if job is None or not job.ended.done():
             return None
@@ -173,7 +181,10 @@ class GrowthZeroer:
 
 
 def _taken_bytes(volume: Volume, size_bytes: int) -> int:
-    """Return the bytes that `size_bytes` of a volume allocate on all of its disks together."""
+    """Return the bytes that `size_bytes` of a volume allocate on all of its disks together.
+
+    Parity and mirror images are included.
+    """
     shape = volume.layout
     return size_bytes if shape.is_linear else size_bytes // shape.stripes * shape.disks
 

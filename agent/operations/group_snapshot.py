@@ -450,7 +450,10 @@ class GroupSnapshotter:
         return set(filter(self._volume_groups.of, (place.partition("@")[0] for place in places)))
 
     def _named(self, all_groups: EveryGroup, own_name: str) -> list[Snapshot]:
-        """Return the snapshots of a group snapshot by its name, in any of Carver's groups."""
+        """Return the snapshots, in all groups, of the group snapshot whose id has this name.
+
+        The groups are the volume groups in `all_groups`.
+        """
         for identity in all_groups.group_snapshots():
             if ids.logical_name(identity) == own_name:
                 return all_groups.members(identity)

@@ -66,7 +66,11 @@ class PendingSizes:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Count a call as under way within the `with`, in which its report is read."""
+        """Count a NodePublishVolume call as under way within the `with`.
+
+        The call reads its report within the `with`. When no call is under way any more, all sizes
+        are forgotten.
+        """
         with self._guard:
             self._calls += 1
         try:
@@ -92,7 +96,7 @@ class PendingSizes:
             self._sizes_bytes[volume_id] = size_bytes
 
     def forget(self, volume_id: str) -> None:
-        """Remove a volume that was not created, or that is deleted, from the total."""
+        """Remove the size of a volume that was not created, or that is deleted, from the total."""
         with self._guard:
             self._sizes_bytes.pop(volume_id, None)
 
@@ -331,7 +335,10 @@ class InlineVolumes:
                     _log.warning("%s", error)
 
     def _all(self, state: Known, group: str = "") -> list[Volume]:
-        """Return the inline volumes of a volume group, or of all groups if none is named."""
+        """Return the inline volumes in a report, of one volume group or of all groups.
+
+        An empty `group` means all groups.
+        """
         inline_volumes = (volume for volume in state.volumes() if volume.is_ephemeral)
         return [volume for volume in inline_volumes if group in ("", volume.group.name)]
 

@@ -54,7 +54,7 @@ class Leftovers:
 
     @contextmanager
     def of_snapshot(self, call: requests.CreateSnapshot) -> Iterator[None]:
-        """Raise Unfinished for a CreateSnapshot that fails while its snapshot exists.
+        """Raise Unfinished for a final error of CreateSnapshot if its snapshot exists or may exist.
 
         The call runs within the `with`. Unfinished is answered as ABORTED, so that the caller
         repeats the call. Errors after which the caller repeats the call anyway, or which are about
@@ -74,11 +74,12 @@ class Leftovers:
 
     @contextmanager
     def of_group_snapshot(self, call: requests.CreateGroupSnapshot) -> Iterator[None]:
-        """Raise Unfinished for a failed CreateVolumeGroupSnapshot while its snapshots all exist.
+        """Raise Unfinished for a final error of CreateVolumeGroupSnapshot if all snapshots exist.
 
-        The call runs within the `with`. Unfinished is answered as ABORTED, so that the caller
-        repeats the call. Errors after which the caller repeats the call anyway, or which are about
-        the request, pass unchanged.
+        Unfinished is also raised if the volume groups of the snapshots cannot be read. The call
+        runs within the `with`. Unfinished is answered as ABORTED, so that the caller repeats the
+        call. Errors after which the caller repeats the call anyway, or which are about the request,
+        pass unchanged.
         """
 
         def left() -> bool:

@@ -56,7 +56,7 @@ class Listing:
         return requests.part({str(volume.id): volume for volume in all_groups.listed()}, page)
 
     def volumes(self) -> Here[Volume]:
-        """Return the volumes of all volume groups that can be read, and why others cannot be read.
+        """Return the volumes of all readable volume groups, and why others cannot be read.
 
         Raises TooManyCalls if too many calls run, and Starting before the end of the start.
         """
@@ -65,9 +65,9 @@ class Listing:
         return Here(tuple(sorted(volumes, key=lambda volume: str(volume.id))), away)
 
     def snapshots(self) -> Here[Snapshot]:
-        """Return the snapshots of all volume groups that can be read.
+        """Return the snapshots of all readable volume groups, and why others cannot be read.
 
-        Raises TooManyCalls, Starting.
+        Raises TooManyCalls if too many calls run, and Starting before the end of the start.
         """
         all_groups, away = self._look()
         snapshots = self._reports.listed_snapshots(all_groups)

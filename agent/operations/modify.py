@@ -78,9 +78,10 @@ def complete(lvm: Lvm, group: str, name: str, requested: Tuning) -> None:
 def bounded(
     config: Config, device_class: DeviceClass, requested: Tuning = tuning.AS_IT_IS
 ) -> Tuning:
-    """Return the parameters of a new volume of a class, with the limit on RAID recovery.
+    """Return the mutable parameters of a new volume, with the limit on RAID recovery.
 
-    `requested` are the mutable parameters that the caller asked for.
+    `requested` are the mutable parameters that the caller asked for. A volume that is not a RAID
+    gets no limit.
     """
     if not device_class.layout.is_raid:
         return requested

@@ -47,7 +47,7 @@ class NodeVolumes:
         return self._configuration.now.kubelet_dir
 
     def place(self, path: str) -> str:
-        """Resolve a path of a request; raise BadPath unless it is inside kubelet's directory."""
+        """Return a request's path, resolved; raise BadPath if it is outside kubelet's directory."""
         return target.resolve(self._kernel, path, self.inside)
 
     def device(self, volume_id: str) -> Device | None:

@@ -337,7 +337,7 @@ def require_same(call: CreateVolume, volume: Volume) -> None:
 
 
 def differing(volume: Volume, parameters: Parameters) -> Iterator[tuple[str, str, str]]:
-    """Return the parameters that differ from a volume: key, requested value, and the volume's.
+    """Return the parameters that differ from a volume's: key, requested and present value.
 
     Only parameters that are given are compared, because the device class may have changed since the
     volume was created.

@@ -16,9 +16,9 @@ zeroed before it is removed, unless the setting `wipe` is `none`. The steps are:
 6. Remove the pool with the volume and the cache.
 
 A restart resumes the work by the tag `wiping`: a process that was killed before step 2 left an
-empty pool, and one that was killed later left a pool with only that volume. The job's `due`
-function finds both. If a call needs the pool meanwhile, the pool is kept: the job ends at its next
-chunk, before the call locks the group, and the zeroing volume is removed.
+empty pool, and one that was killed later left a pool with only that volume. `_due` finds both. If a
+call needs the pool meanwhile, the pool is kept: the job ends at its next chunk, before the call
+locks the group, and the zeroing volume is removed.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,7 +50,8 @@ class PoolBeingZeroed(Exception):
 class PoolRemover:
     """Zeroes and removes empty thin pools in the background, one at a time for each volume group.
 
-    `freed` is called with the name of a group in which extents were freed that must be zeroed.
+    `freed` is called with the name of a volume group in which extents were freed that must be
+    zeroed.
     """
 
     def __init__(self, context: Context, *, freed: Callable[[str], object]) -> None:
@@ -70,8 +71,8 @@ class PoolRemover:
         )
         self._conflicts = context.conflicts
         self._conflicts.add(Work.EMPTY_POOL, self.jobs)
-        # Keys, `group/pool`, of pools that must be checked again when no call keeps them any
-        # longer.
+        # Keys, `group/pool`, of pools that must be checked for volumes again when no call keeps
+        # them any longer.
         self._kept_keys: set[str] = set()
 
     def remove(self, thin_volume: Volume | Snapshot) -> None:
@@ -107,8 +108,8 @@ class PoolRemover:
     def remove_if_empty(self, group: str, pool: str) -> Future[None]:
         """Zero and remove a thin pool in the background, if the pool is empty when the job runs.
 
-        If calls keep the pool, the job starts when the last of these calls ends, and the returned
-        future is already done.
+        Returns a future of the job's end. If calls keep the pool, the job starts when the last of
+        these calls ends, and the returned future is already done.
         """
         key = f"{group}/{pool}"
         try:
@@ -248,7 +249,10 @@ class PoolRemover:
         return None
 
     def _wiping_device(self, group: report.Group, pool: report.LogicalVolume) -> str:
-        """Return the device of a thin volume as large as its pool's data; create it if needed."""
+        """Return the path of a thin volume as large as its pool's data; create it if needed.
+
+        The volume is active. Writing to the whole volume overwrites all chunks of the pool.
+        """
         device_class = pool.own_tags[tag.CLASS]
         name = wipe_name(device_class)
         # Create the volume, as the pool is empty. If a logical volume outside the pool has the
@@ -316,7 +320,7 @@ class PoolRemover:
 
 
 def _is_zeroing_volume(logical: report.LogicalVolume) -> bool:
-    """Whether a logical volume is the one that zeroes its thin pool, and not a user's."""
+    """Whether a logical volume is the one by which its thin pool is zeroed, and not a user's."""
     own_tags = logical.own_tags
     is_named_so = names.is_of(ids.WIPE_PREFIX, logical.name)
     is_own = tag.NAME not in own_tags and erase_deleted.is_deleted(logical)

@@ -32,16 +32,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a repair: if it is done, and a sentence about its last or awaited step."""
+    """Progress of a repair: whether it is done, and a message about its last or next step."""
 
     done: bool
     message: str
 
 
 def rebuilding(activator: Activator, group: report.Group) -> str:
-    """Return the RAID volumes of a volume group that are not in sync, with percentages.
+    """Return the RAID volumes of a volume group that are not in sync, with percentages, as a text.
 
-    The result is empty if all RAID volumes are in sync.
+    The result is empty if all active RAID volumes are in sync.
     """
     entries = []
     for logical in sorted(records.every(group), key=attrgetter("name")):
@@ -78,7 +78,9 @@ class Repairer:
         """Take the next step of a volume's repair; with `pool_metadata` also of its thin pool's.
 
         Runs four commands at most, and for a thin pool one more for each active volume in it.
-        Raises NotRepairable, NoRoom, VolumeInUse.
+        Raises NotRepairable for data that were on missing disks alone and for damaged pool metadata
+        without `pool_metadata`, NoRoom if no disk has room for a new image, and VolumeInUse if a
+        volume of the damaged pool is in use.
         """
         with self._volume_groups.hold(group := ids.group_of(volume_id)):
             volume = self._mender.mended_volume(volume_id, Call.MANAGE)
@@ -104,6 +106,7 @@ class Repairer:
         """Take the next step of a RAID volume's repair; new images are created on `disks`.
 
         Call the method with the group's lock held and a report that was read under that lock.
+        Raises NotRepairable if the remaining images do not have all data.
         """
         logical, path, lvm = group.volume(name), f"{group.name}/{name}", self._lvm(group.name)
         lost_images = sum(group.lost_images(logical))
@@ -168,7 +171,12 @@ class Repairer:
             )
 
     def _repair_pool(self, group: report.Group, pool: str, *, is_confirmed: bool) -> Progress:
-        """Have lvm2 rewrite the metadata of a thin pool, if no volume of the pool is in use."""
+        """Have lvm2 rewrite the damaged metadata of a thin pool whose volumes are not in use.
+
+        The volumes and the pool are deactivated first. An undamaged pool is only activated. Raises
+        VolumeInUse, and NotRepairable unless `is_confirmed`, or if the pool is still damaged
+        afterwards.
+        """
         path, lvm = f"{group.name}/{pool}", self._lvm(group.name)
         if (why := self._damage(group, pool)) == "":
             return Progress(True, f"the thin pool {path} is whole")
@@ -199,7 +207,8 @@ class Repairer:
     def _damage(self, group: report.Group, pool: str) -> str:
         """Return what is wrong with a thin pool's metadata; empty if nothing.
 
-        The kernel reports the damage, or lvm2 when it activates the pool.
+        An inactive pool is activated. The kernel reports the damage, or lvm2 when it activates the
+        pool.
         """
         if not self._activator.is_active(group.name, pool):
             try:
@@ -231,9 +240,10 @@ def candidates(group: report.Group, logical: report.LogicalVolume) -> list[str]:
 _LOOK_SECONDS = 30.0
 # Time between the end of an attempt to repair a volume and the next attempt, in seconds.
 _RETRY_SECONDS = 300.0
-# Time limit, in seconds, for which a step of a repair may make no progress.
+# Time limit, in seconds, for which the commands of a step of an automatic repair may make no
+# progress.
 _PATIENCE_SECONDS = 60.0
-# Log message of a check that failed.
+# Log message of a failed check for volumes to repair.
 _FAILURE = "volume group %s: cannot look for volumes to repair: %s"
 
 
@@ -312,9 +322,9 @@ class AutoRepair:
         return False
 
     def _degraded(self, group: str, classes: Collection[str]) -> Iterator[Volume]:
-        """Yield the volumes of these classes in a volume group that lack a disk.
+        """Yield the RAID volumes of these device classes, in a volume group, that lack a disk.
 
-        Yields nothing if no group answers.
+        Yields nothing if no volume group answers.
         """
         try:
             state = self._reports.seen(MONITOR_AGE_SECONDS)

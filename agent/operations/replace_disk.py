@@ -51,7 +51,8 @@ _LOOK_SECONDS = 5.0
 class Replacement:
     """Replaces disks of volume groups.
 
-    `freed` is called with the name of a group in which extents were freed that must be zeroed.
+    `freed` is called with the name of a volume group in which extents were freed that must be
+    zeroed.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class Replacement:
         """Take the next step of replacing a disk, and return the progress.
 
         `old_name` is the path of a disk, or the UUID of a missing disk; `new_path` is a path.
-        Raises NoSuchDisk, WouldBeLost, DiskTooSmall, NotVacant, BadField, and the errors of
-        repairing a volume.
+        Raises NoSuchDisk if no group has the old disk, WouldBeLost if data are on the missing disk
+        alone, DiskTooSmall or NotVacant for an unfit new disk, BadField for a new disk that Carver
+        may not use, NotRepairable if another disk is missing, and the errors of repairing a volume.
         """
         name = self._group_of(old_name, new_path)
         with self._volume_groups.hold(name):
@@ -152,7 +154,10 @@ class Replacement:
         return self._reports.group(self._mender.mend(name), name)
 
     def _find(self, group: Group, disk: str) -> PhysicalVolume | None:
-        """Return a disk of a volume group by its UUID or any path; None if there is none."""
+        """Return the disk of a volume group that has a UUID or a path; None if there is none.
+
+        Any path of the disk's device will do. A missing disk is found by its UUID only.
+        """
         if (
             by_uuid := next(
                 (
@@ -198,8 +203,8 @@ class Replacement:
         size_bytes = self._vacant_bytes(new_path, is_labelled=isinstance(label, PhysicalLabel))
         self._require_equal_blocks(group, new_path)
         extent = group.extent_size_bytes
-        # Give the new disk the largest metadata area that leaves room for the extents, so that a
-        # small metadata area of another disk no longer limits the size of the group's metadata.
+        # Choose the largest metadata area of the new disk that leaves room for the extents of the
+        # old disk, so that the group's metadata may grow.
         for area_bytes in (groups.widest_area_bytes(group), group.metadata_bytes):
             free_extents = max(0, size_bytes - groups.LABEL_BYTES - area_bytes) // extent
             if free_extents >= old_disk.allocated_extents:
@@ -255,7 +260,8 @@ class Replacement:
         A move frees extents with users' data: on the old disk, and on the new disk if the move is
         aborted. So both disks are marked before the move, and nothing is allocated from their free
         extents until these are zeroed. The old disk's free extents are not zeroed while allocation
-        on it is stopped; if the replacement is abandoned, they are zeroed.
+        on it is stopped; if the replacement is abandoned, they are zeroed. Returns the progress:
+        the call that finds no extents left removes the disk.
         """
         lvm, pair = self._lvm(group.name), (old_disk.uuid, new_disk.uuid)
         filled = {key: value for key, value in group.own_tags.items() if key == tag.FILLED}
@@ -302,7 +308,11 @@ class Replacement:
     def _rebuild(
         self, group: Group, old_disk: PhysicalVolume, new_disk: PhysicalVolume
     ) -> Progress:
-        """Rebuild the RAID images of a missing disk, and remove the disk from the group."""
+        """Take the next step of rebuilding a missing disk's RAID images; return the progress.
+
+        When nothing is allocated on the missing disk any more, it is removed from the group, unless
+        other missing disks still have extents.
+        """
         lvm, steps = self._lvm(group.name), []
         erase_deleted.remove_partial_sweep(lvm, group)
         for logical in sorted(records.every(group), key=attrgetter("name")):
@@ -345,8 +355,9 @@ class Replacement:
 
         The replacement is done when all volumes are in sync, so that another disk may be lost.
         """
-        # Unmark erased disks within this call: if another disk is lost before a later change of the
-        # group, that change would have lvm2 mark the lost disk as missing for good.
+        # Remove the erase marks within this call, if nothing is left to zero: if another disk is
+        # lost before a later change of the group, that change would have lvm2 mark the lost disk as
+        # missing for good.
         if not erase_deleted.unmark_if_erased(self._lvm(group.name), group):
             self._freed(group.name)
         # Limit RAID recovery to the present setting: a volume may be older than the setting, and

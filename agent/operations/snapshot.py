@@ -66,7 +66,9 @@ class Snapshotter:
         """Take a snapshot, or find the one that an earlier call took.
 
         Runs two commands at most: a report, and lvcreate, which also adds the tags. Raises
-        ExcludedByTopology.
+        ExcludedByTopology if the request excludes this node, Incompatible if the snapshot exists
+        with another source, OperationPending while a deleted snapshot of that name is being erased,
+        NoRoom, NotSnapshotted.
         """
         if not call.topology.includes(self._configuration.now.here):
             raise errors.ExcludedByTopology(self._configuration.now.node_id)
@@ -102,7 +104,8 @@ class Snapshotter:
 
         The caller holds the group's lock. `volume` is of a report that was read under that lock;
         the snapshot's sequence number follows from it. A thin volume gets a thin snapshot, unless
-        `copy_on_write`. Raises NoRoom, NotSnapshotted.
+        `copy_on_write`. Raises NoRoom, and NotSnapshotted for a volume that lvm2 cannot take a
+        snapshot of.
         """
         area_bytes = self.needed_bytes(volume, size, copy_on_write=copy_on_write)
         group = volume.group
@@ -146,9 +149,10 @@ class Snapshotter:
         )
 
     def make_room(self, *volumes: Volume) -> None:
-        """Extend the thin pools of volumes if they are too full to suspend a volume.
+        """Extend the thin pools of volumes, if a pool is too full to suspend a volume in it.
 
-        The caller holds the locks of the groups. Raises NoRoom, PoolSilent.
+        The caller holds the locks of the volume groups. Raises NoRoom, or PoolSilent if a pool does
+        not report how full it is.
         """
         pooled = ((volume, volume.group.volume(volume.name).pool) for volume in volumes)
         pools = {(volume.group.name, pool): volume for volume, pool in pooled if pool}
@@ -169,7 +173,8 @@ class Snapshotter:
 
         For a copy-on-write snapshot these are the size of its COW store. For a thin snapshot they
         are the size of its volume, which the thin pool must be able to allocate. `further_bytes` of
-        the room are for `further_count` other logical volumes. Raises NoRoom, NotSnapshotted.
+        the room are for `further_count` other logical volumes. Raises NoRoom, and NotSnapshotted
+        for a volume that lvm2 cannot take a snapshot of.
         """
         group = volume.group
         if not caches.can_be_origin(group.volume(volume.name)):
@@ -207,7 +212,9 @@ class Snapshotter:
     def delete(self, snapshot_id: str) -> None:
         """Split a snapshot from its origin, erase and remove it; a missing snapshot is no error.
 
-        Runs two commands at most before the erasing, which may outlast the call.
+        Runs two commands at most before the erasing, which may outlast the call. Raises PartOfGroup
+        for a snapshot of a group snapshot, and VolumeInUse while a volume is copied from the
+        snapshot.
         """
         parsed = VolumeId.parse(snapshot_id)
         if parsed is None:
@@ -241,7 +248,8 @@ class Snapshotter:
     def go_on(self, state: Known, snapshot_id: str) -> None:
         """Erase, in the background, the rest of a snapshot that was split from its origin.
 
-        Raises NeedsOther or TagsDamaged for a snapshot that must not be erased.
+        Does nothing if no rest is left. Raises NeedsOther or TagsDamaged for a snapshot that must
+        not be erased.
         """
         own_name = ids.logical_name(snapshot_id)
         if not any(
@@ -265,10 +273,11 @@ class Snapshotter:
         self.finish(snapshot)
 
     def part(self, snapshot: Snapshot) -> None:
-        """Split a snapshot from its origin, or remove it.
+        """Take the first step of a snapshot's deletion: split it from its origin, or remove it.
 
-        The caller holds the group's lock. While a disk is missing lvm2 splits nothing, so the
-        snapshot is tagged as deleted.
+        The caller holds the group's lock. A copy-on-write snapshot is split if it has to be erased;
+        `finish` erases it afterwards. Other snapshots are removed. While a disk is missing lvm2
+        splits nothing, so the snapshot is tagged as deleted.
         """
         group = snapshot.group.name
         lvm = self._volume_groups.lvm(group)
@@ -303,7 +312,7 @@ class Snapshotter:
         return holder is not None and not holder.disks.isdisjoint(snapshot.group.missing_uuids)
 
     def get(self, snapshot_id: str) -> Snapshot:
-        """Return the snapshot of an id; raises NoSuchSnapshot."""
+        """Return the snapshot that has an id; raises NoSuchSnapshot."""
         parsed = VolumeId.parse(snapshot_id)
         if parsed is None:
             raise errors.NoSuchSnapshot(snapshot_id)
@@ -332,7 +341,10 @@ class Snapshotter:
         return requests.part(snapshots, call.page)
 
     def require_free(self, state: Known, *logical: str) -> None:
-        """Raise OperationPending while a deleted snapshot of one of these names is erased."""
+        """Raise OperationPending while a deleted snapshot of one of these names is being erased.
+
+        Starts the job that erases the snapshot, if there is none.
+        """
         for doomed in state.doomed():
             if doomed.name in logical:
                 # Start a job, as none may exist yet: a killed lvcreate leaves a COW store, too.
@@ -341,7 +353,10 @@ class Snapshotter:
 
 
 def _same(existing: Snapshot, call: CreateSnapshot) -> Snapshot:
-    """Return the snapshot of an earlier call; raise Incompatible if it has another source."""
+    """Return the snapshot of an earlier call; raise Incompatible if it has another source.
+
+    A snapshot whose data are lost is returned, too, with a warning in the log.
+    """
     if str(existing.source_id) != call.source_id:
         raise errors.Incompatible(
             f"cannot take snapshot {call.name!r}: it exists, of {existing.source_id}, not of"

@@ -1,6 +1,6 @@
 """Health of volumes for CSI's health calls, by the cached state of their groups, with its age.
 
-No call waits for a disk, or starts a process, if the last report or the kernel knows the volume.
+A call waits for no disk, and starts no process, if the last report or the kernel knows the volume.
 Only the absence of a volume has to be proved, by a fresh report of its group.
 """
 
@@ -63,7 +63,7 @@ class VolumesHealth:
         self._reports, self._activator = context.reports, context.activator
         self._volume_groups = context.volume_groups
         self._diagnosis, self._conflicts = diagnosis, context.conflicts
-        # Configuration, for the directories in which kubelet may have volumes.
+        # Configuration, which names the directories in which kubelet may have volumes.
         self._configuration = context.configuration
 
     def get(self, volume_id: str) -> VolumeHealth:
@@ -77,10 +77,11 @@ class VolumesHealth:
         return self._of(volume_id, parsed, by_node=False)
 
     def on_node(self, call: GetVolumeHealth) -> VolumeHealth:
-        """Return the health of a volume on this node, whether staged or not, inline or not.
+        """Return the health of a volume on this node, staged or not, inline or not.
 
-        A missing volume group is a condition, and so is a dead device at the paths of the call.
-        Raises NoSuchVolume, BadPath.
+        A missing volume group is reported as a health condition, and so is a device that went away
+        at a path of the call. Raises NoSuchVolume, or BadPath for a path outside kubelet's
+        directories.
         """
         inside = self._configuration.now.kubelet_dir
         paths = [target.resolve(self._kernel, path, inside) for path in call.paths]
@@ -103,8 +104,8 @@ class VolumesHealth:
     def list(self, page: Page) -> ListPage[VolumeHealth]:
         """Return one page of the unhealthy volumes of Carver's groups.
 
-        Volumes of groups that are missing or do not answer are included. The method looks at no
-        more volumes than the page needs. The wait for groups that do not answer is that of
+        Volumes of volume groups that are missing or do not answer are included. The method examines
+        no more volumes than the page needs. The wait for groups that do not answer is that of
         `begin_states`, for all of them together. Of a volume group that has never answered, the
         active volumes are listed once the group has been silent for long. If no group has ever
         answered, raises the error of one of them.
@@ -152,7 +153,8 @@ class VolumesHealth:
     def _volumes(self, volume_group: VolumeGroup) -> Iterable[Volume]:
         """Return the volumes of a volume group's last report that may be used.
 
-        Volumes that were deleted, held or moved since the report are left out.
+        Volumes that were deleted, held (agent/volumes/holds.py) or moved since the report are left
+        out.
         """
         group = volume_group.cached or volume_group.last_seen
         for volume in Seen({} if group is None else {group.name: group}).volumes():
@@ -264,12 +266,18 @@ class VolumesHealth:
         return diagnosis.distinct([*conditions, *diagnosis.silent_condition(volume_group)])
 
     def _by_kernel(self, volume_group: VolumeGroup, volume_id: str) -> tuple[Condition, ...]:
-        """Return the health conditions of a volume that no report has, as the kernel sees them."""
+        """Return the health conditions that the kernel shows of a volume that no report has.
+
+        The condition of a volume group that does not answer is added.
+        """
         conditions = self._diagnosis.by_kernel(volume_id)
         return diagnosis.distinct([*conditions, *diagnosis.silent_condition(volume_group)])
 
     def _reported(self, group: Group, volume_id: str) -> Volume | None:
-        """Return a volume by a report of its group; None if it is absent or being deleted."""
+        """Return a volume by a report of its group; None if it is absent or being deleted.
+
+        Raises Copying, and other errors, for a volume that cannot be used now.
+        """
         try:
             return Seen({group.name: group}).volume(volume_id)
         except errors.NoSuchVolume:
@@ -304,7 +312,10 @@ class VolumesHealth:
         return self._reported(group, volume_id)
 
     def _require_seen(self, volume_group: VolumeGroup) -> None:
-        """Read a volume group that this process has never read; raise its error if it has one."""
+        """Read a volume group, if this process has never read it.
+
+        Raises an error if the volume group does not answer.
+        """
         if volume_group.status != "unknown":
             return
         locks.enter(volume_group.name)
