@@ -70,7 +70,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Adoption:
-    """Result of an adoption or its undo.
+    """Result of adopting a logical volume, or of undoing its adoption.
 
     `volume` is the adopted volume, or in a dry run the volume as it would be adopted; None after an
     undo. `changes` are the steps that were taken, or in a dry run would be taken.
@@ -122,7 +122,8 @@ class Adopter:
                 raise errors.NotAdopted(
                     request.path, f"there is a {request.group}/{request.new_name}"
                 )
-            # Replace the tags, if any, of an earlier adoption or undo that was interrupted.
+            # Replace the tags that an interrupted adoption or undo left on the logical volume, if
+            # any.
             removed_tags = dict(logical.own_tags.items() - own_tags.items())
             added_tags = dict(own_tags.items() - logical.own_tags.items())
             steps = []
@@ -188,7 +189,7 @@ class Adopter:
                 if adopted is not None:
                     volumes.rename(lvm, request.group, adopted.name, old_name)
                 # Crash point: the logical volume has its old name and still the tags; this call,
-                # repeated, continues from there.
+                # repeated, continues from that state.
                 if own_tags:
                     volumes.mark(lvm, request.group, old_name, old=own_tags, new={})
             return Adoption(None, tuple(steps))

@@ -125,9 +125,10 @@ class Autoextender:
             return dict(self._counts)
 
     def step(self, now_seconds: float) -> bool:
-        """Check each volume group once, with this time (monotonic, seconds) as the present time.
+        """Check the thin pools and COW stores of each volume group once; tests call it.
 
-        Returns whether anything was extended.
+        `now_seconds` (monotonic) is taken as the present time. Returns whether anything was
+        extended.
         """
         extended = [self.look(group, lambda: now_seconds) for group in self._volume_groups.names]
         return any(extended)
@@ -225,12 +226,12 @@ class Autoextender:
         return False
 
     def _grow(self, part: _Part, percent: float) -> tuple[int | None, bool]:
-        """Extend a pool or COW store; return the added bytes, and whether a sweep holds extents.
+        """Extend a pool or COW store; return the added bytes, and whether extents are being zeroed.
 
-        The bytes are 0 for no room and None for nothing to extend. A sweep is a logical volume in
-        which free extents are zeroed; the second result is False if the pool or store may not use
-        such extents. If no clean extents are free, the pool or store is extended into free extents
-        that are still to be zeroed; a pool gets the tag `unclean` first.
+        The bytes are 0 for no room and None for nothing to extend. Free extents are zeroed in a
+        logical volume, the sweep, which holds them meanwhile; the second result is False if the
+        pool or store may not use such extents. If no clean extents are free, the pool or store is
+        extended into free extents that are still to be zeroed; a pool gets the tag `unclean` first.
         """
         with self._volume_groups.hold(part.group):
             group = self._reports.fresh(part.group).group(part.group)

@@ -30,12 +30,13 @@ def of_group(kernel: Kernel, group: report.Group) -> int:
 
 
 def of_contents(kernel: Kernel, own_tags: Mapping[str, str], device: str) -> int:
-    """Return the largest logical block, in bytes, on which a volume's contents can be used.
+    """Return the largest logical block size, in bytes, with which contents can be used.
 
-    The result is 0 if the contents can be used with any logical block size. `device` is the path of
-    the active volume or snapshot that has the contents. The file system of an encrypted volume
-    cannot be read without its key; for such a volume the result follows from the LUKS2 header and
-    from Carver's tags. Raises OSError or ProbeFailed if the device cannot be read.
+    The result is 0 if the contents can be used with any logical block size. The contents are those
+    of a volume or snapshot with these tags; `device` is its path while it is active. The file
+    system of an encrypted volume cannot be read without its key; for such a volume the result
+    follows from the LUKS2 header and from Carver's tags. Raises OSError or ProbeFailed if the
+    device cannot be read.
     """
     blocks = kernel.logical_block_bytes(device)
     fs_type = own_tags.get(tag.FORMATTED) or own_tags.get(tag.FS_TYPE, "")

@@ -104,7 +104,7 @@ def origin_at_snapshot(origin: Snapshot | Volume, source: Snapshot) -> Snapshot 
 
 
 def is_in(origin: Snapshot | Volume, group: report.Group, pool: str) -> bool:
-    """Whether a source is in a volume group's thin pool.
+    """Whether the source of a copy is in a certain thin pool of a volume group.
 
     A new volume in that pool can share the blocks of such a source.
     """
@@ -146,7 +146,7 @@ def may_hold_btrfs(own_tags: Mapping[str, str]) -> bool:
 
 @dataclass(kw_only=True)
 class Copy(Job):
-    """A job that fills a new volume."""
+    """A job that fills a new volume with the data of its source, or with zeroes."""
 
     volume: Volume
     # Id of the snapshot to copy from. Empty for a volume that shares the blocks of its source, or
@@ -175,8 +175,8 @@ class Copier:
         self._mender = context.mender
         self._policy = context.erase_policy
         self._snapshotter = snapshotter
-        # Time limit, in seconds, for which a call waits for its copy; a call without a deadline
-        # waits as long.
+        # Maximum time, in seconds, for which a CreateVolume call waits until its volume is filled.
+        # A call without a deadline waits as long.
         self.grace_seconds = 600.0
         self.jobs: Jobs[Copy] = Jobs(
             context.workers,
@@ -396,8 +396,8 @@ class Copier:
         return copies
 
     def _copy_of(self, volume: Volume, source_id: str) -> Copy:
-        # Keep only the volume of the report: many jobs may wait, and each would keep a report of
-        # all volumes in memory.
+        # Keep only this volume in the job's report: many jobs may wait, and each would keep a
+        # report of all volumes in memory.
         volume = replace(volume, group=volume.group.only(volume.name))
         self._unused.pop(source_id, None)
         made_bytes = volume.made_bytes
@@ -428,8 +428,8 @@ class Copier:
         if bridge is None or str(bridge.source_id) != volume.own_tags[tag.FROM]:
             return None
         time_text = str(bridge.time_nanoseconds)
-        # Accept a volume without the time of its bridge snapshot, which older versions did not
-        # record.
+        # Accept a volume whose tags lack the time of its bridge snapshot, which older versions did
+        # not record.
         return bridge if volume.own_tags.get(tag.BRIDGE, time_text) == time_text else None
 
     def _bridge(self, state: Known, identity: str) -> Snapshot | None:

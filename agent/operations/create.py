@@ -40,7 +40,7 @@ from lvm.volumes import New
 
 @dataclass(frozen=True)
 class Capacity:
-    """Sizes in bytes of the volumes that can be created now."""
+    """Room for new volumes of a device class, in bytes: in total, and for one volume."""
 
     available_bytes: int
     maximum_volume_bytes: int
@@ -60,9 +60,9 @@ class CreatedVolume:
 
 @dataclass(frozen=True)
 class _SourceToReserve:
-    """A source in another volume group that must be taken before the volume is created in `group`.
+    """A source in another volume group that must be reserved before the new volume is created.
 
-    To take a source is to reserve it for the new volume (`VolumeCreator._take`).
+    `group` is the volume group of the new volume. `VolumeCreator._take` reserves the source.
     """
 
     source: Source
@@ -73,7 +73,7 @@ class _SourceToReserve:
 class _ReservedSource:
     """A source in another volume group that is reserved for the new volume.
 
-    `origin` is the source as it was when it was taken. `snapshot` is what is copied: the origin
+    `origin` is the source as it was when it was reserved. `snapshot` is what is copied: the origin
     itself, or its bridge snapshot. `disks` are the UUIDs of the disks of the new volume's group
     when the contents were found to be usable on them.
     """
@@ -206,8 +206,9 @@ class VolumeCreator:
     ) -> CreatedVolume | _SourceToReserve | str:
         """Create or find a volume with its group locked.
 
-        Returns the volume, a source in another volume group that must be taken first, or the name
-        of another group that must be locked instead. A source in another group is not read here.
+        Returns the volume, a source in another volume group that must be reserved first, or the
+        name of another group that must be locked instead. A source in another group is not read
+        here.
         """
         prefix = _prefix(call.is_ephemeral)
         is_across = call.source is not None and ids.group_of(call.source.id) != group_name
@@ -236,8 +237,8 @@ class VolumeCreator:
             if existing is None and (
                 why := self._volume_groups.why_unsure(all_groups.silent, own_name)
             ):
-                # Create no volume while a volume group does not answer in which an earlier call may
-                # have created it.
+                # Create no volume while a volume group does not answer that may have the volume
+                # from an earlier call.
                 raise errors.GroupBusy(f"volume {call.name!r}", why)
             source, source_id = None, ""
             try:
@@ -276,7 +277,8 @@ class VolumeCreator:
                 if existing is None:
                     raise
                 final_error = error
-        # Delete the volume: after this error no call for the volume follows.
+        # Delete the incomplete volume: its source is lost, and after this error the caller repeats
+        # no call for the volume.
         self._deleter.delete(str(existing.id))
         raise final_error
 
@@ -314,15 +316,19 @@ class VolumeCreator:
         return _ReservedSource(clone.origin_at_snapshot(reread, snapshot), snapshot, _disks(group))
 
     def _origin(self, source: Source) -> tuple[Fresh, Snapshot | Volume]:
-        """Return the source of a new volume and the fresh state of its group, which is locked."""
+        """Return the source of a new volume, and the fresh state of the source's locked group.
+
+        Raises the errors of `_found`, and PerhapsOnAnotherNode if the group is not on this node.
+        """
         with _absence_as_perhaps_elsewhere():
             state = self._mender.mend(ids.group_of(source.id))
         return state, self._found(state, source)
 
     def _found(self, state: Fresh, source: Source) -> Snapshot | Volume:
-        """Return the source of a new volume, while the lock of the source's volume group is held.
+        """Return the source of a new volume, if a volume may be copied from that source now.
 
-        Raises PerhapsOnAnotherNode and the errors of `clone.find`.
+        The caller holds the lock of the source's volume group. Raises PerhapsOnAnotherNode and the
+        errors of `clone.find`.
         """
         with _absence_as_perhaps_elsewhere():
             origin = clone.find(self._reports, state, source)
@@ -345,7 +351,8 @@ class VolumeCreator:
                 return self._copier.wait(created.filling)
         except _NOT_HERE:
             with hold():
-                # Delete the volume unless a call deleted it meanwhile, or began to create it anew.
+                # Delete the volume, which cannot be filled, unless a call deleted it meanwhile, or
+                # began to create it anew.
                 if self._copier.jobs.of(created.filling.key) is created.filling:
                     self._deleter.delete(created.filling.key)
             raise
@@ -361,10 +368,11 @@ class VolumeCreator:
         plan.require_same(call, volume)
         lvm = self._volume_groups.lvm(volume.group.name)
         if tag.CACHE in volume.own_tags:
-            # Use the class as it was when the volume was created; the configuration may have
+            # Use the device class as it was when the volume was created; the configuration may have
             # changed since.
             device_class = plan.class_of(self._configuration.now, volume)
-            # Crash point: the volume was created, and its cache or its recovery rates are missing.
+            # Crash point: an earlier call created the volume, and died before it attached the cache
+            # or set the recovery rates. Complete these now.
             self._allocators.of(device_class).finish(lvm, volume)
         # Crash point: the parameters are written as tags and not set in the kernel; the next start
         # of Carver, or this call again, sets them.
@@ -410,8 +418,8 @@ class VolumeCreator:
         self._require_room(device_class, group, size_bytes, int(takes_bridge))
         lvm, name = self._volume_groups.lvm(group.name), names.logical_volume(prefix, call.name)
         volume_id = VolumeId.of(group, name)
-        # Forget the job of an earlier volume of this id: the report proves that no such volume
-        # exists.
+        # Forget the job that erased an earlier volume with this id: the report proves that no such
+        # volume exists.
         self._eraser.jobs.forget(str(volume_id))
         if origin is not None and is_shared:
             allocator.make_room(lvm, group)
@@ -420,7 +428,8 @@ class VolumeCreator:
             return volume, None
         source = None if reserved_source is None else reserved_source.snapshot
         if origin is not None and source is None:
-            # Crash point: the bridge snapshot exists without its volume, as in `_take`.
+            # Crash point: the bridge snapshot exists without its volume; the next call uses the
+            # bridge, or the next start of Carver removes it.
             source = self._copier.prepare(state, call.name, origin, group)
             if source.is_bridge:
                 undo.callback(self._copier.dismiss, str(source.id))

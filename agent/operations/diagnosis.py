@@ -110,7 +110,7 @@ class Condition:
 
     @property
     def size_bytes(self) -> int:
-        """The most bytes that the health condition takes in a gRPC message.
+        """Maximum number of bytes that the health condition takes in a gRPC message.
 
         The message of the condition, its age and its reason are included.
         """
@@ -174,8 +174,8 @@ def aged(conditions: Iterable[Condition], seen_seconds: float) -> Iterator[Condi
     return (replace(condition, seen_seconds=seen_seconds) for condition in conditions)
 
 
-# Percentage of its data or metadata from which a thin pool counts as nearly full. Carver extends
-# pools long before.
+# Fill level of a thin pool's data or metadata, in percent, from which the pool counts as nearly
+# full. Carver extends pools long before.
 _FULL_PERCENT = 90.0
 # Time limit, in seconds, for which one health call waits for answers of the kernel.
 PATIENCE_SECONDS = 2.0
@@ -186,7 +186,8 @@ _DEAD_SECONDS = 10.0
 # than lvm2 needs on a busy node.
 SILENT_SECONDS = 30.0
 # Time, in seconds, after which a suspended device counts as left suspended. No change of a volume
-# suspends the volume for so long, except a group snapshot, of which Carver knows.
+# suspends the volume for so long, except a group snapshot, during which the volume does not count
+# as suspended.
 SETTLING_SECONDS = 1.0
 
 # Remedy for a health status that Carver does not know, or that has no simple remedy.
@@ -223,7 +224,7 @@ _OF_FILE_SYSTEMS = {
 
 
 class KernelConditions(NamedTuple):
-    """Conditions that the kernel reports about a volume.
+    """Health conditions that the kernel reports about a volume.
 
     `has_status` is True if device-mapper reports on the volume.
     """
@@ -334,8 +335,8 @@ class Diagnosis:
         self, logical: Backing, volume: Volume | None, mounts: table.Table
     ) -> KernelConditions:
         status = self._activator.status_of(logical)
-        # Only a report says how much a pool promised: without a report, assume that the pool has
-        # room.
+        # Assume, without a report, that the thin pool has room for all its volumes: only a report
+        # says how large the volumes are.
         has_room = volume is None or has_all(volume.group, _pool_of(volume))
         conditions = [*by_device_mapper(logical.name, status, has_room)]
         device = self._activator.device(logical)
@@ -503,8 +504,8 @@ def _of_missing(volume: Volume, partial: str) -> Condition:
     elif (
         caches.CACHE in holder.layout and missing_disks and all(disk.fast for disk in missing_disks)
     ):
-        # Let the operator find the mode of the cache: it may have been changed by hand since the
-        # cache was created, and the report does not have it.
+        # Let the operator find out the mode of the cache: the mode may have been changed by hand
+        # since the cache was created, and the report does not have it.
         remedy = "see `A fast disk is lost` in docs/operations.md: no data are lost if its cache is"
         remedy += f" {caches.WRITETHROUGH}"
     why = f"{disks} is missing; attach it again (`pvs`), or {remedy}"

@@ -114,8 +114,8 @@ class EncryptedDevices:
         mapping = self._activator.mapping(volume)
         if mapping is not None and self._mappings.is_used(mapping):
             return mapping, {}
-        # Close nothing while the header shows a re-encryption: an operator's cryptsetup may be
-        # running it.
+        # Close no dm-crypt device while the header shows that a re-encryption is under way: an
+        # operator's cryptsetup may be running it.
         header = luks.read(self._kernel, device.path)
         if header is not None and header.is_reencrypting:
             raise errors.Reencrypting(str(volume.id), device.path)
@@ -178,7 +178,7 @@ class EncryptedDevices:
             self._known[volume_id] = keys.digests()
 
     def forget(self, volume_id: str) -> None:
-        """Forget the keys that this process knows a volume to have."""
+        """Forget which keys a volume has, as far as this process knew."""
         self._known.pop(volume_id, None)
 
     def fill(self, volume_id: str, mapping: Device, keys: Keys, *, if_possible: bool) -> bool:
@@ -382,7 +382,7 @@ class EncryptedDevices:
         return None if settings is None or settings.key_file is None else str(settings.key_file)
 
     def _class(self, name: str) -> DeviceClass | None:
-        """Return the device class of a name; None for a missing class or an empty name."""
+        """Return the device class that has a name; None for a missing class or an empty name."""
         return next(
             (
                 device_class

@@ -269,7 +269,7 @@ class Eraser:
             job.on_record = True
         if job.ended.done():
             # Retry the job: the job failed before the volume was tagged as deleted, so the
-            # background loop does not retry the job by itself.
+            # background thread does not retry the job by itself.
             self.jobs.wake(job, self.jobs.retry_seconds)
         return True
 
@@ -534,7 +534,10 @@ class Eraser:
             yield self.look_seconds
 
     def _overwrite(self, job: EraseJob, volume: Volume) -> Generator[float, None, bool]:
-        """Overwrite a volume; return whether every failed extent is surely on a missing disk."""
+        """Overwrite a volume; return False if an extent that failed may be on a present disk.
+
+        True means that all extents that could not be overwritten are certainly on missing disks.
+        """
         device = self._activator.activate(volume).path
         purpose = self.policy.purpose(job.volume)
         is_partial = purpose is Purpose.PARTIAL

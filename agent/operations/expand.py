@@ -146,11 +146,11 @@ class Expander:
             return self._zeroed_first(call.volume_id, lambda: self._expand(call, is_in_use))
 
     def _zeroed_first(self, volume_id: str, expand: Callable[[], Volume]) -> Volume:
-        """Expand a volume; if its new extents are zeroed first, wait a moment for that.
+        """Expand a volume; if its new extents are zeroed first, wait up to ten seconds for that.
 
-        `expand` holds the group's lock. An unused dm-crypt device is closed without that lock.
-        Raises Overwriting while the extents are being zeroed, and NotOverwritten if they cannot be
-        zeroed.
+        `expand` holds the group's lock. An unused dm-crypt device is closed without that lock. A
+        growth to another size that is under way is cancelled. Raises Overwriting while the extents
+        are being zeroed, and NotOverwritten if they cannot be zeroed.
         """
         try:
             return expand()
@@ -260,8 +260,9 @@ class Expander:
         except (errors.AgentError, mount_errors.CommandError, mount_errors.MountError) as error:
             if codes.is_final(error):
                 with self._logging_refusals(volume_id), self._held(volume_id) as volume:
-                    # Record nothing beside a larger size in the tags `wanted` and `refused`, for
-                    # which each NodeStageVolume call grows the file system, too.
+                    # Record nothing if the tag `wanted` or `refused` has a size larger than the
+                    # volume's: with such a tag each NodeStageVolume call grows the file system,
+                    # too.
                     if max(volume.wanted_bytes, volume.refused_bytes) <= volume.size_bytes:
                         self._refuse(volume, volume.size_bytes)
             raise
@@ -416,9 +417,9 @@ class Expander:
                 )
 
     def _record(self, volume: Volume, size_bytes: int, key: str = tag.WANTED) -> None:
-        """Record one size, by the tag `wanted` or `refused`, in place of both tags.
+        """Record a size in the tag `wanted` or `refused`, and remove the other of these tags.
 
-        A size of 0 removes both tags.
+        `key` is the tag to write. A size of 0 removes both tags.
         """
         group, new_tags = volume.group.name, {key: str(size_bytes)} if size_bytes else {}
         if new_tags and volume.own_tags.get(key) == new_tags[key]:
@@ -426,7 +427,8 @@ class Expander:
         old_tags = {key: volume.own_tags[key] for key in _ON_RECORD if key in volume.own_tags}
         volumes.mark(self._volume_groups.lvm(group), group, volume.name, old=old_tags, new=new_tags)
         if new_tags:
-            # Refresh the cached state: staging of a raw block volume reads nothing else.
+            # Refresh the cached state, so that it has the new tag: staging of a raw block volume
+            # decides by the cached state alone.
             self._reports.fresh(group)
 
 

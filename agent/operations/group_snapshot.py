@@ -32,8 +32,8 @@ from mount import command, loop, table
 
 _log = logging.getLogger(__name__)
 
-# Maximum number of snapshots that one command tags; a start of Carver may have to tag those of many
-# group snapshots.
+# Maximum number of snapshots that one command tags; a start of Carver may have to tag the snapshots
+# of many group snapshots.
 _MOST_MARKED = 100
 # Time limit, in seconds, of removing the snapshots that a failed call took. The limit applies also
 # after the caller's deadline.

@@ -139,7 +139,7 @@ def resume(context: Context, *groups: str) -> int:
 
 
 def check(requested: Tuning, shape: Layout, present_tuning: Tuning = PLAIN) -> None:
-    """Raise BadField for mutable parameters that a volume with a layout cannot have.
+    """Raise BadField for mutable parameters that a volume cannot have with its layout.
 
     `present_tuning` are the parameters that the volume has; those of `requested` are added to them.
     """

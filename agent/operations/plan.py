@@ -48,7 +48,7 @@ DEFAULT_SIZE_BYTES = 1 << 30
 
 
 def device_class(config: Config, field: str, parameters: Parameters) -> DeviceClass:
-    """Return the device class that parameters name, changed by the other parameters.
+    """Return the device class that parameters name, with the values of the other parameters.
 
     `field` is the name of the parameters' field in the request, for errors. Raises NotAllowed,
     BadField.
@@ -108,8 +108,7 @@ def new(
             call, device_class, group, header_bytes(device_class, allocator, group)
         )
         if tag.ZERO in own_tags:
-            # Tag the volume as incomplete, because it is zeroed in the background like a copy is
-            # filled.
+            # Tag the volume as incomplete: a background job zeroes the volume, as it fills a copy.
             own_tags |= volume_states.tags_for(EndedBy.COPIER)
         return size, own_tags
     requested_bytes = call.size.required_bytes

@@ -694,7 +694,10 @@ def _encryption(node: Node) -> Iterator[Seen]:
 
 
 def _io_limits(node: Node) -> Iterator[Seen]:
-    """Check that the pods' cgroup has an I/O controller; warn if a volume has limits without it."""
+    """Check that the pods' cgroup has an I/O controller; warn if a volume has limits without it.
+
+    Without an I/O controller, the I/O limits of volumes have no effect.
+    """
     try:
         directory = Cgroups(node.settings.pods_cgroup, node.at(str(cgroups.ROOT))).look()
         yield _pass(f"I/O can be limited, in {directory}")

@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 class PoolBeingZeroed(Exception):
-    """The pool in which a volume is to be created is being zeroed."""
+    """The thin pool in which a volume is to be created is being zeroed."""
 
 
 class PoolRemover:
@@ -71,15 +71,15 @@ class PoolRemover:
         )
         self._conflicts = context.conflicts
         self._conflicts.add(Work.EMPTY_POOL, self.jobs)
-        # Keys, `group/pool`, of pools that must be checked for volumes again when no call keeps
-        # them any longer.
+        # Keys, `group/pool`, of thin pools for which `remove_if_empty` found that calls keep them.
+        # The pools are checked again when the last of these calls ends.
         self._kept_keys: set[str] = set()
 
     def remove(self, thin_volume: Volume | Snapshot) -> None:
-        """Remove a thin volume; the caller holds the group's lock, and read the report under it.
+        """Remove a thin volume by one command; on failure, check whether its pool is empty.
 
-        If lvm2 fails, the volume may be gone all the same, and a repeated call would not find the
-        volume. So the pool is checked after a failure, too.
+        The caller holds the group's lock, and read the report under that lock. If lvm2 fails, the
+        volume may be gone all the same, and a repeated call would not find the volume.
         """
         group = thin_volume.group.name
         try:
@@ -149,10 +149,10 @@ class PoolRemover:
                 self.remove_if_empty(group, pool)
 
     def retry_holding(self, group: str, pool: str, create: Callable[[], _T]) -> _T:
-        """Return the result of `create`; on PoolBeingZeroed, call it again with the pool kept.
+        """Call `create` and return its result; if the pool is being zeroed, stop that, and retry.
 
-        The first attempt does not keep the pool, so that a request that is refused anyway cancels
-        no job.
+        Only the second attempt, after PoolBeingZeroed, keeps the pool, so that a request that is
+        refused anyway cancels no job.
         """
         try:
             return create()
@@ -221,7 +221,7 @@ class PoolRemover:
         if not caches.is_cached(pool):
             return caches.detached_cachevol(group, pool.name)
         if not self._policy.zeroes:
-            # lvm2 removes the cache with its pool.
+            # Leave the cache attached, because lvm2 removes it with its pool.
             return ""
         if not self._activator.is_active(group.name, pool.name):
             volumes.activate(self._lvm(group.name), group.name, pool.name)

@@ -285,7 +285,10 @@ class AutoRepair:
         return sorted({device_class.group for device_class in self._classes()})
 
     def step(self, now_seconds: float) -> None:
-        """Check each volume group once, with this time (monotonic, seconds) as the present time."""
+        """Check each volume group once for volumes to repair; tests call it.
+
+        `now_seconds` (monotonic) is taken as the present time.
+        """
         for group in self._groups():
             self.look(group, lambda: now_seconds)
 

@@ -100,7 +100,7 @@ class Snapshotter:
         *,
         copy_on_write: bool = False,
     ) -> Snapshot:
-        """Take a snapshot under a logical volume's name; runs one command.
+        """Take a snapshot of a volume, in a logical volume called `name`; runs one command.
 
         The caller holds the group's lock. `volume` is of a report that was read under that lock;
         the snapshot's sequence number follows from it. A thin volume gets a thin snapshot, unless
@@ -225,7 +225,8 @@ class Snapshotter:
             try:
                 snapshot = self._reports.snapshot(state, snapshot_id)
             except errors.NoSuchSnapshot:
-                # Crash point: the snapshot was split, and its COW store is left, tagged as deleted.
+                # Crash point: the snapshot was split from its origin, and its COW store is left,
+                # tagged as deleted. Erase the COW store.
                 self.go_on(state, snapshot_id)
                 return
             if snapshot.group_snapshot_id:

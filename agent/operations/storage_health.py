@@ -18,8 +18,8 @@ from lvm.report import Group
 from mount import filesystem
 from mount import mount_errors as mount_errors
 
-# Time, in seconds, for which kubelet counts as watching after one of its calls: three of kubelet's
-# default intervals.
+# Time, in seconds, for which kubelet counts as watching the storage's health after a
+# NodeGetStorageHealth call: three of kubelet's default intervals.
 _WATCHED_SECONDS = 180.0
 
 

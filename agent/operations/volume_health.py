@@ -46,7 +46,7 @@ class VolumeHealth:
 
     @property
     def size_bytes(self) -> int:
-        """The most bytes that the volume's health takes in a gRPC message."""
+        """Maximum number of bytes that the volume's health takes in a gRPC message."""
         return 16 + len(self.volume_id) + sum(condition.size_bytes for condition in self.conditions)
 
 
