@@ -171,8 +171,8 @@ class Adopter:
             steps, present, lacking = [], PLAIN, AS_IT_IS
             if adopted is not None:
                 present = group.volume(adopted.name).tuning
-                # Remove Carver's limit on RAID recovery, which is not one of the volume's own
-                # settings.
+                # Remove the limit on RAID recovery that Carver set, as the logical volume did not
+                # have that limit before.
                 lacking = replace(AS_IT_IS, bound_recovery_kib=0).lacking_in(present)
                 if lacking != AS_IT_IS:
                     kib = present.maximum_recovery_kib
@@ -435,7 +435,7 @@ def _is_pool_of(group: report.Group, pool: str, device_class: DeviceClass) -> bo
 def _as_adopted(
     group: report.Group, logical: report.LogicalVolume, name: str, own_tags: Mapping[str, str]
 ) -> Volume:
-    """Return the record of an adopted volume, made from the group's state before the adoption."""
+    """Return the record of an adopted volume, made from a report before the adoption."""
     other_volumes = {
         volume.name: volume for volume in records.every(group) if volume.name != logical.name
     }

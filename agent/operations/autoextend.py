@@ -42,11 +42,13 @@ _log = logging.getLogger(__name__)
 
 # Interval, in seconds, at which thin pools and COW stores are checked.
 _LOOK_SECONDS = 2.0
-# Delay before an extension is retried, in seconds, if there was no room or lvm2 failed.
+# Delay, in seconds, before the extension of a thin pool or COW store is retried, if there was no
+# room or lvm2 failed.
 _RETRY_SECONDS = 10.0
-# Delay before an extension is retried, in seconds, after another error, such as a failed fork(2).
+# Delay, in seconds, before the extension of a thin pool or COW store is retried after another
+# error, such as a failed fork(2).
 _SOON_SECONDS = 2.0
-# Time limit of one extension, in seconds.
+# Time limit, in seconds, of one extension of a thin pool or COW store.
 _PATIENCE_SECONDS = 60.0
 # Log message of a check that failed to read how full a volume group's pools and snapshots are.
 _FAILURE = "volume group %s: cannot tell how full its pools and snapshots are: %s"

@@ -155,8 +155,8 @@ class Copy(Job):
     # The snapshot to copy from: set once the job or its caller has found the snapshot, None again
     # after the copy.
     source: Snapshot | None = None
-    # Whether the job still has to find the snapshot to copy from. Until then nothing may remove
-    # that snapshot.
+    # Whether the job still has to find the snapshot to copy from. While this is True, nothing may
+    # remove that snapshot.
     awaits_source: bool = False
 
     def __str__(self) -> str:
@@ -189,8 +189,8 @@ class Copier:
         context.conflicts.add(
             EndedBy.COPIER, self.jobs, aborted=lambda job: errors.Copying(job.key, str(job))
         )
-        # Jobs that remove bridge snapshots that may be unused. The jobs have no caller, and so no
-        # deadline.
+        # Jobs that remove bridge snapshots that may be unused. The jobs have no caller, and
+        # therefore no deadline.
         self.bridges: Jobs[Job] = Jobs(
             context.workers,
             "bridge",
@@ -254,10 +254,10 @@ class Copier:
 
     @contextmanager
     def promised(self, source: Snapshot, name: str) -> Iterator[None]:
-        """Keep a snapshot, from which a volume is to be copied, from being removed in the `with`.
+        """Prevent the removal of a snapshot while, in the `with`, a volume is created from it.
 
-        The volume is called `name`, and is created within the `with`. To be entered with the
-        snapshot's group locked, like `prepare`, and left with no group locked.
+        The volume is called `name`. To be entered with the snapshot's group locked, like `prepare`,
+        and left with no group locked.
         """
         promise = (str(source.id), name)
         self._promised.add(promise)
@@ -404,8 +404,8 @@ class Copier:
         return Copy(key=str(volume.id), volume=volume, source_id=source_id, size_bytes=made_bytes)
 
     def _due(self, group: str) -> Iterator[Copy]:
-        # Hold the group's lock, so that no volume in the report is completed, and used, before its
-        # job exists.
+        # Hold the lock of the volume group, so that no volume in the report is completed, and used,
+        # before its job exists.
         with self._volume_groups.hold(group):
             state = self._reports.fresh(group)
             state.group(group)
@@ -523,8 +523,8 @@ class Copier:
                 self._kernel.copy(reading, writing, offset, length, blank=blank)
             yield AGAIN
         if self._activator.has_overflowed(source):
-            # Check once more that the COW store of the snapshot has not overflowed: it may have
-            # done so before the last reads, which then had wrong data.
+            # Check once more that the COW store of the source snapshot has not overflowed. After an
+            # overflow, reads from the snapshot return wrong data, so the copy may be wrong.
             raise errors.SourceLost(str(source.id), replace(source, overflowed=True).problem)
         return source
 

@@ -87,8 +87,8 @@ class _ReservedSource:
 # on this node.
 _FOR_EVER = (errors.NoSuchSnapshot, errors.SourceLost, errors.PerhapsOnAnotherNode)
 
-# Errors that no repeated call can overcome on this node while a volume is filled: those above, and
-# a lack of room for its data. Another node may have the room.
+# Errors that no repeated call can overcome on this node while a volume is filled: the errors in
+# _FOR_EVER, and a lack of room for the volume's data. Another node may have the room.
 _NOT_HERE = (*_FOR_EVER, errors.NoRoom, lvm_errors.NoSpace, lvm_errors.MetadataFull)
 
 # Check that is called before a volume is created, with the state of all volume groups and the
@@ -156,8 +156,8 @@ class VolumeCreator:
     ) -> CreatedVolume:
         """Create or find a volume; the lock of only one volume group is held at a time."""
         prefix = _prefix(call.is_ephemeral)
-        # Begin with the group where an earlier call may have created the volume, before the
-        # configuration gave the class another volume group.
+        # Begin with the volume group in which an earlier call may have created the volume: the
+        # configuration may have given the device class another volume group since.
         earlier_group = self._volume_groups.unconfigured_group_of(
             names.logical_volume(prefix, call.name)
         )
@@ -204,11 +204,11 @@ class VolumeCreator:
         reserved_source: _ReservedSource | None,
         admit: Admit | None,
     ) -> CreatedVolume | _SourceToReserve | str:
-        """Create or find a volume with its group locked.
+        """Create or find a volume, while the lock of its volume group is held.
 
         Returns the volume, a source in another volume group that must be reserved first, or the
-        name of another group that must be locked instead. A source in another group is not read
-        here.
+        name of another volume group that must be locked instead. A source in another group is not
+        read here.
         """
         prefix = _prefix(call.is_ephemeral)
         is_across = call.source is not None and ids.group_of(call.source.id) != group_name
@@ -222,8 +222,8 @@ class VolumeCreator:
                 # while it had another volume group.
                 return existing.group.name
             if existing is not None:
-                # Raise the error of a volume that is being erased, even if its tag does not say so
-                # yet.
+                # Raise an error if the existing volume is being erased, even if the volume's tag
+                # does not say so yet.
                 self._conflicts.check_jobs(Call.CREATE, str(existing.id))
             if existing is not None and volume_states.meets(Call.CREATE, existing, Outcome.ANEW):
                 # Remove a half-made volume. Crash point: lvm2 was killed while it created a RAID,
@@ -316,9 +316,10 @@ class VolumeCreator:
         return _ReservedSource(clone.origin_at_snapshot(reread, snapshot), snapshot, _disks(group))
 
     def _origin(self, source: Source) -> tuple[Fresh, Snapshot | Volume]:
-        """Return the source of a new volume, and the fresh state of the source's locked group.
+        """Return the source of a new volume, and the fresh state of the source's volume group.
 
-        Raises the errors of `_found`, and PerhapsOnAnotherNode if the group is not on this node.
+        The caller holds that group's lock. Raises the errors of `_found`, and PerhapsOnAnotherNode
+        if the group is not on this node.
         """
         with _absence_as_perhaps_elsewhere():
             state = self._mender.mend(ids.group_of(source.id))
@@ -374,8 +375,9 @@ class VolumeCreator:
             # Crash point: an earlier call created the volume, and died before it attached the cache
             # or set the recovery rates. Complete these now.
             self._allocators.of(device_class).finish(lvm, volume)
-        # Crash point: the parameters are written as tags and not set in the kernel; the next start
-        # of Carver, or this call again, sets them.
+        # Crash point: the parameters are in the metadata of the volume group, and the I/O limits
+        # among them are not set in the kernel; the next start of Carver, or a repeated call, sets
+        # the limits.
         bound_kib = self._configuration.now.recovery_bound_kib(volume.group.name)
         self._limiter.apply(volume, modify.ensure(lvm, volume, call.tuning, bound_kib))
 
@@ -503,7 +505,7 @@ class VolumeCreator:
             raise errors.BadField("volume_content_source", f"cannot copy {str(origin.id)!r}: {why}")
 
     def _activated(self, origin: Snapshot | Volume) -> Device:
-        """Activate a source, so that it can be read with no group locked; return its device.
+        """Activate the source of a new volume for reading without a lock; return its device.
 
         The caller holds the lock of the source's id. The source is left active, as by a copy:
         deactivating it might take the device from a copy that began meanwhile, or from a
@@ -553,7 +555,7 @@ class VolumeCreator:
 
 
 def _prefix(is_ephemeral: bool) -> str:
-    """Return the prefix of the names of inline volumes' logical volumes, or of other volumes'."""
+    """Return the name prefix for the logical volume of an inline volume, or of another volume."""
     return ids.INLINE_PREFIX if is_ephemeral else ids.VOLUME_PREFIX
 
 
@@ -569,9 +571,9 @@ def _uuid(origin: Snapshot | Volume) -> str:
 
 @contextmanager
 def _absent_source_as_perhaps_elsewhere() -> Iterator[None]:
-    """Raise PerhapsOnAnotherNode for an OtherGroup error that is raised within the `with`.
+    """Raise PerhapsOnAnotherNode if the `with` block finds that a copy's source is elsewhere.
 
-    The error says that the volume group of a copy's source is not on this node.
+    The block raises OtherGroup if the volume group of the source is not on this node.
     """
     try:
         yield
@@ -581,7 +583,7 @@ def _absent_source_as_perhaps_elsewhere() -> Iterator[None]:
 
 @contextmanager
 def _absence_as_perhaps_elsewhere() -> Iterator[None]:
-    """Raise PerhapsOnAnotherNode for an error, within the `with`, about a group not on this node.
+    """Raise PerhapsOnAnotherNode if the `with` block finds that a volume group is not on this node.
 
     A volume group that is refused counts as not on this node.
     """

@@ -306,7 +306,7 @@ class Diagnosis:
         if until_seconds is None:
             until_seconds = time.monotonic() + PATIENCE_SECONDS
         # Group the probes of volumes by thin pool, or else by volume group: if one probe of a pool
-        # or group hangs, the others would hang, too.
+        # or volume group hangs, all its other probes hang, too.
         pool = _pool_of(volume)
         pool_or_group = f"{logical.group}/{pool}" if pool else logical.group
         description = f"logical volume {logical.name}"

@@ -123,8 +123,8 @@ class EncryptedDevices:
         with self._key(str(volume.id), volume.own_tags.get(tag.CLASS, ""), keys) as key:
             if mapping is not None:
                 self._mappings.ensure_closed(volume)
-            # Crash point: the header exists and the tag `sealed` does not. The header's UUID proves
-            # that it is the volume's own.
+            # Crash point: the LUKS2 header exists and the tag `sealed` does not. The UUID of the
+            # header proves that the header is the volume's own.
             tags = self._sealed(volume, device, key, header)
             self._unlock(volume, device, keys, key)
         if tag.SHARED_KEY in volume.own_tags:
@@ -140,7 +140,7 @@ class EncryptedDevices:
         # Read the tags before the device is probed: a raw block volume may hold a btrfs that
         # belongs to its user.
         if is_new_copy and volume.may_hold_btrfs and filesystem.is_on(self._kernel, mapping.path):
-            # Give the copied btrfs a UUID of its own: the copy still has the UUID of its source.
+            # Give the copied btrfs a new UUID: the copy still has the UUID of its source.
             filesystem.renew(self._kernel, mapping.path)
             tags[tag.RENEWED] = "yes"
         return mapping, tags
@@ -241,9 +241,10 @@ class EncryptedDevices:
                 sector_bytes=_LARGE_SECTOR_BYTES if is_large else 512,
             )
             return {tag.SEALED: derived_uuid}
-        # Skip these checks for a copy with the tag `sharedKey` whose header has the UUID that is
-        # derived from the copy's own logical volume: Carver up to 0.2.0 gave the header of a
-        # re-encrypted copy that UUID, and wrote the tag `sealed` only afterwards.
+        # Skip the checks of the header's UUID and offset for a copy with the tag `sharedKey` whose
+        # header has the UUID that is derived from the copy's own logical volume: Carver up to 0.2.0
+        # gave the header of a re-encrypted copy that UUID, and wrote the tag `sealed` only
+        # afterwards.
         if not (tag.SHARED_KEY in volume.own_tags and header.uuid == derived_uuid):
             expected = sealed or ("" if volume.is_copied else derived_uuid)
             if expected and header.uuid != expected:
@@ -374,7 +375,10 @@ class EncryptedDevices:
             yield key
 
     def _gone(self, device_class: str) -> str:
-        """Return a device class's name if the configuration lacks the class, else empty."""
+        """Return the name of a device class that the configuration lacks, or an empty string.
+
+        The result is empty if the configuration has the class.
+        """
         return device_class if device_class and self._class(device_class) is None else ""
 
     def _key_file(self, device_class: str) -> str | None:
@@ -434,9 +438,9 @@ def change(
     """
     free_slot = next((slot for slot in _USUAL if slot not in slots), None)
     if free_slot is None:
-        # Free a slot whose key is not `old_key`: an unfinished change left a key there that is
-        # older than `old_key`. `old_key` must keep a slot, because the next command adds the new
-        # key by it.
+        # Free a key slot whose key is not `old_key`: an unfinished change left a key in the slot
+        # that is older than `old_key`. `old_key` must keep a slot, because the next command adds
+        # the new key by `old_key`.
         candidates = (slot for slot in _USUAL if not program.check(device, old_key.data, slot))
         free_slot = next(candidates, _USUAL[-1])
         program.kill(device, old_key.data, free_slot)

@@ -35,8 +35,9 @@ _log = logging.getLogger(__name__)
 
 # The functions below keep the erase marks of a volume group: tags that say which of its free
 # extents must be zeroed before they are allocated. The tag `sweep` marks all free extents of the
-# group, and the tag `sweepDisks` marks those on certain disks. Until a mark is removed, nothing is
-# allocated from the marked extents. Extents freed on a missing disk are marked as well: when such a
+# group, and the tag `sweepDisks` marks those on certain disks. Until a mark is removed, the marked
+# extents are allocated only for thin pools and COW stores that find no other room, and for RAID
+# images that replace lost ones. Extents freed on a missing disk are marked as well: when such a
 # disk is attached again, lvm2 by itself accepts a disk without allocated extents, and its free
 # extents still have the old data.
 
@@ -112,11 +113,11 @@ def unmark(lvm: Lvm, group: report.Group) -> None:
 
 
 def remove_partial_sweep(lvm: Lvm, group: report.Group) -> None:
-    """Remove a volume group's sweep volume if a part of it is on a missing disk.
+    """Remove a volume group's sweep, in which free extents are zeroed, if a disk of it is missing.
 
-    The sweep volume takes free extents to zero them. A sweep volume holds no user's data, and is
-    created again as long as the group has an erase mark. Call the function with the group's lock
-    held and a report that was read under that lock.
+    A sweep is a logical volume without a user's data, and is created again as long as the group has
+    an erase mark. Call the function with the group's lock held and a report that was read under
+    that lock.
     """
     disks = group.volume(ids.SWEEP).disks if is_sweep(group, ids.SWEEP) else frozenset()
     if not disks.isdisjoint(group.missing_uuids):
@@ -124,7 +125,7 @@ def remove_partial_sweep(lvm: Lvm, group: report.Group) -> None:
 
 
 def is_sweep(group: report.Group, name: str) -> bool:
-    """Whether a logical volume is the group's sweep volume, which takes free extents to zero them.
+    """Whether a logical volume is its volume group's sweep, in which free extents are zeroed.
 
     The name alone is no proof: the group must have an erase mark, and the volume the tag of a
     deleted volume.
@@ -166,8 +167,8 @@ class EraseJob(Job):
     """A job that erases and removes a deleted volume; its key is the volume's id."""
 
     volume: Volume
-    # Whether the volume was removed. The flag is set with the group's lock held, so that no removed
-    # volume is tagged.
+    # Whether the volume was removed. The flag is set while the lock of the volume group is held, so
+    # that no removed volume is tagged.
     removed: bool = False
     # Whether a part of the volume may be overwritten, by this job or by an earlier one that failed.
     overwritten: bool = False
@@ -261,7 +262,8 @@ class Eraser:
         """Tag a volume as deleted; return False if it is already removed."""
         group, name = job.volume.group.name, job.volume.name
         with self._volume_groups.hold(group):
-            # Read a fresh report: the outcome of the job's own lvm2 commands may be unknown.
+            # Read a fresh report, because the outcome of the lvm2 commands that the job ran may be
+            # unknown.
             if job.removed or name not in self._reports.fresh(group).group(group).volumes:
                 return False
             own_tags = job.volume.own_tags
@@ -301,8 +303,8 @@ class Eraser:
         Raises an ExceptionGroup of the reasons why volumes that lvm2 left suspended cannot be
         repaired; no job may write to such a volume.
         """
-        # Hold the group's lock, so that no volume in the report is removed and created anew before
-        # its job exists.
+        # Hold the lock of the volume group, so that no volume in the report is removed and created
+        # anew before its job exists.
         with self._volume_groups.hold(group), Attempts() as attempts:
             state = self._mender.mend(group)
             state.group(group)
@@ -399,8 +401,8 @@ class Eraser:
                 volumes.refresh(self._lvm(group), group, volume.name)
         are_lost = []
         for name in doomed_names:
-            # Overwrite the volume and its detached cache, which is a logical volume of its own for
-            # a while.
+            # Overwrite the volume and its detached cache, which is a separate logical volume until
+            # it is removed.
             part = replace(volume, backing=backing.of(volume.group, name))
             are_lost.append((yield from self._overwrite(job, part)))
         if dead := self._dead_images(volume):
@@ -428,7 +430,8 @@ class Eraser:
             with self._volume_groups.hold(group):
                 volume = self._detachable(volume)
             if volume.group.volume(volume.name).pool:
-                # Erase the header without the group's lock: a disk that hangs would keep the lock.
+                # Erase the LUKS header without the lock of the volume group: a disk that hangs
+                # would keep the lock.
                 self._mappings.erase(volume)
         with self._volume_groups.hold(group):
             volume = self._detachable(volume)
@@ -485,10 +488,11 @@ class Eraser:
         return next((raid.health for raid in raids if sum(raid.failed) > missing_count), "")
 
     def _detach_cache(self, volume: Volume) -> Generator[float, None, list[str]]:
-        """Detach a volume's cache, and return the cache's name as a logical volume of its own.
+        """Detach a volume's cache, so that it is a separate logical volume; return its name.
 
-        The cache must be erased, too, because it holds data that was written. After a crash the
-        volume has no cache, and the resumed job finds the detached one by its name.
+        The result is a list, empty if the volume has no cache. The cache must be erased, too,
+        because it holds data that was written. After a crash the volume has no cache, and the
+        resumed job finds the detached one by its name.
         """
         group = volume.group
         logical = group.volumes.get(volume.name)

@@ -27,11 +27,12 @@ from mount.mount_errors import CommandError
 
 _log = logging.getLogger(__name__)
 
-# Number of steps in which a sweep takes the extents to be zeroed, each time one slice of them. A
-# sweep is a logical volume; thin pools and COW stores can grow into the extents that the sweep has
-# not taken yet.
+# Number of steps in which a sweep (the logical volume in which free extents are zeroed) takes a
+# volume group's free extents. Thin pools and COW stores can grow into the extents that the sweep
+# has not taken yet.
 _SLICES = 32
-# Minimum size, in bytes, of the extents that a sweep takes at a time.
+# Minimum size, in bytes, of the free extents that a sweep, in which they are zeroed, takes at a
+# time.
 _SMALLEST_SLICE_BYTES = 1 << 30
 
 
@@ -156,8 +157,8 @@ class GrowthZeroer:
         """
         group, shape = volume.group, volume.layout
         disks = layout.growth_placement(Room(group), group.volume(volume.name), shape)
-        # Reserve as much of each disk as the volume allocates there, including parity and mirror
-        # images.
+        # Reserve as many extents of each disk as the growing volume allocates on that disk,
+        # including parity and mirror images.
         spread = LINEAR if shape.is_linear else Layout("striped", stripes=shape.disks)
         allocated_bytes = _taken_bytes(volume, size_bytes)
         deleted = volume_states.tags_for(EndedBy.ERASER)
@@ -236,10 +237,10 @@ class FreedSpaceEraser:
 
     @contextmanager
     def without_sweep(self, group: str) -> Iterator[None]:
-        """Remove the sweep of a volume group within the `with`, so that its extents are free.
+        """Free the extents that are being zeroed in a volume group, within the `with`.
 
-        The sweep is the logical volume in which free extents are zeroed; the job creates the sweep
-        anew afterwards. To be entered without the group's lock. Runs a report and a command. Raises
+        They are in a logical volume, the sweep, which is removed; the job creates the sweep anew
+        afterwards. To be entered without the group's lock. Runs a report and a command. Raises
         Stopping if the job's present chunk takes too long.
         """
         job = self.jobs.of(f"{group}/{ids.SWEEP}")
@@ -253,7 +254,8 @@ class FreedSpaceEraser:
             if job is None or job.ended.done():
                 self.start(group)
             else:
-                # Start the sweep again when the cancelled job ends: its disk does not answer yet.
+                # Start a new job that zeroes free extents when the cancelled job ends: that job's
+                # disk does not answer yet.
                 job.ended.add_done_callback(lambda _: self.start(group))
 
     def _due(self, name: str) -> Iterator[Job]:
@@ -269,14 +271,15 @@ class FreedSpaceEraser:
                     return
                 sweep = group.volume(ids.SWEEP)
                 if sweep.uuid == uuid and sweep.size_bytes == done_bytes:
-                    # Remove the sweep and the erase mark: no marked extents were freed while the
-                    # last slice was zeroed.
+                    # Remove the erase mark, and the sweep, the logical volume whose extents are
+                    # zeroed now: no marked extents were freed while the last slice of the sweep was
+                    # zeroed.
                     volumes.remove(self._lvm(name), name, ids.SWEEP)
                     erase_deleted.unmark(self._lvm(name), group)
                     return
             if sweep.uuid != uuid:
-                # Zero the whole sweep again: an earlier process may have zeroed an unknown part of
-                # it.
+                # Zero the sweep, the logical volume with free extents, from its beginning: an
+                # earlier process may have zeroed an unknown part of it.
                 uuid, done_bytes = sweep.uuid, 0
             device = self._activator.ensure_active(name, ids.SWEEP).path
             work = self._paces.of(name).work(
@@ -292,13 +295,7 @@ class FreedSpaceEraser:
             done_bytes = sweep.size_bytes
 
     def _take(self, name: str) -> report.Group | None:
-        """Remove volumes that were given up, and take free extents into the group's sweep.
-
-        An operator gives up volumes that lost data with a disk. The sweep is the logical volume in
-        which free extents are zeroed; each call of this method adds one slice to the sweep. The
-        caller holds the group's lock. Returns the group with the sweep, or None if there is nothing
-        to zero. Raises FreeExtentsNotErased.
-        """
+        """Remove volumes that were given up, and take free extents into a sweep to be zeroed."""
         # Read a fresh report: a volume that was created in a pool since the last report would be
         # removed with the pool.
         group = self._reports.fresh(name).group(name)
@@ -309,8 +306,8 @@ class FreedSpaceEraser:
             return None
         if group.missing_disks:
             if is_sweep(group, ids.SWEEP):
-                # Remove the sweep: the repair of a volume may need its extents, and overwrites them
-                # anyway.
+                # Remove the sweep, the logical volume in which free extents are zeroed: the repair
+                # of a volume may need these extents, and overwrites them anyway.
                 volumes.remove(lvm, name, ids.SWEEP)
             missing_uuids = ", ".join(group.missing_uuids)
             raise errors.FreeExtentsNotErased(

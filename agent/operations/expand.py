@@ -283,7 +283,7 @@ class Expander:
 
     @contextmanager
     def _held(self, volume_id: str) -> Iterator[Volume]:
-        """Lock a volume's group within the `with`, repair the group, and provide the volume.
+        """Lock a volume's volume group within the `with`, repair the group, and provide the volume.
 
         What is repaired is only what a killed lvm2 left in the group. The volume is of a fresh
         report. Raises an error if the volume may not be expanded.
@@ -365,10 +365,10 @@ class Expander:
         )
 
     def _deactivate_origin(self, state: Fresh, volume: Volume) -> None:
-        """Deactivate an active origin and its copy-on-write snapshots, so that lvm2 can extend it.
+        """Deactivate an active origin with its copy-on-write snapshots, to let lvm2 extend it.
 
-        Raises VolumeInUse for a volume in use, and _Open if a dm-crypt device is open on the
-        volume.
+        Does nothing for an inactive volume or one without copy-on-write snapshots. Raises
+        VolumeInUse for a volume in use, and _Open if a dm-crypt device is open on the volume.
         """
         if self._activator.device(volume.backing) is None or not volume.copy_on_write_snapshots:
             return

@@ -171,12 +171,12 @@ class GroupSnapshotter:
         self._discard(state, call.id)
 
     def resume(self, *groups: str) -> int:
-        """Remove incomplete group snapshots of these volume groups, or of all; return their number.
+        """Remove incomplete group snapshots of the named volume groups, or of all.
 
-        A group snapshot whose snapshots were all taken gets the tag `committed`. A group snapshot
-        that a call has locked is left to that call. Group snapshots with the tag `committed` cost
-        no command, and all others together one report. Raises an ExceptionGroup after each of them
-        was tried.
+        Returns how many were incomplete. A group snapshot whose snapshots were all taken gets the
+        tag `committed`. A group snapshot that a call has locked is left to that call. Group
+        snapshots with the tag `committed` cost no command, and all others together one report.
+        Raises an ExceptionGroup after each of them was tried.
         """
         with ExitStack() as locks:
             locked_ids = set()
@@ -236,9 +236,10 @@ class GroupSnapshotter:
     def _make(
         self, call: CreateGroupSnapshot, state: Fresh, undo: ExitStack, held_groups: HeldGroups
     ) -> GroupSnapshot:
-        """Take snapshots of all sources; on failure, remove them after the groups are unlocked.
+        """Take snapshots of all sources; on failure, have them removed after the call's locks.
 
-        `undo` runs the removal, and `held_groups` holds the locks of the volume groups.
+        `undo` runs the removal, after the locks of the volume groups are released; `held_groups`
+        holds these locks.
         """
         sources = [state.usable(source_id, Call.SNAPSHOT) for source_id in call.source_ids]
         for source_id in call.source_ids:
@@ -418,7 +419,7 @@ class GroupSnapshotter:
     def _groups(
         self, group_names: Iterable[str], find: Callable[[EveryGroup], list[Snapshot]]
     ) -> Set[str]:
-        """Return these volume groups, and all others that have snapshots of a group snapshot.
+        """Return the named volume groups, and all others that have snapshots of a group snapshot.
 
         `find` returns the snapshots of the group snapshot in all volume groups that were read. Each
         round reads the volume groups that the snapshots' tags name, until no group is added.
@@ -479,7 +480,7 @@ class GroupSnapshotter:
             _log.error(_NOT_UNDONE, group_snapshot_id, error)
             # Crash point: the next start of Carver removes the snapshots.
             job = _Undo(key=group_snapshot_id, logged=str(error), groups=groups)
-            # Start the job with a delay: until this call ends, it holds the lock that the job
+            # Start the job with a delay: until this call ends, the call holds the lock that the job
             # needs.
             self.undone.start(job, after_seconds=_ANSWERED_SECONDS)
 
@@ -519,8 +520,8 @@ class GroupSnapshotter:
             # start of Carver removes.
             with self._volume_groups.hold(*(snapshot.group.name for snapshot in members)):
                 self._mark(members, old={tag.COMMITTED: "yes"})
-        # Delete the snapshots in the volume group that the id names last: without them a call with
-        # the id would not find the others.
+        # Delete the snapshots in the volume group that the id names last: if these were deleted
+        # first, a call with the id would not find the other snapshots.
         id_group = group_snapshot_id.partition("@")[0]
         for snapshot in sorted(members, key=lambda snapshot: snapshot.group.name == id_group):
             self._snapshotter.discard(snapshot)

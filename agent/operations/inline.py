@@ -45,11 +45,12 @@ from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-# Interval, in seconds, of a volume group's sweeps, which delete inline volumes whose pods are gone;
-# also the delay of the first sweep after the service starts. After a boot, kubelet publishes all
-# pods' volumes again within this time.
+# Interval, in seconds, at which each volume group is searched for inline volumes whose pods are
+# gone; also the delay of the first search after the service starts. After a boot, kubelet publishes
+# all pods' volumes again within this time.
 _TURN_SECONDS = 600.0
-# Time limit, in seconds, for which a report or a deletion may make no progress during a sweep.
+# Time limit, in seconds, for which a report or a deletion may make no progress during a search for
+# inline volumes whose pods are gone.
 _PATIENCE_SECONDS = 60.0
 
 
@@ -114,7 +115,7 @@ class _Attempt:
 
 @dataclass
 class _Sweep:
-    """Results of a volume group's last sweep, which deletes inline volumes whose pods are gone.
+    """Results of a volume group's last sweep: a search for inline volumes whose pods are gone.
 
     `may_be_some` is False if the group has no inline volumes. `suspects` are the names of its
     volumes whose pods were gone.
@@ -125,7 +126,7 @@ class _Sweep:
 
 
 class InlineVolumes:
-    """Publishes, unpublishes and sweeps inline volumes."""
+    """Publishes and unpublishes inline volumes, and deletes those whose pods are gone."""
 
     def __init__(
         self, context: Context, creator: VolumeCreator, deleter: VolumeDeleter, stager: Stager
@@ -137,7 +138,8 @@ class InlineVolumes:
         self._stager = stager
         self._locks = context.locks
         self._admitted = PendingSizes()
-        # Results of each volume group's last sweep, by the group's name.
+        # Results of the last search for inline volumes whose pods are gone, by the volume group's
+        # name.
         self._sweeps: defaultdict[str, _Sweep] = defaultdict(_Sweep)
         self.looks = PeriodicJobs(
             context.workers,
@@ -235,7 +237,8 @@ class InlineVolumes:
         inline_volumes, is_here = [], False
         try:
             with command.stall_limit(_PATIENCE_SECONDS):
-                # Read a fresh report, which alone proves that the group has no inline volumes.
+                # Read a fresh report, because only a fresh report proves that the volume group has
+                # no inline volumes.
                 state = self._reports.fresh(group)
             inline_volumes, is_here = self._all(state, group), group in state.groups
         finally:
@@ -405,7 +408,7 @@ class InlineVolumes:
 
 
 def _allocated_bytes(volume: Volume) -> int:
-    """Return the bytes that an inline volume allocates in its group.
+    """Return the bytes that an inline volume allocates in its volume group.
 
     A mirrored volume allocates several times its size.
     """

@@ -102,7 +102,7 @@ class Leftovers:
 
         The groups' state is fresh.
         """
-        # Leave out the empty name, which is the group of a malformed id.
+        # Leave out the empty name, which `_group_of` returns as the volume group of a malformed id.
         groups = [name for name in groups if name]
         fresh_groups = self._reports.fresh(*groups).groups if groups else {}
         return _callers(fresh_groups[name] for name in groups if name in fresh_groups)

@@ -50,8 +50,8 @@ class Listing:
         """
         all_groups = self._reports.lists()
         for name in self._volume_groups.names:
-            # Raise GroupMissing if a configured group is missing: a list without its volumes would
-            # say that they were deleted.
+            # Raise GroupMissing if a configured volume group is missing: a list without the group's
+            # volumes would say that these were deleted.
             all_groups.group(name)
         return requests.part({str(volume.id): volume for volume in all_groups.listed()}, page)
 

@@ -34,8 +34,9 @@ def modify(context: Context, call: ModifyVolume) -> None:
         name = volume.group.name
         bound_kib = context.config.recovery_bound_kib(name)
         tuned = ensure(context.volume_groups.lvm(name), volume, call.tuning, bound_kib)
-        # Crash point: the parameters are written as tags and not set in the kernel; the next start
-        # of Carver, or this call again, sets them.
+        # Crash point: the parameters are in the metadata of the volume group, and the I/O limits
+        # among them are not set in the kernel; the next start of Carver, or a repeated call, sets
+        # the limits.
         context.limiter.apply(volume, tuned)
 
 
@@ -123,7 +124,7 @@ def _change(
 
 
 def resume(context: Context, *groups: str) -> int:
-    """Limit RAID recovery in these volume groups, or in all, when the service starts.
+    """Limit RAID recovery in the named volume groups, or in all, when the service starts.
 
     The setting `background_bandwidth` may have changed while the service was stopped. Returns how
     many volumes were changed.

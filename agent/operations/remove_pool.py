@@ -197,13 +197,14 @@ class PoolRemover:
                 yield from self._zero(job, cache_path, self._kernel.device_size_bytes(cache_path))
         with self._volume_groups.hold(group_name):
             job.check()
-            # Read the group again: no other volume than the zeroing one may be removed with the
-            # pool.
+            # Read the volume group again: besides the zeroing volume, no volume may be removed with
+            # the pool.
             if (group := self._if_empty(group_name, pool_name)) is not None:
                 is_unclean = tag.UNCLEAN in (pool := group.volume(pool_name)).own_tags
                 if is_unclean:
-                    # Mark the pool's disks: zeroing the pool's data did not overwrite its metadata,
-                    # nor a partial chunk at its end.
+                    # Have the freed extents on the pool's disks zeroed later: zeroing the pool's
+                    # data did not overwrite the pool's metadata, nor a partial chunk at the end of
+                    # the data.
                     erase_deleted.mark_for_erase(self._lvm(group_name), group, pool.disks)
                 # Remove the cache before the pool: a restart finds a pool without its cache, but no
                 # cache whose pool is gone.
@@ -277,8 +278,8 @@ class PoolRemover:
                 raise
             with self._volume_groups.hold(group_name):
                 job.check()
-                # The pool was full before this report was read, so no volume of a user in it can
-                # have a chunk.
+                # Go on only if no user's volume is in the pool. The pool was full before this
+                # report was read, so a user's volume that was created meanwhile has no chunk.
                 if self._if_empty(group_name, pool_name) is None:
                     return
             data = self._devices.pool_data(group_name, pool_name)

@@ -118,16 +118,16 @@ class Repairer:
             raise errors.NotRepairable(path, why)
         if lost_images:
             self._activator.ensure_active(group.name, name)
-        # Read the kernel's status: after a refresh the report is the same as before, because the
-        # refresh leaves no trace in lvm2's metadata.
+        # Read the kernel's status of the RAID, because lvm2's report does not show whether the RAID
+        # was refreshed: a refresh leaves no trace in lvm2's metadata.
         status = _raid(self._activator, group.name, name)
         if status is not None and status.is_syncing:
             # Wait for the rebuild: lvm2 replaces no image meanwhile.
             return Progress(False, f"{path} is rebuilt: {status.synced_percent:.0f} %")
         if lost_images:
             if self._policy.erases_any([logical]):
-                # Mark the extents of the old images for zeroing: the extents become free and still
-                # have data, and lvm2 accepts their disk again when the disk is attached. All
+                # Mark the extents of the lost RAID images for zeroing: these extents become free
+                # with their data, and lvm2 accepts a lost disk again when the disk is attached. All
                 # missing disks are marked, so that the mark is the same by any report.
                 mark_for_erase(lvm, group, group.missing_uuids)
             groups.replace_images(lvm, group.name, name, disks)
@@ -254,15 +254,19 @@ class _Seen:
     `logged` has the last message that was logged about each volume.
     """
 
-    # Times (monotonic, seconds) at which a volume was first seen without these disks (`since`), and
-    # at which its next attempt is due (`due`).
+    # Times (monotonic, seconds): `since` has, by volume id and missing disks, when a volume was
+    # first seen without these disks; `due` has, by volume id, when the next attempt to repair the
+    # volume is due.
     since: dict[tuple[str, frozenset[str]], float] = field(default_factory=dict)
     due: dict[str, float] = field(default_factory=dict)
     logged: dict[str, str] = field(default_factory=dict)
 
 
 class AutoRepair:
-    """Repairs volumes that lack a disk for longer than their class allows (`repair = "auto"`)."""
+    """Repairs RAID volumes that have lacked a disk for longer than their device class allows.
+
+    These are the volumes of classes with `repair = "auto"`.
+    """
 
     def __init__(self, context: Context, repairer: Repairer) -> None:
         self._reports = context.reports
@@ -319,8 +323,8 @@ class AutoRepair:
             is_late = now_seconds - since_seconds >= wait_seconds
             if is_late and degraded_state.due.get(key, now_seconds) <= now_seconds:
                 self._repair(key, degraded_state)
-                # Count the time until the next attempt from the end of this one, which may have
-                # taken long.
+                # Count the time until the next attempt to repair the volume from the end of this
+                # attempt, which may have taken long.
                 degraded_state.due[key] = clock() + _RETRY_SECONDS
         return False
 

@@ -83,8 +83,8 @@ class Replacement:
             group = self._look(name)
             old_disk, new_disk = self._find(group, old_name), self._find(group, new_path)
             if old_disk is None and new_disk is None:
-                # Neither disk is in the group any more: both were removed after the group was
-                # found.
+                # Raise an error if neither the old nor the new disk is in the volume group any
+                # more: both were removed after the group was found.
                 raise _no_such_disk(old_name, [group])
             if old_disk is None:
                 return self._settled(group)
@@ -111,7 +111,7 @@ class Replacement:
             return self._move(group, old_disk, new_disk)
 
     def resume(self, *names: str) -> int:
-        """Start lvm2's watcher of the moves in these volume groups, or in all if none is named.
+        """Start lvm2's watcher of pvmove in the named volume groups, or in all if none is named.
 
         The earlier watcher ended with the service or with the node. Runs one command for each group
         that has moves, and returns the number of these groups.
@@ -231,7 +231,8 @@ class Replacement:
             return self._kernel.device_size_bytes(new_path)
 
         deadline = time.monotonic() + command.patience_seconds(_LOOK_SECONDS, 0.5)
-        # Read the disk anew under a key of its own: the result of an earlier call may be outdated.
+        # Read the disk anew, by a probe with a new key: the result of an earlier call's probe may
+        # be outdated.
         result = self._looks.probe(f"{new_path} {next(self._numbers)}", look, deadline, new_path)
         if result.value is None or result.hanging_seconds:
             problem = f"has not answered for {result.hanging_seconds:.0f} s"
@@ -239,9 +240,10 @@ class Replacement:
         return result.value
 
     def _require_equal_blocks(self, group: Group, new_path: str) -> None:
-        """Raise NotVacant if a disk's logical block size, 512 bytes or 4 KiB, is not the group's.
+        """Raise NotVacant if a new disk's logical block size differs from the volume group's.
 
-        lvm2 refuses such a disk, too, but only after it has labelled the disk.
+        The size is 512 bytes or 4 KiB. lvm2 refuses such a disk, too, but only after it has
+        labelled the disk.
         """
         group_sizes = set()
         for disk in group.disks:
@@ -255,7 +257,7 @@ class Replacement:
             raise mount_errors.NotVacant(new_path, problem, "name a disk with blocks like theirs")
 
     def _move(self, group: Group, old_disk: PhysicalVolume, new_disk: PhysicalVolume) -> Progress:
-        """Stop allocation on a present disk, move its extents, and remove it from the group.
+        """Stop allocation on a present disk, move its extents, and remove it from the volume group.
 
         A move frees extents with users' data: on the old disk, and on the new disk if the move is
         aborted. So both disks are marked before the move, and nothing is allocated from their free
@@ -296,8 +298,8 @@ class Replacement:
             how_far = ", ".join(f"{mirror.synced_percent:.0f} %" for mirror in moves) or "begun"
             return Progress(False, f"{old_disk.name} is moved: {how_far}")
         if filled.get(tag.FILLED) == _filled(pair, new_disk.allocated_extents):
-            # Unmark the new disk: the move filled it as planned, so its free extents are as clean
-            # as before.
+            # Remove the new disk from the erase marks: the move filled the disk as planned, so its
+            # free extents are as clean as before.
             erase_deleted.unmark_disk(lvm, group, new_disk.uuid, filled)
         elif filled:
             groups.mark(lvm, group.name, old=filled)
@@ -355,9 +357,9 @@ class Replacement:
 
         The replacement is done when all volumes are in sync, so that another disk may be lost.
         """
-        # Remove the erase marks within this call, if nothing is left to zero: if another disk is
-        # lost before a later change of the group, that change would have lvm2 mark the lost disk as
-        # missing for good.
+        # Remove the volume group's erase marks within this call, if nothing is left to zero: if
+        # another disk is lost before a later change of the group, that change would have lvm2 mark
+        # the lost disk as missing for good.
         if not erase_deleted.unmark_if_erased(self._lvm(group.name), group):
             self._freed(group.name)
         # Limit RAID recovery to the present setting: a volume may be older than the setting, and

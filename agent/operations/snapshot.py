@@ -88,7 +88,7 @@ class Snapshotter:
             self._conflicts.require(Call.SNAPSHOT, volume)
             self.make_room(volume)
             # Crash point: a COW store with these tags and without an origin is left; the next call
-            # or the next start of Carver erases it as a deleted snapshot.
+            # or the next start of Carver erases the COW store as a deleted snapshot.
             return self.take(name, volume, {tag.NAME: call.name, **call.about}, call.size)
 
     def take(
@@ -231,8 +231,8 @@ class Snapshotter:
                 return
             if snapshot.group_snapshot_id:
                 raise errors.PartOfGroup(snapshot_id, snapshot.group_snapshot_id)
-            # Refuse a snapshot that a copy reads, in whichever group the copy is: the snapshot's
-            # extents are erased at once.
+            # Refuse to delete a snapshot that is being copied to a volume, in whichever volume
+            # group that volume is: the snapshot's extents are erased at once.
             self._reports.every_group(state).require_not_copied(snapshot_id)
             self.require_unread(snapshot_id)
             self.part(snapshot)
@@ -326,8 +326,8 @@ class Snapshotter:
         """
         parsed = VolumeId.parse(call.snapshot_id or call.source_id)
         if parsed is not None and self._volume_groups.of(parsed.group) is not None:
-            # Read only the group that the id names: the external-snapshotter polls a snapshot this
-            # way, and another volume group may hang.
+            # Read only the volume group that the id in the request names: the external-snapshotter
+            # polls a snapshot this way, and another volume group may hang.
             state: Known = self._reports.fresh(parsed.group)
             self._reports.group(state, parsed.group)
         else:

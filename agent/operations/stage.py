@@ -91,8 +91,8 @@ class Stager:
                 device is not None
                 and mount_table.top_of(call.staging_path, device.number) is not None
             ):
-                # Mount the file system again if it had errors: after its own start, kubelet stages
-                # volumes that are staged.
+                # Mount the file system of a staged volume again if the file system had errors.
+                # Kubelet stages a staged volume again after kubelet's own start.
                 mount_table = self.without_errors(call, device, mount_table)
             find = partial(self._mender.mended_volume, call.volume_id, Call.USE)
             self.ensure_mounted(call, device, find, mount_table)
@@ -166,8 +166,8 @@ class Stager:
         )
         if may_be_larger and not call.capability.read_only:
             self._grow(call, volume)
-        # Set the I/O limits last, so that Carver's own I/O is not limited. Crash point: the next
-        # start of Carver sets the limits.
+        # Set the volume's I/O limits last, so that the I/O of Carver itself is not limited. Crash
+        # point: the limits are not set; the next start of Carver sets the limits.
         if volume is not None:
             self._limiter.apply(volume)
 
@@ -454,8 +454,8 @@ class Stager:
             self._volumes.ensure_unmounted(replace(call, path=path))
         cached_volume = self._reports.cached(call.volume_id)
         if cached_volume is not None and tag.REMOUNT in cached_volume.own_tags:
-            # Remove the tag `remount` of an interrupted NodePublishVolume call, so that the next
-            # one does not mount the file system again.
+            # Remove the tag `remount` that an interrupted NodePublishVolume call left, so that the
+            # next NodePublishVolume call does not mount the file system again.
             with suppress(errors.AgentError, mount_errors.CommandError):
                 self._tag_writer.replace(cached_volume.backing, (tag.REMOUNT,), {})
         self._encrypted.forget(call.volume_id)

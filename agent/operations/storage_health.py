@@ -139,7 +139,7 @@ class StorageHealth:
         name = volume_group.name
         if volume_group.last_seen is not None or self._activator.is_any_active(name):
             return True
-        # Look for lvm2's backup of the group's metadata, which lvm2 keeps until vgremove(8).
+        # Look for lvm2's backup of the volume group's metadata, which lvm2 keeps until vgremove(8).
         return name in lvm2.backed_up_groups(self.node.lvm_root)
 
     def _of_kernel(self, group: Group, until_seconds: float) -> Iterator[Condition]:

@@ -1,4 +1,4 @@
-"""Health of volumes for CSI's health calls, by the cached state of their groups, with its age.
+"""Health of volumes for CSI's health calls, by the cached state of volume groups, with its age.
 
 A call waits for no disk, and starts no process, if the last report or the kernel knows the volume.
 Only the absence of a volume has to be proved, by a fresh report of its group.
@@ -102,7 +102,7 @@ class VolumesHealth:
         return VolumeHealth(call.volume_id, diagnosis.distinct([*health.conditions, *gone_devices]))
 
     def list(self, page: Page) -> ListPage[VolumeHealth]:
-        """Return one page of the unhealthy volumes of Carver's groups.
+        """Return one page of the unhealthy volumes of Carver's volume groups.
 
         Volumes of volume groups that are missing or do not answer are included. The method examines
         no more volumes than the page needs. The wait for groups that do not answer is that of
@@ -186,15 +186,15 @@ class VolumesHealth:
             # The volume was created after the last report; only the kernel knows it.
             return VolumeHealth(volume_id, self._by_kernel(volume_group, volume_id))
         if volume is None or (volume_group.is_changed and not active):
-            # Read the group: by the last report the volume is absent or incomplete, or it may have
-            # been deleted since.
+            # Read the volume group again: by the last report the volume is absent or incomplete, or
+            # the volume may have been deleted since.
             volume = self._proved(volume_group, volume_id, volume)
         return VolumeHealth(volume_id, self._conditions(volume_group, volume))
 
     def _of_missing_group(
         self, volume_id: str, parsed_id: VolumeId, volume_group: VolumeGroup, *, by_node: bool
     ) -> VolumeHealth:
-        """Return the health of a volume whose group is not on this node.
+        """Return the health of a volume whose volume group is not on this node.
 
         Another volume group may have the name of the volume's group now. If `by_node` is False,
         raises OtherGroup for a group that this node never had.
@@ -274,9 +274,10 @@ class VolumesHealth:
         return diagnosis.distinct([*conditions, *diagnosis.silent_condition(volume_group)])
 
     def _reported(self, group: Group, volume_id: str) -> Volume | None:
-        """Return a volume by a report of its group; None if it is absent or being deleted.
+        """Return a volume as a report of its volume group shows it; None if there is none.
 
-        Raises Copying, and other errors, for a volume that cannot be used now.
+        The result is None for a volume that is being deleted, too. Raises Copying, and other
+        errors, for a volume that cannot be used now.
         """
         try:
             return Seen({group.name: group}).volume(volume_id)
@@ -286,7 +287,7 @@ class VolumesHealth:
     def _proved(
         self, volume_group: VolumeGroup, volume_id: str, last_volume: Volume | None
     ) -> Volume:
-        """Return a volume by a fresh report of its group; raise NoSuchVolume if it is absent.
+        """Read a volume's volume group and return the volume; raise NoSuchVolume if it is absent.
 
         If the group does not answer, the result is `last_volume`; if that is None, the group's
         error is raised.
