@@ -19,7 +19,7 @@ from agent.volumes.volume_states import Call
 
 
 class Attacher:
-    """Attaches volumes to this node, and detaches volumes from this node."""
+    """Records which volumes are attached to this node; no device is connected."""
 
     def __init__(self, context: Context) -> None:
         self._reports, self._mender = context.reports, context.mender

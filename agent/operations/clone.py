@@ -328,7 +328,7 @@ class Copier:
         return replace(volume, size_bytes=volume.made_bytes, own_tags=own_tags)
 
     def source_of(self, state: Known, volume: Volume) -> Snapshot | None:
-        """Return the snapshot from which an incomplete volume is copied; None if it needs none.
+        """Return the snapshot from which an incomplete volume is copied; None if nothing is copied.
 
         `state` includes the source's group. Raises NoSuchSnapshot, OtherGroup or SourceLost if the
         volume can never be completed.

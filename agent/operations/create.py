@@ -226,8 +226,8 @@ class VolumeCreator:
                 # does not say so yet.
                 self._conflicts.check_jobs(Call.CREATE, str(existing.id))
             if existing is not None and volume_states.meets(Call.CREATE, existing, Outcome.ANEW):
-                # Remove a half-made volume. Crash point: lvm2 was killed while it created a RAID,
-                # which was never active.
+                # Remove the existing volume, which lvm2 made only in part. Crash point: lvm2 was
+                # killed while it created a RAID, which was never active.
                 volumes.remove(self._volume_groups.lvm(group_name), group_name, existing.name)
                 state, existing = self._mender.mend(group_name), None
                 all_groups = self._reports.every_group(state)
@@ -446,8 +446,8 @@ class VolumeCreator:
             undo.callback(self._pool_remover.remove_if_empty, group.name, pool)
         allocator.create(lvm, group, New(name, size_bytes, own_tags, tuning.for_new()))
         undo.pop_all()
-        # Allow calls to use the volume's id only now: a stream for a volume of that name might have
-        # been received in between.
+        # Allow calls to use the id of the new volume only now that the volume exists: a stream for
+        # a volume with this id might have been received in between.
         self._holds.allow(str(volume_id))
         modify.complete(lvm, group.name, name, tuning)
         return Volume(volume_id, backing.of(group, name), group, size_bytes, own_tags), source

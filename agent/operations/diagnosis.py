@@ -190,7 +190,7 @@ SILENT_SECONDS = 30.0
 # as suspended.
 SETTLING_SECONDS = 1.0
 
-# Remedy for a health status that Carver does not know, or that has no simple remedy.
+# Remedy for a status in lv_health_status that Carver does not know, or that has no simple remedy.
 _LOOK_CLOSER = "look with `lvs -o +lv_health_status` and at `dmesg`"
 # Reasons and remedies by lv_health_status, as in lvmreport(7) and lib/report/report.c of lvm2; used
 # if device-mapper does not report the problem itself.

@@ -47,7 +47,7 @@ class _Growth(Job):
 
 
 class AnotherSize(errors.Overwriting):
-    """Extents for the growth of a volume to another size are being zeroed.
+    """Raised while extents for the growth of a volume to another size are being zeroed.
 
     `GrowthZeroer.withdraw` cancels that growth.
     """
@@ -326,10 +326,11 @@ class FreedSpaceEraser:
         return group
 
     def _reserve(self, group: report.Group, disks: Collection[report.PhysicalVolume]) -> None:
-        """Create a volume group's sweep, or extend it, by a slice of the disks' free extents.
+        """Create or extend the logical volume in which a volume group's free extents are zeroed.
 
-        The sweep is the logical volume in which free extents are zeroed. The slice may consist of
-        any pieces: a group's policy that wants one disk for one volume is for users' volumes only.
+        The logical volume is the sweep; it gets one slice of the free extents of `disks`. The slice
+        may consist of any pieces: a group's policy that wants one disk for one volume is for users'
+        volumes only.
         """
         lvm = self._lvm(group.name)
         disk_names = [disk.name for disk in disks]

@@ -59,7 +59,7 @@ _NO_ROOM = (errors.NoRoom, lvm_errors.NoSpace, lvm_errors.MetadataFull)
 
 
 class _Open(Exception):
-    """An unused dm-crypt device is open on a volume that has to be deactivated."""
+    """Raised if an unused dm-crypt device is open on a volume that has to be deactivated."""
 
     def __init__(self, volume: Volume) -> None:
         super().__init__(str(volume.id))

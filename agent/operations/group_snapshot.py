@@ -504,10 +504,10 @@ class GroupSnapshotter:
             self._discard(all_groups, job.key)
 
     def _is_to_be_undone(self, snapshots: list[Snapshot]) -> bool:
-        """Whether a failed call of this process left these snapshots, so that they must be removed.
+        """Whether snapshots of a group snapshot were left by a failed call, and must be removed.
 
-        All snapshots of the group snapshot may exist, but perhaps they do not show one moment. The
-        result is False for snapshots with the tag `committed`.
+        All snapshots of the group snapshot may exist, but perhaps they do not show one moment. Only
+        this process knows that. The result is False for snapshots with the tag `committed`.
         """
         is_recorded = any(tag.COMMITTED in snapshot.own_tags for snapshot in snapshots)
         return self.undone.has(snapshots[0].group_snapshot_id) and not is_recorded

@@ -122,10 +122,10 @@ class Leftovers:
 
 
 def _callers(groups: Iterable[report.Group]) -> Iterator[report.LogicalVolume]:
-    """Yield the logical volumes in these volume groups that callers may have created.
+    """Yield the volumes and snapshots in these volume groups that failed calls may have left.
 
-    The callers are those of CreateVolume and CreateSnapshot. Yields volumes that this version of
-    Carver may change, in a state in which their caller deletes them.
+    The calls are CreateVolume, CreateSnapshot and CreateVolumeGroupSnapshot. Yields logical volumes
+    that this version of Carver may change, in a state in which their caller deletes them.
     """
     for group in groups:
         for logical in records.usable(group):

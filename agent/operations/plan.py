@@ -31,7 +31,7 @@ _MOST_UNIT_BYTES = 64 << 20
 def header_bytes(device_class: DeviceClass, allocator: Allocator, group: report.Group) -> int:
     """Return the size, in bytes, of a new volume's LUKS2 header; 0 without encryption.
 
-    The size keeps the data behind the header aligned to stripes or chunks.
+    The size keeps the data behind the header aligned to stripes or chunks of at most 64 MiB.
     """
     if not device_class.encryption:
         return 0
@@ -154,8 +154,8 @@ def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dic
             " is made of it must be so, too: ask for"
             f" carver/encryption={source_encryption or 'nothing'}",
         )
-    # Copy the tag of a change of keys that is under way, since the copied header may have both
-    # keys.
+    # Copy the tags `sealed` and `rotating`: the copied header is the source's, and may have two
+    # keys while the source's key is being changed.
     copied_tags |= {
         key: source_tags[key] for key in (tag.SEALED, tag.ROTATING) if key in source_tags
     }

@@ -101,7 +101,7 @@ Check = Callable[[Node], Iterator[Seen]]
 
 
 def everything(node: Node) -> Sequence[Finding]:
-    """Run all checks, each after the checks that it depends on; return the findings."""
+    """Run all checks of the node, each after the checks that it depends on; return the findings."""
     return tuple(
         finding for name, check in CHECKS.items() for finding in _findings(name, check, node)
     )

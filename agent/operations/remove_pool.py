@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 class PoolBeingZeroed(Exception):
-    """The thin pool in which a volume is to be created is being zeroed."""
+    """Raised while the thin pool in which a volume is to be created is being zeroed."""
 
 
 class PoolRemover:
@@ -126,7 +126,7 @@ class PoolRemover:
                 return done_future
         if job.cancelled.is_set():
             # The present job was cancelled, and has not ended because its disk does not answer:
-            # start another one when it ends.
+            # start another job when the present one ends.
             job.ended.add_done_callback(lambda _: self.remove_if_empty(group, pool))
         return job.ended
 

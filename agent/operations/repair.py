@@ -75,10 +75,11 @@ class Repairer:
         self._policy, self._freed = context.erase_policy, freed
 
     def repair(self, volume_id: str, *, pool_metadata: bool = False) -> Progress:
-        """Take the next step of a volume's repair; with `pool_metadata` also of its thin pool's.
+        """Take the next step of the repair of a volume, or of a thin volume's pool.
 
-        Runs four commands at most, and for a thin pool one more for each active volume in it.
-        Raises NotRepairable for data that were on missing disks alone and for damaged pool metadata
+        `pool_metadata` confirms that the damaged metadata of a thin pool may be rewritten. Runs
+        four commands at most, and for a thin pool one more for each active volume in it. Raises
+        NotRepairable for data that were on missing disks alone and for damaged pool metadata
         without `pool_metadata`, NoRoom if no disk has room for a new image, and VolumeInUse if a
         volume of the damaged pool is in use.
         """
@@ -303,7 +304,8 @@ class AutoRepair:
         after the usual interval.
         """
         degraded_state, now_seconds = self._seen[group], clock()
-        # Delays before a repair, in seconds, by the name of the device class.
+        # Delays before the automatic repair of a volume, in seconds, by the name of its device
+        # class.
         delays = {
             device_class.name: device_class.repair_after_seconds for device_class in self._classes()
         }

@@ -44,7 +44,8 @@ _log = logging.getLogger(__name__)
 # Interval, in seconds, at which lvm2's process that watches a move is started again, as the process
 # may have been killed.
 _WATCH_SECONDS = 60.0
-# Time limit, in seconds, of reading a new disk; a healthy disk takes a moment.
+# Time limit, in seconds, of reading a disk that is to be added to a volume group; a healthy disk
+# takes a moment.
 _LOOK_SECONDS = 5.0
 
 

@@ -169,12 +169,12 @@ class Snapshotter:
         further_bytes: int = 0,
         further_count: int = 0,
     ) -> int:
-        """Return the bytes that a new snapshot needs, if there is room for them.
+        """Return the bytes that a new snapshot needs; raise NoRoom if these are not available.
 
         For a copy-on-write snapshot these are the size of its COW store. For a thin snapshot they
         are the size of its volume, which the thin pool must be able to allocate. `further_bytes` of
-        the room are for `further_count` other logical volumes. Raises NoRoom, and NotSnapshotted
-        for a volume that lvm2 cannot take a snapshot of.
+        the room are for `further_count` other logical volumes. Raises NotSnapshotted for a volume
+        that lvm2 cannot take a snapshot of.
         """
         group = volume.group
         if not caches.can_be_origin(group.volume(volume.name)):

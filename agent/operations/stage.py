@@ -43,8 +43,8 @@ _MAY_BE_LARGER = {tag.FROM, tag.WANTED, tag.REFUSED, tag.RECEIVED}
 _USED = {tag.FORMATTED, tag.FROM, tag.RECEIVED, tag.ADOPTED}
 # Tags of volumes that had a complete file system, or a file system that another program made.
 _IN_USE = {tag.FORMATTED, tag.ADOPTED}
-# Errors of finding a volume or of writing its tags that do not stop the mounting of a file system
-# again after an error.
+# Errors of finding a volume, or of writing its tags, that are logged or ignored when a file system
+# with errors is to be mounted again.
 _LOOKUP_ERRORS = (errors.AgentError, mount_errors.CommandError)
 
 
@@ -79,7 +79,7 @@ class Stager:
         encrypted volume and growing a volume take further commands. Runs none for a volume that is
         staged, unless its file system met an error and is mounted again, or its key is changed. The
         tag that records mkfs is written after the response. A volume that is smaller than its tag
-        `wanted` says grows first.
+        `wanted` says grows first. A raw block volume is activated and opened only.
         """
         call = replace(call, staging_path=self._volumes.place(call.staging_path))
         device = self._volumes.device(call.volume_id)
@@ -312,7 +312,7 @@ class Stager:
         )
 
     def _in_unformatted(self, volume: Volume, device: Device) -> filesystem.Signature | None:
-        """Return what a probe of the whole volume finds; None for a blank volume.
+        """Return the file system or other contents that a probe finds on a volume; None if blank.
 
         The method is for a volume that was never formatted, or whose file system was not found.
         Contents in the extents that a growth added do not count if the volume never held data: they
