@@ -18,5 +18,6 @@ Terms of these files:
 - A sweep is the logical volume of a volume group in which free extents are zeroed
   (agent/operations/erase_free.py), or a search for inline volumes whose pods are gone
   (agent/operations/inline.py).
-- A thick volume is a volume that is not in a thin pool.
+- A refused volume group is on this node's disks, and Carver does not use it: the group belongs to
+  another node, or another group has its name.
 """

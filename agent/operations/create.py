@@ -154,7 +154,11 @@ class VolumeCreator:
     def _find_or_create(
         self, call: CreateVolume, device_class: DeviceClass, admit: Admit | None
     ) -> CreatedVolume:
-        """Create or find a volume; the lock of only one volume group is held at a time."""
+        """Create or find a volume, while the lock of only one volume group is held at a time.
+
+        A source in another volume group is reserved first. If the volume cannot be created, its
+        bridge snapshot is removed.
+        """
         prefix = _prefix(call.is_ephemeral)
         # Begin with the volume group in which an earlier call may have created the volume: the
         # configuration may have given the device class another volume group since.
@@ -218,8 +222,8 @@ class VolumeCreator:
             all_groups = self._reports.every_group(state)
             existing = all_groups.named(call.name, prefix)
             if existing is not None and existing.group.name != group_name:
-                # Go on in the group of the existing volume: another class created it, or this class
-                # while it had another volume group.
+                # Go on in the volume group of the existing volume: the volume was created by
+                # another device class, or by this class while the class had another volume group.
                 return existing.group.name
             if existing is not None:
                 # Raise an error if the existing volume is being erased, even if the volume's tag
@@ -237,8 +241,8 @@ class VolumeCreator:
             if existing is None and (
                 why := self._volume_groups.why_unsure(all_groups.silent, own_name)
             ):
-                # Create no volume while a volume group does not answer that may have the volume
-                # from an earlier call.
+                # Create no volume while a volume group that may have the volume, from an earlier
+                # call, does not answer.
                 raise errors.GroupBusy(f"volume {call.name!r}", why)
             source, source_id = None, ""
             try:
@@ -446,8 +450,8 @@ class VolumeCreator:
             undo.callback(self._pool_remover.remove_if_empty, group.name, pool)
         allocator.create(lvm, group, New(name, size_bytes, own_tags, tuning.for_new()))
         undo.pop_all()
-        # Allow calls to use the id of the new volume only now that the volume exists: a stream for
-        # a volume with this id might have been received in between.
+        # Allow calls to use the id of the new volume only now that the volume exists: another node
+        # might have sent a volume with this id in between.
         self._holds.allow(str(volume_id))
         modify.complete(lvm, group.name, name, tuning)
         return Volume(volume_id, backing.of(group, name), group, size_bytes, own_tags), source

@@ -178,7 +178,7 @@ class EncryptedDevices:
             self._known[volume_id] = keys.digests()
 
     def forget(self, volume_id: str) -> None:
-        """Forget which keys a volume has, as far as this process knew."""
+        """Forget what this process knows about the keys of a volume."""
         self._known.pop(volume_id, None)
 
     def fill(self, volume_id: str, mapping: Device, keys: Keys, *, if_possible: bool) -> bool:

@@ -196,11 +196,12 @@ class FreedSpaceEraser:
     A thin pool that lost a part cannot be used at all, and lvm2 refuses to take a volume with
     snapshots apart while a disk is missing. Such a pool or volume is removed in these steps:
 
-    1. Wait until the pool or volume, and all that depends on it, is deleted, and the operator gave
-       it up (tag `givenUp`).
+    1. Wait until the pool or volume, and all volumes that depend on it, are deleted, and the
+       operator gave it up (tag `givenUp`).
     2. Add the group's erase mark (erase_deleted.mark_for_erase). From now on nothing is allocated
-       from the marked extents, except for thin pools and COW stores that must grow.
-    3. Remove the pool or volume as it is, with all that depends on it.
+       from the marked extents, except for thin pools and COW stores that must grow, and for RAID
+       images that replace lost ones.
+    3. Remove the pool or volume as it is, with all volumes that depend on it.
     4. Wait until no disk is missing.
     5. Take the marked free extents into one logical volume, the sweep, slice by slice, and zero
        each slice.
@@ -295,7 +296,14 @@ class FreedSpaceEraser:
             done_bytes = sweep.size_bytes
 
     def _take(self, name: str) -> report.Group | None:
-        """Remove volumes that were given up, and take free extents into a sweep to be zeroed."""
+        """Remove volumes that an operator gave up, and take free extents into a sweep.
+
+        An operator gives up volumes that lost data with a disk. The sweep is the logical volume in
+        which free extents are zeroed; each call of this method adds one slice to the sweep. The
+        caller holds the group's lock. Returns the group with the sweep, or None if there is nothing
+        to zero. Raises FreeExtentsNotErased if the extents cannot be zeroed now: a disk is missing
+        or takes no allocations, or extents are being moved.
+        """
         # Read a fresh report: a volume that was created in a pool since the last report would be
         # removed with the pool.
         group = self._reports.fresh(name).group(name)
@@ -350,7 +358,7 @@ class FreedSpaceEraser:
             volumes.create(lvm, group.name, sweep, disks=disk_names, in_pieces=True)
 
     def _remove(self, group: report.Group, root: report.LogicalVolume) -> None:
-        """Remove a thin pool or an origin that was given up, with all volumes that depend on it.
+        """Remove a thin pool or an origin that an operator gave up, with all volumes that need it.
 
         The caller knows that all of them are deleted. The volume group gets its erase mark first,
         if one of the volumes has to be erased.
@@ -379,10 +387,10 @@ def _is_left(group: report.Group) -> bool:
 
 
 def _removable_roots(group: report.Group) -> Iterator[report.LogicalVolume]:
-    """Yield the thin pools and the origins of a volume group that can be removed as given up.
+    """Yield the thin pools and origins of a volume group that an operator gave up, to be removed.
 
-    Each of them was given up, has a part on a missing disk, and is deleted with all its dependents.
-    A thin pool counts as deleted if all its volumes are.
+    Each of them was given up (tag `givenUp`), has a part on a missing disk, and is deleted with all
+    its dependents. A thin pool counts as deleted if all its volumes are.
     """
     for logical in records.usable(group):
         if not is_given_up(logical) or logical.disks.isdisjoint(group.missing_uuids):

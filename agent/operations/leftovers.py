@@ -24,7 +24,7 @@ from lvm import names, report
 
 
 class Leftovers:
-    """Finds what failed calls left behind; runs no command for a call that succeeds."""
+    """Finds volumes and snapshots that failed calls left; runs no command after a success."""
 
     def __init__(self, context: Context) -> None:
         self._configuration = context.configuration
@@ -98,9 +98,10 @@ class Leftovers:
             yield
 
     def _logical(self, groups: Collection[str]) -> Iterator[report.LogicalVolume]:
-        """Yield the logical volumes in these volume groups that callers may have created.
+        """Yield the volumes and snapshots in named volume groups that failed calls may have left.
 
-        The groups' state is fresh.
+        The groups are read anew. The calls are CreateVolume, CreateSnapshot and
+        CreateVolumeGroupSnapshot.
         """
         # Leave out the empty name, which `_group_of` returns as the volume group of a malformed id.
         groups = [name for name in groups if name]
@@ -115,8 +116,8 @@ class Leftovers:
         try:
             state = self._reports.fresh(group)
         except errors.GroupRefused:
-            # Leave out a refused volume group: its volumes belong to another node or have no owner,
-            # and no call on this node creates or deletes them.
+            # Leave out a volume group that Carver refuses to use: its volumes belong to another
+            # node or have no owner, and no call on this node creates or deletes them.
             state = Fresh({}, asked=frozenset({group}))
         return self._reports.every_group(state)
 
@@ -151,9 +152,9 @@ def _unfinished(
         try:
             is_left = has_leftovers()
         except errors.GroupRefused:
-            # Count nothing in a refused volume group as left for the caller: the group's volumes
-            # belong to another node or have no owner, and no call on this node creates or deletes
-            # them.
+            # Count nothing in a volume group that Carver refuses to use as left for the caller: the
+            # group's volumes belong to another node or have no owner, and no call on this node
+            # creates or deletes them.
             is_left = False
         except Exception:
             # Assume that the failed call left something, since the groups could not be read. The

@@ -75,7 +75,8 @@ class Node:
     run: Run
     report: Callable[[], Report]
     root: Path = Path("/")
-    # Returns the volume groups that are on this node but refused, so that no report has them.
+    # Returns the volume groups that are on this node but that Carver refuses to use, by name, with
+    # the reasons. No report has these groups.
     refused: Callable[[], Mapping[str, errors.GroupRefused]] = dict
     # Returns the disks that claim to belong to a volume group and are ignored, each as a sentence,
     # by group.

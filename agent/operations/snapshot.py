@@ -306,7 +306,12 @@ class Snapshotter:
             self._eraser.finish(records.remains_of(snapshot))
 
     def _is_deferred(self, snapshot: Snapshot) -> bool:
-        """Whether lvm2 cannot split a snapshot, or change its pool, because a disk is missing."""
+        """Whether the deletion of a snapshot has to wait until no disk is missing.
+
+        While a disk is missing, lvm2 neither splits a copy-on-write snapshot from its origin nor
+        changes a thin pool on that disk. A snapshot that is removed without erasing need not be
+        split.
+        """
         if not snapshot.is_thin:
             return self._eraser.policy.erases(snapshot) and bool(snapshot.group.missing_disks)
         holder = snapshot.group.volumes.get(snapshot.pool)

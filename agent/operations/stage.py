@@ -36,8 +36,8 @@ _log = logging.getLogger(__name__)
 DEFAULT_FS_TYPE = "ext4"
 # Namespace of the UUIDs (version 5) that Carver gives to the file systems that it makes.
 _NAMESPACE = uuid.UUID("0c0a7d0e-1f9b-4b52-9d37-5b8b6f0a2e61")
-# Tags of volumes whose file systems may be smaller than the volumes: copies, received volumes, and
-# volumes that are to grow.
+# Tags of volumes whose file systems may be smaller than the volumes: copies, volumes received from
+# another node, and volumes that are to grow.
 _MAY_BE_LARGER = {tag.FROM, tag.WANTED, tag.REFUSED, tag.RECEIVED}
 # Tags of volumes that may hold data: they were in use, or hold another volume's data.
 _USED = {tag.FORMATTED, tag.FROM, tag.RECEIVED, tag.ADOPTED}

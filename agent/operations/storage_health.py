@@ -121,7 +121,8 @@ class StorageHealth:
                 volume_group.tried_seconds,
             )
         elif problem is None:
-            # Report a volume group whose first read has not ended: lvm2 has not answered for long.
+            # Report a volume group whose last read had no error, but about which lvm2 has not
+            # answered for long since.
             yield from diagnosis.silent_condition(volume_group)
         if volume_group.cached is not None:
             yield from diagnosis.aged(_of_group(volume_group.cached), volume_group.time_seconds)
