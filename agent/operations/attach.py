@@ -82,8 +82,8 @@ class Attacher:
         except (errors.NoSuchVolume, errors.OtherGroup, errors.GroupRefused, errors.NeedsOther):
             return
         except errors.TagsDamaged:
-            # Remove the record in spite of damaged tags: the record says nothing about the data,
-            # which stay as they are.
+            # Remove the record of the attachment in spite of damaged tags: the record says nothing
+            # about the volume's data, which stay as they are.
             self._record(call.volume_id, {})
             return
         if tag.ATTACHED in volume.own_tags:

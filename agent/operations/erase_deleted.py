@@ -113,11 +113,11 @@ def unmark(lvm: Lvm, group: report.Group) -> None:
 
 
 def remove_partial_sweep(lvm: Lvm, group: report.Group) -> None:
-    """Remove a volume group's sweep, in which free extents are zeroed, if a disk of it is missing.
+    """Remove a volume group's sweep, in which free extents are zeroed, if a part is missing.
 
-    A sweep is a logical volume without a user's data, and is created again as long as the group has
-    an erase mark. Call the function with the group's lock held and a report that was read under
-    that lock.
+    A part is missing if a disk of the sweep is. A sweep is a logical volume without a user's data,
+    and is created again as long as the group has an erase mark. Call the function with the group's
+    lock held and a report that was read under that lock.
     """
     disks = group.volume(ids.SWEEP).disks if is_sweep(group, ids.SWEEP) else frozenset()
     if not disks.isdisjoint(group.missing_uuids):

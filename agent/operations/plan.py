@@ -238,7 +238,7 @@ def _check_options(call: CreateVolume, parameters: Parameters) -> None:
     """
     if not parameters.fs_type:
         # Check no options for raw block access: one StorageClass often serves both kinds of access,
-        # and its options are for mounts.
+        # and the options in the StorageClass are for mounts.
         return
     for index, capability in enumerate(call.capabilities):
         if capability.fs_type and capability.fs_type != parameters.fs_type:

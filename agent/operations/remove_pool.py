@@ -256,8 +256,8 @@ class PoolRemover:
         """
         device_class = pool.own_tags[tag.CLASS]
         name = wipe_name(device_class)
-        # Create the volume, as the pool is empty. If a logical volume outside the pool has the
-        # name, lvm2 refuses.
+        # Create the zeroing volume if the pool is empty. If a logical volume outside the pool has
+        # the name, lvm2 refuses.
         if not group.in_pool(pool.name):
             own_tags = {**volume_states.tags_for(EndedBy.ERASER), tag.CLASS: device_class}
             zeroing_volume = New(name, pool.size_bytes, own_tags)

@@ -401,8 +401,8 @@ def _require_copies(group: Group, old_disk: PhysicalVolume) -> None:
         holder, is_pool = group.volumes.get(logical.pool, logical), is_own_pool(logical)
         if old_disk.uuid not in holder.disks or group.survives(holder):
             continue
-        # Skip a pool with volumes, which are counted themselves, and the volume that zeroes free
-        # extents, which holds no data.
+        # Skip a thin pool that has volumes, since these are counted themselves, and the logical
+        # volume in which free extents are zeroed, which holds no data.
         if not (is_pool and group.in_pool(name)) and not erase_deleted.is_sweep(group, name):
             (waiting_names if is_pool or erase_deleted.is_deleted(logical) else lost_names).append(
                 name

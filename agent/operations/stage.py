@@ -461,7 +461,7 @@ class Stager:
         self._encrypted.forget(call.volume_id)
         with self._conflicts.enter(Call.UNSTAGE, call.volume_id):
             # Crash point: the volume is unmounted and open; the next NodeUnstageVolume or
-            # NodeStageVolume call closes it.
+            # NodeStageVolume call closes the volume.
             self._mappings.close_unused(logical)
 
 

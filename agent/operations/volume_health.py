@@ -177,7 +177,8 @@ class VolumesHealth:
         try:
             volume = self._reported(volume_group.cached, volume_id)
         except errors.Copying:
-            # The last report says that the volume is incomplete; the copy may have ended since.
+            # Read the volume again below: the last report says that the volume is incomplete, but
+            # its copy may have ended since.
             volume = None
         logical = backing.of_id(volume_id) if volume is None else volume.backing
         active = self._activator.device(logical) is not None
