@@ -1,14 +1,14 @@
 """Adopt logical volumes that Carver did not create, with their contents, and undo an adoption.
 
 Adopting runs two commands: the first adds Carver's tags, the second renames the logical volume,
-since a volume's name begins with `vol`. No data are written, and the tags of other programs stay. A
-logical volume with the tag `adopted` (its old name) that is not renamed yet is no volume of
-Carver's; a repeated call or an undo continues from that state. Undoing takes the two steps in
-reverse order.
+since a volume's name begins with `vol`. No data are written, and the tags of other programs stay.
+The tag `adopted` holds the old name. A logical volume that has the tag `adopted` and is not renamed
+yet is not a volume of Carver's; a repeated call or an undo continues from that state. An undo takes
+the two steps in reverse order.
 
-Each call checks a logical volume that is not renamed yet as if for the first time, since its old
-user may have gone on using it. An adopted volume is returned only to a call that asks for exactly
-this volume.
+Each call checks a logical volume that is not renamed yet from the beginning, because the logical
+volume's old user may have gone on using it. If the logical volume is adopted already, a call
+succeeds only if it asks for the volume as it was adopted.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,21 +29,24 @@ from lvm import layout, names, report, tags, tuning, volumes
 from lvm.tuning import AS_IT_IS, PLAIN
 from mount import filesystem
 
-# Name prefixes that have a meaning to Carver, together with its tags.
+# Prefixes of the names that Carver gives to its logical volumes. A logical volume with such a name
+# cannot be adopted.
 _OWN_PREFIXES = (
     *(ids.VOLUME_PREFIX, ids.INLINE_PREFIX, ids.SNAPSHOT_PREFIX, ids.POOL_PREFIX),
     *(ids.WIPE_PREFIX, ids.GROWTH_PREFIX, ids.BRIDGE_PREFIX),
 )
-# Type of a LUKS header's signature in libblkid.
+# Type that libblkid gives to the signature of a LUKS header.
 _LUKS = "crypto_LUKS"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request to adopt a logical volume, by the name that it had before.
+    """A request to adopt a logical volume, or to undo its adoption.
 
-    An empty `device_class` is the default class, an empty `made_by` no other driver. `claim` has
-    the tags with the volume's claim.
+    `name` is the name of the logical volume before the adoption; for an adopted volume, its new
+    name is accepted as well. An empty `device_class` means the default class. `made_by` is the
+    driver that created the logical volume; empty for none of the known drivers. `claim` has the
+    tags that record the volume's claim.
     """
 
     group: str
@@ -56,7 +59,7 @@ class Asked:
 
     @property
     def path(self) -> str:
-        """The group and name of the logical volume, in the form that lvm2's commands take."""
+        """The volume group and name of the logical volume, in the form of lvm2's commands."""
         return f"{self.group}/{self.name}"
 
     @property
@@ -67,10 +70,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Adoption:
-    """Result of an adoption or its undo.
+    """Result of adopting a logical volume, or of undoing its adoption.
 
-    `volume` is the volume as it is or would be adopted, or None. `changes` are the steps that were
-    or would be taken.
+    `volume` is the adopted volume, or in a dry run the volume as it would be adopted; None after an
+    undo. `changes` are the steps that were taken, or in a dry run would be taken.
     """
 
     volume: Volume | None
@@ -88,10 +91,18 @@ class Adopter:
         self._holds, self._conflicts = context.holds, context.conflicts
 
     def adopt(self, request: Asked) -> Adoption:
-        """Tag and rename a logical volume; an adopted volume stays as it is.
+        """Adopt a logical volume: tag and rename it; an adopted volume stays as it is.
 
-        An inactive logical volume is activated while its contents are probed, without the group's
-        lock. Raises NotAdopted, NotAllowed, VolumeMissing, GroupMissing.
+        An inactive logical volume is activated while its contents are probed. The group's lock is
+        not held meanwhile. In a dry run nothing is tagged or renamed.
+
+        The errors are:
+
+        - NotAdopted, with the reason, if the logical volume cannot be adopted.
+        - Incompatible if the volume was adopted with another claim, device class or kind of access;
+          Receiving or Moved if the adopted volume is being received or was moved to another node.
+        - NotAllowed for a driver, volume group or device class that is not known.
+        - VolumeMissing or GroupMissing if the logical volume or its group does not exist.
         """
         if request.made_by and request.made_by not in other_drivers.DRIVERS:
             raise errors.NotAllowed("made_by", request.made_by, other_drivers.DRIVERS)
@@ -111,7 +122,8 @@ class Adopter:
                 raise errors.NotAdopted(
                     request.path, f"there is a {request.group}/{request.new_name}"
                 )
-            # Replace the tags, if any, of an earlier adoption or undo that was interrupted.
+            # Replace the tags that an interrupted adoption or undo left on the logical volume, if
+            # any.
             removed_tags = dict(logical.own_tags.items() - own_tags.items())
             added_tags = dict(own_tags.items() - logical.own_tags.items())
             steps = []
@@ -133,8 +145,11 @@ class Adopter:
     def undo(self, request: Asked) -> Adoption:
         """Give an adopted volume that is not in use its old name back, and remove Carver's tags.
 
-        A logical volume without Carver's tags stays as it is. Raises NotAdopted, Receiving, Moved,
-        VolumeMissing, GroupMissing.
+        A logical volume without Carver's tags stays as it is. In a dry run nothing is changed.
+        Raises NotAdopted if Carver created the volume, if the volume is still needed, or if the old
+        name is taken; Receiving or Moved if the volume is being received or was moved to another
+        node; NeedsOther for tags of a newer version of Carver; VolumeMissing or GroupMissing if the
+        volume or its group does not exist.
         """
         self._reports.await_others(request.group)
         with self._held(request) as group:
@@ -156,8 +171,8 @@ class Adopter:
             steps, present, lacking = [], PLAIN, AS_IT_IS
             if adopted is not None:
                 present = group.volume(adopted.name).tuning
-                # Remove Carver's limit on RAID recovery, which is not one of the volume's own
-                # settings.
+                # Remove the limit on RAID recovery that Carver set, as the logical volume did not
+                # have that limit before.
                 lacking = replace(AS_IT_IS, bound_recovery_kib=0).lacking_in(present)
                 if lacking != AS_IT_IS:
                     kib = present.maximum_recovery_kib
@@ -174,16 +189,17 @@ class Adopter:
                 if adopted is not None:
                     volumes.rename(lvm, request.group, adopted.name, old_name)
                 # Crash point: the logical volume has its old name and still the tags; this call,
-                # repeated, continues from there.
+                # repeated, continues from that state.
                 if own_tags:
                     volumes.mark(lvm, request.group, old_name, old=own_tags, new={})
             return Adoption(None, tuple(steps))
 
     @contextmanager
     def _held(self, request: Asked) -> Iterator[report.Group]:
-        """Lock a configured group within the `with`, and provide its fresh state.
+        """Lock the requested volume group within the `with`, and provide its fresh state.
 
-        Raises NotAllowed, GroupMissing.
+        What a killed lvm2 left in the group is repaired first, except in a dry run. Raises
+        NotAllowed if the group is not configured, GroupMissing if the group is not on this node.
         """
         if request.group not in self._volume_groups.names:
             raise errors.NotAllowed("group", request.group, self._volume_groups.names)
@@ -195,7 +211,8 @@ class Adopter:
     def _adopted(self, group: report.Group, request: Asked) -> Volume | None:
         """Return the adopted volume that has the requested name, now or before the adoption.
 
-        The result is None if there is no such volume. Raises NeedsOther.
+        The result is None if there is no such volume. Raises NeedsOther or TagsDamaged if this
+        version of Carver must not use the volume.
         """
         state = report_age.fresh([group])
         for volume in state.shown():
@@ -207,9 +224,11 @@ class Adopter:
         return None
 
     def _require_asked(self, request: Asked, adopted: Volume) -> None:
-        """Raise NotAdopted or Incompatible unless an adopted volume is the one that is asked for.
+        """Raise NotAdopted or Incompatible if an adopted volume is not as a request asks for.
 
-        Raises Receiving or Moved for a volume that is being received or was moved.
+        Incompatible says that the volume was adopted with another claim, device class or kind of
+        access. Raises Receiving or Moved for a volume that is being received or was moved to
+        another node.
         """
         volume_states.require(Call.ADOPT, adopted)
         if not adopted.is_listed:
@@ -236,9 +255,11 @@ class Adopter:
     def _planned(
         self, request: Asked, group: report.Group, logical: report.LogicalVolume, fs_type: str = ""
     ) -> Mapping[str, str]:
-        """Return the tags that make a logical volume one of Carver's, with its file system, if any.
+        """Check that a logical volume can be adopted; return the tags that make it one of Carver's.
 
-        Raises NotAdopted, NotAllowed.
+        `fs_type` is the file system on the logical volume; empty for none, or if the contents were
+        not probed yet. Raises NotAdopted if the logical volume cannot be adopted, for example
+        because it is in use; NotAllowed for an unknown device class.
         """
         device_class = self._class(request)
         self._check_name(request, logical)
@@ -266,16 +287,18 @@ class Adopter:
             tag.ADOPTED: request.name,
             **request.claim,
         }
-        # Add the tags of the class without its cache, as an adopted volume has none.
+        # Add the tags that the device class gives a volume, except the tag of a cache: an adopted
+        # volume gets no cache.
         own_tags |= plan.of_class(replace(device_class, cache=None), logical.size_bytes, group)
         if fs_type:
             own_tags |= {tag.FS_TYPE: fs_type, tag.FORMATTED: fs_type}
         return own_tags
 
     def _class(self, request: Asked) -> DeviceClass:
-        """Return the device class to adopt a volume by; raises NotAllowed, NotAdopted.
+        """Return the device class that an adopted volume gets.
 
-        The class must be of the volume's group.
+        Raises NotAllowed if the requested class does not exist or is of another volume group, and
+        NotAdopted if the class encrypts.
         """
         device_class = self._configuration.now.device_class(request.device_class)
         if device_class is None or device_class.group != request.group:
@@ -317,7 +340,9 @@ class Adopter:
     def _contents(self, request: Asked) -> str:
         """Return the file system on a logical volume; empty for a raw block volume.
 
-        The group's lock is not held, since the disk may hang. Raises NotAdopted.
+        An inactive logical volume is activated meanwhile. The group's lock is not held, since the
+        disk may hang. Raises NotAdopted for a LUKS volume, and for contents other than a supported
+        file system unless a raw block volume is requested.
         """
         with self._activator.activated(request.group, request.name) as device:
             contents = filesystem.probe(self._kernel, device.path)
@@ -337,9 +362,11 @@ class Adopter:
         return contents.fs_type
 
     def _require_unneeded(self, request: Asked, volume: Volume) -> None:
-        """Raise an error for an adopted volume that Carver or a user still needs.
+        """Raise an error if an adoption cannot be undone, because the volume is still needed.
 
-        The errors are NotAdopted, Receiving and Moved.
+        Raises NotAdopted for a volume that is in use, is being copied, deleted or grown, or has
+        snapshots; Receiving or Moved for a volume that is being received or was moved to another
+        node.
         """
         self._conflicts.require(Call.ADOPT, volume)
         volume_id, why = str(volume.id), ""
@@ -369,9 +396,11 @@ def _words(own_tags: Mapping[str, str]) -> str:
 def _shape(
     request: Asked, group: report.Group, logical: report.LogicalVolume, device_class: DeviceClass
 ) -> layout.Layout:
-    """Return the layout of a logical volume as lvm2 reports it; raises NotAdopted.
+    """Return the layout of a logical volume as lvm2 reports it; raise NotAdopted if it is unfit.
 
-    The layout may differ from that of the device class.
+    Unfit are snapshots and their origins, layouts that Carver does not know, thin volumes outside
+    the class's pool, read-only and unhealthy logical volumes, and all in a volume group that misses
+    a disk. The layout may differ from that of the device class.
     """
     why, shape = "", layout.recognize(logical)
     snapshot_names = [snapshot.name for snapshot in group.made_of(logical.name)]
@@ -406,7 +435,7 @@ def _is_pool_of(group: report.Group, pool: str, device_class: DeviceClass) -> bo
 def _as_adopted(
     group: report.Group, logical: report.LogicalVolume, name: str, own_tags: Mapping[str, str]
 ) -> Volume:
-    """Return a logical volume as the adopted volume, by the group's state before the adoption."""
+    """Return the record of an adopted volume, made from a report before the adoption."""
     other_volumes = {
         volume.name: volume for volume in records.every(group) if volume.name != logical.name
     }

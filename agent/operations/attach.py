@@ -19,7 +19,7 @@ from agent.volumes.volume_states import Call
 
 
 class Attacher:
-    """Attaches volumes to this node, and detaches volumes from this node."""
+    """Records which volumes are attached to this node; no device is connected."""
 
     def __init__(self, context: Context) -> None:
         self._reports, self._mender = context.reports, context.mender
@@ -45,9 +45,9 @@ class Attacher:
 
         - NoSuchNode if the call names another node.
         - BadField for a capability that the volume can never have.
-        - AttachedOtherwise if the volume is attached with another access mode, or read-only
-          otherwise.
-        - TooManyAttached if the node has as many volumes as `max_volumes_per_node`.
+        - AttachedOtherwise if the volume is recorded as attached with another access type or access
+          mode, or if only one of record and call is read-only.
+        - TooManyAttached if `max_volumes_per_node` volumes are attached to the node already.
         - GroupBusy if that number depends on a volume group that does not answer.
         """
         volume = self._mender.mended_volume(call.volume_id, Call.MANAGE)
@@ -82,16 +82,16 @@ class Attacher:
         except (errors.NoSuchVolume, errors.OtherGroup, errors.GroupRefused, errors.NeedsOther):
             return
         except errors.TagsDamaged:
-            # Remove the record in spite of damaged tags: the record says nothing about the data,
-            # which stay as they are.
+            # Remove the record of the attachment in spite of damaged tags: the record says nothing
+            # about the volume's data, which stay as they are.
             self._record(call.volume_id, {})
             return
         if tag.ATTACHED in volume.own_tags:
             self._record(call.volume_id, {})
 
     def _record(self, volume_id: str, new_tags: dict[str, str]) -> None:
-        # Crash point: the tag is written and the call has no response; the repeated call finds the
-        # tag.
+        # Crash point: the tag is written or removed, and the call has no response; the repeated
+        # call finds nothing left to do.
         with tag_writer.logging_refusals(volume_id, tag.ATTACHED):
             self._tag_writer.replace(backing.of_id(volume_id), (tag.ATTACHED,), new_tags)
 
@@ -99,7 +99,8 @@ class Attacher:
     def _counted(self, volume_id: str) -> Iterator[None]:
         """Count a volume as attached within the `with`, and enforce `max_volumes_per_node`.
 
-        Raises TooManyAttached, GroupBusy.
+        Raises TooManyAttached if the limit is reached, and GroupBusy if that depends on a volume
+        group that does not answer. Without a limit nothing is counted.
         """
         limit = self._configuration.now.max_volumes_per_node
         if not limit:
@@ -113,8 +114,8 @@ class Attacher:
             self._beginning.add(volume_id)
         try:
             fresh = self._reports.fresh(ids.group_of(volume_id))
-            # Volumes of a volume group that was never read are not counted: they must not delay
-            # calls for other groups.
+            # Do not count the volumes of a volume group that was never read: such a group must not
+            # delay calls for other groups.
             all_groups = self._reports.every_group(fresh)
             attached_volumes = [
                 volume for volume in all_groups.shown() if volume.attachment_to(self._node_id)

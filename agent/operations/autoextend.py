@@ -1,12 +1,14 @@
 """Extend thin pools and the COW stores of snapshots before they are full.
 
-The background loop of each volume group checks every two seconds, by ioctls only: an idle node runs
-no command, and a group that hangs delays no other group. If there are many snapshots, only those
-whose COW stores were written to are queried; one file of the kernel has the write counters of all.
+The background thread of each volume group checks the group's pools and COW stores every two
+seconds, by ioctls only. So an idle node runs no command, and a group that hangs delays no other
+group. A COW store is queried only if it was written to: /proc/diskstats has the write counters of
+all COW stores.
 
-A pool's data or metadata, or a COW store, that is fuller than its threshold is extended: by its
-configured share, or by as much more as brings it below the threshold, within the room that the
-device class's reserve leaves. Crash points do no harm, since each step is one lvextend.
+A pool's data or metadata, or a COW store, that is fuller than its threshold is extended by its
+configured share. If the share is not enough to bring the pool or store below the threshold, it is
+extended by as much as is needed. The reserve of the device class limits both. Crash points do no
+harm, since each step is one lvextend.
 
 If an extension fails, a warning is logged once, and the extension is retried every ten seconds: the
 kernel holds writes to a full pool for a minute, and the obstacle may be gone by then.
@@ -38,38 +40,41 @@ from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-# Interval of the checks, in seconds.
+# Interval, in seconds, at which thin pools and COW stores are checked.
 _LOOK_SECONDS = 2.0
-# Delay before an extension is retried, in seconds, if there was no room or lvm2 failed.
+# Delay, in seconds, before the extension of a thin pool or COW store is retried, if there was no
+# room or lvm2 failed.
 _RETRY_SECONDS = 10.0
-# Delay before an extension is retried, in seconds, after another error, such as a failed fork(2).
+# Delay, in seconds, before the extension of a thin pool or COW store is retried after another
+# error, such as a failed fork(2).
 _SOON_SECONDS = 2.0
-# Time limit of one extension, in seconds.
+# Time limit, in seconds, of one extension of a thin pool or COW store.
 _PATIENCE_SECONDS = 60.0
-# Log message of a check that failed.
+# Log message of a check that failed to read how full a volume group's pools and snapshots are.
 _FAILURE = "volume group %s: cannot tell how full its pools and snapshots are: %s"
-# Interval, in seconds, at which all snapshots are queried, written to or not: an operator may have
-# switched the kernel's I/O counters off (queue/iostats).
+# Interval, in seconds, at which all COW stores are queried, even if their write counters did not
+# change: an operator may have switched the kernel's I/O counters off (queue/iostats).
 _ALL_SECONDS = 60.0
-# Threshold and share for COW stores: the defaults, as device classes have no setting for these.
+# Threshold and share by which COW stores are extended: the defaults, as device classes have no
+# setting for COW stores.
 _OF_SNAPSHOTS = Policy()
-# Upper bound of a COW store: more than the whole origin, so that `layout` reduces it to what the
-# store can use.
+# Size to which a COW store may grow: ten times the size of the origin, which
+# `layout.copy_on_write_bytes` reduces to the size that the store can use.
 _ALL_OF_IT = Reserve(percent=1000)
 
-# Kinds of parts that are extended.
+# Kinds of what is extended: a thin pool's data, a thin pool's metadata, a snapshot's COW store.
 KINDS = DATA, METADATA, AREA = ("data", "metadata", "snapshot")
-# Outcomes of an extension, for the metrics.
+# Outcomes of the extension of a thin pool or COW store, for the metrics.
 OUTCOMES = EXTENDED, NO_ROOM, FAILED = ("extended", "no room", "failed")
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A part that is extended: a pool's data or metadata, or a COW store.
+    """A thin pool's data or metadata, or a COW store, that may have to be extended.
 
-    `extend` is called with lvm2, the free room of the group, and how full the part is, in percent.
-    `extend` returns the number of bytes by which it extended the part: 0 if there is no room, None
-    if there is nothing to extend.
+    `extend` is called with lvm2, the free room of the volume group, and how full the part is, in
+    percent. `extend` returns the number of bytes by which it extended the part: 0 if there is no
+    room, None if there is nothing to extend.
     """
 
     group: str
@@ -93,7 +98,7 @@ class _Areas:
 
 
 class Autoextender:
-    """Extends thin pools and COW stores that are too full."""
+    """Extends thin pools and COW stores that are fuller than their thresholds."""
 
     def __init__(self, context: Context, sweeper: FreedSpaceEraser) -> None:
         self._sweeper = sweeper
@@ -103,8 +108,8 @@ class Autoextender:
         self._allocators = context.allocators
         self._counting = threading.Lock()
         self._counts = Counter({(kind, outcome): 0 for kind in KINDS for outcome in OUTCOMES})
-        # Times (monotonic, seconds) at which the retry of each part that could not grow is due, by
-        # group.
+        # Times (monotonic, seconds) at which failed extensions are retried, by volume group and by
+        # part (a pool's data or metadata, or a COW store).
         self._due: defaultdict[str, dict[_Part, float]] = defaultdict(dict)
         self._areas: defaultdict[str, _Areas] = defaultdict(_Areas)
         self.looks = PeriodicJobs(
@@ -117,23 +122,25 @@ class Autoextender:
         )
 
     def counts(self) -> Mapping[tuple[str, str], int]:
-        """Return how often each kind of part was extended, had no room, or failed."""
+        """Return how often extensions succeeded, found no room, or failed, by kind and outcome."""
         with self._counting:
             return dict(self._counts)
 
     def step(self, now_seconds: float) -> bool:
-        """Check each volume group once, with this time (monotonic, seconds) as the present time.
+        """Check the thin pools and COW stores of each volume group once; tests call it.
 
-        Returns whether anything was extended.
+        `now_seconds` (monotonic) is taken as the present time. Returns whether anything was
+        extended.
         """
         extended = [self.look(group, lambda: now_seconds) for group in self._volume_groups.names]
         return any(extended)
 
     def look(self, group: str, clock: Callable[[], float] = time.monotonic) -> bool:
-        """Check a volume group once, and extend what is too full.
+        """Check a volume group once, and extend its thin pools and COW stores that are too full.
 
-        Returns whether anything was extended. After True the next check follows at once, to keep
-        pace with a writer.
+        A pool or COW store whose last extension failed is left out until its retry is due. Returns
+        whether anything was extended. After True the next check follows at once, to keep pace with
+        a writer.
         """
         grown, full, earlier_due = False, dict(self._full(group, clock)), self._due[group]
         due_seconds = self._due[group] = {
@@ -145,7 +152,10 @@ class Autoextender:
         return grown
 
     def _full(self, group: str, clock: Callable[[], float]) -> Iterator[tuple[_Part, float]]:
-        """Yield the parts of a volume group that are too full, with percentages."""
+        """Yield the pools' data and metadata, and the COW stores, that are too full.
+
+        Each is yielded with how full it is, in percent.
+        """
         for name, percent in self._full_areas(group, clock()):
             yield _Part(group, name, AREA, _OF_SNAPSHOTS, partial(self._extend_area, name)), percent
         volume_group = self._volume_groups.known(group)
@@ -167,9 +177,10 @@ class Autoextender:
                     yield _Part(group, pool, kind, pool_allocator.policy, extend), percent
 
     def _full_areas(self, group: str, now_seconds: float) -> Iterator[tuple[str, float]]:
-        """Yield the snapshots whose COW stores are too full, with percentages.
+        """Yield the snapshots of a volume group whose COW stores are too full, with percentages.
 
-        A COW store is queried if it was written to since the last query, or was too full then.
+        A COW store is queried if it was written to since the last query, or was too full then; once
+        a minute each COW store is queried. The results are kept for the next call.
         """
         areas, threshold = self._areas[group], _OF_SNAPSHOTS.autoextend_threshold
         if now_seconds - areas.asked_seconds >= _ALL_SECONDS:
@@ -201,8 +212,8 @@ class Autoextender:
         except (errors.AgentError, mount_errors.CommandError) as error:
             self._give_up(part, percent, FAILED, str(error))
         except Exception as error:
-            # Retry soon after an error such as a failed fork(2), which passes quickly: writers
-            # cannot wait.
+            # Retry after two seconds: an unexpected error, such as a failed fork(2), may pass
+            # quickly, and programs that write to the full pool or store wait.
             self._give_up(part, percent, FAILED, repr(error))
             due_seconds[part] = clock() + _SOON_SECONDS
             return False
@@ -215,16 +226,18 @@ class Autoextender:
             if more_bytes is not None:
                 why = f"group {part.group} has no room for it"
                 self._give_up(part, percent, NO_ROOM, why)
-        # Count the delay from the end of the attempt, which may have taken as long as the delay.
+        # Count the delay before the retry from the end of the attempt, which may have taken as long
+        # as the delay.
         due_seconds[part] = clock() + _RETRY_SECONDS
         return False
 
     def _grow(self, part: _Part, percent: float) -> tuple[int | None, bool]:
-        """Extend a part; return by how many bytes, and whether a sweep holds free extents.
+        """Extend a pool or COW store; return the added bytes, and whether extents are being zeroed.
 
-        A sweep is a logical volume in which free extents are zeroed. The bytes are 0 for no room
-        and None for nothing to extend. If no clean extents are free, the part is extended into free
-        extents that are still to be zeroed.
+        The bytes are 0 for no room and None for nothing to extend. Free extents are zeroed in a
+        logical volume, the sweep, which holds them meanwhile; the second result is False if the
+        pool or store may not use such extents. If no clean extents are free, the pool or store is
+        extended into free extents that are still to be zeroed; a pool gets the tag `unclean` first.
         """
         with self._volume_groups.hold(part.group):
             group = self._reports.fresh(part.group).group(part.group)
@@ -240,7 +253,11 @@ class Autoextender:
             )
 
     def _may_be_unclean(self, part: _Part) -> bool:
-        """Whether a part may get extents that were not zeroed, as it is erased itself later."""
+        """Whether a pool or COW store may get free extents that are still to be zeroed.
+
+        Such extents are zeroed once the pool or store is removed: always for a pool, and for a COW
+        store if the erase policy zeroes.
+        """
         return part.kind != AREA or self._sweeper.policy.zeroes
 
     def _give_up(self, part: _Part, percent: float, outcome: str, why: str) -> None:
@@ -279,9 +296,10 @@ class Autoextender:
 
 
 def _percent(kind: str, statuses: Sequence[Status]) -> float:
-    """Return how full a part is, in percent, by the kernel's status.
+    """Return how full a pool's data or metadata, or a COW store, is, in percent.
 
-    The result is 0 if the part is inactive, or broken in a way that more room would not mend.
+    `statuses` are the kernel's. The result is 0 if the pool or snapshot is inactive, or broken in a
+    way that more room would not mend.
     """
     for status in statuses:
         match status:

@@ -1,4 +1,4 @@
-"""Logical block sizes of disks, and on which of them the contents of a volume can be used.
+"""Logical block sizes of disks, which decide on which disks a volume's contents can be used.
 
 A file system reads and writes in units of its own (ext4: blocks, xfs: sectors). The kernel refuses
 to mount a file system whose unit is smaller than the logical block of its device. Users of a raw
@@ -19,8 +19,8 @@ from mount.kernel import Kernel
 def of_group(kernel: Kernel, group: report.Group) -> int:
     """Return the largest logical block size, in bytes, of the disks of a volume group.
 
-    The volumes of the group have the same logical block size. Disks whose size cannot be read are
-    left out; the result is 0 if no disk's size can be read.
+    No volume of the group has a larger logical block. Disks whose size cannot be read are left out;
+    the result is 0 if no disk's size can be read.
     """
     sizes = [0]
     for disk in group.disks:
@@ -30,12 +30,13 @@ def of_group(kernel: Kernel, group: report.Group) -> int:
 
 
 def of_contents(kernel: Kernel, own_tags: Mapping[str, str], device: str) -> int:
-    """Return the largest logical block, in bytes, on which a volume's contents can be used.
+    """Return the largest logical block size, in bytes, with which contents can be used.
 
-    The result is 0 if any block size will do. `device` is the path of the active volume or snapshot
-    that has the contents. The file system of an encrypted volume cannot be read without its key;
-    for such a volume the result follows from the LUKS2 header and from Carver's tags. Raises
-    OSError, ProbeFailed.
+    The result is 0 if the contents can be used with any logical block size. The contents are those
+    of a volume or snapshot with these tags; `device` is its path while it is active. The file
+    system of an encrypted volume cannot be read without its key; for such a volume the result
+    follows from the LUKS2 header and from Carver's tags. Raises OSError or ProbeFailed if the
+    device cannot be read.
     """
     blocks = kernel.logical_block_bytes(device)
     fs_type = own_tags.get(tag.FORMATTED) or own_tags.get(tag.FS_TYPE, "")

@@ -6,20 +6,23 @@ until its deadline, without a lock and without counting as a call under way. At 
 answers with the progress, and the CO repeats the call. Crash point: the volume has the tag
 `copying`; the next start of Carver copies from the beginning.
 
-A volume is copied from a snapshot of one moment, the bridge, since it may be in use. The bridge is
-taken before the new volume is created, and removed when the new volume is ready.
+A volume is copied from a snapshot of one moment, since the source volume may be in use. This
+temporary snapshot is the bridge. The bridge is taken before the new volume is created, and removed
+when the new volume is ready.
 
 If the source is in another volume group than the new volume, only one of the two groups is locked
-at a time, so that a disk that hangs delays its own group only. Between the two locks the source is
-promised to the volume, and nothing removes the source. The promise ends with the process, which
-leaves at most a bridge.
+at a time, so that a disk that hangs delays its own group only. Between the two locks, a note in
+this process (`Copier.promised`) keeps the source from being removed. If the process dies, the note
+is lost, and at most a bridge is left.
 
-A bridge without an incomplete volume is unused. Its removal is retried each minute, and at the next
-start. But an unused bridge stays while the group of its volume, which its tag `copy` names, does
-not answer, because the volume may be in that group. A call that finds an unused bridge copies from
-it if the bridge never had a volume, and else waits until the bridge is removed.
+A bridge is unused if no incomplete volume is copied from it. Carver removes an unused bridge; a
+removal that fails is retried each minute, and at the next start. But an unused bridge stays while
+the volume group of its volume, which the tag `copy` of the bridge names, does not answer, because
+the volume may be in that group. If CreateVolume finds an unused bridge that this process took, and
+that never had a volume, CreateVolume copies from that bridge. If it finds any other bridge of that
+name, it starts to remove the bridge, and is answered with ABORTED.
 
-Bridges in several groups may have the same name. A volume's own bridge is a snapshot of the
+Bridges in several volume groups may have the same name. A volume's own bridge is a snapshot of the
 volume's source, taken at the time that the volume's tags record.
 """
 
@@ -52,12 +55,14 @@ from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-# Time limit, in seconds, of a report that is read with a volume group's lock held: a group that
-# answered a moment ago needs no longer.
+# Time limit, in seconds, of reading a report while the lock of a volume group is held; a healthy
+# group takes less.
 _LOOK_SECONDS = 10.0
-# Time limit, in seconds, for which a call waits until an unused bridge snapshot is removed.
+# Time limit, in seconds, for which a failed CreateVolume call or a deletion waits until a bridge
+# snapshot is removed.
 _DISMISS_SECONDS = 10.0
-# Time before the caller's deadline, in seconds, at which a waiting call answers with the progress.
+# Time before the caller's deadline, in seconds, at which a call that waits for a copy answers with
+# the progress.
 _MARGIN_SECONDS = 1.0
 
 
@@ -88,7 +93,8 @@ def origin_at_snapshot(origin: Snapshot | Volume, source: Snapshot) -> Snapshot 
     """Return the origin of a copy as it was when its bridge snapshot, `source`, was taken.
 
     Another call may have taken the bridge. Since then the origin may have grown, been formatted, or
-    had its key changed; the bridge has not.
+    had its key changed; the bridge has not. An origin that is itself a snapshot never changes, and
+    is returned as it is.
     """
     if isinstance(origin, Snapshot):
         return origin
@@ -98,7 +104,7 @@ def origin_at_snapshot(origin: Snapshot | Volume, source: Snapshot) -> Snapshot 
 
 
 def is_in(origin: Snapshot | Volume, group: report.Group, pool: str) -> bool:
-    """Whether a source is in a volume group's thin pool.
+    """Whether the source of a copy is in a certain thin pool of a volume group.
 
     A new volume in that pool can share the blocks of such a source.
     """
@@ -115,7 +121,7 @@ def share(
 ) -> Volume:
     """Create a thin volume that shares the blocks of its source: one command, no copy.
 
-    The volume is ready at once, unless it has to grow, or its file system needs a UUID of its own.
+    The volume is ready at once, unless it has to grow, or may have a btrfs, which needs a new UUID.
     """
     group = origin.group
     present_bytes = group.volume(origin.name).size_bytes
@@ -128,7 +134,7 @@ def share(
 
 
 def may_hold_btrfs(own_tags: Mapping[str, str]) -> bool:
-    """Whether a copy with these tags may hold a btrfs, which needs a UUID of its own.
+    """Whether a copy with these tags may hold a btrfs, which must be given a new UUID.
 
     The tag `formatted` may be missing if a crash came right after mkfs. The result is False for an
     encrypted copy, whose btrfs gets its UUID when the copy is opened.
@@ -140,16 +146,17 @@ def may_hold_btrfs(own_tags: Mapping[str, str]) -> bool:
 
 @dataclass(kw_only=True)
 class Copy(Job):
-    """A job that fills a new volume."""
+    """A job that fills a new volume with the data of its source, or with zeroes."""
 
     volume: Volume
     # Id of the snapshot to copy from. Empty for a volume that shares the blocks of its source, or
     # that has no source.
     source_id: str
-    # The snapshot to copy from, set from the time it was found with its group locked until it is
-    # read no more.
+    # The snapshot to copy from: set once the job or its caller has found the snapshot, None again
+    # after the copy.
     source: Snapshot | None = None
-    # Whether the job has yet to find the snapshot, which must stay until then.
+    # Whether the job still has to find the snapshot to copy from. While this is True, nothing may
+    # remove that snapshot.
     awaits_source: bool = False
 
     def __str__(self) -> str:
@@ -168,8 +175,8 @@ class Copier:
         self._mender = context.mender
         self._policy = context.erase_policy
         self._snapshotter = snapshotter
-        # Time limit, in seconds, for which a call waits for its copy; a call without a deadline
-        # waits as long.
+        # Maximum time, in seconds, for which a CreateVolume call waits until its volume is filled.
+        # A call without a deadline waits as long.
         self.grace_seconds = 600.0
         self.jobs: Jobs[Copy] = Jobs(
             context.workers,
@@ -182,8 +189,8 @@ class Copier:
         context.conflicts.add(
             EndedBy.COPIER, self.jobs, aborted=lambda job: errors.Copying(job.key, str(job))
         )
-        # Jobs that remove bridge snapshots that may be unused; they have no caller, and so no
-        # deadline.
+        # Jobs that remove bridge snapshots that may be unused. The jobs have no caller, and
+        # therefore no deadline.
         self.bridges: Jobs[Job] = Jobs(
             context.workers,
             "bridge",
@@ -193,8 +200,8 @@ class Copier:
         # Times (Unix, in nanoseconds) at which this process took each bridge snapshot that has no
         # volume yet, by the bridge's id.
         self._unused: dict[str, int] = {}
-        # Promised snapshots: the id of each snapshot from which a call is about to fill a volume,
-        # with the name of that volume.
+        # Snapshots that must not be removed, because a call is about to fill a volume from them:
+        # the snapshot's id, and the name of the volume.
         self._promised: set[tuple[str, str]] = set()
 
     def takes_bridge(self, state: Known, name: str, origin: Snapshot | Volume) -> bool:
@@ -213,7 +220,9 @@ class Copier:
         If the source is a volume, the snapshot is a bridge snapshot, which is taken by one command
         unless an earlier call took it. To be called with the source's group locked and a report
         that was read under that lock. The volume is to be created in the group `new_group`. Raises
-        NoRoom, and OperationPending while a bridge snapshot of that name is being removed.
+        NoRoom, and NotSnapshotted for a source that lvm2 cannot take a snapshot of. If a bridge
+        snapshot of that name exists and does not fit, its removal is started, and OperationPending
+        is raised.
         """
         if isinstance(origin, Snapshot):
             return origin
@@ -221,8 +230,8 @@ class Copier:
         identity = str(bridge)
         copy_id = str(VolumeId.of(new_group, names.logical_volume(ids.VOLUME_PREFIX, name)))
         if (present := self._bridge(state, identity)) is not None:
-            # Use the bridge snapshot of an earlier call, if the bridge fits. Crash point: the
-            # earlier call died before it created the volume.
+            # Use the bridge snapshot of an earlier call, if this process took the bridge for this
+            # volume. Crash point: the earlier call died before it created the volume.
             is_unused = self._unused.get(identity) == present.time_nanoseconds
             is_for_it = present.copy_id == copy_id and present.source_id == origin.id
             if is_unused and is_for_it and not present.problem:
@@ -245,10 +254,10 @@ class Copier:
 
     @contextmanager
     def promised(self, source: Snapshot, name: str) -> Iterator[None]:
-        """Keep a snapshot, from which a volume is to be copied, from being removed in the `with`.
+        """Prevent the removal of a snapshot while, in the `with`, a volume is created from it.
 
-        The volume is called `name`, and is created within the `with`. To be entered with the
-        snapshot's group locked, like `prepare`, and left with no group locked.
+        The volume is called `name`. To be entered with the snapshot's group locked, like `prepare`,
+        and left with no group locked.
         """
         promise = (str(source.id), name)
         self._promised.add(promise)
@@ -263,7 +272,11 @@ class Copier:
         wait([self.bridges.start(Job(bridge_id)).ended for bridge_id in bridge_ids], patience)
 
     def reading(self, snapshot_id: str) -> list[str]:
-        """Return the volumes that are or will be filled from a snapshot; its group is locked."""
+        """Return the volumes that this process fills, or is about to fill, from a snapshot.
+
+        A volume that does not exist yet is returned by its name, other volumes by their ids. The
+        caller holds the lock of the snapshot's group.
+        """
         jobs = (job for job in self.jobs.unfinished() if job.source or job.awaits_source)
         volume_ids = [job.key for job in jobs if job.source_id == snapshot_id]
         return volume_ids + [
@@ -273,8 +286,9 @@ class Copier:
     def start(self, volume: Volume, source: Snapshot | None) -> Copy:
         """Start to fill a volume in the background; return the job, or the one under way.
 
-        The caller holds the lock of the volume's and the source's group, so that the source is not
-        deleted before the job is known to read it.
+        The caller holds the locks of the volume's and the source's groups, so that the source is
+        not deleted before the job is known to read it. `source` is None if nothing has to be
+        copied.
         """
         if source is None:
             return self.jobs.start(self._copy_of(volume, ""))
@@ -294,10 +308,11 @@ class Copier:
         return self.jobs.start(job)
 
     def wait(self, job: Copy) -> Volume:
-        """Wait until a volume is filled; to be called with no lock held.
+        """Wait until a volume is filled, and return it; to be called with no lock held.
 
-        Raises Copying, with the progress, before the caller's deadline or if too many calls wait,
-        or the error of the job.
+        Raises Copying, with the progress, if the volume is not filled one second before the
+        caller's deadline, or at once if too many calls wait. If the job failed, raises the error of
+        the job.
         """
         if not job.ended.done():
             remaining, seconds = command.remaining_seconds(), self.grace_seconds
@@ -313,7 +328,7 @@ class Copier:
         return replace(volume, size_bytes=volume.made_bytes, own_tags=own_tags)
 
     def source_of(self, state: Known, volume: Volume) -> Snapshot | None:
-        """Return the snapshot from which an incomplete volume is copied; None if it needs none.
+        """Return the snapshot from which an incomplete volume is copied; None if nothing is copied.
 
         `state` includes the source's group. Raises NoSuchSnapshot, OtherGroup or SourceLost if the
         volume can never be completed.
@@ -341,7 +356,8 @@ class Copier:
         """Remove the bridge snapshot of a deleted volume in the background, if the bridge is left.
 
         The volume's tags name the bridge: the source may be in another volume group, whose cached
-        state may lack the bridge. Few complete volumes still have a bridge, so for these the cached
+        state may lack the bridge. For a volume that was incomplete, the method waits up to ten
+        seconds for the removal. Few complete volumes still have a bridge, so for these the cached
         state decides whether a job is started.
         """
         if not (bridge_id := _bridge_id(volume)):
@@ -364,7 +380,8 @@ class Copier:
     def resume(self, group: str) -> int:
         """Start the unfinished copies of a volume group anew; return how many there are.
 
-        Unused bridge snapshots of the group are removed, too.
+        Jobs that remove unused bridge snapshots of the group are started, too. Raises an
+        ExceptionGroup after each was tried.
         """
         with Attempts() as attempts:
             copies = 0
@@ -379,16 +396,16 @@ class Copier:
         return copies
 
     def _copy_of(self, volume: Volume, source_id: str) -> Copy:
-        # Keep only the volume of the report: many jobs may wait, and each would keep a report of
-        # all volumes in memory.
+        # Keep only this volume in the job's report: many jobs may wait, and each would keep a
+        # report of all volumes in memory.
         volume = replace(volume, group=volume.group.only(volume.name))
         self._unused.pop(source_id, None)
         made_bytes = volume.made_bytes
         return Copy(key=str(volume.id), volume=volume, source_id=source_id, size_bytes=made_bytes)
 
     def _due(self, group: str) -> Iterator[Copy]:
-        # Hold the group's lock, so that no volume in the report is completed, and used, before its
-        # job exists.
+        # Hold the lock of the volume group, so that no volume in the report is completed, and used,
+        # before its job exists.
         with self._volume_groups.hold(group):
             state = self._reports.fresh(group)
             state.group(group)
@@ -411,12 +428,12 @@ class Copier:
         if bridge is None or str(bridge.source_id) != volume.own_tags[tag.FROM]:
             return None
         time_text = str(bridge.time_nanoseconds)
-        # Accept a volume without the time of its bridge snapshot, which older versions did not
-        # record.
+        # Accept a volume whose tags lack the time of its bridge snapshot, which older versions did
+        # not record.
         return bridge if volume.own_tags.get(tag.BRIDGE, time_text) == time_text else None
 
     def _bridge(self, state: Known, identity: str) -> Snapshot | None:
-        """Return the bridge snapshot of an id; None if it does not exist."""
+        """Return the bridge snapshot that has an id; None if it does not exist."""
         own_name = backing.of_id(identity).name
         for group in state.groups.values():
             if group.name == ids.group_of(identity) and own_name in group.volumes:
@@ -457,7 +474,7 @@ class Copier:
         return source
 
     def _renew(self, volume: Volume) -> None:
-        """Give a copied btrfs, if there is one, a UUID of its own."""
+        """Give the btrfs on a copied volume a new UUID, if the volume has a btrfs."""
         device = self._activator.activate(volume).path
         if tag.FORMATTED in volume.own_tags or filesystem.is_on(self._kernel, device):
             filesystem.renew(self._kernel, device)
@@ -474,9 +491,10 @@ class Copier:
                 volumes.extend(lvm, group, volume.name, size_bytes=size_bytes)
 
     def _copy_all(self, job: Copy, volume: Volume) -> Generator[float, None, Snapshot]:
-        """Copy a volume's source to the volume; return the source.
+        """Copy a volume's source to the volume; return the source, which is a snapshot.
 
-        The source exists as long as the job.
+        While the job exists, nothing removes the source. Raises SourceLost if the COW store of the
+        source overflowed meanwhile.
         """
         group = ids.group_of(job.source_id)
         with self._volume_groups.hold(group):
@@ -499,20 +517,21 @@ class Copier:
             check=job.check,
             progress=job.progress,
         )
-        # Prove that the device zeroes blocks correctly, since the copy uses that for zeroes of the
-        # source.
+        # Prove that the device zeroes blocks correctly: where the source has zeroes, the copy has
+        # the device zero the blocks instead of writing them.
         self._policy.prove(writing, source.size_bytes)
         for piece in work.chunks(source.size_bytes):
             with piece as (offset, length):
                 self._kernel.copy(reading, writing, offset, length, blank=blank)
             yield AGAIN
         if self._activator.has_overflowed(source):
-            # Check the snapshot once more: it may have overflowed before the last reads.
+            # Check once more that the COW store of the source snapshot has not overflowed. After an
+            # overflow, reads from the snapshot return wrong data, so the copy may be wrong.
             raise errors.SourceLost(str(source.id), replace(source, overflowed=True).problem)
         return source
 
     def _overwrite(self, job: Copy, start_bytes: int) -> Steps:
-        """Write zeroes to the part of a new volume that no data were copied to."""
+        """Write zeroes to a new volume from `start_bytes` on, behind the data that were copied."""
         device = self._activator.activate(job.volume).path
         work = self._paces.of(job.volume.group.name).work(
             "zero",
@@ -527,7 +546,10 @@ class Copier:
         )
 
     def _drop(self, source: Snapshot) -> None:
-        """Remove the bridge snapshot of a complete volume."""
+        """Remove the bridge snapshot of a complete volume; keep a source that is no bridge.
+
+        An error is logged, and the removal is retried in the background.
+        """
         if not source.is_bridge:
             return
         try:
@@ -613,5 +635,8 @@ def _source_id(volume: Volume) -> str:
 
 
 def _is_overwritten(volume: Volume) -> bool:
-    """Whether the part of a volume without copied data is zeroed; False for a thin volume."""
+    """Whether a new volume must be zeroed where no data are copied to it (tag `zero`).
+
+    The result is False for a thin volume, whose unwritten blocks read as zeroes.
+    """
     return tag.ZERO in volume.own_tags and not volume.is_thin

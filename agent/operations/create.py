@@ -1,4 +1,4 @@
-"""CreateVolume: create a volume completely, or not at all. GetCapacity: the free room of a class.
+"""CreateVolume: create a volume completely, or not at all. GetCapacity: the room of a device class.
 
 The logical volume's name is a function of the CO's name, so a repeated call finds the volume of an
 earlier call, whichever process made it. One lvcreate creates the logical volume with its tags and
@@ -40,7 +40,7 @@ from lvm.volumes import New
 
 @dataclass(frozen=True)
 class Capacity:
-    """Sizes in bytes of the volumes that can be created now."""
+    """Room for new volumes of a device class, in bytes: in total, and for one volume."""
 
     available_bytes: int
     maximum_volume_bytes: int
@@ -60,9 +60,9 @@ class CreatedVolume:
 
 @dataclass(frozen=True)
 class _SourceToReserve:
-    """A source in another volume group that must be taken before the volume is created in `group`.
+    """A source in another volume group that must be reserved before the new volume is created.
 
-    To take a source is to reserve it for the new volume (`VolumeCreator._take`).
+    `group` is the volume group of the new volume. `VolumeCreator._take` reserves the source.
     """
 
     source: Source
@@ -73,9 +73,9 @@ class _SourceToReserve:
 class _ReservedSource:
     """A source in another volume group that is reserved for the new volume.
 
-    `origin` is the source as it was when it was taken. `snapshot` is what is copied: the origin
-    itself, or its bridge snapshot. `disks` are the UUIDs of the disks of the new volume's group, on
-    which the contents can be used.
+    `origin` is the source as it was when it was reserved. `snapshot` is what is copied: the origin
+    itself, or its bridge snapshot. `disks` are the UUIDs of the disks of the new volume's group
+    when the contents were found to be usable on them.
     """
 
     origin: Snapshot | Volume
@@ -87,8 +87,8 @@ class _ReservedSource:
 # on this node.
 _FOR_EVER = (errors.NoSuchSnapshot, errors.SourceLost, errors.PerhapsOnAnotherNode)
 
-# Errors that no repeated call can overcome on this node while a volume is filled: those above, and
-# a lack of room for its data. Another node may have the room.
+# Errors that no repeated call can overcome on this node while a volume is filled: the errors in
+# _FOR_EVER, and a lack of room for the volume's data. Another node may have the room.
 _NOT_HERE = (*_FOR_EVER, errors.NoRoom, lvm_errors.NoSpace, lvm_errors.MetadataFull)
 
 # Check that is called before a volume is created, with the state of all volume groups and the
@@ -122,7 +122,8 @@ class VolumeCreator:
     def create(self, call: CreateVolume, admit: Admit | None = None) -> CreatedVolume:
         """Create a volume, or find the one that an earlier call created.
 
-        The volume may be still without its contents; `complete` waits for these.
+        If the volume still lacks its contents, the result has the job that fills it, and `complete`
+        waits for that job.
 
         - Runs two commands: a report, and lvcreate, which also tags and activates. The first thin
           volume of a class takes up to two more, for its pool. A copy of another volume takes one
@@ -153,10 +154,14 @@ class VolumeCreator:
     def _find_or_create(
         self, call: CreateVolume, device_class: DeviceClass, admit: Admit | None
     ) -> CreatedVolume:
-        """Create or find a volume; the lock of only one volume group is held at a time."""
+        """Create or find a volume, while the lock of only one volume group is held at a time.
+
+        A source in another volume group is reserved first. If the volume cannot be created, its
+        bridge snapshot is removed.
+        """
         prefix = _prefix(call.is_ephemeral)
-        # Begin with the group where an earlier call may have created the volume, before the
-        # configuration gave the class another volume group.
+        # Begin with the volume group in which an earlier call may have created the volume: the
+        # configuration may have given the device class another volume group since.
         earlier_group = self._volume_groups.unconfigured_group_of(
             names.logical_volume(prefix, call.name)
         )
@@ -203,10 +208,11 @@ class VolumeCreator:
         reserved_source: _ReservedSource | None,
         admit: Admit | None,
     ) -> CreatedVolume | _SourceToReserve | str:
-        """Create or find a volume with its group locked.
+        """Create or find a volume, while the lock of its volume group is held.
 
-        Returns the volume, a source in another volume group that must be taken first, or the name
-        of another group that must be locked instead. A source in another group is not read here.
+        Returns the volume, a source in another volume group that must be reserved first, or the
+        name of another volume group that must be locked instead. A source in another group is not
+        read here.
         """
         prefix = _prefix(call.is_ephemeral)
         is_across = call.source is not None and ids.group_of(call.source.id) != group_name
@@ -216,16 +222,16 @@ class VolumeCreator:
             all_groups = self._reports.every_group(state)
             existing = all_groups.named(call.name, prefix)
             if existing is not None and existing.group.name != group_name:
-                # Go on in the group of the existing volume: another class created it, or this class
-                # while it had another volume group.
+                # Go on in the volume group of the existing volume: the volume was created by
+                # another device class, or by this class while the class had another volume group.
                 return existing.group.name
             if existing is not None:
-                # Raise the error of a volume that is being erased, even if its tag does not say so
-                # yet.
+                # Raise an error if the existing volume is being erased, even if the volume's tag
+                # does not say so yet.
                 self._conflicts.check_jobs(Call.CREATE, str(existing.id))
             if existing is not None and volume_states.meets(Call.CREATE, existing, Outcome.ANEW):
-                # Remove a half-made volume. Crash point: lvm2 was killed while it created a RAID,
-                # which was never active.
+                # Remove the existing volume, which lvm2 made only in part. Crash point: lvm2 was
+                # killed while it created a RAID, which was never active.
                 volumes.remove(self._volume_groups.lvm(group_name), group_name, existing.name)
                 state, existing = self._mender.mend(group_name), None
                 all_groups = self._reports.every_group(state)
@@ -235,8 +241,8 @@ class VolumeCreator:
             if existing is None and (
                 why := self._volume_groups.why_unsure(all_groups.silent, own_name)
             ):
-                # Create no volume while a volume group does not answer in which an earlier call may
-                # have created it.
+                # Create no volume while a volume group that may have the volume, from an earlier
+                # call, does not answer.
                 raise errors.GroupBusy(f"volume {call.name!r}", why)
             source, source_id = None, ""
             try:
@@ -275,7 +281,8 @@ class VolumeCreator:
                 if existing is None:
                     raise
                 final_error = error
-        # Delete the volume: after this error no call for the volume follows.
+        # Delete the incomplete volume: its source is lost, and after this error the caller repeats
+        # no call for the volume.
         self._deleter.delete(str(existing.id))
         raise final_error
 
@@ -313,15 +320,20 @@ class VolumeCreator:
         return _ReservedSource(clone.origin_at_snapshot(reread, snapshot), snapshot, _disks(group))
 
     def _origin(self, source: Source) -> tuple[Fresh, Snapshot | Volume]:
-        """Return the source of a new volume and the fresh state of its group, which is locked."""
+        """Return the source of a new volume, and the fresh state of the source's volume group.
+
+        The caller holds that group's lock. Raises the errors of `_found`, and PerhapsOnAnotherNode
+        if the group is not on this node.
+        """
         with _absence_as_perhaps_elsewhere():
             state = self._mender.mend(ids.group_of(source.id))
         return state, self._found(state, source)
 
     def _found(self, state: Fresh, source: Source) -> Snapshot | Volume:
-        """Return the source of a new volume, while the lock of the source's volume group is held.
+        """Return the source of a new volume, if a volume may be copied from that source now.
 
-        Raises PerhapsOnAnotherNode and the errors of `clone.find`.
+        The caller holds the lock of the source's volume group. Raises PerhapsOnAnotherNode and the
+        errors of `clone.find`.
         """
         with _absence_as_perhaps_elsewhere():
             origin = clone.find(self._reports, state, source)
@@ -333,8 +345,9 @@ class VolumeCreator:
     ) -> Volume:
         """Wait until a volume has its contents; raise Copying before the caller's deadline.
 
-        To be called without the locks of `create`. `hold` locks the new volume's id, under which
-        the volume is deleted if its source is lost.
+        To be called without the locks of `create`. `hold` locks the new volume's id. Under that
+        lock the volume is deleted if this node cannot fill it: if its source is lost or not on this
+        node, or if there is no room.
         """
         if created.filling is None:
             return created.volume
@@ -343,28 +356,32 @@ class VolumeCreator:
                 return self._copier.wait(created.filling)
         except _NOT_HERE:
             with hold():
-                # Delete the volume unless a call deleted it meanwhile, or began to create it anew.
+                # Delete the volume, which cannot be filled, unless a call deleted it meanwhile, or
+                # began to create it anew.
                 if self._copier.jobs.of(created.filling.key) is created.filling:
                     self._deleter.delete(created.filling.key)
             raise
 
     def _finish(self, call: CreateVolume, volume: Volume) -> None:
-        """Complete an existing volume as a CreateVolume request asks; raises Incompatible.
+        """Complete an existing volume as a CreateVolume request asks for it.
 
-        Sets mutable parameters, and adds a cache that is missing. Raises OperationPending while the
-        volume is being erased, and Receiving and Moved.
+        Sets mutable parameters, and adds a cache that is missing. Raises Incompatible if the volume
+        differs from the request, OperationPending while the volume is being erased, and Receiving
+        or Moved if the volume is being received or was moved to another node.
         """
         volume_states.require(Call.CREATE, volume)
         plan.require_same(call, volume)
         lvm = self._volume_groups.lvm(volume.group.name)
         if tag.CACHE in volume.own_tags:
-            # Use the class as it was when the volume was created; the configuration may have
+            # Use the device class as it was when the volume was created; the configuration may have
             # changed since.
             device_class = plan.class_of(self._configuration.now, volume)
-            # Crash point: the volume was created, and its cache or its recovery rates are missing.
+            # Crash point: an earlier call created the volume, and died before it attached the cache
+            # or set the recovery rates. Complete these now.
             self._allocators.of(device_class).finish(lvm, volume)
-        # Crash point: the parameters are written as tags and not set in the kernel; the next start
-        # of Carver, or this call again, sets them.
+        # Crash point: the parameters are in the metadata of the volume group, and the I/O limits
+        # among them are not set in the kernel; the next start of Carver, or a repeated call, sets
+        # the limits.
         bound_kib = self._configuration.now.recovery_bound_kib(volume.group.name)
         self._limiter.apply(volume, modify.ensure(lvm, volume, call.tuning, bound_kib))
 
@@ -381,7 +398,8 @@ class VolumeCreator:
         """Create a volume; return it with the snapshot to copy from, if any.
 
         `undo` removes the bridge snapshot or an empty pool again if the volume cannot be created.
-        Raises NoRoom, PerhapsOnAnotherNode.
+        Raises NoRoom, PerhapsOnAnotherNode if the source is not on this node, and PoolBeingZeroed
+        while the class's thin pool is being zeroed.
         """
         state, all_groups = states
         group = self._reports.group(state, device_class.group)
@@ -395,8 +413,8 @@ class VolumeCreator:
             admit(all_groups, size_bytes)
         allocator, pool = self._allocators.of(device_class), pool_name(device_class.name)
         is_shared = origin is not None and clone.is_in(origin, group, pool)
-        # Count the bridge snapshot of a copy within the group, which is a logical volume of its own
-        # until the copy is ready.
+        # Count the bridge snapshot of a copy in the same volume group, which is a further logical
+        # volume until the copy is ready.
         takes_bridge = (
             reserved_source is None
             and origin is not None
@@ -406,8 +424,8 @@ class VolumeCreator:
         self._require_room(device_class, group, size_bytes, int(takes_bridge))
         lvm, name = self._volume_groups.lvm(group.name), names.logical_volume(prefix, call.name)
         volume_id = VolumeId.of(group, name)
-        # Forget the job of an earlier volume of this id: the report proves that no such volume
-        # exists.
+        # Forget the job that erased an earlier volume with this id: the report proves that no such
+        # volume exists.
         self._eraser.jobs.forget(str(volume_id))
         if origin is not None and is_shared:
             allocator.make_room(lvm, group)
@@ -416,7 +434,8 @@ class VolumeCreator:
             return volume, None
         source = None if reserved_source is None else reserved_source.snapshot
         if origin is not None and source is None:
-            # Crash point: the bridge snapshot exists without its volume, as in `_take`.
+            # Crash point: the bridge snapshot exists without its volume; the next call uses the
+            # bridge, or the next start of Carver removes it.
             source = self._copier.prepare(state, call.name, origin, group)
             if source.is_bridge:
                 undo.callback(self._copier.dismiss, str(source.id))
@@ -431,8 +450,8 @@ class VolumeCreator:
             undo.callback(self._pool_remover.remove_if_empty, group.name, pool)
         allocator.create(lvm, group, New(name, size_bytes, own_tags, tuning.for_new()))
         undo.pop_all()
-        # Allow the use of the id only now: a stream for that name might have been received in
-        # between.
+        # Allow calls to use the id of the new volume only now that the volume exists: another node
+        # might have sent a volume with this id in between.
         self._holds.allow(str(volume_id))
         modify.complete(lvm, group.name, name, tuning)
         return Volume(volume_id, backing.of(group, name), group, size_bytes, own_tags), source
@@ -444,7 +463,10 @@ class VolumeCreator:
         group: report.Group,
         origin: Snapshot | Volume | None,
     ) -> tuple[int, dict[str, str], Tuning]:
-        """Return the size, the tags and the settings of a new volume. Raises BadField, BadSize."""
+        """Return the size in bytes, the tags and the mutable parameters of a new volume.
+
+        Raises BadField or BadSize for a request that cannot be met.
+        """
         plan.check_stripe_size(device_class, group)
         size_bytes, own_tags = plan.new(
             call, device_class, self._allocators.of(device_class), group, origin
@@ -487,7 +509,7 @@ class VolumeCreator:
             raise errors.BadField("volume_content_source", f"cannot copy {str(origin.id)!r}: {why}")
 
     def _activated(self, origin: Snapshot | Volume) -> Device:
-        """Activate a source, so that it can be read with no group locked; return its device.
+        """Activate the source of a new volume for reading without a lock; return its device.
 
         The caller holds the lock of the source's id. The source is left active, as by a copy:
         deactivating it might take the device from a copy that began meanwhile, or from a
@@ -501,10 +523,11 @@ class VolumeCreator:
     def capacity(self, call: GetCapacity) -> Capacity:
         """Return the sizes that CreateVolume with the same parameters could create now.
 
-        Runs one command, or none if the group is not on this node. The sizes are zero for a class
-        that is not this node's: after an error the external-provisioner would keep the sizes of the
-        last response. Raises PoolSilent if the thin pool does not report how full it is; the last
-        response is then the best that is known.
+        Runs one command, or none if nothing can be created here. The sizes are zero if this node
+        does not have the requested topology, parameters, device class or volume group: after an
+        error the external-provisioner would keep the sizes of the last response. Raises PoolSilent
+        if the thin pool does not report how full it is; the last response is then the best that is
+        known.
         """
         node_segments = self._configuration.now.here
         if (
@@ -536,7 +559,7 @@ class VolumeCreator:
 
 
 def _prefix(is_ephemeral: bool) -> str:
-    """Return the name prefix of the logical volumes of inline volumes, or of all others."""
+    """Return the name prefix for the logical volume of an inline volume, or of another volume."""
     return ids.INLINE_PREFIX if is_ephemeral else ids.VOLUME_PREFIX
 
 
@@ -552,7 +575,10 @@ def _uuid(origin: Snapshot | Volume) -> str:
 
 @contextmanager
 def _absent_source_as_perhaps_elsewhere() -> Iterator[None]:
-    """Raise PerhapsOnAnotherNode if the group of a copy's source is not on this node."""
+    """Raise PerhapsOnAnotherNode if the `with` block finds that a copy's source is elsewhere.
+
+    The block raises OtherGroup if the volume group of the source is not on this node.
+    """
     try:
         yield
     except errors.OtherGroup as error:
@@ -561,7 +587,10 @@ def _absent_source_as_perhaps_elsewhere() -> Iterator[None]:
 
 @contextmanager
 def _absence_as_perhaps_elsewhere() -> Iterator[None]:
-    """Raise PerhapsOnAnotherNode if a volume group is not on this node."""
+    """Raise PerhapsOnAnotherNode if the `with` block finds that a volume group is not on this node.
+
+    A volume group that is refused counts as not on this node.
+    """
     try:
         yield
     except (errors.OtherGroup, errors.GroupRefused, lvm_errors.GroupMissing) as error:

@@ -49,9 +49,11 @@ class VolumeDeleter:
     def delete(self, volume_id: str, *, is_own: bool = True) -> None:
         """Erase and remove a volume; a volume that does not exist is no error.
 
-        With `is_own`, the volume's state must permit DeleteVolume. A volume that is being received
-        as a stream, or was moved to another node, is deleted only by the code that ends the
-        transfer, which passes False. Raises VolumeInUse, HasSnapshots, Receiving, Moved.
+        If erasing takes longer than two seconds, the deletion is recorded and goes on in the
+        background. With `is_own`, the volume's state must permit DeleteVolume. A volume that is
+        being received as a stream, or was moved to another node, is deleted only by the code that
+        ends the transfer, which passes False. Raises VolumeInUse, HasSnapshots, Receiving or Moved
+        for a volume in these states, and StillAtWork while an mkfs or fsck of the volume runs.
         """
         self._detached.cancel(volume_id)
         with suppress(errors.NoSuchVolume), self._conflicts.enter(Call.DELETE, volume_id):
@@ -60,8 +62,8 @@ class VolumeDeleter:
     def _delete(self, volume_id: str, *, is_own: bool) -> None:
         group = ids.group_of(volume_id)
         self._reports.await_others(group)
-        # Lock the group before reading it: of two concurrent deletions, the later one must see that
-        # its volume is the last in the thin pool.
+        # Lock the volume group before reading it: of two concurrent deletions, the later one must
+        # see that its volume is the last in the thin pool.
         with self._volume_groups.hold(group):
             state = self._mender.mend(group)
             volume = state.volume(volume_id)
@@ -77,7 +79,7 @@ class VolumeDeleter:
             lvm = self._volume_groups.lvm(group)
             if (growth := records.reservation(volume.group, volume.name)) is not None:
                 volumes.remove(lvm, group, growth.name)
-            # A thin volume is removed at once, because its pool zeroes each block that it
+            # Remove a thin volume at once, because its pool zeroes each block that the pool
             # allocates. While a disk of the pool is missing, lvm2 cannot change the pool, so the
             # volume is deleted later.
             at_once = volume.is_thin and not (
@@ -95,8 +97,8 @@ class VolumeDeleter:
                     # Carver removes the pool.
                     self._pool_remover.remove(volume)
         if at_once and volume.is_encrypted:
-            # Close and erase the LUKS header without the group's lock: a disk that hangs would keep
-            # the lock.
+            # Close the volume and erase its LUKS header without the lock of the volume group: a
+            # disk that hangs would keep the lock.
             self._mappings.ensure_closed(volume)
             self._mappings.erase(volume)
             # Crash point: the volume is left without its LUKS header; the caller repeats the call.

@@ -1,4 +1,4 @@
-"""What is wrong with a volume: CSI's status, a machine-readable reason, and a remedy for people."""
+"""Health conditions of volumes: CSI's status, a machine-readable reason, a remedy for people."""
 
 import enum
 import time
@@ -38,12 +38,12 @@ _MOST_CONDITIONS = 16
 # Maximum length of a health condition's message, in bytes; the API server refuses a longer message
 # like a further condition.
 _MOST_BYTES = 1024
-# Upper bound, in bytes, of the age at the end of a message.
+# Maximum length, in bytes, of the age that is appended to the message of a health condition.
 _MOST_BYTES_OF_AGE = 64
 
 
 class Reason(enum.Enum):
-    """Reasons of health conditions: each with its word, and its status for volume and storage.
+    """Reasons of health conditions: each with its name, and its status for volumes and for storage.
 
     A status is empty if the reason never concerns a volume, or never the storage of a node.
     `access` is the one kind of use that the reason affects, "block" or "mount", or empty for both.
@@ -110,7 +110,7 @@ class Condition:
 
     @property
     def size_bytes(self) -> int:
-        """The most bytes that the health condition takes in a gRPC message.
+        """Maximum number of bytes that the health condition takes in a gRPC message.
 
         The message of the condition, its age and its reason are included.
         """
@@ -174,22 +174,23 @@ def aged(conditions: Iterable[Condition], seen_seconds: float) -> Iterator[Condi
     return (replace(condition, seen_seconds=seen_seconds) for condition in conditions)
 
 
-# Percentage of its data or metadata from which a thin pool counts as nearly full. Carver extends
-# pools long before.
+# Fill level of a thin pool's data or metadata, in percent, from which the pool counts as nearly
+# full. Carver extends pools long before.
 _FULL_PERCENT = 90.0
-# Time limit, in seconds, of waiting for the kernel in one call.
+# Time limit, in seconds, for which one health call waits for answers of the kernel.
 PATIENCE_SECONDS = 2.0
 # Time without an answer of the kernel, in seconds, after which a device counts as dead. A busy node
 # is slow, so a shorter time proves nothing.
 _DEAD_SECONDS = 10.0
-# Time without an answer, in seconds, after which a volume group counts as silent: longer than lvm2
-# needs on a busy node.
+# Time, in seconds, without an answer of lvm2, after which a volume group counts as silent: longer
+# than lvm2 needs on a busy node.
 SILENT_SECONDS = 30.0
 # Time, in seconds, after which a suspended device counts as left suspended. No change of a volume
-# suspends the volume for so long, except a group snapshot, of which Carver knows.
+# suspends the volume for so long, except a group snapshot, during which the volume does not count
+# as suspended.
 SETTLING_SECONDS = 1.0
 
-# Remedy for a health status that Carver does not know, or that has no simple remedy.
+# Remedy for a status in lv_health_status that Carver does not know, or that has no simple remedy.
 _LOOK_CLOSER = "look with `lvs -o +lv_health_status` and at `dmesg`"
 # Advice about copies of a RAID volume that differ. The kernel does not know which copy of a raid1
 # or raid10 is right: a repair overwrites the others with one (md(4)).
@@ -217,7 +218,7 @@ _REPORTED_OF_POOL = {
 # Reasons and remedies by lv_health_status of a thick volume, where the same statuses are its
 # cache's.
 _REPORTED_OF_CACHE = dict.fromkeys(_REPORTED_OF_POOL, (Reason.CACHE_FAILING, _LOOK_CLOSER))
-# Reasons by kind of a file system's problem.
+# Reasons of health conditions, by the kind of a file system's problem.
 _OF_FILE_SYSTEMS = {
     filesystem_health.Kind.READ_ONLY: Reason.FILE_SYSTEM_READ_ONLY,
     filesystem_health.Kind.SILENT: Reason.FILE_SYSTEM_NOT_RESPONDING,
@@ -227,7 +228,7 @@ _OF_FILE_SYSTEMS = {
 
 
 class KernelConditions(NamedTuple):
-    """Conditions that the kernel reports about a volume.
+    """Health conditions that the kernel reports about a volume.
 
     `has_status` is True if device-mapper reports on the volume.
     """
@@ -308,8 +309,8 @@ class Diagnosis:
 
         if until_seconds is None:
             until_seconds = time.monotonic() + PATIENCE_SECONDS
-        # Group the probes by pool, or by volume group, since all volumes in one of these hang
-        # together.
+        # Group the probes of volumes by thin pool, or else by volume group: if one probe of a pool
+        # or volume group hangs, all its other probes hang, too.
         pool = _pool_of(volume)
         pool_or_group = f"{logical.group}/{pool}" if pool else logical.group
         description = f"logical volume {logical.name}"
@@ -338,8 +339,8 @@ class Diagnosis:
         self, logical: Backing, volume: Volume | None, mounts: table.Table
     ) -> KernelConditions:
         status = self._activator.status_of(logical)
-        # Only a report says how much a pool promised: without a report, assume that the pool has
-        # room.
+        # Assume, without a report, that the thin pool has room for all its volumes: only a report
+        # says how large the volumes are.
         has_room = volume is None or has_all(volume.group, _pool_of(volume))
         conditions = [*by_device_mapper(logical.name, status, has_room)]
         device = self._activator.device(logical)
@@ -393,7 +394,11 @@ class Diagnosis:
         return not (mounts.of_device(device.number) or self._devices.is_mapping_open(device))
 
     def _is_left_suspended(self, group: str, name: str) -> bool:
-        """Whether a volume is suspended for longer than any change of the volume takes."""
+        """Whether a volume is suspended for longer than any change of the volume takes.
+
+        Waits for a second if the volume is suspended. Volumes that Carver itself keeps suspended,
+        for a group snapshot, do not count.
+        """
         if not self._is_suspended(group, name):
             return False
         time.sleep(self.settling_seconds)
@@ -450,8 +455,8 @@ def _pending_expansion(volume: Volume) -> str:
             " request)"
         )
     if volume.wanted_bytes and not volume.copy_on_write_snapshots:
-        # The volume's snapshots were deleted since, or an earlier version of Carver had no room for
-        # it.
+        # Report a volume without snapshots that is to grow: its snapshots were deleted since, or an
+        # earlier version of Carver had no room for the growth.
         return (
             f"is smaller than the {volume.wanted_bytes} bytes that it is to grow to: {no_room} it"
             " was in use and had copy-on-write snapshots. It grows when it is staged next, if there"
@@ -503,8 +508,8 @@ def _of_missing(volume: Volume, partial: str) -> Condition:
     elif (
         caches.CACHE in holder.layout and missing_disks and all(disk.fast for disk in missing_disks)
     ):
-        # Let the operator find the mode of the cache: it may have been changed by hand since the
-        # cache was created, and the report does not have it.
+        # Let the operator find out the mode of the cache: the mode may have been changed by hand
+        # since the cache was created, and the report does not have it.
         remedy = "see `A fast disk is lost` in docs/operations.md: no data are lost if its cache is"
         remedy += f" {caches.WRITETHROUGH}"
     why = f"{disks} is missing; attach it again (`pvs`), or {remedy}"
@@ -512,9 +517,9 @@ def _of_missing(volume: Volume, partial: str) -> Condition:
 
 
 def has_all(group: report.Group, pool: str) -> bool:
-    """Whether a thin pool has all the room that its volumes were promised.
+    """Whether a thin pool's data are as large as all its volumes together.
 
-    Such a pool may be full without a problem.
+    Such a pool may be full without a problem, since it never needs more room.
     """
     pool_usage = thin.find(group, pool, 0)
     return pool_usage.promised_bytes <= pool_usage.data_extents * group.extent_size_bytes
@@ -526,7 +531,7 @@ def by_device_mapper(
     """Yield the health conditions that device-mapper reports about an active volume.
 
     `statuses` has the status of the volume's device and of the devices below it. `has_all` says
-    that the volume's pool has all the room that its volumes were promised.
+    that the data of the volume's thin pool are as large as all volumes of the pool together.
     """
     cached, owner = name, f"logical volume {name}"
     if any(isinstance(status, ThinPool) for status in statuses):

@@ -13,7 +13,9 @@ records the UUID of the header that belongs to the volume:
 | none, or with another UUID than the tag | yes | refuse as damaged; never create a header |
 
 The own UUID of a volume's header is derived from the UUID of its logical volume. A copy of a volume
-has the header of its source.
+has the header of its source, so no own UUID is required of the header of a copy without the tag
+`sealed`. A header with the own UUID is always accepted for a copy with the tag `sharedKey`, which
+versions up to 0.2.0 re-encrypted.
 
 A key is changed in these steps; after a crash between two of them the next call continues:
 
@@ -51,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 # Sector size of dm-crypt, in bytes, on disks whose physical blocks are at least as large.
 _LARGE_SECTOR_BYTES = 4096
-# Errors after which a change of keys is logged and retried by the next call.
+# Errors of a change of keys that are only logged; the next call retries the change.
 _FAILURES = (errors.AgentError, mount_errors.CommandError, mount_errors.MountError, OSError)
 # Tags of a volume while its key is being changed.
 _PENDING = {tag.ROTATING: "yes"}
@@ -73,15 +75,15 @@ class EncryptedDevices:
         self._mender, self._tag_writer = context.mender, context.tag_writer
         self._mappings = Mappings(context)
         self._cryptsetup = self._mappings.cryptsetup
-        # Digests of the keys of each open volume, by its id, if this process opened it or changed
-        # its key.
+        # Digests of the present and previous key of open volumes, by volume id: of those volumes
+        # that this process opened, or whose key it changed.
         self._known: dict[str, tuple[object, ...]] = {}
 
     def check_keys(self, volume_id: str, device_class: str, keys: Keys, *, encrypted: bool) -> None:
         """Raise KeyMissing if an encrypted volume gets no key, BadField for a needless key.
 
-        A key for a volume without encryption is refused because its owner believes that it protects
-        the volume.
+        A key for a volume without encryption is refused because the owner of the key would believe
+        that the volume is encrypted.
         """
         if not encrypted and keys.present:
             raise errors.BadField(
@@ -100,10 +102,11 @@ class EncryptedDevices:
     def opened(self, volume: Volume, device: Device, keys: Keys) -> tuple[Device, dict[str, str]]:
         """Open an active encrypted volume; return the device to use and new tags for the volume.
 
-        A volume without encryption is used by its own device. Runs at most two commands unless the
-        key is changed. An open dm-crypt device that nothing uses is closed first, because the key
-        that opened it is not known. Raises KeyMissing, WrongKey, HeaderDamaged, Reencrypting,
-        UnexpectedContents.
+        For a volume without encryption the result is `device`. A blank volume gets its LUKS2 header
+        first. If the copy of an encrypted volume has a btrfs, that gets a new UUID. Runs at most
+        two commands unless the key is changed or such a btrfs is found. An open dm-crypt device
+        that nothing uses is closed first, because the key that opened it is not known. Raises
+        KeyMissing, WrongKey, HeaderDamaged, Reencrypting, UnexpectedContents.
         """
         self.check(volume, keys)
         if not volume.is_encrypted:
@@ -111,8 +114,8 @@ class EncryptedDevices:
         mapping = self._activator.mapping(volume)
         if mapping is not None and self._mappings.is_used(mapping):
             return mapping, {}
-        # Close nothing while the header shows a re-encryption: an operator's cryptsetup may be
-        # running it.
+        # Close no dm-crypt device while the header shows that a re-encryption is under way: an
+        # operator's cryptsetup may be running it.
         header = luks.read(self._kernel, device.path)
         if header is not None and header.is_reencrypting:
             raise errors.Reencrypting(str(volume.id), device.path)
@@ -120,8 +123,8 @@ class EncryptedDevices:
         with self._key(str(volume.id), volume.own_tags.get(tag.CLASS, ""), keys) as key:
             if mapping is not None:
                 self._mappings.ensure_closed(volume)
-            # Crash point: the header exists and the tag `sealed` does not. The header's UUID proves
-            # that it is the volume's own.
+            # Crash point: the LUKS2 header exists and the tag `sealed` does not. The UUID of the
+            # header proves that the header is the volume's own.
             tags = self._sealed(volume, device, key, header)
             self._unlock(volume, device, keys, key)
         if tag.SHARED_KEY in volume.own_tags:
@@ -134,10 +137,10 @@ class EncryptedDevices:
             offset_bytes = self._header(volume, device).offset_bytes
             luks.blank(self._kernel, device.path, offset_bytes, mapping.path)
         is_new_copy = volume.is_copied and tag.RENEWED not in volume.own_tags
-        # Ask the tags before the device: a raw block volume may hold a btrfs that belongs to its
-        # user.
+        # Read the tags before the device is probed: a raw block volume may hold a btrfs that
+        # belongs to its user.
         if is_new_copy and volume.may_hold_btrfs and filesystem.is_on(self._kernel, mapping.path):
-            # Give the copied btrfs a UUID of its own: the copy still has the UUID of its source.
+            # Give the copied btrfs a new UUID: the copy still has the UUID of its source.
             filesystem.renew(self._kernel, mapping.path)
             tags[tag.RENEWED] = "yes"
         return mapping, tags
@@ -175,7 +178,7 @@ class EncryptedDevices:
             self._known[volume_id] = keys.digests()
 
     def forget(self, volume_id: str) -> None:
-        """Forget the keys that this process knows a volume to have."""
+        """Forget what this process knows about the keys of a volume."""
         self._known.pop(volume_id, None)
 
     def fill(self, volume_id: str, mapping: Device, keys: Keys, *, if_possible: bool) -> bool:
@@ -225,8 +228,9 @@ class EncryptedDevices:
             if header is None:
                 self._require_blank(volume, device)
             volume.require_header_bytes()
-            # The code gets here only for a device that the probe found blank, or that has the
-            # volume's own header without a key slot, and only if no tag records a header.
+            # Erase the area of the header. The code gets here only if the probe found the device
+            # blank, or if the device has the volume's own header without a key slot, and only if no
+            # tag records a header.
             luks.erase(self._kernel, device.path, volume.header_bytes)
             is_large = self._kernel.physical_block_bytes(device.path) >= _LARGE_SECTOR_BYTES
             self._cryptsetup.make(
@@ -237,8 +241,10 @@ class EncryptedDevices:
                 sector_bytes=_LARGE_SECTOR_BYTES if is_large else 512,
             )
             return {tag.SEALED: derived_uuid}
-        # Accept the volume's own UUID for a copy with the tag `sharedKey`: Carver up to 0.2.0 gave
-        # the header of a re-encrypted copy that UUID, and wrote the tag `sealed` only afterwards.
+        # Skip the checks of the header's UUID and offset for a copy with the tag `sharedKey` whose
+        # header has the UUID that is derived from the copy's own logical volume: Carver up to 0.2.0
+        # gave the header of a re-encrypted copy that UUID, and wrote the tag `sealed` only
+        # afterwards.
         if not (tag.SHARED_KEY in volume.own_tags and header.uuid == derived_uuid):
             expected = sealed or ("" if volume.is_copied else derived_uuid)
             if expected and header.uuid != expected:
@@ -258,10 +264,10 @@ class EncryptedDevices:
             raise mount_errors.UnexpectedContents(device.path, str(contents), "nothing")
 
     def _unlock(self, volume: Volume, device: Device, keys: Keys, key: Key) -> None:
-        """Open a volume by its present key, which replaces the previous key first.
+        """Open a volume by the present key of a call; first replace the previous key if necessary.
 
         If the keys cannot be changed now, the volume is opened by whichever of the two keys opens
-        it.
+        it. Raises WrongKey if neither key opens the volume.
         """
         previous_key = _other(keys.previous, key)
         is_unknown = False
@@ -285,9 +291,10 @@ class EncryptedDevices:
     def _rotate(self, volume: Volume, device: Device, keys: Keys, key: Key) -> None:
         """Replace the previous key of a volume by the present one, in the header and its backup.
 
-        The volume may be open. Crash points: after each step the volume opens by one of the two
-        keys, and the next call continues. Raises WrongKey if neither key opens the volume; nothing
-        is changed in that case.
+        The volume may be open. No key slot is changed if only the present key opens the volume
+        already. Crash points: after each step the volume opens by one of the two keys, and the next
+        call continues. Raises WrongKey if neither key opens the volume; nothing is changed in that
+        case.
         """
         slots, path = self._header(volume, device).slots, device.path
         previous_key = _other(keys.previous, key)
@@ -368,7 +375,10 @@ class EncryptedDevices:
             yield key
 
     def _gone(self, device_class: str) -> str:
-        """Return a device class's name if the configuration lacks the class, else empty."""
+        """Return the name of a device class that the configuration lacks, or an empty string.
+
+        The result is empty if the configuration has the class.
+        """
         return device_class if device_class and self._class(device_class) is None else ""
 
     def _key_file(self, device_class: str) -> str | None:
@@ -376,7 +386,7 @@ class EncryptedDevices:
         return None if settings is None or settings.key_file is None else str(settings.key_file)
 
     def _class(self, name: str) -> DeviceClass | None:
-        """Return the device class of a name; None for a missing class or an empty name."""
+        """Return the device class that has a name; None for a missing class or an empty name."""
         return next(
             (
                 device_class
@@ -428,9 +438,9 @@ def change(
     """
     free_slot = next((slot for slot in _USUAL if slot not in slots), None)
     if free_slot is None:
-        # Free a slot whose key is not `old_key`: an unfinished change left a key there that is
-        # older than `old_key`. `old_key` must keep a slot, because the next command adds the new
-        # key by it.
+        # Free a key slot whose key is not `old_key`: an unfinished change left a key in the slot
+        # that is older than `old_key`. `old_key` must keep a slot, because the next command adds
+        # the new key by `old_key`.
         candidates = (slot for slot in _USUAL if not program.check(device, old_key.data, slot))
         free_slot = next(candidates, _USUAL[-1])
         program.kill(device, old_key.data, free_slot)
@@ -453,5 +463,8 @@ def _other(previous_key: Key | None, present_key: Key) -> Key | None:
 
 
 def _is_newer(volume: Volume, keys: Keys) -> bool:
-    """Whether a call's key has another name than the volume's tag `keyGeneration`."""
+    """Whether a call's key has another name than the one in the volume's tag `keyGeneration`.
+
+    The result is False for a key without a name.
+    """
     return keys.generation not in ("", volume.own_tags.get(tag.KEY_GENERATION))

@@ -35,8 +35,9 @@ _log = logging.getLogger(__name__)
 
 # The functions below keep the erase marks of a volume group: tags that say which of its free
 # extents must be zeroed before they are allocated. The tag `sweep` marks all free extents of the
-# group, and the tag `sweepDisks` marks those on certain disks. Until a mark is removed, nothing is
-# allocated from the marked extents. Extents freed on a missing disk are marked as well: when such a
+# group, and the tag `sweepDisks` marks those on certain disks. Until a mark is removed, the marked
+# extents are allocated only for thin pools and COW stores that find no other room, and for RAID
+# images that replace lost ones. Extents freed on a missing disk are marked as well: when such a
 # disk is attached again, lvm2 by itself accepts a disk without allocated extents, and its free
 # extents still have the old data.
 
@@ -50,10 +51,10 @@ def mark_for_erase(
 ) -> bool:
     """Tag a volume group so that free extents on these disks are zeroed before they are allocated.
 
-    `disks` are UUIDs; none means all disks. Call the function before the extents are freed, with
-    the group's lock held and a report that was read under that lock. The function runs one command,
-    which adds the tags of `further_tags` as well, or none if the mark exists. Returns whether the
-    mark was added.
+    `disks` are UUIDs; none means all disks, and so do UUIDs that do not fit into a tag. Call the
+    function before the extents are freed, with the group's lock held and a report that was read
+    under that lock. The function runs one command, which adds the tags of `further_tags` as well,
+    or none if the mark exists. Returns whether the mark was added.
     """
     marks = erase_marks(group)
     if tag.SWEEP in marks:
@@ -68,10 +69,11 @@ def mark_for_erase(
 
 
 def unmark_disk(lvm: Lvm, group: report.Group, disk: str, further_tags: Mapping[str, str]) -> None:
-    """Remove a disk from a volume group's erase marks, if no extents were freed on that disk.
+    """Remove a disk, on which no extents were freed, from a volume group's erase marks.
 
-    `disk` is a UUID. The same command removes the tags of `further_tags`. Call the function with
-    the group's lock held and a report that was read under that lock.
+    `disk` is a UUID. The same command removes the tags of `further_tags`. If the disk has no mark
+    of its own, nothing is changed, and the further tags stay. Call the function with the group's
+    lock held and a report that was read under that lock.
     """
     marks = erase_marks(group)
     if disk not in _marked_disks(marks):
@@ -87,8 +89,9 @@ def unmark_disk(lvm: Lvm, group: report.Group, disk: str, further_tags: Mapping[
 def unmark_if_erased(lvm: Lvm, group: report.Group) -> bool:
     """Remove a volume group's erase marks if no free extents are left to zero.
 
-    Returns True if the group has no mark afterwards. Call the function with the group's lock held
-    and a report that was read under that lock.
+    The marks stay while extents are being moved, a disk is missing, or the group has a sweep
+    volume. Returns True if the group has no mark afterwards. Call the function with the group's
+    lock held and a report that was read under that lock.
     """
     if not erase_marks(group):
         return True
@@ -110,11 +113,11 @@ def unmark(lvm: Lvm, group: report.Group) -> None:
 
 
 def remove_partial_sweep(lvm: Lvm, group: report.Group) -> None:
-    """Remove a volume group's sweep volume if a part of it is on a missing disk.
+    """Remove a volume group's sweep, in which free extents are zeroed, if a part is missing.
 
-    The sweep volume takes free extents to zero them. A sweep volume holds no user's data, and is
-    created again as long as the group has an erase mark. Call the function with the group's lock
-    held and a report that was read under that lock.
+    A part is missing if a disk of the sweep is. A sweep is a logical volume without a user's data,
+    and is created again as long as the group has an erase mark. Call the function with the group's
+    lock held and a report that was read under that lock.
     """
     disks = group.volume(ids.SWEEP).disks if is_sweep(group, ids.SWEEP) else frozenset()
     if not disks.isdisjoint(group.missing_uuids):
@@ -122,7 +125,7 @@ def remove_partial_sweep(lvm: Lvm, group: report.Group) -> None:
 
 
 def is_sweep(group: report.Group, name: str) -> bool:
-    """Whether a logical volume is the group's sweep volume, which takes free extents to zero them.
+    """Whether a logical volume is its volume group's sweep, in which free extents are zeroed.
 
     The name alone is no proof: the group must have an erase mark, and the volume the tag of a
     deleted volume.
@@ -137,12 +140,12 @@ def is_sweep(group: report.Group, name: str) -> bool:
 
 
 def is_deleted(logical: report.LogicalVolume) -> bool:
-    """Whether a logical volume's tags say that it was deleted and only has to be removed."""
+    """Whether a logical volume's tags say that it was deleted, and has to be erased and removed."""
     return volume_states.is_recorded(logical.own_tags, EndedBy.ERASER)
 
 
 def is_given_up(logical: report.LogicalVolume) -> bool:
-    """Whether an operator gave up the part of a logical volume that is on missing disks."""
+    """Whether an operator gave up the part of a logical volume on missing disks (tag `givenUp`)."""
     return tag.GIVEN_UP in logical.own_tags
 
 
@@ -164,8 +167,8 @@ class EraseJob(Job):
     """A job that erases and removes a deleted volume; its key is the volume's id."""
 
     volume: Volume
-    # Whether the volume was removed. The flag is set with the group's lock held, so that no removed
-    # volume is tagged.
+    # Whether the volume was removed. The flag is set while the lock of the volume group is held, so
+    # that no removed volume is tagged.
     removed: bool = False
     # Whether a part of the volume may be overwritten, by this job or by an earlier one that failed.
     overwritten: bool = False
@@ -182,8 +185,9 @@ class EraseJob(Job):
 class Eraser:
     """Erases and removes deleted volumes in the background.
 
-    `emptied` is called after a thin volume or snapshot was removed. `given_up` is called with the
-    name of a volume group in which an operator gave up data on missing disks.
+    `emptied` is called with each thin volume or snapshot after the command that removes it.
+    `given_up` is called with the name of a volume group in which an operator gave up data on
+    missing disks.
     """
 
     def __init__(
@@ -220,8 +224,10 @@ class Eraser:
         """Erase and remove a volume; if that takes long, go on in the background.
 
         The call waits two seconds; after that the volume is tagged as deleted, and the job goes on.
-        A volume that has copy-on-write snapshots, or that lacks a disk, is tagged and left to the
-        background at once. Raises VolumeInUse.
+        A volume that has copy-on-write snapshots, or that has to be erased and lacks a disk, is
+        tagged at once and left to the background. For a volume that is tagged already, only the job
+        is started. Raises VolumeInUse, and Stopping while a cancelled job of the volume has not
+        ended.
         """
         if volume.is_doomed:
             self._start(volume)
@@ -256,7 +262,8 @@ class Eraser:
         """Tag a volume as deleted; return False if it is already removed."""
         group, name = job.volume.group.name, job.volume.name
         with self._volume_groups.hold(group):
-            # Read a fresh report: the outcome of the job's own lvm2 commands may be unknown.
+            # Read a fresh report, because the outcome of the lvm2 commands that the job ran may be
+            # unknown.
             if job.removed or name not in self._reports.fresh(group).group(group).volumes:
                 return False
             own_tags = job.volume.own_tags
@@ -264,19 +271,25 @@ class Eraser:
             job.on_record = True
         if job.ended.done():
             # Retry the job: the job failed before the volume was tagged as deleted, so the
-            # background loop does not retry the job by itself.
+            # background thread does not retry the job by itself.
             self.jobs.wake(job, self.jobs.retry_seconds)
         return True
 
     def pending(self, volume: Volume) -> errors.OperationPending:
-        """Return the error, with the progress, for a call that has to wait for an erasure."""
+        """Return the error for a call that has to wait for the erasure of a volume.
+
+        The error has the progress, if this process erases the volume.
+        """
         job = self.jobs.of(str(volume.id))
         if job is None:
             return errors.OperationPending(f"{volume.id} (being erased)")
         return _being_erased(job)
 
     def _start(self, volume: Volume) -> EraseJob:
-        """Start a job, or find the one under way; raise Stopping while a cancelled job ends."""
+        """Start the job that erases and removes a volume, or return the one under way.
+
+        Raises Stopping while a cancelled job of the volume has not ended.
+        """
         job, earlier = self._wipe_of(volume), self.jobs.of(str(volume.id))
         job.overwritten = earlier is not None and earlier.overwritten
         job = self.jobs.start(job)
@@ -290,8 +303,8 @@ class Eraser:
         Raises an ExceptionGroup of the reasons why volumes that lvm2 left suspended cannot be
         repaired; no job may write to such a volume.
         """
-        # Hold the group's lock, so that no volume in the report is removed and created anew before
-        # its job exists.
+        # Hold the lock of the volume group, so that no volume in the report is removed and created
+        # anew before its job exists.
         with self._volume_groups.hold(group), Attempts() as attempts:
             state = self._mender.mend(group)
             state.group(group)
@@ -321,7 +334,7 @@ class Eraser:
         """Erase and remove a volume; prove the volume's absence if it is not found.
 
         DeleteVolume answers NoSuchVolume with success, so a volume that exists must not cause that
-        error.
+        error; NotOverwritten is raised instead.
         """
         try:
             yield from self._erase_and_remove(job)
@@ -388,8 +401,8 @@ class Eraser:
                 volumes.refresh(self._lvm(group), group, volume.name)
         are_lost = []
         for name in doomed_names:
-            # Overwrite the volume and its detached cache, which is a logical volume of its own for
-            # a while.
+            # Overwrite the volume and its detached cache, which is a separate logical volume until
+            # it is removed.
             part = replace(volume, backing=backing.of(volume.group, name))
             are_lost.append((yield from self._overwrite(job, part)))
         if dead := self._dead_images(volume):
@@ -417,7 +430,8 @@ class Eraser:
             with self._volume_groups.hold(group):
                 volume = self._detachable(volume)
             if volume.group.volume(volume.name).pool:
-                # Erase the header without the group's lock: a disk that hangs would keep the lock.
+                # Erase the LUKS header without the lock of the volume group: a disk that hangs
+                # would keep the lock.
                 self._mappings.erase(volume)
         with self._volume_groups.hold(group):
             volume = self._detachable(volume)
@@ -435,9 +449,11 @@ class Eraser:
         return replace(volume, read_only=volume.read_only or logical.is_copy_on_write)
 
     def _detachable(self, volume: Volume) -> Volume:
-        """Return a volume by a fresh report, if it can be detached.
+        """Return a deleted volume by a fresh report, if its pool or origin lets lvm2 detach it.
 
-        The caller holds the group's lock. Raises NoSuchVolume, NotOverwritten.
+        The caller holds the group's lock. Raises NoSuchVolume if the volume does not exist, and
+        NotOverwritten while a disk is missing or the volume has snapshots. For a volume that an
+        operator gave up, `given_up` is called before NotOverwritten is raised.
         """
         group = volume.group.name
         state = self._mender.mend(group)
@@ -458,7 +474,8 @@ class Eraser:
     def _dead_images(self, volume: Volume) -> str:
         """Return the kernel's health characters of a RAID with failed images, else an empty string.
 
-        Images on missing disks do not count. Runs no command.
+        A RAID with no more failed images than missing disks counts as one without failed images.
+        Runs no command.
         """
         logical = volume.group.volumes.get(volume.name)
         if logical is not None and logical.layout == {"linear"}:
@@ -471,10 +488,11 @@ class Eraser:
         return next((raid.health for raid in raids if sum(raid.failed) > missing_count), "")
 
     def _detach_cache(self, volume: Volume) -> Generator[float, None, list[str]]:
-        """Detach a volume's cache, and return the cache's name as a logical volume of its own.
+        """Detach a volume's cache, so that it is a separate logical volume; return its name.
 
-        The cache must be erased, too, because it holds data that was written. After a crash the
-        volume has no cache, and the resumed job finds the detached one by its name.
+        The result is a list, empty if the volume has no cache. The cache must be erased, too,
+        because it holds data that was written. After a crash the volume has no cache, and the
+        resumed job finds the detached one by its name.
         """
         group = volume.group
         logical = group.volumes.get(volume.name)
@@ -496,7 +514,8 @@ class Eraser:
 
         lvm2 would write the cache back within its command, with the group's lock held; on a slow
         disk that takes hours. So the job raises NotOverwritten while the kernel still writes, and
-        is retried.
+        is retried. If lvm2 does not let the kernel write the cache back, the command that detaches
+        the cache does.
         """
         group, name = volume.group.name, volume.name
         if caches.is_clean(self._activator.status(group, name)):
@@ -519,7 +538,10 @@ class Eraser:
             yield self.look_seconds
 
     def _overwrite(self, job: EraseJob, volume: Volume) -> Generator[float, None, bool]:
-        """Overwrite a volume; return whether every failed extent is surely on a missing disk."""
+        """Overwrite a volume; return False if an extent that failed may be on a present disk.
+
+        True means that all extents that could not be overwritten are certainly on missing disks.
+        """
         device = self._activator.activate(volume).path
         purpose = self.policy.purpose(job.volume)
         is_partial = purpose is Purpose.PARTIAL
@@ -558,9 +580,10 @@ class Eraser:
         return all(are_lost)
 
     def _zero_present(self, volume: Volume, device: str, offset: int, length: int, way: By) -> bool:
-        """Zero the extents of a range that are on present disks; raise if one of these disks fails.
+        """Zero the extents of a range that are on present disks.
 
-        Returns whether all extents that failed are certainly on missing disks.
+        Raises OSError if a present disk fails. Returns whether all extents that failed are
+        certainly on missing disks.
         """
         extent, end, are_lost = volume.group.extent_size_bytes, offset + length, True
         while offset < end:

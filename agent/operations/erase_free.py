@@ -1,4 +1,4 @@
-"""Zero free extents before a volume gets them: for a growth, and after the loss of a disk."""
+"""Zero free extents before volumes get them: for a growth, and where deleted data are left."""
 
 import logging
 from collections.abc import Collection, Iterator
@@ -27,10 +27,12 @@ from mount.mount_errors import CommandError
 
 _log = logging.getLogger(__name__)
 
-# Number of slices in which a sweep takes the extents to be zeroed. A sweep is a logical volume;
-# thin pools and COW stores can grow into the extents that it has not taken yet.
+# Number of steps in which a sweep (the logical volume in which free extents are zeroed) takes a
+# volume group's free extents. Thin pools and COW stores can grow into the extents that the sweep
+# has not taken yet.
 _SLICES = 32
-# Minimum size of a slice of a sweep, in bytes; fewer slices are taken if they would be smaller.
+# Minimum size, in bytes, of the free extents that a sweep, in which they are zeroed, takes at a
+# time.
 _SMALLEST_SLICE_BYTES = 1 << 30
 
 
@@ -45,7 +47,7 @@ class _Growth(Job):
 
 
 class AnotherSize(errors.Overwriting):
-    """Extents for a growth to another size are being zeroed.
+    """Raised while extents for the growth of a volume to another size are being zeroed.
 
     `GrowthZeroer.withdraw` cancels that growth.
     """
@@ -78,7 +80,8 @@ class GrowthZeroer:
         Call the method with the group's lock held and a report that was read under that lock, and
         extend the volume at once. The first call reserves the extents and starts a job that zeroes
         them. The call after the job's end frees them for the volume. Together these two calls run
-        two commands. Raises Overwriting while the extents are being zeroed, AnotherSize, NoRoom.
+        two commands and read one report more. Raises Overwriting while the extents are being
+        zeroed, AnotherSize while extents for a growth to another size are being zeroed, and NoRoom.
         """
         group, reservation = volume.group, records.reservation_name(volume.name)
         lvm = self._lvm(group.name)
@@ -115,9 +118,10 @@ class GrowthZeroer:
             raise AnotherSize(job.key, str(job.progress))
 
     def withdraw(self, volume_id: str) -> None:
-        """Cancel a growth that is under way, and free its extents; runs a report and a command.
+        """Cancel the growth of a volume, and free its reserved extents.
 
-        Raises Stopping if the job takes longer than ten seconds to zero its present chunk.
+        Runs a report and a command. Raises Stopping if the job takes longer than ten seconds to
+        zero its present chunk.
         """
         group = ids.group_of(volume_id)
         with self._conflicts.enter(Call.EXPAND_OTHER, volume_id), self._volume_groups.hold(group):
@@ -126,13 +130,20 @@ class GrowthZeroer:
                 volumes.remove(self._lvm(group), group, reserved.name)
 
     def wait(self, volume_id: str) -> bool:
-        """Wait up to ten seconds for the job that `take` started; return whether it has ended."""
+        """Wait up to ten seconds for the job that `take` started; return whether the job has ended.
+
+        The result is True if there is no job.
+        """
         job = self.jobs.of(volume_id)
         patience = command.patience_seconds(self.grace_seconds)
         return job is None or bool(wait([job.ended], patience).done)
 
     def problem(self, volume_id: str) -> Exception | None:
-        """Return the error of the last job for a volume, if it failed, until another job starts."""
+        """Return the error with which the zeroing of a volume's new extents failed.
+
+        The result is None if the last job has not ended, has succeeded, or failed otherwise than by
+        an error of a disk or of a command.
+        """
         job = self.jobs.of(volume_id)
         if job is None or not job.ended.done():
             return None
@@ -140,11 +151,14 @@ class GrowthZeroer:
         return error if isinstance(error, OSError | CommandError) else None
 
     def _reserve(self, volume: Volume, size_bytes: int) -> report.LogicalVolume:
-        """Create the logical volume that reserves extents, on the disks where a volume grows."""
+        """Create the logical volume that reserves extents for the growth of a volume; return it.
+
+        The extents are on the disks on which the volume grows. Runs a command and a report.
+        """
         group, shape = volume.group, volume.layout
         disks = layout.growth_placement(Room(group), group.volume(volume.name), shape)
-        # Reserve as much of each disk as the volume allocates there, including parity and mirror
-        # images.
+        # Reserve as many extents of each disk as the growing volume allocates on that disk,
+        # including parity and mirror images.
         spread = LINEAR if shape.is_linear else Layout("striped", stripes=shape.disks)
         allocated_bytes = _taken_bytes(volume, size_bytes)
         deleted = volume_states.tags_for(EndedBy.ERASER)
@@ -168,7 +182,10 @@ class GrowthZeroer:
 
 
 def _taken_bytes(volume: Volume, size_bytes: int) -> int:
-    """Return the bytes that `size_bytes` of a volume allocate on all of its disks together."""
+    """Return the bytes that `size_bytes` of a volume allocate on all of its disks together.
+
+    Parity and mirror images are included.
+    """
     shape = volume.layout
     return size_bytes if shape.is_linear else size_bytes // shape.stripes * shape.disks
 
@@ -179,11 +196,12 @@ class FreedSpaceEraser:
     A thin pool that lost a part cannot be used at all, and lvm2 refuses to take a volume with
     snapshots apart while a disk is missing. Such a pool or volume is removed in these steps:
 
-    1. Wait until the pool or volume, and all that depends on it, is deleted, and the operator gave
-       it up (tag `givenUp`).
+    1. Wait until the pool or volume, and all volumes that depend on it, are deleted, and the
+       operator gave it up (tag `givenUp`).
     2. Add the group's erase mark (erase_deleted.mark_for_erase). From now on nothing is allocated
-       from the marked extents, except for thin pools and COW stores that must grow.
-    3. Remove the pool or volume as it is, with all that depends on it.
+       from the marked extents, except for thin pools and COW stores that must grow, and for RAID
+       images that replace lost ones.
+    3. Remove the pool or volume as it is, with all volumes that depend on it.
     4. Wait until no disk is missing.
     5. Take the marked free extents into one logical volume, the sweep, slice by slice, and zero
        each slice.
@@ -220,10 +238,10 @@ class FreedSpaceEraser:
 
     @contextmanager
     def without_sweep(self, group: str) -> Iterator[None]:
-        """Remove the sweep of a volume group within the `with`, so that its extents are free.
+        """Free the extents that are being zeroed in a volume group, within the `with`.
 
-        The sweep is the logical volume in which free extents are zeroed; the job creates the sweep
-        anew afterwards. To be entered without the group's lock. Runs a report and a command. Raises
+        They are in a logical volume, the sweep, which is removed; the job creates the sweep anew
+        afterwards. To be entered without the group's lock. Runs a report and a command. Raises
         Stopping if the job's present chunk takes too long.
         """
         job = self.jobs.of(f"{group}/{ids.SWEEP}")
@@ -237,7 +255,8 @@ class FreedSpaceEraser:
             if job is None or job.ended.done():
                 self.start(group)
             else:
-                # Start the sweep again when the cancelled job ends: its disk does not answer yet.
+                # Start a new job that zeroes free extents when the cancelled job ends: that job's
+                # disk does not answer yet.
                 job.ended.add_done_callback(lambda _: self.start(group))
 
     def _due(self, name: str) -> Iterator[Job]:
@@ -253,14 +272,15 @@ class FreedSpaceEraser:
                     return
                 sweep = group.volume(ids.SWEEP)
                 if sweep.uuid == uuid and sweep.size_bytes == done_bytes:
-                    # Remove the sweep and the erase mark: no marked extents were freed while the
-                    # last slice was zeroed.
+                    # Remove the erase mark, and the sweep, the logical volume whose extents are
+                    # zeroed now: no marked extents were freed while the last slice of the sweep was
+                    # zeroed.
                     volumes.remove(self._lvm(name), name, ids.SWEEP)
                     erase_deleted.unmark(self._lvm(name), group)
                     return
             if sweep.uuid != uuid:
-                # Zero the whole sweep again: an earlier process may have zeroed an unknown part of
-                # it.
+                # Zero the sweep, the logical volume with free extents, from its beginning: an
+                # earlier process may have zeroed an unknown part of it.
                 uuid, done_bytes = sweep.uuid, 0
             device = self._activator.ensure_active(name, ids.SWEEP).path
             work = self._paces.of(name).work(
@@ -276,12 +296,13 @@ class FreedSpaceEraser:
             done_bytes = sweep.size_bytes
 
     def _take(self, name: str) -> report.Group | None:
-        """Remove volumes that were given up, and take free extents into the group's sweep.
+        """Remove volumes that an operator gave up, and take free extents into a sweep.
 
         An operator gives up volumes that lost data with a disk. The sweep is the logical volume in
         which free extents are zeroed; each call of this method adds one slice to the sweep. The
         caller holds the group's lock. Returns the group with the sweep, or None if there is nothing
-        to zero. Raises FreeExtentsNotErased.
+        to zero. Raises FreeExtentsNotErased if the extents cannot be zeroed now: a disk is missing
+        or takes no allocations, or extents are being moved.
         """
         # Read a fresh report: a volume that was created in a pool since the last report would be
         # removed with the pool.
@@ -293,8 +314,8 @@ class FreedSpaceEraser:
             return None
         if group.missing_disks:
             if is_sweep(group, ids.SWEEP):
-                # Remove the sweep: the repair of a volume may need its extents, and overwrites them
-                # anyway.
+                # Remove the sweep, the logical volume in which free extents are zeroed: the repair
+                # of a volume may need these extents, and overwrites them anyway.
                 volumes.remove(lvm, name, ids.SWEEP)
             missing_uuids = ", ".join(group.missing_uuids)
             raise errors.FreeExtentsNotErased(
@@ -313,10 +334,11 @@ class FreedSpaceEraser:
         return group
 
     def _reserve(self, group: report.Group, disks: Collection[report.PhysicalVolume]) -> None:
-        """Create a volume group's sweep, or extend it, by a slice of the disks' free extents.
+        """Create or extend the logical volume in which a volume group's free extents are zeroed.
 
-        The sweep is the logical volume in which free extents are zeroed. The slice may consist of
-        any pieces: a group's policy that wants one disk for one volume is for users' volumes only.
+        The logical volume is the sweep; it gets one slice of the free extents of `disks`. The slice
+        may consist of any pieces: a group's policy that wants one disk for one volume is for users'
+        volumes only.
         """
         lvm = self._lvm(group.name)
         disk_names = [disk.name for disk in disks]
@@ -336,7 +358,11 @@ class FreedSpaceEraser:
             volumes.create(lvm, group.name, sweep, disks=disk_names, in_pieces=True)
 
     def _remove(self, group: report.Group, root: report.LogicalVolume) -> None:
-        """Remove a thin pool or an origin with all its dependents, which are all deleted."""
+        """Remove a thin pool or an origin that an operator gave up, with all volumes that need it.
+
+        The caller knows that all of them are deleted. The volume group gets its erase mark first,
+        if one of the volumes has to be erased.
+        """
         lvm, dependents = self._lvm(group.name), _dependents(group, root)
         if self.policy.erases_any((root, *dependents)):
             erase_deleted.mark_for_erase(lvm, group)
@@ -361,10 +387,10 @@ def _is_left(group: report.Group) -> bool:
 
 
 def _removable_roots(group: report.Group) -> Iterator[report.LogicalVolume]:
-    """Yield the thin pools and the origins of a volume group that can be removed as given up.
+    """Yield the thin pools and origins of a volume group that an operator gave up, to be removed.
 
-    Each of them was given up, has a part on a missing disk, and is deleted with all its dependents.
-    A thin pool counts as deleted if all its volumes are.
+    Each of them was given up (tag `givenUp`), has a part on a missing disk, and is deleted with all
+    its dependents. A thin pool counts as deleted if all its volumes are.
     """
     for logical in records.usable(group):
         if not is_given_up(logical) or logical.disks.isdisjoint(group.missing_uuids):
@@ -378,7 +404,10 @@ def _removable_roots(group: report.Group) -> Iterator[report.LogicalVolume]:
 
 
 def _dependents(group: report.Group, root: report.LogicalVolume) -> list[report.LogicalVolume]:
-    """Return the volumes in a thin pool, and the copy-on-write snapshots of these and of `root`."""
+    """Return the volumes that are lost with a thin pool or an origin, which is `root`.
+
+    These are the volumes in the pool, and the copy-on-write snapshots of these and of `root`.
+    """
     thin_volumes = group.in_pool(root.name)
     snapshots = [
         snapshot

@@ -53,12 +53,13 @@ _log = logging.getLogger(__name__)
 
 # Tags that record a size which a volume does not have yet; a volume has at most one of the two.
 _ON_RECORD = (tag.WANTED, tag.REFUSED)
-# Errors for a lack of free extents, of space in a thin pool, or of metadata area.
+# Errors for a lack of free extents, of space in a thin pool, or of metadata area of the volume
+# group.
 _NO_ROOM = (errors.NoRoom, lvm_errors.NoSpace, lvm_errors.MetadataFull)
 
 
 class _Open(Exception):
-    """An unused dm-crypt device is open on a volume that has to be deactivated."""
+    """Raised if an unused dm-crypt device is open on a volume that has to be deactivated."""
 
     def __init__(self, volume: Volume) -> None:
         super().__init__(str(volume.id))
@@ -145,11 +146,11 @@ class Expander:
             return self._zeroed_first(call.volume_id, lambda: self._expand(call, is_in_use))
 
     def _zeroed_first(self, volume_id: str, expand: Callable[[], Volume]) -> Volume:
-        """Expand a volume; if its new extents are zeroed first, wait a moment for that.
+        """Expand a volume; if its new extents are zeroed first, wait up to ten seconds for that.
 
-        `expand` holds the group's lock. An unused dm-crypt device is closed without that lock.
-        Raises Overwriting while the extents are being zeroed, and NotOverwritten if they cannot be
-        zeroed.
+        `expand` holds the group's lock. An unused dm-crypt device is closed without that lock. A
+        growth to another size that is under way is cancelled. Raises Overwriting while the extents
+        are being zeroed, and NotOverwritten if they cannot be zeroed.
         """
         try:
             return expand()
@@ -259,8 +260,9 @@ class Expander:
         except (errors.AgentError, mount_errors.CommandError, mount_errors.MountError) as error:
             if codes.is_final(error):
                 with self._logging_refusals(volume_id), self._held(volume_id) as volume:
-                    # Record nothing beside a larger size in the tags `wanted` and `refused`, for
-                    # which each NodeStageVolume call grows the file system, too.
+                    # Record nothing if the tag `wanted` or `refused` has a size larger than the
+                    # volume's: with such a tag each NodeStageVolume call grows the file system,
+                    # too.
                     if max(volume.wanted_bytes, volume.refused_bytes) <= volume.size_bytes:
                         self._refuse(volume, volume.size_bytes)
             raise
@@ -281,12 +283,19 @@ class Expander:
 
     @contextmanager
     def _held(self, volume_id: str) -> Iterator[Volume]:
-        """Provide a volume by a fresh report, with its group's lock held within the `with`."""
+        """Lock a volume's volume group within the `with`, repair the group, and provide the volume.
+
+        What is repaired is only what a killed lvm2 left in the group. The volume is of a fresh
+        report. Raises an error if the volume may not be expanded.
+        """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             yield self._mender.mended_volume(volume_id, Call.EXPAND)
 
     def _logging_refusals(self, volume_id: str) -> AbstractContextManager[None]:
-        """Log an error of lvm2 about the tag `refused`, which is only for a volume's health."""
+        """Return a context manager that only logs errors of lvm2 about the tag `refused`.
+
+        Nothing but the calls for a volume's health depends on that tag.
+        """
         return tag_writer.logging_refusals(volume_id, tag.REFUSED)
 
     def catch_up(self, volume: Volume) -> Volume:
@@ -327,9 +336,10 @@ class Expander:
         return replace(volume, size_bytes=wanted_bytes)
 
     def _extend(self, state: Fresh, volume: Volume, size_bytes: int) -> None:
-        """Extend a volume, which is deactivated first if it has copy-on-write snapshots.
+        """Extend a volume; deactivate an active volume with copy-on-write snapshots first.
 
-        Raises NoRoom, VolumeInUse, InUse, and Overwriting while its new extents are being zeroed.
+        Raises NoRoom, VolumeInUse, or InUse of lvm2; Overwriting while the new extents are being
+        zeroed.
         """
         group, allocator = volume.group, self._allocators.of_volume(volume)
         lvm = self._volume_groups.lvm(group.name)
@@ -355,10 +365,10 @@ class Expander:
         )
 
     def _deactivate_origin(self, state: Fresh, volume: Volume) -> None:
-        """Deactivate an active origin and its copy-on-write snapshots, so that lvm2 can extend it.
+        """Deactivate an active origin with its copy-on-write snapshots, to let lvm2 extend it.
 
-        Raises VolumeInUse for a volume in use, and _Open if a dm-crypt device is open on the
-        volume.
+        Does nothing for an inactive volume or one without copy-on-write snapshots. Raises
+        VolumeInUse for a volume in use, and _Open if a dm-crypt device is open on the volume.
         """
         if self._activator.device(volume.backing) is None or not volume.copy_on_write_snapshots:
             return
@@ -407,9 +417,9 @@ class Expander:
                 )
 
     def _record(self, volume: Volume, size_bytes: int, key: str = tag.WANTED) -> None:
-        """Record one size, by the tag `wanted` or `refused`, in place of both tags.
+        """Record a size in the tag `wanted` or `refused`, and remove the other of these tags.
 
-        A size of 0 removes both tags.
+        `key` is the tag to write. A size of 0 removes both tags.
         """
         group, new_tags = volume.group.name, {key: str(size_bytes)} if size_bytes else {}
         if new_tags and volume.own_tags.get(key) == new_tags[key]:
@@ -417,7 +427,8 @@ class Expander:
         old_tags = {key: volume.own_tags[key] for key in _ON_RECORD if key in volume.own_tags}
         volumes.mark(self._volume_groups.lvm(group), group, volume.name, old=old_tags, new=new_tags)
         if new_tags:
-            # Refresh the cached state: staging of a raw block volume reads nothing else.
+            # Refresh the cached state, so that it has the new tag: staging of a raw block volume
+            # decides by the cached state alone.
             self._reports.fresh(group)
 
 

@@ -1,4 +1,4 @@
-"""CreateVolumeGroupSnapshot, and its Get and Delete: snapshots of several volumes at one moment.
+"""Create, get and delete group snapshots: snapshots of several volumes at one moment.
 
 Active volumes are suspended together while the snapshots are taken. The snapshots count only once
 all of them were taken and have the tag `committed`. Without that tag, the failing call or the next
@@ -32,15 +32,16 @@ from mount import command, loop, table
 
 _log = logging.getLogger(__name__)
 
-# Maximum number of snapshots that one command tags; a start of Carver may have to tag those of many
-# group snapshots.
+# Maximum number of snapshots that one command tags; a start of Carver may have to tag the snapshots
+# of many group snapshots.
 _MOST_MARKED = 100
-# Time limit, in seconds, of removing the snapshots of a failed call, also after the caller's
-# deadline.
+# Time limit, in seconds, of removing the snapshots that a failed call took. The limit applies also
+# after the caller's deadline.
 _UNDOING_SECONDS = 60.0
-# Delay, in seconds, of the background removal after a failed call: the call has ended by then.
+# Delay, in seconds, before the snapshots of a failed call are removed in the background: until the
+# call has ended, it holds the lock that the removal needs.
 _ANSWERED_SECONDS = 1.0
-# Log message of a removal that failed.
+# Log message for snapshots of a failed call that could not be removed.
 _NOT_UNDONE = "cannot undo the half-made group snapshot %s yet: %s"
 
 
@@ -100,8 +101,10 @@ class GroupSnapshotter:
     def create(self, call: CreateGroupSnapshot) -> GroupSnapshot:
         """Take snapshots of all sources at one moment, or find those that an earlier call took.
 
-        Runs one command for each source, and a report. Raises NotTogether, QuiesceOver, NoRoom,
-        NotSnapshotted.
+        Incomplete snapshots of an earlier call are removed first. Runs a report, one command for
+        each source, and one for each volume group, which adds the tag `committed`. Raises
+        NotTogether if a source cannot be suspended, QuiesceOver if the sources were not suspended
+        long enough, NoRoom, NotSnapshotted.
         """
         sources = {ids.group_of(source_id) for source_id in call.source_ids}
         for source_id in call.source_ids:
@@ -128,9 +131,10 @@ class GroupSnapshotter:
         return self.create(call)
 
     def get(self, call: KnownGroupSnapshot) -> GroupSnapshot:
-        """Return the group snapshot of an id; raises NoSuchGroupSnapshot.
+        """Return the group snapshot that has an id; raises NoSuchGroupSnapshot.
 
-        Runs a report of the group snapshot's volume groups.
+        Raises NotWhole if a part of the group snapshot is lost, or perhaps on an absent volume
+        group. Runs a report of the group snapshot's volume groups.
         """
         if not _is_group_snapshot_id(call.id):
             raise errors.NoSuchGroupSnapshot(call.id)
@@ -169,16 +173,18 @@ class GroupSnapshotter:
         self._discard(state, call.id)
 
     def resume(self, *groups: str) -> int:
-        """Remove incomplete group snapshots of these volume groups, or of all; return their number.
+        """Remove incomplete group snapshots of the named volume groups, or of all.
 
-        Group snapshots with the tag `committed` cost no command, and all others together one
-        report. Raises an ExceptionGroup after each of them was tried.
+        Returns how many were incomplete. A group snapshot whose snapshots were all taken gets the
+        tag `committed`. A group snapshot that a call has locked is left to that call. Group
+        snapshots with the tag `committed` cost no command, and all others together one report.
+        Raises an ExceptionGroup after each of them was tried.
         """
         with ExitStack() as locks:
             locked_ids = set()
             for identity in self._unrecorded(self._everywhere(groups)):
-                # Skip a group snapshot that a call has locked: the call completes or removes the
-                # snapshots itself.
+                # Skip a group snapshot that a call has locked: that call completes the group
+                # snapshot, or removes its snapshots.
                 with suppress(errors.OperationPending):
                     locks.enter_context(self._locks.hold(ids.logical_name(identity)))
                     locked_ids.add(identity)
@@ -248,9 +254,10 @@ class GroupSnapshotter:
     def _make(
         self, call: CreateGroupSnapshot, state: Fresh, undo: ExitStack, held_groups: HeldGroups
     ) -> GroupSnapshot:
-        """Take snapshots of all sources; on failure, remove them after the groups are unlocked.
+        """Take snapshots of all sources; on failure, have them removed after the call's locks.
 
-        `undo` runs the removal, and `held_groups` holds the groups' locks.
+        `undo` runs the removal, after the locks of the volume groups are released; `held_groups`
+        holds these locks.
         """
         sources = [state.usable(source_id, Call.SNAPSHOT) for source_id in call.source_ids]
         for source_id in call.source_ids:
@@ -333,7 +340,7 @@ class GroupSnapshotter:
                 volumes.mark_all(self._volume_groups.lvm(group), batch, **change)
 
     def _require_half_made(self, all_groups: EveryGroup, snapshots: list[Snapshot]) -> None:
-        """Raise NotWhole for a group snapshot that may be complete, or was complete.
+        """Raise NotWhole for an incomplete group snapshot that may be complete, or once was.
 
         Such a group snapshot must be neither removed nor answered as missing. The method returns
         for a group snapshot that was never complete, and for a group snapshot without snapshots.
@@ -370,9 +377,10 @@ class GroupSnapshotter:
                 held_groups.keep(group, resumed)
 
     def _choose_held(self, volumes: list[Volume]) -> Mapping[str, Volume]:
-        """Return the active volumes, by their ids: these have to be suspended.
+        """Return the active volumes, by their ids: these have to be suspended by Carver.
 
-        A single volume is left out, as lvm2 suspends it itself.
+        The result is empty for a single volume, which lvm2 suspends itself. Raises NotTogether for
+        a volume that must not be suspended.
         """
         if len(volumes) == 1:
             return {}
@@ -429,10 +437,10 @@ class GroupSnapshotter:
     def _groups(
         self, group_names: Iterable[str], find: Callable[[EveryGroup], list[Snapshot]]
     ) -> Set[str]:
-        """Return these volume groups, and those with further snapshots of a group snapshot.
+        """Return the named volume groups, and all others that have snapshots of a group snapshot.
 
-        `find` returns the snapshots of the group snapshot in all groups that were read. Each round
-        reads the groups that the snapshots' tags name, until no group is added.
+        `find` returns the snapshots of the group snapshot in all volume groups that were read. Each
+        round reads the volume groups that the snapshots' tags name, until no group is added.
         """
         groups, fresh = frozenset(group_names), self._reports.fresh
         while (
@@ -443,7 +451,7 @@ class GroupSnapshotter:
         return groups
 
     def _member_groups(self, members: list[Snapshot]) -> Set[str]:
-        """Return the groups of Carver that may have snapshots of a group snapshot.
+        """Return the volume groups of Carver that may have snapshots of a group snapshot.
 
         `members` are snapshots of the group snapshot that were found.
         """
@@ -456,20 +464,25 @@ class GroupSnapshotter:
             for snapshot in members
             for place in snapshot.own_tags[tag.MEMBER_GROUPS].split(",")
         ]
-        # Include groups that no device class names any more, but that are still on this node.
+        # Include volume groups that no device class names any more, but that are still on this
+        # node.
         return set(filter(self._volume_groups.of, (place.partition("@")[0] for place in places)))
 
     def _named(self, all_groups: EveryGroup, own_name: str) -> list[Snapshot]:
-        """Return the snapshots of a group snapshot by its name, in any of Carver's groups."""
+        """Return the snapshots, in all groups, of the group snapshot whose id has this name.
+
+        The groups are the volume groups in `all_groups`.
+        """
         for identity in all_groups.group_snapshots():
             if ids.logical_name(identity) == own_name:
                 return all_groups.members(identity)
         return []
 
     def _find(self, all_groups: EveryGroup, group_snapshot_id: str) -> list[Snapshot]:
-        """Return the snapshots of a group snapshot by its id.
+        """Return the snapshots of the group snapshot that has an id.
 
-        Raises OtherGroup if none of them, nor the group that the id names, is on this node.
+        Raises OtherGroup if this node has no snapshot of the group snapshot, and not the volume
+        group that the id names.
         """
         members = all_groups.members(group_snapshot_id)
         if not members:
@@ -485,7 +498,7 @@ class GroupSnapshotter:
             _log.error(_NOT_UNDONE, group_snapshot_id, error)
             # Crash point: the next start of Carver removes the snapshots.
             job = _Undo(key=group_snapshot_id, logged=str(error), groups=groups)
-            # Start the job with a delay: until this call ends, it holds the lock that the job
+            # Start the job with a delay: until this call ends, the call holds the lock that the job
             # needs.
             self.undone.start(job, after_seconds=_ANSWERED_SECONDS)
 
@@ -516,8 +529,8 @@ class GroupSnapshotter:
             # start of Carver removes.
             with self._volume_groups.hold(*(snapshot.group.name for snapshot in members)):
                 self._mark(members, old={tag.COMMITTED: "yes"})
-        # Delete the snapshots in the group that the id names last: without them the id finds
-        # nothing.
+        # Delete the snapshots in the volume group that the id names last: if these were deleted
+        # first, a call with the id would not find the other snapshots.
         id_group = group_snapshot_id.partition("@")[0]
         for snapshot in sorted(members, key=lambda snapshot: snapshot.group.name == id_group):
             self._snapshotter.discard(snapshot)
@@ -583,7 +596,7 @@ def _same(existing: GroupSnapshot, call: CreateGroupSnapshot) -> GroupSnapshot:
 
 
 def _compare(call: KnownGroupSnapshot, snapshots: list[Snapshot]) -> None:
-    """Raise BadField if a request names other snapshots than the group snapshot has."""
+    """Raise BadField unless a request names exactly the snapshots of the group snapshot."""
     snapshot_ids = {str(snapshot.id) for snapshot in snapshots}
     if not call.snapshot_ids:
         raise errors.BadField("snapshot_ids", f"is required: {', '.join(sorted(snapshot_ids))}")

@@ -14,7 +14,7 @@ that deletion the volume is left without a caller.
 
 Volumes without a caller are swept: deleted once their pod is gone. Kubelet removes a pod's
 directory with the pod. If the pod's directory is missing, and the directory of all pods exists, no
-call for the volume will follow. Each volume group sweeps in its own background loop, so that a
+call for the volume will follow. Each volume group is swept by its own background thread, so that a
 group that hangs delays no other group.
 """
 
@@ -45,11 +45,12 @@ from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-# Interval, in seconds, of a volume group's sweeps, which delete inline volumes whose pods are gone;
-# also the delay of the first sweep after the service starts. After a boot, kubelet publishes all
-# pods' volumes again within this time.
+# Interval, in seconds, at which each volume group is searched for inline volumes whose pods are
+# gone; also the delay of the first search after the service starts. After a boot, kubelet publishes
+# all pods' volumes again within this time.
 _TURN_SECONDS = 600.0
-# Time limit, in seconds, for which a report or a deletion may make no progress during a sweep.
+# Time limit, in seconds, for which a report or a deletion may make no progress during a search for
+# inline volumes whose pods are gone.
 _PATIENCE_SECONDS = 60.0
 
 
@@ -66,7 +67,11 @@ class PendingSizes:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Count a call as under way within the `with`, in which its report is read."""
+        """Count a NodePublishVolume call as under way within the `with`.
+
+        The call reads its report within the `with`. When no call is under way any more, all sizes
+        are forgotten.
+        """
         with self._guard:
             self._calls += 1
         try:
@@ -80,10 +85,10 @@ class PendingSizes:
     def admit(
         self, volume_id: str, size_bytes: int, reported_bytes: Mapping[str, int], limit_bytes: int
     ) -> None:
-        """Add a volume that is about to be created to the total; raises InlineTotal.
+        """Add a new inline volume's size to the total. Raises InlineTotal if the limit is exceeded.
 
         `reported_bytes` has the allocated bytes of the volumes in the caller's report, by their
-        ids.
+        ids. `limit_bytes` is the limit.
         """
         with self._guard:
             total_bytes = sum({**self._sizes_bytes, volume_id: 0, **reported_bytes}.values())
@@ -92,14 +97,14 @@ class PendingSizes:
             self._sizes_bytes[volume_id] = size_bytes
 
     def forget(self, volume_id: str) -> None:
-        """Remove a volume that was not created, or that is deleted, from the total."""
+        """Remove the size of a volume that was not created, or that is deleted, from the total."""
         with self._guard:
             self._sizes_bytes.pop(volume_id, None)
 
 
 @dataclass
 class _Attempt:
-    """Progress of one NodePublishVolume call.
+    """Progress of one NodePublishVolume call for an inline volume.
 
     `looked`: the call has looked for the volume. `began`: the call has begun to create the volume.
     """
@@ -110,7 +115,7 @@ class _Attempt:
 
 @dataclass
 class _Sweep:
-    """Results of a volume group's last sweep, which deletes inline volumes whose pods are gone.
+    """Results of a volume group's last sweep: a search for inline volumes whose pods are gone.
 
     `may_be_some` is False if the group has no inline volumes. `suspects` are the names of its
     volumes whose pods were gone.
@@ -121,7 +126,7 @@ class _Sweep:
 
 
 class InlineVolumes:
-    """Publishes, unpublishes and sweeps inline volumes."""
+    """Publishes and unpublishes inline volumes, and deletes those whose pods are gone."""
 
     def __init__(
         self, context: Context, creator: VolumeCreator, deleter: VolumeDeleter, stager: Stager
@@ -133,7 +138,8 @@ class InlineVolumes:
         self._stager = stager
         self._locks = context.locks
         self._admitted = PendingSizes()
-        # Results of each volume group's last sweep, by the group's name.
+        # Results of the last search for inline volumes whose pods are gone, by the volume group's
+        # name.
         self._sweeps: defaultdict[str, _Sweep] = defaultdict(_Sweep)
         self.looks = PeriodicJobs(
             context.workers,
@@ -148,7 +154,8 @@ class InlineVolumes:
         """Create an inline volume, format it and mount it at its target.
 
         The call continues from whatever step an earlier call reached. Runs five commands at most: a
-        report, lvcreate, and the commands of staging. Runs none if the volume is mounted.
+        report, lvcreate, and the commands of staging. Runs none if the volume is mounted. After a
+        final error the volume is deleted if it holds no data.
         """
         target_path = target.resolve(
             self._kernel, call.target_path, self._configuration.now.kubelet_dir
@@ -230,7 +237,8 @@ class InlineVolumes:
         inline_volumes, is_here = [], False
         try:
             with command.stall_limit(_PATIENCE_SECONDS):
-                # Read a fresh report, which alone proves that the group has no inline volumes.
+                # Read a fresh report, because only a fresh report proves that the volume group has
+                # no inline volumes.
                 state = self._reports.fresh(group)
             inline_volumes, is_here = self._all(state, group), group in state.groups
         finally:
@@ -330,7 +338,10 @@ class InlineVolumes:
                     _log.warning("%s", error)
 
     def _all(self, state: Known, group: str = "") -> list[Volume]:
-        """Return the inline volumes of a volume group, or of all groups if none is named."""
+        """Return the inline volumes in a report, of one volume group or of all groups.
+
+        An empty `group` means all groups.
+        """
         inline_volumes = (volume for volume in state.volumes() if volume.is_ephemeral)
         return [volume for volume in inline_volumes if group in ("", volume.group.name)]
 
@@ -376,8 +387,8 @@ class InlineVolumes:
     ) -> None:
         """Raise an error if a target is taken, or if the volume has another target.
 
-        The errors are ForeignMount if another device is mounted at the target, and VolumeInUse for
-        a second target.
+        The errors are ForeignMount if another device is mounted at the target, VolumeInUse for a
+        second target, and those of `target.check_directory`.
         """
         number = None if device is None else device.number
         for mount in mount_table.at(target_path):
@@ -397,7 +408,7 @@ class InlineVolumes:
 
 
 def _allocated_bytes(volume: Volume) -> int:
-    """Return the bytes that an inline volume allocates in its group.
+    """Return the bytes that an inline volume allocates in its volume group.
 
     A mirrored volume allocates several times its size.
     """

@@ -24,7 +24,7 @@ from lvm import names, report
 
 
 class Leftovers:
-    """Finds what failed calls left behind; runs no command for a call that succeeds."""
+    """Finds volumes and snapshots that failed calls left; runs no command after a success."""
 
     def __init__(self, context: Context) -> None:
         self._configuration = context.configuration
@@ -32,17 +32,18 @@ class Leftovers:
 
     @contextmanager
     def of_volume(self, call: requests.CreateVolume) -> Iterator[None]:
-        """Raise Unfinished for a CreateVolume that fails within the `with` while its volume exists.
+        """Raise Unfinished for a final error of CreateVolume if its volume exists, or may exist.
 
-        Unfinished is answered as ABORTED, so that the caller repeats the call. Errors after which
-        the caller repeats the call anyway, or which are about the request, pass unchanged.
+        The call runs within the `with`. Unfinished is answered as ABORTED, so that the caller
+        repeats the call. Errors after which the caller repeats the call anyway, or which are about
+        the request, pass unchanged.
         """
         name = names.logical_volume(ids.VOLUME_PREFIX, call.name)
 
         def left() -> bool:
             device_class = plan.device_class(self._configuration.now, "parameters", call.parameters)
-            # Look in all volume groups: the class may have had another group when the volume was
-            # created.
+            # Search all volume groups: the device class may have had another group when the volume
+            # was created.
             all_groups = self._every(device_class.group)
             logical_volumes = _callers(all_groups.groups.values())
             is_there = any(logical.name == name for logical in logical_volumes)
@@ -53,7 +54,7 @@ class Leftovers:
 
     @contextmanager
     def of_snapshot(self, call: requests.CreateSnapshot) -> Iterator[None]:
-        """Raise Unfinished for a CreateSnapshot that fails while its snapshot exists.
+        """Raise Unfinished for a final error of CreateSnapshot if its snapshot exists or may exist.
 
         The call runs within the `with`. Unfinished is answered as ABORTED, so that the caller
         repeats the call. Errors after which the caller repeats the call anyway, or which are about
@@ -73,11 +74,12 @@ class Leftovers:
 
     @contextmanager
     def of_group_snapshot(self, call: requests.CreateGroupSnapshot) -> Iterator[None]:
-        """Raise Unfinished for a failed CreateVolumeGroupSnapshot while its snapshots all exist.
+        """Raise Unfinished for a final error of CreateVolumeGroupSnapshot if all snapshots exist.
 
-        The call runs within the `with`. Unfinished is answered as ABORTED, so that the caller
-        repeats the call. Errors after which the caller repeats the call anyway, or which are about
-        the request, pass unchanged.
+        Unfinished is also raised if the volume groups of the snapshots cannot be read. The call
+        runs within the `with`. Unfinished is answered as ABORTED, so that the caller repeats the
+        call. Errors after which the caller repeats the call anyway, or which are about the request,
+        pass unchanged.
         """
 
         def left() -> bool:
@@ -96,11 +98,12 @@ class Leftovers:
             yield
 
     def _logical(self, groups: Collection[str]) -> Iterator[report.LogicalVolume]:
-        """Yield the logical volumes in these volume groups that callers may have created.
+        """Yield the volumes and snapshots in named volume groups that failed calls may have left.
 
-        The groups' state is fresh.
+        The groups are read anew. The calls are CreateVolume, CreateSnapshot and
+        CreateVolumeGroupSnapshot.
         """
-        # Leave out the empty name, which is the group of a malformed id.
+        # Leave out the empty name, which `_group_of` returns as the volume group of a malformed id.
         groups = [name for name in groups if name]
         fresh_groups = self._reports.fresh(*groups).groups if groups else {}
         return _callers(fresh_groups[name] for name in groups if name in fresh_groups)
@@ -108,22 +111,22 @@ class Leftovers:
     def _every(self, group: str) -> EveryGroup:
         """Return a report of all volume groups, read as CreateVolume reads them to find its volume.
 
-        The state of the named group is fresh.
+        The state of the volume group `group` is fresh; a refused group is left out.
         """
         try:
             state = self._reports.fresh(group)
         except errors.GroupRefused:
-            # Leave out a refused group: what it has is another node's or has no owner, and no call
-            # on this node creates or deletes it.
+            # Leave out a volume group that Carver refuses to use: its volumes belong to another
+            # node or have no owner, and no call on this node creates or deletes them.
             state = Fresh({}, asked=frozenset({group}))
         return self._reports.every_group(state)
 
 
 def _callers(groups: Iterable[report.Group]) -> Iterator[report.LogicalVolume]:
-    """Yield the logical volumes in these volume groups that callers may have created.
+    """Yield the volumes and snapshots in these volume groups that failed calls may have left.
 
-    The callers are those of CreateVolume and CreateSnapshot. Yields volumes that this version of
-    Carver may change, in a state in which their caller deletes them.
+    The calls are CreateVolume, CreateSnapshot and CreateVolumeGroupSnapshot. Yields logical volumes
+    that this version of Carver may change, in a state in which their caller deletes them.
     """
     for group in groups:
         for logical in records.usable(group):
@@ -149,12 +152,13 @@ def _unfinished(
         try:
             is_left = has_leftovers()
         except errors.GroupRefused:
-            # Nothing is left for the caller in a refused group: what it has is another node's or
-            # has no owner, and no call on this node creates or deletes it.
+            # Count nothing in a volume group that Carver refuses to use as left for the caller: the
+            # group's volumes belong to another node or have no owner, and no call on this node
+            # creates or deletes them.
             is_left = False
         except Exception:
-            # Assume that something is left, as nothing is proved; the call's own error says more
-            # than this one.
+            # Assume that the failed call left something, since the groups could not be read. The
+            # error of the call is raised, which says more than the error of reading.
             is_left = True
         if not is_left:
             raise

@@ -25,7 +25,7 @@ _NO_ANSWER = (
 
 @dataclass(frozen=True)
 class Here(Generic[T]):
-    """Entries of the volume groups that could be read, and why the other groups could not be read.
+    """Volumes or snapshots of the readable volume groups, and why other groups could not be read.
 
     `entries` are sorted by id. `away` has the reason for each unreadable group, by the group's
     name.
@@ -46,28 +46,28 @@ class Listing:
         """Return one page of the volumes, sorted by id.
 
         Raises the error of a volume group that cannot be read: GroupBusy, GroupSilent,
-        GroupAwaited, GroupRefused.
+        GroupAwaited, GroupRefused; GroupMissing for a configured group that is not on this node.
         """
         all_groups = self._reports.lists()
         for name in self._volume_groups.names:
-            # Raise GroupMissing if a configured group is missing: a list without its volumes would
-            # say that they were deleted.
+            # Raise GroupMissing if a configured volume group is missing: a list without the group's
+            # volumes would say that these were deleted.
             all_groups.group(name)
         return requests.part({str(volume.id): volume for volume in all_groups.listed()}, page)
 
     def volumes(self) -> Here[Volume]:
-        """Return the volumes of all volume groups that can be read.
+        """Return the volumes of all readable volume groups, and why others cannot be read.
 
-        Raises TooManyCalls, Starting.
+        Raises TooManyCalls if too many calls run, and Starting before the end of the start.
         """
         all_groups, away = self._look()
         volumes = all_groups.listed()
         return Here(tuple(sorted(volumes, key=lambda volume: str(volume.id))), away)
 
     def snapshots(self) -> Here[Snapshot]:
-        """Return the snapshots of all volume groups that can be read.
+        """Return the snapshots of all readable volume groups, and why others cannot be read.
 
-        Raises TooManyCalls, Starting.
+        Raises TooManyCalls if too many calls run, and Starting before the end of the start.
         """
         all_groups, away = self._look()
         snapshots = self._reports.listed_snapshots(all_groups)

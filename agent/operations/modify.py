@@ -24,7 +24,9 @@ from lvm.tuning import PLAIN, Tuning
 def modify(context: Context, call: ModifyVolume) -> None:
     """Set a volume's mutable parameters; run two commands, or one if the volume has them.
 
-    Raises BadField, HasSnapshots, NoCgroup; nothing is changed in that case.
+    Raises BadField for parameters that the volume cannot have, HasSnapshots if the read-ahead of a
+    volume with copy-on-write snapshots would change, and NoCgroup if I/O cannot be limited on this
+    node; nothing is changed in these cases.
     """
     context.limiter.require(call.tuning)
     with context.volume_groups.hold(ids.group_of(call.volume_id)):
@@ -32,17 +34,19 @@ def modify(context: Context, call: ModifyVolume) -> None:
         name = volume.group.name
         bound_kib = context.config.recovery_bound_kib(name)
         tuned = ensure(context.volume_groups.lvm(name), volume, call.tuning, bound_kib)
-        # Crash point: the parameters are written as tags and not set in the kernel; the next start
-        # of Carver, or this call again, sets them.
+        # Crash point: the parameters are in the metadata of the volume group, and the I/O limits
+        # among them are not set in the kernel; the next start of Carver, or a repeated call, sets
+        # the limits.
         context.limiter.apply(volume, tuned)
 
 
 def ensure(lvm: Lvm, volume: Volume, requested: Tuning, bound_kib: int) -> Tuning:
-    """Change the mutable parameters that a volume lacks, and return all its parameters.
+    """Change the mutable parameters in which a volume differs from a request; return them all.
 
     Writes the group's metadata once, or not at all. `bound_kib` limits RAID recovery, in KiB a
-    second; 0 means no limit. The caller holds the group's lock. Raises BadField, HasSnapshots;
-    nothing is changed in that case.
+    second; 0 means no limit. The caller holds the group's lock. Raises BadField for parameters that
+    the volume cannot have, and HasSnapshots if the read-ahead of a volume with copy-on-write
+    snapshots would change; nothing is changed in these cases.
     """
     group, present = volume.group, volume.group.volume(volume.name).tuning
     check(requested, volume.layout, present)
@@ -63,7 +67,7 @@ def ensure(lvm: Lvm, volume: Volume, requested: Tuning, bound_kib: int) -> Tunin
 
 
 def complete(lvm: Lvm, group: str, name: str, requested: Tuning) -> None:
-    """Set the parameters of a new volume that lvcreate refuses; runs at most one command.
+    """Set the parameters of a new volume that lvcreate cannot set; runs at most one command.
 
     Few volumes have such parameters.
     """
@@ -75,9 +79,10 @@ def complete(lvm: Lvm, group: str, name: str, requested: Tuning) -> None:
 def bounded(
     config: Config, device_class: DeviceClass, requested: Tuning = tuning.AS_IT_IS
 ) -> Tuning:
-    """Return the parameters of a new volume of a class, with the limit on RAID recovery.
+    """Return the mutable parameters of a new volume, with the limit on RAID recovery.
 
-    `requested` are the mutable parameters that the caller asked for.
+    `requested` are the mutable parameters that the caller asked for. A volume that is not a RAID
+    gets no limit.
     """
     if not device_class.layout.is_raid:
         return requested
@@ -119,7 +124,7 @@ def _change(
 
 
 def resume(context: Context, *groups: str) -> int:
-    """Limit RAID recovery in these volume groups, or in all, when the service starts.
+    """Limit RAID recovery in the named volume groups, or in all, when the service starts.
 
     The setting `background_bandwidth` may have changed while the service was stopped. Returns how
     many volumes were changed.
@@ -135,7 +140,7 @@ def resume(context: Context, *groups: str) -> int:
 
 
 def check(requested: Tuning, shape: Layout, present_tuning: Tuning = PLAIN) -> None:
-    """Raise BadField for mutable parameters that a volume with a layout cannot have.
+    """Raise BadField for mutable parameters that a volume cannot have with its layout.
 
     `present_tuning` are the parameters that the volume has; those of `requested` are added to them.
     """

@@ -47,14 +47,14 @@ class NodeVolumes:
         return self._configuration.now.kubelet_dir
 
     def place(self, path: str) -> str:
-        """Resolve a path of a request; raise BadPath unless it is inside kubelet's directory."""
+        """Return a request's path, resolved; raise BadPath if it is outside kubelet's directory."""
         return target.resolve(self._kernel, path, self.inside)
 
     def device(self, volume_id: str) -> Device | None:
         """Return the device of a volume that CreateVolume made; None if the volume is inactive.
 
-        Runs no command. Raises NoSuchVolume, Copying, Receiving or Moved for what is not a usable
-        volume now, as far as this process knows.
+        Runs no command. Raises NoSuchVolume, Copying, Receiving or Moved if this process knows that
+        the volume cannot be used now. Raises NoSuchVolume for an inline volume, too.
         """
         if ids.is_inline(volume_id):
             raise errors.NoSuchVolume(volume_id)
@@ -62,7 +62,11 @@ class NodeVolumes:
         return self._activator.device(backing.of_id(volume_id))
 
     def statistics(self, call: VolumePath) -> Statistics:
-        """Return the size and usage of a volume that is staged or published at a path."""
+        """Return the size and usage of a volume that is staged or published at a path.
+
+        Raises NoSuchPath if the volume is not mounted at the path, and NotStaged if the mount is of
+        a device that went away.
+        """
         device, mounted = self._at(call, table.read(self._kernel))
         if mounted.device == device.number:
             # Return no usage for a file system that does not answer; the volume's health says so.
@@ -80,7 +84,7 @@ class NodeVolumes:
         return filesystem_health.device_size_bytes(self._kernel, device.path)
 
     def anywhere(self, call: VolumePath, mount_table: table.Table) -> tuple[Device, table.Mount]:
-        """Return a volume's device, and its mount at the path or else any mount.
+        """Return a volume's device, and its mount at the path of the call, or else any other mount.
 
         The method is for the growth of volumes. For a raw block volume in several pods, kubelet
         sends the path of the last pod, even after that pod ended (DevicePath in kubelet's actual
@@ -135,7 +139,8 @@ class NodeVolumes:
         """
         device = self._activator.device(backing.of_id(call.volume_id))
         if device is None:
-            # Unmount nothing but a stale node of a device that went away.
+            # Unmount nothing but a stale node of a device that went away, since the volume is not
+            # active.
             mounts.ensure_unmounted(self._kernel, call.path, [])
             return
         mount_table = table.read(self._kernel)

@@ -23,15 +23,15 @@ from mount import mount_errors as mount_errors
 LEAST_BYTES = 4 << 20
 # Default stripe size of lvm2, in bytes (lvmraid(7)).
 _STRIPE_BYTES = 64 << 10
-# Maximum stripe or chunk, in bytes, to which data behind a LUKS2 header are aligned. Alignment to
-# larger ones would waste more than it saves.
+# Maximum size of a stripe or chunk, in bytes, to which the data behind a LUKS2 header are aligned.
+# Alignment to larger ones would waste more than it saves.
 _MOST_UNIT_BYTES = 64 << 20
 
 
 def header_bytes(device_class: DeviceClass, allocator: Allocator, group: report.Group) -> int:
     """Return the size, in bytes, of a new volume's LUKS2 header; 0 without encryption.
 
-    The size keeps the data behind the header aligned to stripes or chunks.
+    The size keeps the data behind the header aligned to stripes or chunks of at most 64 MiB.
     """
     if not device_class.encryption:
         return 0
@@ -48,7 +48,7 @@ DEFAULT_SIZE_BYTES = 1 << 30
 
 
 def device_class(config: Config, field: str, parameters: Parameters) -> DeviceClass:
-    """Return the device class that parameters name, changed by the other parameters.
+    """Return the device class that parameters name, with the values of the other parameters.
 
     `field` is the name of the parameters' field in the request, for errors. Raises NotAllowed,
     BadField.
@@ -76,9 +76,11 @@ def with_defaults(
     device_class: DeviceClass,
     source_fs_type: str = "",
 ) -> Parameters:
-    """Return parameters completed by their device class, so that they no longer depend on it.
+    """Return a request's parameters, completed by the values of the volume's device class.
 
-    `source_fs_type` is the file system of the source of a copy.
+    A later change of the class does not affect a volume with completed parameters. `source_fs_type`
+    is the file system of the source of a copy. The file system is empty if the volume is not
+    mounted.
     """
     requested = (
         next((capability.fs_type for capability in capabilities if capability.fs_type), "")
@@ -96,18 +98,17 @@ def new(
     group: report.Group,
     origin: Snapshot | Volume | None,
 ) -> tuple[int, dict[str, str]]:
-    """Return the size and the tags of a new volume.
+    """Return the size, in bytes, and the tags of a new volume.
 
     `origin` is the snapshot or volume that the new volume is copied from; None for an empty volume.
-    Raises BadField, BadSize.
+    Raises BadField or BadSize for a request that cannot be met.
     """
     if origin is None:
         size, own_tags = _planned(
             call, device_class, group, header_bytes(device_class, allocator, group)
         )
         if tag.ZERO in own_tags:
-            # Tag the volume as incomplete, because it is zeroed in the background like a copy is
-            # filled.
+            # Tag the volume as incomplete: a background job zeroes the volume, as it fills a copy.
             own_tags |= volume_states.tags_for(EndedBy.COPIER)
         return size, own_tags
     requested_bytes = call.size.required_bytes
@@ -139,7 +140,7 @@ def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dic
     """Return the tags that a new volume with `own_tags` gets from its source.
 
     One of the tags marks the volume as incomplete. Raises BadField if the contents cannot be used
-    as requested, TagsDamaged.
+    as requested, and TagsDamaged if the source's tags do not say what kind of volume it is.
     """
     source_id, source_tags = str(origin.id), origin.own_tags
     copied_tags = {**volume_states.tags_for(EndedBy.COPIER), tag.FROM: source_id}
@@ -153,8 +154,8 @@ def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dic
             " is made of it must be so, too: ask for"
             f" carver/encryption={source_encryption or 'nothing'}",
         )
-    # Copy the tag of a change of keys that is under way, since the copied header may have both
-    # keys.
+    # Copy the tags `sealed` and `rotating`: the copied header is the source's, and may have two
+    # keys while the source's key is being changed.
     copied_tags |= {
         key: source_tags[key] for key in (tag.SEALED, tag.ROTATING) if key in source_tags
     }
@@ -182,7 +183,7 @@ def _planned(
     header_bytes: int,
     source_fs_type: str = "",
 ) -> tuple[int, dict[str, str]]:
-    """Return a volume's size, and the tags with which a repeated request is compared.
+    """Return a volume's size in bytes, and the tags with which a repeated request is compared.
 
     `header_bytes` of the size are a LUKS2 header; `source_fs_type` is the file system of the source
     of a copy.
@@ -221,7 +222,7 @@ def _capabilities(call: CreateVolume) -> str:
 
 
 def of_class(device_class: DeviceClass, size_bytes: int, group: report.Group) -> dict[str, str]:
-    """Return the tags that a device class gives a volume, whether it is created or received."""
+    """Return the tags that a device class gives a volume that is created, received or adopted."""
     own_tags = {}
     if device_class.cache is not None and not device_class.layout.is_thin:
         own_tags[tag.CACHE] = device_class.cache.tag_value(size_bytes, group.extent_size_bytes)
@@ -231,10 +232,13 @@ def of_class(device_class: DeviceClass, size_bytes: int, group: report.Group) ->
 
 
 def _check_options(call: CreateVolume, parameters: Parameters) -> None:
-    """Raise BadField for options that mkfs or mount would refuse when the volume is staged."""
+    """Raise BadField for options that mkfs or mount would refuse when the volume is staged.
+
+    The options of a raw block volume are not checked, nor mkfs options for a copy.
+    """
     if not parameters.fs_type:
         # Check no options for raw block access: one StorageClass often serves both kinds of access,
-        # and its options are for mounts.
+        # and the options in the StorageClass are for mounts.
         return
     for index, capability in enumerate(call.capabilities):
         if capability.fs_type and capability.fs_type != parameters.fs_type:
@@ -332,7 +336,7 @@ def require_same(call: CreateVolume, volume: Volume) -> None:
 
 
 def differing(volume: Volume, parameters: Parameters) -> Iterator[tuple[str, str, str]]:
-    """Return the parameters that differ from a volume: key, requested value, and the volume's.
+    """Return the parameters that differ from a volume's: key, requested and present value.
 
     Only parameters that are given are compared, because the device class may have changed since the
     volume was created.

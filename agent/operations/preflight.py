@@ -1,8 +1,8 @@
 """Checks of the node and its volume groups (`carver doctor`), each with a verdict and a remedy.
 
 The table of the checks is CHECKS, at the end of this file. A check is a function with a row in that
-table: the function's docstring says what it checks, and it yields a verdict, a message, and a
-remedy for each finding. What a check cannot read is a warning, not an error.
+table. The docstring of the function says what is checked. The function yields a verdict, a message,
+and a remedy for each finding. If a check cannot read something, that is a warning, not a failure.
 """
 
 import errno
@@ -46,10 +46,10 @@ LEAST_LVM2 = (2, 3, 12)
 _CAP_SYS_ADMIN = 21
 # Programs that lvm2 runs for thin pools.
 _THIN_PROGRAMS = ("thin_check", "thin_repair", "thin_dump")
-# Percentage of a volume group's metadata area from which its check warns. From 94 % on Carver
-# creates nothing new in the group.
+# Fill level of a volume group's metadata area, in percent, from which a check warns. From 94 % on
+# Carver creates nothing new in the group.
 _NEARLY_FULL_PERCENT = 80
-# Maximum number of volumes that a finding about a missing device class names.
+# Maximum number of volumes that are named in a finding about a missing device class.
 _MOST_NAMED = 10
 
 
@@ -75,7 +75,8 @@ class Node:
     run: Run
     report: Callable[[], Report]
     root: Path = Path("/")
-    # Returns the volume groups that are on this node but refused, so that no report has them.
+    # Returns the volume groups that are on this node but that Carver refuses to use, by name, with
+    # the reasons. No report has these groups.
     refused: Callable[[], Mapping[str, errors.GroupRefused]] = dict
     # Returns the disks that claim to belong to a volume group and are ignored, each as a sentence,
     # by group.
@@ -101,7 +102,7 @@ Check = Callable[[Node], Iterator[Seen]]
 
 
 def everything(node: Node) -> Sequence[Finding]:
-    """Run all checks, each after the checks that it depends on; return the findings."""
+    """Run all checks of the node, each after the checks that it depends on; return the findings."""
     return tuple(
         finding for name, check in CHECKS.items() for finding in _findings(name, check, node)
     )
@@ -110,7 +111,7 @@ def everything(node: Node) -> Sequence[Finding]:
 def cheap(node: Node) -> Sequence[Finding]:
     """Run the checks that start no process and read no report; return the findings.
 
-    The function is for frequent callers.
+    The function is for frequent callers, such as the RPC Probe.
     """
     return tuple(finding for name in CHEAP for finding in _findings(name, CHECKS[name], node))
 
@@ -128,7 +129,7 @@ def _pass(message: str) -> Seen:
 
 
 def _privileges(node: Node) -> Iterator[Seen]:
-    """Check the effective capabilities of this process: CAP_SYS_ADMIN."""
+    """Check that this process has the capability CAP_SYS_ADMIN, which mounting requires."""
     lines = node.at("/proc/self/status").read_text().splitlines()
     capabilities = dict(line.split(":", 1) for line in lines).get("CapEff", "0")
     if int(capabilities, 16) >> _CAP_SYS_ADMIN & 1:
@@ -142,7 +143,11 @@ def _privileges(node: Node) -> Iterator[Seen]:
 
 
 def _kubelet_directory(node: Node) -> Iterator[Seen]:
-    """Check that the mounts in which kubelet has volumes are shared (mount propagation)."""
+    """Check that the mounts in which kubelet has volumes are shared (mount propagation).
+
+    Without that, pods do not see what Carver mounts. A directory that does not exist is only a
+    warning.
+    """
     mounts = table.read(node.kernel)
     for directory in node.settings.kubelet_dir:
         # Check the two subdirectories in which kubelet has volumes; in a container they are the
@@ -163,8 +168,8 @@ def _kubelet_directory(node: Node) -> Iterator[Seen]:
         for volume_path, holder in private.items():
             mount = "/" if holder is None else holder.path
             yield (
-                # Only warn if the directory does not exist: without kubelet nothing else needs to
-                # see the mounts.
+                # Only warn if the directory does not exist: without kubelet no other program needs
+                # to see the mounts.
                 FAIL if node.at(volume_path).exists() else WARN,
                 f"{volume_path} is in a mount that is not shared ({mount}): kubelet and pods would"
                 " not see what Carver mounts there",
@@ -176,7 +181,10 @@ def _kubelet_directory(node: Node) -> Iterator[Seen]:
 
 
 def _registration(node: Node) -> Iterator[Seen]:
-    """Check the directory in which kubelet looks for drivers."""
+    """Check that the directory exists in which kubelet looks for the sockets of CSI drivers.
+
+    Nothing is checked if another program registers Carver with kubelet (`registration = "none"`).
+    """
     directory = node.settings.registration_directory
     if node.settings.registration == "none":
         yield _pass("is left to another program")
@@ -207,9 +215,9 @@ def _device_mapper(node: Node) -> Iterator[Seen]:
 
 
 def _devices(node: Node) -> Iterator[Seen]:
-    """Check /dev, the disks of the setting `devices`, and loop devices.
+    """Check that /dev is devtmpfs, the disks in `devices` are there, and loop devices exist.
 
-    /dev must be the kernel's own file system, devtmpfs.
+    Also warn about disks that the configuration names by unstable paths in /dev.
     """
     holder = table.read(node.kernel).holding("/dev")
     is_kernels = holder is not None and holder.fs_type == "devtmpfs"
@@ -260,7 +268,10 @@ def _udev(node: Node) -> Iterator[Seen]:
 
 
 def _guests(node: Node) -> Iterator[Seen]:
-    """Check if the node's lvm2 would activate a volume group inside a raw block volume."""
+    """Warn if the node's own lvm2 would activate a volume group inside a raw block volume.
+
+    A guest, such as a virtual machine, may have made that volume group.
+    """
     # Kubelet attaches a loop device to each raw block volume, and udev has lvm2 scan that device
     # (69-lvm.rules). So the check is whether lvm2 accepts /dev/loop0.
     root = node.lvm_root
@@ -286,7 +297,7 @@ def _guests(node: Node) -> Iterator[Seen]:
 
 
 def _lvm2(node: Node) -> Iterator[Seen]:
-    """Check the version of lvm2."""
+    """Check that lvm2 can be run, and that its version is not older than LEAST_LVM2."""
     if node.settings.lvm == "host" and not _has(node, HOST_NAMESPACES[0]):
         yield FAIL, 'nsenter is missing, which lvm = "host" needs', "install util-linux"
         return
@@ -305,9 +316,10 @@ def _lvm2(node: Node) -> Iterator[Seen]:
 
 
 def _groups(node: Node) -> Iterator[Seen]:
-    """Check each volume group of a device class.
+    """Check each volume group that a device class names: that it is on this node and whole.
 
-    Runs one more command if filters or a devices file hide some groups.
+    Further findings are about its metadata area, its disks' logical blocks, damaged tags, and how
+    deleted data are erased. Runs one more command if filters or a devices file hide some groups.
     """
     try:
         groups_report = node.report()
@@ -409,7 +421,10 @@ def _of_group(
 
 
 def _damaged(group: Group) -> Iterator[Seen]:
-    """Check for volumes and snapshots with tags that no version of Carver writes together."""
+    """Warn about volumes and snapshots that Carver leaves alone because their tags are damaged.
+
+    Tags are damaged if no version of Carver writes them together.
+    """
     for logical in records.every(group):
         if faults := records.faults(logical):
             damaged_tags = ", ".join(sorted(faults))
@@ -422,7 +437,7 @@ def _damaged(group: Group) -> Iterator[Seen]:
 
 
 def _of_no_class(node: Node, group: Group) -> Iterator[Seen]:
-    """Check for volumes and pools whose device class is not in the configuration any more."""
+    """Warn about volumes and pools whose device class is not in the configuration any more."""
     classes = [
         device_class for device_class in node.settings.classes if device_class.group == group.name
     ]
@@ -450,7 +465,10 @@ def _of_no_class(node: Node, group: Group) -> Iterator[Seen]:
 
 
 def _erasing(node: Node, group: Group) -> Iterator[Seen]:
-    """Report how deleted data are erased on each present disk of a volume group."""
+    """Report how deleted data are erased on each present disk of a volume group.
+
+    Warn about disks on which data are zeroed because discarding is not possible.
+    """
     ways = dict[str, list[str]]()
     for disk in group.disks:
         try:
@@ -475,7 +493,7 @@ def _erasing(node: Node, group: Group) -> Iterator[Seen]:
 
 
 def _hidden(name: str, group: Group | None, root: Path) -> Seen:
-    """Return the result for a volume group with disks that the node's lvm2 is not to use.
+    """Return the warning about a volume group with disks that the node's lvm2 is not to use.
 
     The disks are hidden by the node's devices file or by a filter in its lvm.conf.
     """
@@ -502,7 +520,7 @@ def _blocks(kernel: Kernel, group: Group) -> Mapping[int, list[str]]:
 
 
 def _unfiltered(node: Node, lvm_report: Report) -> Mapping[str, Group]:
-    """Return the groups that lvm2 finds without the node's devices file and filters.
+    """Return the volume groups that lvm2 finds without the node's devices file and filters.
 
     Runs a command if the result may differ from `lvm_report`; else the result is empty.
     """
@@ -524,7 +542,7 @@ def _unfiltered(node: Node, lvm_report: Report) -> Mapping[str, Group]:
 
 
 def _kernel(node: Node) -> Iterator[Seen]:
-    """Check the version of the kernel, and its system calls for mounts."""
+    """Check that the kernel is not too old, and warn if it lacks mount_setattr(2)."""
     if why := too_old(node.kernel):
         yield FAIL, why, "use a newer kernel"
         return
@@ -551,7 +569,7 @@ def too_old(kernel: Kernel) -> str:
 
 
 def _modules(node: Node) -> Iterator[Seen]:
-    """Check the kernel modules that device classes and snapshots need.
+    """Check that the kernel has the modules that device classes and snapshots need.
 
     A missing module is a failure if a class needs it, and a warning if only snapshots do.
     """
@@ -592,9 +610,10 @@ def _modules(node: Node) -> Iterator[Seen]:
 
 
 def _file_systems(node: Node) -> Iterator[Seen]:
-    """Check the programs of each file system, and libblkid.
+    """Check that libblkid and the programs of each file system are installed.
 
-    Missing programs are a failure if a device class uses the file system, else a warning.
+    Without libblkid the check fails. Missing programs are a failure if a device class uses the file
+    system, else a warning.
     """
     try:
         node.kernel.signatures(os.devnull)
@@ -623,7 +642,10 @@ def missing_programs(node: Node, fs_type: str) -> list[str]:
 
 
 def _thin_tools(node: Node) -> Iterator[Seen]:
-    """Check the programs that lvm2 runs for thin pools, if a device class is thin."""
+    """Check that the programs are installed that lvm2 runs for thin pools.
+
+    Nothing is checked if no device class is thin, or if lvm2 is the host's.
+    """
     thin = [
         device_class.name for device_class in node.settings.classes if device_class.layout.is_thin
     ]
@@ -643,7 +665,10 @@ def _thin_tools(node: Node) -> Iterator[Seen]:
 
 
 def _encryption(node: Node) -> Iterator[Seen]:
-    """Check cryptsetup, dm-crypt, AES instructions and key files, if a class is encrypted."""
+    """Check that cryptsetup, dm-crypt, AES instructions and key files are there.
+
+    Nothing is checked if no device class is encrypted.
+    """
     encrypted = [device_class for device_class in node.settings.classes if device_class.encryption]
     if not encrypted:
         return
@@ -675,7 +700,10 @@ def _encryption(node: Node) -> Iterator[Seen]:
 
 
 def _io_limits(node: Node) -> Iterator[Seen]:
-    """Check the pods' cgroup and its I/O controller; warn if a volume has limits without them."""
+    """Check that the pods' cgroup has an I/O controller; warn if a volume has limits without it.
+
+    Without an I/O controller, the I/O limits of volumes have no effect.
+    """
     try:
         directory = Cgroups(node.settings.pods_cgroup, node.at(str(cgroups.ROOT))).look()
         yield _pass(f"I/O can be limited, in {directory}")
@@ -699,7 +727,7 @@ def _io_limits(node: Node) -> Iterator[Seen]:
 
 
 def _service(node: Node) -> Iterator[Seen]:
-    """Check whether a process serves Carver's socket."""
+    """Check that a process serves Carver's socket."""
     endpoint = node.settings.endpoint
     if sockets.is_served(endpoint):
         yield _pass(f"a process serves {endpoint}")
@@ -713,7 +741,10 @@ def _has(node: Node, program: str) -> bool:
 
 
 def _module_is_there(node: Node, module: str) -> bool | None:
-    """Whether a kernel module is loaded, built in, or can be loaded; None if not known."""
+    """Whether a kernel module is loaded, built in, or can be loaded; None if not known.
+
+    Whether a module can be loaded is not known if /lib/modules lacks the running kernel's lists.
+    """
     if node.at(f"/sys/module/{module.replace('-', '_')}").exists():
         return True
     release = node.at("/proc/sys/kernel/osrelease").read_text().strip()

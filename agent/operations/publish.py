@@ -1,7 +1,11 @@
-"""NodePublishVolume: bind a staged file system or a device to a pod's path. NodeUnpublishVolume.
+"""NodePublishVolume: bind a volume to a pod's path. NodeUnpublishVolume: unmount the path.
 
-Neither call starts a process, with two exceptions: NodePublishVolume mounts a file system again
-that had errors, and it stages a volume that is not staged any more.
+NodeUnpublishVolume starts no process. NodePublishVolume starts processes only in these cases:
+
+- It mounts a file system again that had errors.
+- It stages a volume that is not staged any more.
+- It changes the key of an encrypted volume.
+- It reads a report, because the cached state does not have the raw block volume.
 
 NodePublishVolume stages a volume if the volume was unmounted, deactivated or closed by hand, or if
 its mount was in a mount namespace that ended. After its own start, kubelet stages each volume anew
@@ -46,7 +50,11 @@ class Publisher:
         self._stager = stager
 
     def publish(self, call: PublishVolume) -> None:
-        """Bind the staged file system of a volume, or its device, to the target path."""
+        """Bind the staged file system of a volume, or its device, to the target path.
+
+        A volume that is not staged any more is staged first. If the call has a new key for an
+        encrypted volume, the new key replaces the previous one.
+        """
         call = replace(
             call,
             staging_path=self._volumes.place(call.staging_path),

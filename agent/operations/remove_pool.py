@@ -16,9 +16,9 @@ zeroed before it is removed, unless the setting `wipe` is `none`. The steps are:
 6. Remove the pool with the volume and the cache.
 
 A restart resumes the work by the tag `wiping`: a process that was killed before step 2 left an
-empty pool, and one that was killed later left a pool with only that volume. The job's `due`
-function finds both. If a call needs the pool meanwhile, the pool is kept: the job ends at its next
-chunk, before the call locks the group, and the zeroing volume is removed.
+empty pool, and one that was killed later left a pool with only that volume. `_due` finds both. If a
+call needs the pool meanwhile, the pool is kept: the job ends at its next chunk, before the call
+locks the group, and the zeroing volume is removed.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,13 +44,14 @@ _T = TypeVar("_T")
 
 
 class PoolBeingZeroed(Exception):
-    """The pool in which a volume is to be created is being zeroed."""
+    """Raised while the thin pool in which a volume is to be created is being zeroed."""
 
 
 class PoolRemover:
     """Zeroes and removes empty thin pools in the background, one at a time for each volume group.
 
-    `freed` is called with the name of a group in which extents were freed that must be zeroed.
+    `freed` is called with the name of a volume group in which extents were freed that must be
+    zeroed.
     """
 
     def __init__(self, context: Context, *, freed: Callable[[str], object]) -> None:
@@ -70,15 +71,15 @@ class PoolRemover:
         )
         self._conflicts = context.conflicts
         self._conflicts.add(Work.EMPTY_POOL, self.jobs)
-        # Keys, `group/pool`, of pools that must be checked again when no call keeps them any
-        # longer.
+        # Keys, `group/pool`, of thin pools for which `remove_if_empty` found that calls keep them.
+        # The pools are checked again when the last of these calls ends.
         self._kept_keys: set[str] = set()
 
     def remove(self, thin_volume: Volume | Snapshot) -> None:
-        """Remove a thin volume; the caller holds the group's lock, and read the report under it.
+        """Remove a thin volume by one command; on failure, check whether its pool is empty.
 
-        If lvm2 fails, the volume may be gone all the same, and a repeated call would not find the
-        volume. So the pool is checked after a failure, too.
+        The caller holds the group's lock, and read the report under that lock. If lvm2 fails, the
+        volume may be gone all the same, and a repeated call would not find the volume.
         """
         group = thin_volume.group.name
         try:
@@ -107,8 +108,8 @@ class PoolRemover:
     def remove_if_empty(self, group: str, pool: str) -> Future[None]:
         """Zero and remove a thin pool in the background, if the pool is empty when the job runs.
 
-        If calls keep the pool, the job starts when the last of these calls ends, and the returned
-        future is already done.
+        Returns a future of the job's end. If calls keep the pool, the job starts when the last of
+        these calls ends, and the returned future is already done.
         """
         key = f"{group}/{pool}"
         try:
@@ -125,7 +126,7 @@ class PoolRemover:
                 return done_future
         if job.cancelled.is_set():
             # The present job was cancelled, and has not ended because its disk does not answer:
-            # start another one when it ends.
+            # start another job when the present one ends.
             job.ended.add_done_callback(lambda _: self.remove_if_empty(group, pool))
         return job.ended
 
@@ -148,10 +149,10 @@ class PoolRemover:
                 self.remove_if_empty(group, pool)
 
     def retry_holding(self, group: str, pool: str, create: Callable[[], _T]) -> _T:
-        """Return the result of `create`; on PoolBeingZeroed, call it again with the pool kept.
+        """Call `create` and return its result; if the pool is being zeroed, stop that, and retry.
 
-        The first attempt does not keep the pool, so that a request that is refused anyway cancels
-        no job.
+        Only the second attempt, after PoolBeingZeroed, keeps the pool, so that a request that is
+        refused anyway cancels no job.
         """
         try:
             return create()
@@ -196,13 +197,14 @@ class PoolRemover:
                 yield from self._zero(job, cache_path, self._kernel.device_size_bytes(cache_path))
         with self._volume_groups.hold(group_name):
             job.check()
-            # Read the group again: no other volume than the zeroing one may be removed with the
-            # pool.
+            # Read the volume group again: besides the zeroing volume, no volume may be removed with
+            # the pool.
             if (group := self._if_empty(group_name, pool_name)) is not None:
                 is_unclean = tag.UNCLEAN in (pool := group.volume(pool_name)).own_tags
                 if is_unclean:
-                    # Mark the pool's disks: zeroing the pool's data did not overwrite its metadata,
-                    # nor a partial chunk at its end.
+                    # Have the freed extents on the pool's disks zeroed later: zeroing the pool's
+                    # data did not overwrite the pool's metadata, nor a partial chunk at the end of
+                    # the data.
                     erase_deleted.mark_for_erase(self._lvm(group_name), group, pool.disks)
                 # Remove the cache before the pool: a restart finds a pool without its cache, but no
                 # cache whose pool is gone.
@@ -220,7 +222,7 @@ class PoolRemover:
         if not caches.is_cached(pool):
             return caches.detached_cachevol(group, pool.name)
         if not self._policy.zeroes:
-            # lvm2 removes the cache with its pool.
+            # Leave the cache attached, because lvm2 removes it with its pool.
             return ""
         if not self._activator.is_active(group.name, pool.name):
             volumes.activate(self._lvm(group.name), group.name, pool.name)
@@ -248,11 +250,14 @@ class PoolRemover:
         return None
 
     def _wiping_device(self, group: report.Group, pool: report.LogicalVolume) -> str:
-        """Return the device of a thin volume as large as its pool's data; create it if needed."""
+        """Return the path of a thin volume as large as its pool's data; create it if needed.
+
+        The volume is active. Writing to the whole volume overwrites all chunks of the pool.
+        """
         device_class = pool.own_tags[tag.CLASS]
         name = wipe_name(device_class)
-        # Create the volume, as the pool is empty. If a logical volume outside the pool has the
-        # name, lvm2 refuses.
+        # Create the zeroing volume if the pool is empty. If a logical volume outside the pool has
+        # the name, lvm2 refuses.
         if not group.in_pool(pool.name):
             own_tags = {**volume_states.tags_for(EndedBy.ERASER), tag.CLASS: device_class}
             zeroing_volume = New(name, pool.size_bytes, own_tags)
@@ -273,8 +278,8 @@ class PoolRemover:
                 raise
             with self._volume_groups.hold(group_name):
                 job.check()
-                # The pool was full before this report was read, so no volume of a user in it can
-                # have a chunk.
+                # Go on only if no user's volume is in the pool. The pool was full before this
+                # report was read, so a user's volume that was created meanwhile has no chunk.
                 if self._if_empty(group_name, pool_name) is None:
                     return
             data = self._devices.pool_data(group_name, pool_name)
@@ -316,7 +321,7 @@ class PoolRemover:
 
 
 def _is_zeroing_volume(logical: report.LogicalVolume) -> bool:
-    """Whether a logical volume is the one that zeroes its thin pool, and not a user's."""
+    """Whether a logical volume is the one by which its thin pool is zeroed, and not a user's."""
     own_tags = logical.own_tags
     is_named_so = names.is_of(ids.WIPE_PREFIX, logical.name)
     is_own = tag.NAME not in own_tags and erase_deleted.is_deleted(logical)

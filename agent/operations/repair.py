@@ -32,16 +32,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a repair: if it is done, and a sentence about its last or awaited step."""
+    """Progress of a repair: whether it is done, and a message about its last or next step."""
 
     done: bool
     message: str
 
 
 def rebuilding(activator: Activator, group: report.Group) -> str:
-    """Return the RAID volumes of a volume group that are not in sync, with percentages.
+    """Return the RAID volumes of a volume group that are not in sync, with percentages, as a text.
 
-    The result is empty if all RAID volumes are in sync.
+    The result is empty if all active RAID volumes are in sync.
     """
     entries = []
     for logical in sorted(records.every(group), key=attrgetter("name")):
@@ -75,10 +75,13 @@ class Repairer:
         self._policy, self._freed = context.erase_policy, freed
 
     def repair(self, volume_id: str, *, pool_metadata: bool = False) -> Progress:
-        """Take the next step of a volume's repair; with `pool_metadata` also of its thin pool's.
+        """Take the next step of the repair of a volume, or of a thin volume's pool.
 
-        Runs four commands at most, and for a thin pool one more for each active volume in it.
-        Raises NotRepairable, NoRoom, VolumeInUse.
+        `pool_metadata` confirms that the damaged metadata of a thin pool may be rewritten. Runs
+        four commands at most, and for a thin pool one more for each active volume in it. Raises
+        NotRepairable for data that were on missing disks alone and for damaged pool metadata
+        without `pool_metadata`, NoRoom if no disk has room for a new image, and VolumeInUse if a
+        volume of the damaged pool is in use.
         """
         with self._volume_groups.hold(group := ids.group_of(volume_id)):
             volume = self._mender.mended_volume(volume_id, Call.MANAGE)
@@ -104,6 +107,7 @@ class Repairer:
         """Take the next step of a RAID volume's repair; new images are created on `disks`.
 
         Call the method with the group's lock held and a report that was read under that lock.
+        Raises NotRepairable if the remaining images do not have all data.
         """
         logical, path, lvm = group.volume(name), f"{group.name}/{name}", self._lvm(group.name)
         lost_images = sum(group.lost_images(logical))
@@ -115,16 +119,16 @@ class Repairer:
             raise errors.NotRepairable(path, why)
         if lost_images:
             self._activator.ensure_active(group.name, name)
-        # Read the kernel's status: after a refresh the report is the same as before, because the
-        # refresh leaves no trace in lvm2's metadata.
+        # Read the kernel's status of the RAID, because lvm2's report does not show whether the RAID
+        # was refreshed: a refresh leaves no trace in lvm2's metadata.
         status = _raid(self._activator, group.name, name)
         if status is not None and status.is_syncing:
             # Wait for the rebuild: lvm2 replaces no image meanwhile.
             return Progress(False, f"{path} is rebuilt: {status.synced_percent:.0f} %")
         if lost_images:
             if self._policy.erases_any([logical]):
-                # Mark the extents of the old images for zeroing: the extents become free and still
-                # have data, and lvm2 accepts their disk again when the disk is attached. All
+                # Mark the extents of the lost RAID images for zeroing: these extents become free
+                # with their data, and lvm2 accepts a lost disk again when the disk is attached. All
                 # missing disks are marked, so that the mark is the same by any report.
                 mark_for_erase(lvm, group, group.missing_uuids)
             groups.replace_images(lvm, group.name, name, disks)
@@ -168,7 +172,12 @@ class Repairer:
             )
 
     def _repair_pool(self, group: report.Group, pool: str, *, is_confirmed: bool) -> Progress:
-        """Have lvm2 rewrite the metadata of a thin pool, if no volume of the pool is in use."""
+        """Have lvm2 rewrite the damaged metadata of a thin pool whose volumes are not in use.
+
+        The volumes and the pool are deactivated first. An undamaged pool is only activated. Raises
+        VolumeInUse, and NotRepairable unless `is_confirmed`, or if the pool is still damaged
+        afterwards.
+        """
         path, lvm = f"{group.name}/{pool}", self._lvm(group.name)
         if (why := self._damage(group, pool)) == "":
             return Progress(True, f"the thin pool {path} is whole")
@@ -199,7 +208,8 @@ class Repairer:
     def _damage(self, group: report.Group, pool: str) -> str:
         """Return what is wrong with a thin pool's metadata; empty if nothing.
 
-        The kernel reports the damage, or lvm2 when it activates the pool.
+        An inactive pool is activated. The kernel reports the damage, or lvm2 when it activates the
+        pool.
         """
         if not self._activator.is_active(group.name, pool):
             try:
@@ -231,9 +241,10 @@ def candidates(group: report.Group, logical: report.LogicalVolume) -> list[str]:
 _LOOK_SECONDS = 30.0
 # Time between the end of an attempt to repair a volume and the next attempt, in seconds.
 _RETRY_SECONDS = 300.0
-# Time limit, in seconds, for which a step of a repair may make no progress.
+# Time limit, in seconds, for which the commands of a step of an automatic repair may make no
+# progress.
 _PATIENCE_SECONDS = 60.0
-# Log message of a check that failed.
+# Log message of a failed check for volumes to repair.
 _FAILURE = "volume group %s: cannot look for volumes to repair: %s"
 
 
@@ -244,15 +255,19 @@ class _Seen:
     `logged` has the last message that was logged about each volume.
     """
 
-    # Times (monotonic, seconds) at which a volume was first seen without these disks (`since`), and
-    # at which its next attempt is due (`due`).
+    # Times (monotonic, seconds): `since` has, by volume id and missing disks, when a volume was
+    # first seen without these disks; `due` has, by volume id, when the next attempt to repair the
+    # volume is due.
     since: dict[tuple[str, frozenset[str]], float] = field(default_factory=dict)
     due: dict[str, float] = field(default_factory=dict)
     logged: dict[str, str] = field(default_factory=dict)
 
 
 class AutoRepair:
-    """Repairs volumes that lack a disk for longer than their class allows (`repair = "auto"`)."""
+    """Repairs RAID volumes that have lacked a disk for longer than their device class allows.
+
+    These are the volumes of classes with `repair = "auto"`.
+    """
 
     def __init__(self, context: Context, repairer: Repairer) -> None:
         self._reports = context.reports
@@ -275,7 +290,10 @@ class AutoRepair:
         return sorted({device_class.group for device_class in self._classes()})
 
     def step(self, now_seconds: float) -> None:
-        """Check each volume group once, with this time (monotonic, seconds) as the present time."""
+        """Check each volume group once for volumes to repair; tests call it.
+
+        `now_seconds` (monotonic) is taken as the present time.
+        """
         for group in self._groups():
             self.look(group, lambda: now_seconds)
 
@@ -286,7 +304,8 @@ class AutoRepair:
         after the usual interval.
         """
         degraded_state, now_seconds = self._seen[group], clock()
-        # Delays before a repair, in seconds, by the name of the device class.
+        # Delays before the automatic repair of a volume, in seconds, by the name of its device
+        # class.
         delays = {
             device_class.name: device_class.repair_after_seconds for device_class in self._classes()
         }
@@ -306,15 +325,15 @@ class AutoRepair:
             is_late = now_seconds - since_seconds >= wait_seconds
             if is_late and degraded_state.due.get(key, now_seconds) <= now_seconds:
                 self._repair(key, degraded_state)
-                # Count the time until the next attempt from the end of this one, which may have
-                # taken long.
+                # Count the time until the next attempt to repair the volume from the end of this
+                # attempt, which may have taken long.
                 degraded_state.due[key] = clock() + _RETRY_SECONDS
         return False
 
     def _degraded(self, group: str, classes: Collection[str]) -> Iterator[Volume]:
-        """Yield the volumes of these classes in a volume group that lack a disk.
+        """Yield the RAID volumes of these device classes, in a volume group, that lack a disk.
 
-        Yields nothing if no group answers.
+        Yields nothing if no volume group answers.
         """
         try:
             state = self._reports.seen(MONITOR_AGE_SECONDS)

@@ -44,14 +44,16 @@ _log = logging.getLogger(__name__)
 # Interval, in seconds, at which lvm2's process that watches a move is started again, as the process
 # may have been killed.
 _WATCH_SECONDS = 60.0
-# Time limit, in seconds, of reading a new disk; a healthy disk takes a moment.
+# Time limit, in seconds, of reading a disk that is to be added to a volume group; a healthy disk
+# takes a moment.
 _LOOK_SECONDS = 5.0
 
 
 class Replacement:
     """Replaces disks of volume groups.
 
-    `freed` is called with the name of a group in which extents were freed that must be zeroed.
+    `freed` is called with the name of a volume group in which extents were freed that must be
+    zeroed.
     """
 
     def __init__(
@@ -73,16 +75,17 @@ class Replacement:
         """Take the next step of replacing a disk, and return the progress.
 
         `old_name` is the path of a disk, or the UUID of a missing disk; `new_path` is a path.
-        Raises NoSuchDisk, WouldBeLost, DiskTooSmall, NotVacant, BadField, and the errors of
-        repairing a volume.
+        Raises NoSuchDisk if no group has the old disk, WouldBeLost if data are on the missing disk
+        alone, DiskTooSmall or NotVacant for an unfit new disk, BadField for a new disk that Carver
+        may not use, NotRepairable if another disk is missing, and the errors of repairing a volume.
         """
         name = self._group_of(old_name, new_path)
         with self._volume_groups.hold(name):
             group = self._look(name)
             old_disk, new_disk = self._find(group, old_name), self._find(group, new_path)
             if old_disk is None and new_disk is None:
-                # Neither disk is in the group any more: both were removed after the group was
-                # found.
+                # Raise an error if neither the old nor the new disk is in the volume group any
+                # more: both were removed after the group was found.
                 raise _no_such_disk(old_name, [group])
             if old_disk is None:
                 return self._settled(group)
@@ -109,7 +112,7 @@ class Replacement:
             return self._move(group, old_disk, new_disk)
 
     def resume(self, *names: str) -> int:
-        """Start lvm2's watcher of the moves in these volume groups, or in all if none is named.
+        """Start lvm2's watcher of pvmove in the named volume groups, or in all if none is named.
 
         The earlier watcher ended with the service or with the node. Runs one command for each group
         that has moves, and returns the number of these groups.
@@ -152,7 +155,10 @@ class Replacement:
         return self._reports.group(self._mender.mend(name), name)
 
     def _find(self, group: Group, disk: str) -> PhysicalVolume | None:
-        """Return a disk of a volume group by its UUID or any path; None if there is none."""
+        """Return the disk of a volume group that has a UUID or a path; None if there is none.
+
+        Any path of the disk's device will do. A missing disk is found by its UUID only.
+        """
         if (
             by_uuid := next(
                 (
@@ -198,8 +204,8 @@ class Replacement:
         size_bytes = self._vacant_bytes(new_path, is_labelled=isinstance(label, PhysicalLabel))
         self._require_equal_blocks(group, new_path)
         extent = group.extent_size_bytes
-        # Give the new disk the largest metadata area that leaves room for the extents, so that a
-        # small metadata area of another disk no longer limits the size of the group's metadata.
+        # Choose the largest metadata area of the new disk that leaves room for the extents of the
+        # old disk, so that the group's metadata may grow.
         for area_bytes in (groups.widest_area_bytes(group), group.metadata_bytes):
             free_extents = max(0, size_bytes - groups.LABEL_BYTES - area_bytes) // extent
             if free_extents >= old_disk.allocated_extents:
@@ -226,7 +232,8 @@ class Replacement:
             return self._kernel.device_size_bytes(new_path)
 
         deadline = time.monotonic() + command.patience_seconds(_LOOK_SECONDS, 0.5)
-        # Read the disk anew under a key of its own: the result of an earlier call may be outdated.
+        # Read the disk anew, by a probe with a new key: the result of an earlier call's probe may
+        # be outdated.
         result = self._looks.probe(f"{new_path} {next(self._numbers)}", look, deadline, new_path)
         if result.value is None or result.hanging_seconds:
             problem = f"has not answered for {result.hanging_seconds:.0f} s"
@@ -234,9 +241,10 @@ class Replacement:
         return result.value
 
     def _require_equal_blocks(self, group: Group, new_path: str) -> None:
-        """Raise NotVacant if a disk's logical block size, 512 bytes or 4 KiB, is not the group's.
+        """Raise NotVacant if a new disk's logical block size differs from the volume group's.
 
-        lvm2 refuses such a disk, too, but only after it has labelled the disk.
+        The size is 512 bytes or 4 KiB. lvm2 refuses such a disk, too, but only after it has
+        labelled the disk.
         """
         group_sizes = set()
         for disk in group.disks:
@@ -250,12 +258,13 @@ class Replacement:
             raise mount_errors.NotVacant(new_path, problem, "name a disk with blocks like theirs")
 
     def _move(self, group: Group, old_disk: PhysicalVolume, new_disk: PhysicalVolume) -> Progress:
-        """Stop allocation on a present disk, move its extents, and remove it from the group.
+        """Stop allocation on a present disk, move its extents, and remove it from the volume group.
 
         A move frees extents with users' data: on the old disk, and on the new disk if the move is
         aborted. So both disks are marked before the move, and nothing is allocated from their free
         extents until these are zeroed. The old disk's free extents are not zeroed while allocation
-        on it is stopped; if the replacement is abandoned, they are zeroed.
+        on it is stopped; if the replacement is abandoned, they are zeroed. Returns the progress:
+        the call that finds no extents left removes the disk.
         """
         lvm, pair = self._lvm(group.name), (old_disk.uuid, new_disk.uuid)
         filled = {key: value for key, value in group.own_tags.items() if key == tag.FILLED}
@@ -290,8 +299,8 @@ class Replacement:
             how_far = ", ".join(f"{mirror.synced_percent:.0f} %" for mirror in moves) or "begun"
             return Progress(False, f"{old_disk.name} is moved: {how_far}")
         if filled.get(tag.FILLED) == _filled(pair, new_disk.allocated_extents):
-            # Unmark the new disk: the move filled it as planned, so its free extents are as clean
-            # as before.
+            # Remove the new disk from the erase marks: the move filled the disk as planned, so its
+            # free extents are as clean as before.
             erase_deleted.unmark_disk(lvm, group, new_disk.uuid, filled)
         elif filled:
             groups.mark(lvm, group.name, old=filled)
@@ -302,7 +311,11 @@ class Replacement:
     def _rebuild(
         self, group: Group, old_disk: PhysicalVolume, new_disk: PhysicalVolume
     ) -> Progress:
-        """Rebuild the RAID images of a missing disk, and remove the disk from the group."""
+        """Take the next step of rebuilding a missing disk's RAID images; return the progress.
+
+        When nothing is allocated on the missing disk any more, it is removed from the group, unless
+        other missing disks still have extents.
+        """
         lvm, steps = self._lvm(group.name), []
         erase_deleted.remove_partial_sweep(lvm, group)
         for logical in sorted(records.every(group), key=attrgetter("name")):
@@ -345,8 +358,9 @@ class Replacement:
 
         The replacement is done when all volumes are in sync, so that another disk may be lost.
         """
-        # Unmark erased disks within this call: if another disk is lost before a later change of the
-        # group, that change would have lvm2 mark the lost disk as missing for good.
+        # Remove the volume group's erase marks within this call, if nothing is left to zero: if
+        # another disk is lost before a later change of the group, that change would have lvm2 mark
+        # the lost disk as missing for good.
         if not erase_deleted.unmark_if_erased(self._lvm(group.name), group):
             self._freed(group.name)
         # Limit RAID recovery to the present setting: a volume may be older than the setting, and
@@ -387,8 +401,8 @@ def _require_copies(group: Group, old_disk: PhysicalVolume) -> None:
         holder, is_pool = group.volumes.get(logical.pool, logical), is_own_pool(logical)
         if old_disk.uuid not in holder.disks or group.survives(holder):
             continue
-        # Skip a pool with volumes, which are counted themselves, and the volume that zeroes free
-        # extents, which holds no data.
+        # Skip a thin pool that has volumes, since these are counted themselves, and the logical
+        # volume in which free extents are zeroed, which holds no data.
         if not (is_pool and group.in_pool(name)) and not erase_deleted.is_sweep(group, name):
             (waiting_names if is_pool or erase_deleted.is_deleted(logical) else lost_names).append(
                 name

@@ -66,7 +66,9 @@ class Snapshotter:
         """Take a snapshot, or find the one that an earlier call took.
 
         Runs two commands at most: a report, and lvcreate, which also adds the tags. Raises
-        ExcludedByTopology.
+        ExcludedByTopology if the request excludes this node, Incompatible if the snapshot exists
+        with another source, OperationPending while a deleted snapshot of that name is being erased,
+        NoRoom, NotSnapshotted.
         """
         if not call.topology.includes(self._configuration.now.here):
             raise errors.ExcludedByTopology(self._configuration.now.node_id)
@@ -86,7 +88,7 @@ class Snapshotter:
             self._conflicts.require(Call.SNAPSHOT, volume)
             self.make_room(volume)
             # Crash point: a COW store with these tags and without an origin is left; the next call
-            # or the next start of Carver erases it as a deleted snapshot.
+            # or the next start of Carver erases the COW store as a deleted snapshot.
             return self.take(name, volume, {tag.NAME: call.name, **call.about}, call.size)
 
     def take(
@@ -98,11 +100,12 @@ class Snapshotter:
         *,
         copy_on_write: bool = False,
     ) -> Snapshot:
-        """Take a snapshot under a logical volume's name; runs one command.
+        """Take a snapshot of a volume, in a logical volume called `name`; runs one command.
 
         The caller holds the group's lock. `volume` is of a report that was read under that lock;
         the snapshot's sequence number follows from it. A thin volume gets a thin snapshot, unless
-        `copy_on_write`. Raises NoRoom, NotSnapshotted.
+        `copy_on_write`. Raises NoRoom, and NotSnapshotted for a volume that lvm2 cannot take a
+        snapshot of.
         """
         area_bytes = self.needed_bytes(volume, size, copy_on_write=copy_on_write)
         group = volume.group
@@ -146,9 +149,10 @@ class Snapshotter:
         )
 
     def make_room(self, *volumes: Volume) -> None:
-        """Extend the thin pools of volumes if they are too full to suspend a volume.
+        """Extend the thin pools of volumes, if a pool is too full to suspend a volume in it.
 
-        The caller holds the locks of the groups. Raises NoRoom, PoolSilent.
+        The caller holds the locks of the volume groups. Raises NoRoom, or PoolSilent if a pool does
+        not report how full it is.
         """
         pooled = ((volume, volume.group.volume(volume.name).pool) for volume in volumes)
         pools = {(volume.group.name, pool): volume for volume, pool in pooled if pool}
@@ -165,11 +169,12 @@ class Snapshotter:
         further_bytes: int = 0,
         further_count: int = 0,
     ) -> int:
-        """Return the bytes that a new snapshot needs, if there is room for them.
+        """Return the bytes that a new snapshot needs; raise NoRoom if these are not available.
 
         For a copy-on-write snapshot these are the size of its COW store. For a thin snapshot they
         are the size of its volume, which the thin pool must be able to allocate. `further_bytes` of
-        the room are for `further_count` other logical volumes. Raises NoRoom, NotSnapshotted.
+        the room are for `further_count` other logical volumes. Raises NotSnapshotted for a volume
+        that lvm2 cannot take a snapshot of.
         """
         group = volume.group
         if not caches.can_be_origin(group.volume(volume.name)):
@@ -207,7 +212,9 @@ class Snapshotter:
     def delete(self, snapshot_id: str) -> None:
         """Split a snapshot from its origin, erase and remove it; a missing snapshot is no error.
 
-        Runs two commands at most before the erasing, which may outlast the call.
+        Runs two commands at most before the erasing, which may outlast the call. Raises PartOfGroup
+        for a snapshot of a group snapshot, and VolumeInUse while a volume is copied from the
+        snapshot.
         """
         parsed = VolumeId.parse(snapshot_id)
         if parsed is None:
@@ -218,13 +225,14 @@ class Snapshotter:
             try:
                 snapshot = self._reports.snapshot(state, snapshot_id)
             except errors.NoSuchSnapshot:
-                # Crash point: the snapshot was split, and its COW store is left, tagged as deleted.
+                # Crash point: the snapshot was split from its origin, and its COW store is left,
+                # tagged as deleted. Erase the COW store.
                 self.go_on(state, snapshot_id)
                 return
             if snapshot.group_snapshot_id:
                 raise errors.PartOfGroup(snapshot_id, snapshot.group_snapshot_id)
-            # Refuse a snapshot that a copy reads, in whichever group the copy is: the snapshot's
-            # extents are erased at once.
+            # Refuse to delete a snapshot that is being copied to a volume, in whichever volume
+            # group that volume is: the snapshot's extents are erased at once.
             self._reports.every_group(state).require_not_copied(snapshot_id)
             self.require_unread(snapshot_id)
             self.part(snapshot)
@@ -241,7 +249,8 @@ class Snapshotter:
     def go_on(self, state: Known, snapshot_id: str) -> None:
         """Erase, in the background, the rest of a snapshot that was split from its origin.
 
-        Raises NeedsOther or TagsDamaged for a snapshot that must not be erased.
+        Does nothing if no rest is left. Raises NeedsOther or TagsDamaged for a snapshot that must
+        not be erased.
         """
         own_name = ids.logical_name(snapshot_id)
         if not any(
@@ -265,10 +274,11 @@ class Snapshotter:
         self.finish(snapshot)
 
     def part(self, snapshot: Snapshot) -> None:
-        """Split a snapshot from its origin, or remove it.
+        """Take the first step of a snapshot's deletion: split it from its origin, or remove it.
 
-        The caller holds the group's lock. While a disk is missing lvm2 splits nothing, so the
-        snapshot is tagged as deleted.
+        The caller holds the group's lock. A copy-on-write snapshot is split if it has to be erased;
+        `finish` erases it afterwards. Other snapshots are removed. While a disk is missing lvm2
+        splits nothing, so the snapshot is tagged as deleted.
         """
         group = snapshot.group.name
         lvm = self._volume_groups.lvm(group)
@@ -296,14 +306,19 @@ class Snapshotter:
             self._eraser.finish(records.remains_of(snapshot))
 
     def _is_deferred(self, snapshot: Snapshot) -> bool:
-        """Whether lvm2 cannot split a snapshot, or change its pool, because a disk is missing."""
+        """Whether the deletion of a snapshot has to wait until no disk is missing.
+
+        While a disk is missing, lvm2 neither splits a copy-on-write snapshot from its origin nor
+        changes a thin pool on that disk. A snapshot that is removed without erasing need not be
+        split.
+        """
         if not snapshot.is_thin:
             return self._eraser.policy.erases(snapshot) and bool(snapshot.group.missing_disks)
         holder = snapshot.group.volumes.get(snapshot.pool)
         return holder is not None and not holder.disks.isdisjoint(snapshot.group.missing_uuids)
 
     def get(self, snapshot_id: str) -> Snapshot:
-        """Return the snapshot of an id; raises NoSuchSnapshot."""
+        """Return the snapshot that has an id; raises NoSuchSnapshot."""
         parsed = VolumeId.parse(snapshot_id)
         if parsed is None:
             raise errors.NoSuchSnapshot(snapshot_id)
@@ -316,8 +331,8 @@ class Snapshotter:
         """
         parsed = VolumeId.parse(call.snapshot_id or call.source_id)
         if parsed is not None and self._volume_groups.of(parsed.group) is not None:
-            # Read only the group that the id names: the external-snapshotter polls a snapshot this
-            # way, and another volume group may hang.
+            # Read only the volume group that the id in the request names: the external-snapshotter
+            # polls a snapshot this way, and another volume group may hang.
             state: Known = self._reports.fresh(parsed.group)
             self._reports.group(state, parsed.group)
         else:
@@ -332,7 +347,10 @@ class Snapshotter:
         return requests.part(snapshots, call.page)
 
     def require_free(self, state: Known, *logical: str) -> None:
-        """Raise OperationPending while a deleted snapshot of one of these names is erased."""
+        """Raise OperationPending while a deleted snapshot of one of these names is being erased.
+
+        Starts the job that erases the snapshot, if there is none.
+        """
         for doomed in state.doomed():
             if doomed.name in logical:
                 # Start a job, as none may exist yet: a killed lvcreate leaves a COW store, too.
@@ -341,7 +359,10 @@ class Snapshotter:
 
 
 def _same(existing: Snapshot, call: CreateSnapshot) -> Snapshot:
-    """Return the snapshot of an earlier call; raise Incompatible if it has another source."""
+    """Return the snapshot of an earlier call; raise Incompatible if it has another source.
+
+    A snapshot whose data are lost is returned, too, with a warning in the log.
+    """
     if str(existing.source_id) != call.source_id:
         raise errors.Incompatible(
             f"cannot take snapshot {call.name!r}: it exists, of {existing.source_id}, not of"

@@ -1,7 +1,8 @@
 """NodeStageVolume: activate, open, format once, and mount a volume. NodeUnstageVolume: unmount it.
 
 Unstaging starts no process for a volume that is not encrypted: the kernel's mount table and sysfs
-have all that is needed.
+have all that is needed. The exception is the removal of the tag `remount`, which an interrupted
+call left.
 """
 
 import logging
@@ -35,13 +36,15 @@ _log = logging.getLogger(__name__)
 DEFAULT_FS_TYPE = "ext4"
 # Namespace of the UUIDs (version 5) that Carver gives to the file systems that it makes.
 _NAMESPACE = uuid.UUID("0c0a7d0e-1f9b-4b52-9d37-5b8b6f0a2e61")
-# Tags of volumes that may be larger than their file systems: copies, and volumes that are to grow.
+# Tags of volumes whose file systems may be smaller than the volumes: copies, volumes received from
+# another node, and volumes that are to grow.
 _MAY_BE_LARGER = {tag.FROM, tag.WANTED, tag.REFUSED, tag.RECEIVED}
-# Tags of volumes that were in use, or that hold another volume's data.
+# Tags of volumes that may hold data: they were in use, or hold another volume's data.
 _USED = {tag.FORMATTED, tag.FROM, tag.RECEIVED, tag.ADOPTED}
-# Tags of volumes that had a complete file system, or one that other programs made.
+# Tags of volumes that had a complete file system, or a file system that another program made.
 _IN_USE = {tag.FORMATTED, tag.ADOPTED}
-# Errors of finding a volume or of writing its tags, after which the work goes on without these.
+# Errors of finding a volume, or of writing its tags, that are logged or ignored when a file system
+# with errors is to be mounted again.
 _LOOKUP_ERRORS = (errors.AgentError, mount_errors.CommandError)
 
 
@@ -72,10 +75,11 @@ class Stager:
     def stage(self, call: StageVolume) -> None:
         """Activate a volume, format it once in its life, and mount it at the staging path.
 
-        Runs two commands at most: a report, and mkfs or a check of the file system. Runs none for a
-        volume that is staged, unless its file system met an error and is mounted again. The tag
-        that records mkfs is written after the response. A volume that is smaller than its tag
-        `wanted` says grows first.
+        Runs two commands at most: a report, and mkfs or a check of the file system. Opening an
+        encrypted volume and growing a volume take further commands. Runs none for a volume that is
+        staged, unless its file system met an error and is mounted again, or its key is changed. The
+        tag that records mkfs is written after the response. A volume that is smaller than its tag
+        `wanted` says grows first. A raw block volume is activated and opened only.
         """
         call = replace(call, staging_path=self._volumes.place(call.staging_path))
         device = self._volumes.device(call.volume_id)
@@ -87,15 +91,18 @@ class Stager:
                 device is not None
                 and mount_table.top_of(call.staging_path, device.number) is not None
             ):
-                # Mount the file system again if it had errors: after its own start, kubelet stages
-                # volumes that are staged.
+                # Mount the file system of a staged volume again if the file system had errors.
+                # Kubelet stages a staged volume again after kubelet's own start.
                 mount_table = self.without_errors(call, device, mount_table)
             find = partial(self._mender.mended_volume, call.volume_id, Call.USE)
             self.ensure_mounted(call, device, find, mount_table)
         self._encrypted.follow_open(call.volume_id, call.keys)
 
     def _ensure_open(self, call: StageVolume, device: Device | None) -> None:
-        """Activate and open a raw block volume, and complete its growth."""
+        """Activate and open a raw block volume, and complete its growth, if it is not staged yet.
+
+        Also remove the record of a refused size that the volume has now.
+        """
         if device is None or not self._is_ready(call, device):
             volume, device = self._activated(
                 call, self._mender.mended_volume(call.volume_id, Call.USE)
@@ -105,7 +112,8 @@ class Stager:
         cached_volume = self._reports.cached(call.volume_id)
         if cached_volume is None or not cached_volume.refused_bytes:
             return
-        # Remove the record of a refused size if the device now shows the whole volume.
+        # Remove the record of a refused size (tag `refused`) if the device now shows the whole
+        # volume.
         if self._kernel.device_size_bytes(device.path) >= cached_volume.capacity_bytes:
             self._expander.settle(call.volume_id)
 
@@ -158,8 +166,8 @@ class Stager:
         )
         if may_be_larger and not call.capability.read_only:
             self._grow(call, volume)
-        # Set the I/O limits last, so that Carver's own I/O is not limited. Crash point: the next
-        # start of Carver sets the limits.
+        # Set the volume's I/O limits last, so that the I/O of Carver itself is not limited. Crash
+        # point: the limits are not set; the next start of Carver sets the limits.
         if volume is not None:
             self._limiter.apply(volume)
 
@@ -179,8 +187,8 @@ class Stager:
         """
         self._encrypted.check(volume, call.keys)
         volume = self._expander.catch_up(volume)
-        # Crash point: the volume is grown or active, and not staged; the next call continues from
-        # there.
+        # Crash point: the volume may have been grown and activated, and is not staged yet; the next
+        # NodeStageVolume call continues from that state.
         with self._volume_groups.hold(volume.group.name):
             return volume, self._activator.activate(volume)
 
@@ -228,7 +236,10 @@ class Stager:
     ) -> dict[str, str]:
         """Make a file system on a blank volume, or check the existing one; return the tag for it.
 
-        Raises UnexpectedContents, ContentsLost, MadeByOthers.
+        A file system that a killed mkfs left is replaced. Raises UnexpectedContents for other
+        contents than the file system, ContentsLost if a formatted volume is blank, MadeByOthers for
+        a file system with a UUID that neither Carver nor an mkfs option gave, and StillAtWork if
+        mkfs or a check outlasts the call.
         """
         formatted, path = volume.own_tags.get(tag.FORMATTED), device.path
         if formatted and formatted != fs_type:
@@ -301,7 +312,12 @@ class Stager:
         )
 
     def _in_unformatted(self, volume: Volume, device: Device) -> filesystem.Signature | None:
-        """Return the contents of a volume without the tag `formatted`; None for a blank volume."""
+        """Return the file system or other contents that a probe finds on a volume; None if blank.
+
+        The method is for a volume that was never formatted, or whose file system was not found.
+        Contents in the extents that a growth added do not count if the volume never held data: they
+        are an earlier volume's, and are zeroed.
+        """
         made_bytes = volume.made_bytes - volume.header_bytes
         if volume.own_tags.keys() & _USED:
             return filesystem.probe(self._kernel, device.path)
@@ -346,7 +362,8 @@ class Stager:
     ) -> table.Table:
         """Mount a staged file system again after an error, if it is published nowhere.
 
-        Kubelet does not unstage a volume when one pod follows another. Returns the mount table
+        The file system is checked first. Kubelet does not unstage a volume when one pod follows
+        another, so that no other call mounts the file system again. Returns the mount table
         afterwards. Raises the errors of staging; the file system is then unmounted, and the next
         call mounts it.
         """
@@ -379,8 +396,8 @@ class Stager:
         # blank, the file system is lost, and must not be replaced by a new one.
         volume = replace(volume, own_tags={**volume.own_tags, tag.FORMATTED: fs_type})
         if self._activator.has_lost_disk(volume):
-            # Close the dm-crypt device on the lost disk: an open dm-crypt device keeps the volume
-            # from being activated anew.
+            # Close the volume's dm-crypt device, if any, which uses the lost disk: an open dm-crypt
+            # device keeps the volume from being activated anew.
             self._mappings.close_unused(volume.backing)
             self._mounted(call, volume)
         else:
@@ -437,14 +454,14 @@ class Stager:
             self._volumes.ensure_unmounted(replace(call, path=path))
         cached_volume = self._reports.cached(call.volume_id)
         if cached_volume is not None and tag.REMOUNT in cached_volume.own_tags:
-            # Remove the tag `remount` of an interrupted NodePublishVolume call, so that the next
-            # one does not mount the file system again.
+            # Remove the tag `remount` that an interrupted NodePublishVolume call left, so that the
+            # next NodePublishVolume call does not mount the file system again.
             with suppress(errors.AgentError, mount_errors.CommandError):
                 self._tag_writer.replace(cached_volume.backing, (tag.REMOUNT,), {})
         self._encrypted.forget(call.volume_id)
         with self._conflicts.enter(Call.UNSTAGE, call.volume_id):
             # Crash point: the volume is unmounted and open; the next NodeUnstageVolume or
-            # NodeStageVolume call closes it.
+            # NodeStageVolume call closes the volume.
             self._mappings.close_unused(logical)
 
 

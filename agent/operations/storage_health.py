@@ -18,13 +18,13 @@ from lvm.report import Group
 from mount import filesystem
 from mount import mount_errors as mount_errors
 
-# Time, in seconds, for which kubelet counts as watching after one of its calls: three of kubelet's
-# default intervals.
+# Time, in seconds, for which kubelet counts as watching the storage's health after a
+# NodeGetStorageHealth call: three of kubelet's default intervals.
 _WATCHED_SECONDS = 180.0
 
 
 class Readiness:
-    """Readiness by the cheap checks of agent/operations/preflight.py and the last state of lvm2.
+    """Readiness of the service, by the quick checks of agent/operations/preflight.py and by lvm2.
 
     A missing volume group does not make a node unready: its device classes have no room, and other
     classes are served. A failure of Probe would make sidecars exit for good.
@@ -49,9 +49,10 @@ class Readiness:
         return self._admission.is_open
 
     def check(self) -> None:
-        """Raise NotReady, with the reason, unless lvm2 answers and all else is in order.
+        """Raise NotReady, with the reason, unless the service has started and lvm2 answers.
 
-        The state of lvm2 is at most a minute old, as the method is for frequent callers.
+        The checks of `probe` are made first. The state of lvm2 is at most a minute old, as the
+        method is for frequent callers.
         """
         self.probe()
         try:
@@ -75,7 +76,7 @@ class StorageHealth:
         self._asked_seconds: float | None = None
 
     def is_watched(self) -> bool:
-        """Whether kubelet itself has asked for health in the last three minutes.
+        """Whether kubelet has asked for this node's storage health in the last three minutes.
 
         Only kubelet calls NodeGetStorageHealth, with the feature gate CSIVolumeHealth. Kubelet
         calls once in its `volumeStatsAggPeriod`, a minute by default, even while no pod has a
@@ -85,7 +86,10 @@ class StorageHealth:
         return asked_seconds is not None and time.monotonic() - asked_seconds < _WATCHED_SECONDS
 
     def conditions(self) -> Sequence[Condition]:
-        """Return the health conditions of the node's storage, each reason once; usually none."""
+        """Return the health conditions of the node's storage, each reason once; usually none.
+
+        Also records that kubelet asked, and has the cached state of the volume groups kept fresh.
+        """
         self._asked_seconds = time.monotonic()
         self._reports.keep_fresh()
         deadline = time.monotonic() + diagnosis.PATIENCE_SECONDS
@@ -117,7 +121,8 @@ class StorageHealth:
                 volume_group.tried_seconds,
             )
         elif problem is None:
-            # Report a volume group whose first read has not ended: lvm2 has not answered for long.
+            # Report a volume group whose last read had no error, but about which lvm2 has not
+            # answered for long since.
             yield from diagnosis.silent_condition(volume_group)
         if volume_group.cached is not None:
             yield from diagnosis.aged(_of_group(volume_group.cached), volume_group.time_seconds)
@@ -135,7 +140,7 @@ class StorageHealth:
         name = volume_group.name
         if volume_group.last_seen is not None or self._activator.is_any_active(name):
             return True
-        # Look for lvm2's backup of the group's metadata, which lvm2 keeps until vgremove(8).
+        # Look for lvm2's backup of the volume group's metadata, which lvm2 keeps until vgremove(8).
         return name in lvm2.backed_up_groups(self.node.lvm_root)
 
     def _of_kernel(self, group: Group, until_seconds: float) -> Iterator[Condition]:

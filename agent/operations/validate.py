@@ -51,7 +51,7 @@ def _require_same(volume: Volume, call: ValidateVolume) -> None:
             "volume_context", f"{call.context} is not the volume's, {own_context}"
         )
     if volume.is_block or any(capability.fs_type for capability in call.capabilities):
-        # The parameter `fs_type` is not compared here: a raw block volume has no file system, and
+        # Do not compare the parameter `fs_type` here: a raw block volume has no file system, and
         # the `fs_type` of a capability takes precedence over that of the parameters.
         requested_parameters = requested_parameters.with_value(tag.FS_TYPE, "")
     for key, requested, present in plan.differing(volume, requested_parameters):

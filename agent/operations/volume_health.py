@@ -1,6 +1,6 @@
-"""Health of volumes for CSI's health calls, by the cached state of their groups, with its age.
+"""Health of volumes for CSI's health calls, by the cached state of volume groups, with its age.
 
-No call waits for a disk, or starts a process, if the last report or the kernel knows the volume.
+A call waits for no disk, and starts no process, if the last report or the kernel knows the volume.
 Only the absence of a volume has to be proved, by a fresh report of its group.
 """
 
@@ -46,7 +46,7 @@ class VolumeHealth:
 
     @property
     def size_bytes(self) -> int:
-        """The most bytes that the volume's health takes in a gRPC message."""
+        """Maximum number of bytes that the volume's health takes in a gRPC message."""
         return 16 + len(self.volume_id) + sum(condition.size_bytes for condition in self.conditions)
 
 
@@ -63,7 +63,7 @@ class VolumesHealth:
         self._reports, self._activator = context.reports, context.activator
         self._volume_groups = context.volume_groups
         self._diagnosis, self._conflicts = diagnosis, context.conflicts
-        # Configuration, for the directories in which kubelet may have volumes.
+        # Configuration, which names the directories in which kubelet may have volumes.
         self._configuration = context.configuration
 
     def get(self, volume_id: str) -> VolumeHealth:
@@ -77,10 +77,11 @@ class VolumesHealth:
         return self._of(volume_id, parsed, by_node=False)
 
     def on_node(self, call: GetVolumeHealth) -> VolumeHealth:
-        """Return the health of a volume on this node, whether staged or not, inline or not.
+        """Return the health of a volume on this node, staged or not, inline or not.
 
-        A missing volume group is a condition, and so is a dead device at the paths of the call.
-        Raises NoSuchVolume, BadPath.
+        A missing volume group is reported as a health condition, and so is a device that went away
+        at a path of the call. Raises NoSuchVolume, or BadPath for a path outside kubelet's
+        directories.
         """
         inside = self._configuration.now.kubelet_dir
         paths = [target.resolve(self._kernel, path, inside) for path in call.paths]
@@ -101,10 +102,10 @@ class VolumesHealth:
         return VolumeHealth(call.volume_id, diagnosis.distinct([*health.conditions, *gone_devices]))
 
     def list(self, page: Page) -> ListPage[VolumeHealth]:
-        """Return one page of the unhealthy volumes of Carver's groups.
+        """Return one page of the unhealthy volumes of Carver's volume groups.
 
-        Volumes of groups that are missing or do not answer are included. The method looks at no
-        more volumes than the page needs. The wait for groups that do not answer is that of
+        Volumes of volume groups that are missing or do not answer are included. The method examines
+        no more volumes than the page needs. The wait for groups that do not answer is that of
         `begin_states`, for all of them together. Of a volume group that has never answered, the
         active volumes are listed once the group has been silent for long. If no group has ever
         answered, raises the error of one of them.
@@ -152,7 +153,8 @@ class VolumesHealth:
     def _volumes(self, volume_group: VolumeGroup) -> Iterable[Volume]:
         """Return the volumes of a volume group's last report that may be used.
 
-        Volumes that were deleted, held or moved since the report are left out.
+        Volumes that were deleted, held (agent/volumes/holds.py) or moved since the report are left
+        out.
         """
         group = volume_group.cached or volume_group.last_seen
         for volume in Seen({} if group is None else {group.name: group}).volumes():
@@ -175,7 +177,8 @@ class VolumesHealth:
         try:
             volume = self._reported(volume_group.cached, volume_id)
         except errors.Copying:
-            # The last report says that the volume is incomplete; the copy may have ended since.
+            # Read the volume again below: the last report says that the volume is incomplete, but
+            # its copy may have ended since.
             volume = None
         logical = backing.of_id(volume_id) if volume is None else volume.backing
         active = self._activator.device(logical) is not None
@@ -184,15 +187,15 @@ class VolumesHealth:
             # The volume was created after the last report; only the kernel knows it.
             return VolumeHealth(volume_id, self._by_kernel(volume_group, volume_id))
         if volume is None or (volume_group.is_changed and not active):
-            # Read the group: by the last report the volume is absent or incomplete, or it may have
-            # been deleted since.
+            # Read the volume group again: by the last report the volume is absent or incomplete, or
+            # the volume may have been deleted since.
             volume = self._proved(volume_group, volume_id, volume)
         return VolumeHealth(volume_id, self._conditions(volume_group, volume))
 
     def _of_missing_group(
         self, volume_id: str, parsed_id: VolumeId, volume_group: VolumeGroup, *, by_node: bool
     ) -> VolumeHealth:
-        """Return the health of a volume whose group is not on this node.
+        """Return the health of a volume whose volume group is not on this node.
 
         Another volume group may have the name of the volume's group now. If `by_node` is False,
         raises OtherGroup for a group that this node never had.
@@ -264,12 +267,19 @@ class VolumesHealth:
         return diagnosis.distinct([*conditions, *diagnosis.silent_condition(volume_group)])
 
     def _by_kernel(self, volume_group: VolumeGroup, volume_id: str) -> tuple[Condition, ...]:
-        """Return the health conditions of a volume that no report has, as the kernel sees them."""
+        """Return the health conditions that the kernel shows of a volume that no report has.
+
+        The condition of a volume group that does not answer is added.
+        """
         conditions = self._diagnosis.by_kernel(volume_id)
         return diagnosis.distinct([*conditions, *diagnosis.silent_condition(volume_group)])
 
     def _reported(self, group: Group, volume_id: str) -> Volume | None:
-        """Return a volume by a report of its group; None if it is absent or being deleted."""
+        """Return a volume as a report of its volume group shows it; None if there is none.
+
+        The result is None for a volume that is being deleted, too. Raises Copying, and other
+        errors, for a volume that cannot be used now.
+        """
         try:
             return Seen({group.name: group}).volume(volume_id)
         except errors.NoSuchVolume:
@@ -278,7 +288,7 @@ class VolumesHealth:
     def _proved(
         self, volume_group: VolumeGroup, volume_id: str, last_volume: Volume | None
     ) -> Volume:
-        """Return a volume by a fresh report of its group; raise NoSuchVolume if it is absent.
+        """Read a volume's volume group and return the volume; raise NoSuchVolume if it is absent.
 
         If the group does not answer, the result is `last_volume`; if that is None, the group's
         error is raised.
@@ -304,7 +314,10 @@ class VolumesHealth:
         return self._reported(group, volume_id)
 
     def _require_seen(self, volume_group: VolumeGroup) -> None:
-        """Read a volume group that this process has never read; raise its error if it has one."""
+        """Read a volume group, if this process has never read it.
+
+        Raises an error if the volume group does not answer.
+        """
         if volume_group.status != "unknown":
             return
         locks.enter(volume_group.name)
