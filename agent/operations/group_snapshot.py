@@ -175,8 +175,9 @@ class GroupSnapshotter:
     def resume(self, *groups: str) -> int:
         """Remove incomplete group snapshots of the named volume groups, or of all.
 
-        Returns how many were incomplete. A group snapshot whose snapshots were all taken gets the
-        tag `committed`. A group snapshot that a call has locked is left to that call. Group
+        Returns how many were incomplete. If some snapshots of a group snapshot have the tag
+        `committed`, all of them get the tag. If none has the tag, all are removed, even if none is
+        missing. A group snapshot that a call has locked is left to that call. Group
         snapshots with the tag `committed` cost no command, and all others together one report.
         Raises an ExceptionGroup after each of them was tried.
         """
