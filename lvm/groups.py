@@ -10,7 +10,7 @@ from lvm.volumes import NO_TAGS
 # Command that messages and documents give for adding a disk to a group. Without the option lvm2
 # makes a metadata area of 1 MiB, and the smallest area limits the metadata of the whole group.
 VGEXTEND = "vgextend --metadatasize 80m"
-# Bytes before the metadata area on a disk: a page with the label.
+# Number of bytes before the metadata area on a disk: a page with the label.
 LABEL_BYTES = 4096
 _MIB = 1 << 20
 # Size of the header of a metadata area, and unit in which lvm2 rounds each of its two texts.
@@ -33,7 +33,10 @@ def suitable_metadata_bytes(size_bytes: int) -> int:
 
 
 def text_room_bytes(group: Group) -> int:
-    """The longest metadata text that fits in the group's areas, in bytes (lvm2's _vg_write_raw)."""
+    """The maximum length of a group's metadata text, in bytes (lvm2's _vg_write_raw).
+
+    The smallest metadata area on the group's disks limits the text.
+    """
     return max(0, (group.metadata_bytes - _SECTOR_BYTES) // 2 - _SECTOR_BYTES)
 
 
@@ -48,7 +51,8 @@ def widest_area_bytes(group: Group) -> int:
 def vgextend(group: Group) -> str:
     """Return the command that messages give for adding a disk to a group (vgextend(8)).
 
-    With this command, the metadata area of the new disk is as large as the largest in the group.
+    With this command, the metadata area of the new disk is as large as the largest in the group;
+    80 MiB if no area of the group is in use.
     """
     size_bytes = widest_area_bytes(group)
     return (
@@ -59,14 +63,17 @@ def vgextend(group: Group) -> str:
 
 
 def narrow_disks(group: Group) -> Mapping[str, int]:
-    """The disks with a metadata area smaller than the largest by a MiB or more; sizes in bytes."""
+    """The disks whose metadata area is a MiB or more below the group's largest, with its size.
+
+    The sizes are in bytes, by the names of the disks.
+    """
     widest = widest_area_bytes(group)
     areas = {disk.name: disk.metadata_bytes for disk in group.disks if disk.metadata_bytes}
     return {name: size for name, size in areas.items() if widest - size >= _MIB}
 
 
 def about_area(group: Group) -> str:
-    """The subject of a sentence about a group's metadata area, with the disks that limit it."""
+    """The first words of a message about a group's metadata area, with the disks that limit it."""
     area_title = f"the metadata area of volume group {group.name}"
     if not (narrow := narrow_disks(group)):
         return area_title
@@ -87,9 +94,10 @@ def text_percent(group: Group) -> float:
 
 
 def is_text_full(group: Group) -> bool:
-    """Whether a group's metadata text is so full that nothing new may be created.
+    """Whether a group's metadata text is so full that Carver may create nothing new in the group.
 
-    The remaining sixteenth of the room, 16 KiB at least, is for deletions, wipes and repairs.
+    The last sixteenth of the maximum length, and at least 16 KiB, is for deletions, wipes and
+    repairs.
     """
     room = text_room_bytes(group)
     return bool(room) and group.metadata_free_bytes < max(room // 16, 16 << 10)
@@ -104,10 +112,11 @@ def create(
 ) -> None:
     """Create a group of block devices that the caller has found to be blank (vgcreate(8)).
 
-    One command makes all of the devices the group's disks, or none. Raises NameTaken.
+    One command makes all of the devices the group's disks, or none. Raises NameTaken if a group of
+    that name exists.
     """
-    # --quiet twice answers no to each question of lvm2's (lvm(8)). lvm2 looks for signatures, too,
-    # and must not wipe one that was written since the caller looked.
+    # --quiet twice answers no to each question of lvm2's (lvm(8)). lvm2 itself searches the devices
+    # for signatures, and must not wipe a signature that was written since the caller's check.
     words = ("--metadatasize", f"{metadata_bytes}b", *tags.words("--addtag", own_tags))
     lvm("vgcreate", "--quiet", "--quiet", *words, "--", name, *devices)
 
@@ -167,7 +176,8 @@ def make_alike(lvm: Lvm, group: str, name: str) -> None:
 def move(lvm: Lvm, old_disk: str, new_disk: str) -> None:
     """Start or continue to move all extents of a disk to another (pvmove(8)).
 
-    The command does not wait: a background process of lvm2's remains and commits each moved piece.
+    The command does not wait: a background process of lvm2's remains, and commits each moved
+    segment.
     """
     lvm("pvmove", "--background", "--", old_disk, new_disk, settings=_WATCHED_BY_ITSELF)
 

@@ -93,7 +93,7 @@ class Layout:
 
     @property
     def module(self) -> str:
-        """The kernel module of the layout's device-mapper target; empty if it needs none."""
+        """The kernel module of the layout's device-mapper target; empty for targets built in."""
         return _KINDS[self.kind].module
 
     @property
@@ -113,7 +113,10 @@ class Layout:
         return words
 
     def __str__(self) -> str:
-        """The layout as the value of a tag: its fields, without zeroes after the fourth field."""
+        """The layout as the value of a tag: its fields, separated by colons.
+
+        Zeroes at the end are left out, except in the first four fields.
+        """
         texts = [str(field) for field in vars(self).values()]
         while len(texts) > 4 and texts[-1] == "0":
             texts.pop()
@@ -225,7 +228,7 @@ def maximum_bytes(room: Room, layout: Layout = LINEAR) -> int:
 def placement(room: Room, layout: Layout) -> tuple[str, ...]:
     """The disks to name to lvcreate(8) for a new volume; empty if it may lie on any disk.
 
-    Raises NoDiskServes.
+    Raises NoDiskServes if the volume needs disks by name, and there is none.
     """
     return room.anywhere() if layout.is_linear else room.names(room.roomiest(layout.disks))
 
@@ -253,7 +256,7 @@ def maximum_growth_bytes(room: Room, volume: LogicalVolume, layout: Layout = LIN
 def growth_placement(room: Room, volume: LogicalVolume, layout: Layout) -> tuple[str, ...]:
     """The disks to name to lvextend(8) for a volume; empty if it may grow on any disk.
 
-    Raises NoDiskServes.
+    Raises NoDiskServes if the volume needs disks by name, and there is none.
     """
     if layout.is_linear:
         return room.anywhere()
@@ -263,7 +266,7 @@ def growth_placement(room: Room, volume: LogicalVolume, layout: Layout) -> tuple
 def image_extents(volume: LogicalVolume, extent_size_bytes: int) -> int:
     """The number of extents that one image of a RAID takes on its disk, its metadata included.
 
-    For a RAID of a kind that Carver does not make, the least that it may be.
+    For a RAID of a kind that Carver does not make the result is 1, the least possible.
     """
     if (layout := recognize(volume)) is None:
         return 1

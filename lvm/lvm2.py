@@ -13,7 +13,7 @@ from lvm import labels, lvm_errors
 from mount import mount_errors as mount_errors
 from mount.command import Run
 
-# Socket by which udev is known to run.
+# Socket of udev, which exists while udev runs.
 _UDEV_CONTROL = Path("/run/udev/control")
 # Directories, relative to the root directory: of lvm2's configuration, and of lvm2's backups of the
 # metadata of each group.
@@ -25,15 +25,16 @@ DEVICES_FILE = f"{_DEVICES}/system.devices"
 _USE_DEVICES_FILE = ("devices", "use_devicesfile")
 # File by which dbus-daemon(1) starts lvmdbusd(8).
 _DBUS_SERVICE = "usr/share/dbus-1/system-services/com.redhat.lvmdbus1.service"
-# Line of the devices file with the UUID of a physical volume, without dashes.
+# Pattern of a line of the devices file with the UUID of a physical volume, without dashes.
 _LISTED = re.compile(r"^[^#\n]*\bPVID=(\w{32})", re.M)
 
-# Line of `lvm version`: "  LVM version:     2.03.16(2) (2022-05-18)".
+# Pattern of the line with the version in the output of `lvm version`, such as
+# "  LVM version:     2.03.16(2) (2022-05-18)".
 _VERSION = re.compile(r"LVM version:\s*(\d+)\.(\d+)\.(\d+)")
 
 
 def without_udev() -> tuple[str, ...]:
-    """lvm.conf(5) settings for a node, or a container, in which udev does not run."""
+    """lvm.conf(5) settings for a node, or a container, in which udev does not run; else none."""
     if _UDEV_CONTROL.exists():
         return ()
     return (
@@ -44,7 +45,7 @@ def without_udev() -> tuple[str, ...]:
 
 
 def without_dbus(root: Path) -> tuple[str, ...]:
-    """lvm.conf(5) settings for a node without lvmdbusd(8): lvm2 does not notify it of changes.
+    """lvm.conf(5) settings for a node without lvmdbusd(8): lvm2 reports no changes to lvmdbusd.
 
     Otherwise lvm2 asks dbus-daemon(1) for the missing service at each change, which takes a sixth
     of the time of an lvchange(8). `root` is where lvm2's root directory is seen.
@@ -53,7 +54,7 @@ def without_dbus(root: Path) -> tuple[str, ...]:
 
 
 def without_archives(root: Path) -> tuple[str, ...]:
-    """lvm.conf(5) settings for a node whose /etc/lvm is read-only.
+    """lvm.conf(5) settings for a node whose /etc/lvm is read-only; none for other nodes.
 
     lvm2 keeps copies of a group's metadata in /etc/lvm, and refuses every change if it cannot
     ("Cannot archive volume group metadata"). `root` is where lvm2's root directory is seen.
@@ -73,7 +74,7 @@ def devices_file(root: Path) -> Path | None:
 
 
 def with_devices_file(root: Path) -> tuple[str, ...]:
-    """lvm.conf(5) settings with which lvm2 respects the node's devices file.
+    """lvm.conf(5) settings with which lvm2 respects the node's devices file, if there is one.
 
     How lvm2 was built decides whether it respects the file by default: builds of the RHEL family
     do, Debian's do not. Carver's image has Debian's lvm2, and the node may be of the RHEL family.
@@ -175,7 +176,7 @@ def _text(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="surrogateescape")
 
 
-# Settings of every lvm2 command, which overrule the node's.
+# Settings of every lvm2 command, which overrule the node's lvm.conf(5).
 _NEEDED = (
     # lvm2 reports success with other values of these settings although lvm2 has done something
     # else: it has changed nothing, or made a volume that is inactive or read-only, and wiped or
@@ -208,7 +209,9 @@ class Lvm:
     root: Path | None = None
 
     def __call__(self, subcommand: str, *words: str, settings: Sequence[str] = ()) -> str:
-        """Run one lvm2 command and return what it printed. Raises CommandFailed, ProgramMissing.
+        """Run one lvm2 command and return what it printed.
+
+        Raises CommandFailed if the command failed, ProgramMissing if lvm2 is not installed.
 
         `settings` are further settings for this command alone.
         """
@@ -232,7 +235,7 @@ def _config(settings: tuple[str, ...]) -> str:
 
 
 def version(run: Run) -> tuple[int, int, int]:
-    """The version of lvm2, by one command. Raises CommandFailed, BadReport."""
+    """The version of lvm2, by one command. Raises CommandFailed, or BadReport if it shows none."""
     result = run("lvm", "version")
     if result.exit_code != 0:
         raise lvm_errors.classify(("lvm", "version"), result.exit_code, result.stderr)

@@ -7,7 +7,7 @@ from mount.mount_errors import CommandError, CommandFailed, OutcomeUnknown
 
 
 class SessionLost(OutcomeUnknown):
-    """lvm2's shell ended, or gave an incomplete answer, while it ran a change."""
+    """Raised if lvm2's shell ended, or gave an incomplete answer, while it ran a change."""
 
     def __init__(self, words: Sequence[str], problem: str) -> None:
         super().__init__(
@@ -17,7 +17,7 @@ class SessionLost(OutcomeUnknown):
 
 
 class StillRunning(CommandError):
-    """A change is refused, as an earlier command got SIGTERM and has not ended yet."""
+    """Raised for a change while an earlier command, which got SIGTERM, has not ended yet."""
 
     def __init__(self, subcommand: str, seconds: float) -> None:
         super().__init__(
@@ -35,7 +35,7 @@ class NoSpace(CommandFailed):
 
 
 class NoDiskServes(NoSpace):
-    """No disk of the group may have what is to be allocated, and lvm2 was not asked."""
+    """No disk of the group may be used for an allocation; lvm2 was not run."""
 
     def __init__(self, group: str) -> None:
         CommandError.__init__(
@@ -48,7 +48,7 @@ class NoDiskServes(NoSpace):
 
 
 class PoolKeptFree(NoSpace):
-    """The node's lvm.conf(5) has a threshold of fullness above which a pool gets no new volumes."""
+    """A thin pool gets no new volume, as it is fuller than a threshold in lvm.conf(5)."""
 
     explained = (
         "the thin pool is fuller than lvm.conf's activation/thin_pool_autoextend_threshold: make"
@@ -171,7 +171,7 @@ class NoDeviceMapper(CommandFailed):
 
 
 class GroupMissing(CommandError):
-    """The node has no group of a name.
+    """No group of this name is on the node.
 
     `absent_disks` are configured devices of the group that are not attached.
     """
@@ -188,7 +188,7 @@ class GroupMissing(CommandError):
 
 
 class VolumeMissing(CommandError):
-    """A successful report of the group lacks the volume."""
+    """The group has no volume of this name, by a successful report."""
 
     def __init__(self, group: str, name: str) -> None:
         super().__init__(f"there is no logical volume {name} in volume group {group}")
@@ -280,5 +280,5 @@ def classify(words: Sequence[str], exit_code: int, stderr: str) -> CommandFailed
 
 
 def _meant(stderr: str) -> type[CommandFailed]:
-    """The class of the first message that is found in the output."""
+    """The error class of the first of _MESSAGES in a command's output; else CommandFailed."""
     return next((error for pattern, error in _MESSAGES if pattern.search(stderr)), CommandFailed)

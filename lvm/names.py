@@ -39,12 +39,12 @@ def logical_volume(prefix: str, name: str) -> str:
 
 
 def is_of(prefix: str, name: str) -> bool:
-    """Whether a logical volume's name may be one that `logical_volume` gave with the prefix."""
+    """Whether a logical volume's name may be one that `logical_volume` made with the prefix."""
     return name.startswith((f"{prefix}-", f"{prefix}."))
 
 
 def is_part(name: str) -> bool:
-    """Whether a name is one that lvm2 gives to parts of volumes; `logical_volume` gives none such.
+    """Whether a name is one that lvm2 gives to parts of volumes, and `logical_volume` never does.
 
     A part is visible only for moments while lvm2 makes a volume, or where lvm2 was killed then.
     """
@@ -52,7 +52,7 @@ def is_part(name: str) -> bool:
 
 
 def readable(prefix: str, logical: str) -> str:
-    """The CO's name for a logical volume, if the volume's name has it; else the volume's name."""
+    """The CO's name for a logical volume, if the volume's name contains it; else the latter."""
     return logical.removeprefix(f"{prefix}-")
 
 

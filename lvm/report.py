@@ -19,15 +19,15 @@ from mount import mount_errors as mount_errors
 
 Row = Mapping[str, str]
 
-# Suffixes of the hidden volumes that a volume consists of (lvm(8), lvmcache(7)): a RAID's images
-# and their metadata, a pool's data and metadata, the slow volume below a cache, and the cache.
-# Name ending of a hidden volume, of one or several suffixes.
+# Ending of a hidden volume's name: one or several suffixes of the hidden volumes that a volume
+# consists of (lvm(8), lvmcache(7)). These are a RAID's images and their metadata, a pool's data and
+# metadata, the slow volume below a cache, and the cache.
 _PART = re.compile(r"(_r(image|meta)_\d+|_t(data|meta)|_w?corig|_cache_cvol)+$")
 # Part of the name of the metadata volume of a RAID image.
 _IMAGE_METADATA = "_rmeta_"
 # Name of a RAID image's data or metadata, with the volume's name and the image's number.
 _IMAGE = re.compile(r"(.+)_r(?:image|meta)_(\d+)")
-# Suffixes of a pool's data below a cache, and the kind of that cache.
+# Suffixes of the hidden volume with a pool's data below a cache, and the kind of that cache.
 _BELOW_CACHE = {"_tdata_corig": "cache", "_tdata_wcorig": "writecache"}
 # Tag of a physical volume that is reserved for caches (pvchange(8)).
 FAST = "carver.fast"
@@ -66,8 +66,8 @@ class PhysicalVolume:
     # The size of the disk's metadata area, which has room for two texts, in bytes; 0 where no area
     # is in use.
     metadata_bytes: int = 0
-    # The most extents that lvm2 allocates here as one piece; None where a volume may have several
-    # pieces.
+    # The longest run of free extents on the disk, where the group's allocation policy is
+    # `contiguous`, so that lvm2 gives a volume one run alone; None for other policies.
     longest_extents: int | None = None
 
     @property
@@ -109,8 +109,8 @@ class LogicalVolume:
     # inactive volumes.
     data_percent: float | None = None
     metadata_percent: float | None = None
-    # Whether the COW store of a snapshot was once full, so that the snapshot's contents are lost;
-    # None where this is unknown.
+    # Whether a snapshot's contents are lost because its COW store was once full, or failed; None
+    # where this is unknown.
     overflowed: bool | None = False
     read_only: bool = False
     # Whether the volume's device is suspended, so that reads and writes wait.
@@ -128,11 +128,11 @@ class LogicalVolume:
     cachevol: str = ""
     tuning: Tuning = PLAIN
     # The extents of a volume that lies directly on disks, in the form of lvcreate(8) and
-    # lvextend(8): `disk:first-last` for each piece.
+    # lvextend(8): `disk:first-last` for each contiguous range.
     ranges: tuple[str, ...] = ()
 
-    # The number of stripes, or of a RAID's images. It is 0 where the volume's pieces differ in that
-    # number, and where the volume lies neither on disks nor on images.
+    # The number of stripes, or of a RAID's images. It is 0 where the volume's segments differ in
+    # that number, and where the volume lies neither on disks nor on images.
     stripes: int = 0
     # The UUIDs of the disks of each RAID image, in the order of the images.
     images: tuple[frozenset[str], ...] = ()
@@ -187,11 +187,11 @@ class Group:
 
     @property
     def is_one_node_s(self) -> bool:
-        """Whether the group belongs to this node alone: not exported, and not shared by a lock."""
+        """Whether the group belongs to this node alone: not exported, no lock manager."""
         return not self.exported and self.lock_type in ("", "none")
 
     def may_add(self, volumes: int) -> bool:
-        """Whether the group's limit allows so many further volumes; hidden ones do not count."""
+        """Whether the group's limit allows so many further volumes; hidden volumes do not count."""
         return not self.most_volumes or len(self.volumes) + volumes <= self.most_volumes
 
     @property
@@ -210,7 +210,7 @@ class Group:
 
     @property
     def keeps_to_one_disk(self) -> bool:
-        """Whether the allocation policy keeps what lvm2 allocates at once on a single disk."""
+        """Whether the allocation policy allows the extents of one allocation on one disk alone."""
         return self.policy in (CONTIGUOUS, *_CLING)
 
     def copy_on_write_of(self, origin: str) -> list[LogicalVolume]:
@@ -242,7 +242,7 @@ class Group:
         return self._by_pool.get(pool, ())
 
     def bytes_in_pool(self, pool: str) -> int:
-        """The sum of the sizes of a pool's thin volumes; calculated once for each report."""
+        """The sum of the sizes of a thin pool's volumes, in bytes; calculated once per report."""
         return self._pool_bytes.get(pool, 0)
 
     @cached_property
@@ -261,7 +261,7 @@ class Group:
         }
 
     def is_bare(self, name: str, images: int) -> bool:
-        """Whether the metadata volumes of a RAID's first images are visible, instead of hidden.
+        """Whether the metadata volumes of a RAID's first `images` images are visible, not hidden.
 
         While lvm2 makes a RAID, the metadata volumes of all images are visible until lvm2 has
         cleared them; while lvm2 adds an image, only the metadata volume of that image. An lvm2 that
@@ -271,12 +271,12 @@ class Group:
         return all(f"{name}{_IMAGE_METADATA}{number}" in self.volumes for number in range(images))
 
     def only(self, *names: str) -> "Group":
-        """A copy of the group with the named volumes alone, kept without the whole report."""
+        """A copy of the group with the named volumes alone, so that no whole report is kept."""
         volumes = {name: self.volumes[name] for name in names if name in self.volumes}
         return replace(self, volumes=volumes)
 
     def volume(self, name: str) -> LogicalVolume:
-        """The volume with this name. Raises VolumeMissing."""
+        """The volume with this name. Raises VolumeMissing if the group has none."""
         try:
             return self.volumes[name]
         except KeyError:
@@ -291,7 +291,7 @@ class Report:
     orphans: tuple[str, ...] = ()
 
     def group(self, name: str) -> Group:
-        """The group with this name. Raises GroupMissing."""
+        """The group with this name. Raises GroupMissing if the report has none."""
         try:
             return self.groups[name]
         except KeyError:
@@ -307,10 +307,10 @@ _COLUMNS = {
     "lv": "lv_name,lv_uuid,lv_size,lv_tags,lv_active,lv_layout,pool_lv,origin,"
     "lv_health_status,data_percent,metadata_percent,lv_snapshot_invalid,lv_permissions,"
     "lv_metadata_size,lv_suspended," + ",".join(tuning.COLUMNS),
-    # The volumes, hidden ones too, that each piece of a disk belongs to.
+    # The volumes, hidden ones included, to which each range of a disk's extents belongs.
     "pvseg": "pv_uuid,lv_name,pvseg_size",
-    # The pieces of each volume: where a piece begins in the volume, its extents on disks, and its
-    # stripes or images; for thin volumes and pools their numbers.
+    # The segments of each volume: where a segment begins in the volume, its extents on disks, and
+    # its stripes or images; for thin volumes and pools their numbers.
     "seg": "lv_name,seg_start,seg_pe_ranges,stripes,thin_id,transaction_id",
 }
 
@@ -330,13 +330,15 @@ _SETTINGS = (
     "log/report_command_log=0",
 )
 
-# Function that reads from a disk's path and an offset in bytes, where a COW store begins, whether
-# the store overflowed; None where this is unknown.
+# Function that reads whether a COW store overflowed; None where this is unknown. The arguments are
+# the path of a disk, and the offset in bytes at which the store begins on that disk.
 Overflowed = Callable[[str, int], bool | None]
 
 
 def read(lvm: Lvm, overflowed: Overflowed = lambda _disk, _offset_bytes: None) -> Report:
-    """Read the state of LVM by one command. Raises CommandFailed, BadReport.
+    """Read the state of LVM by one command.
+
+    Raises CommandFailed if the command failed, BadReport if its output cannot be parsed.
 
     lvm2 reports no overflow of an inactive snapshot; `overflowed` reads that from its COW store.
     """
@@ -456,7 +458,7 @@ def _images(segments: Iterable[Row]) -> Mapping[str, tuple[frozenset[str], ...]]
 
 
 def _ranges(segments: Iterable[Row]) -> Mapping[str, list[str]]:
-    """The extents of each volume on disks, in the order of its bytes, by the volume's name."""
+    """The extents of each volume on disks, in the volume's order, by the volume's name."""
     ranges: defaultdict[str, list[str]] = defaultdict(list)
     for row in sorted(segments, key=lambda row: int(row["seg_start"])):
         ranges[row["lv_name"]] += row["seg_pe_ranges"].split()
@@ -464,7 +466,7 @@ def _ranges(segments: Iterable[Row]) -> Mapping[str, list[str]]:
 
 
 def _stripes(segments: Iterable[Row]) -> Mapping[str, set[int]]:
-    """The numbers of stripes, or images, of the pieces of each volume, by the volume's name."""
+    """The numbers of stripes, or images, of each volume's segments, by the volume's name."""
     stripes: defaultdict[str, set[int]] = defaultdict(set)
     for row in segments:
         stripes[row["lv_name"]].add(int(row["stripes"] or 0))
@@ -472,7 +474,10 @@ def _stripes(segments: Iterable[Row]) -> Mapping[str, set[int]]:
 
 
 def _cached_pools(segments: Iterable[Row]) -> Mapping[str, str]:
-    """The kinds of the caches below pools' data, by the pool: only hidden volumes show them."""
+    """The kind of the cache below each cached pool's data, by the pool's name.
+
+    The row of the pool itself does not show its cache; the rows of hidden volumes do.
+    """
     kinds = {}
     for row in segments:
         for ending, kind in _BELOW_CACHE.items():
@@ -482,7 +487,10 @@ def _cached_pools(segments: Iterable[Row]) -> Mapping[str, str]:
 
 
 def _beginnings(part: Mapping[str, Any], extent_size_bytes: int) -> Mapping[str, tuple[str, int]]:
-    """The disk and the offset, in bytes, where each volume directly on disks begins, by name."""
+    """The disk at which each volume begins, with the offset in bytes, by the volume's name.
+
+    Only volumes that lie directly on disks are in the result.
+    """
     starts = {disk["pv_name"]: int(disk["pe_start"]) for disk in part["pv"]}
     beginnings = {}
     for row in part["seg"]:
@@ -544,19 +552,19 @@ def _number(row: Row | None, column: str) -> int | None:
 
 
 def _overflowed(row: Row) -> bool | None:
-    """Whether a snapshot overflowed, by the kernel; None for an inactive snapshot."""
+    """Whether a snapshot's contents are lost, by the kernel; None for an inactive snapshot."""
     if row["lv_snapshot_invalid"] == "unknown" and _visible(row["origin"]) and not row["pool_lv"]:
         return None
     return row["lv_snapshot_invalid"] == "snapshot invalid"
 
 
 def _visible(name: str) -> str:
-    """The name of a visible volume; empty for a hidden one, which lvm2 puts in brackets."""
+    """The name of a visible volume; empty for a hidden volume, which lvm2 puts in brackets."""
     return "" if name.startswith("[") else name
 
 
 def _hidden(name: str) -> str:
-    """The name of a hidden volume, without its brackets; empty for a visible one."""
+    """The name of a hidden volume, without its brackets; empty for a visible volume."""
     return name.strip("[]") if name.startswith("[") else ""
 
 

@@ -23,7 +23,7 @@ on a descriptor of its own (LVM_REPORT_FD), which ends with the command's status
 3. An answer counts only if it is complete and ends with the status of that command (`answer`).
 4. In any doubt, such as a missing status or too little memory, the shell is ended by SIGTERM, never
    killed, and commands run as processes for a minute. A report is repeated in a process. A change
-   is not repeated: it raises `SessionLost`, and the caller looks at a fresh report. A shell whose
+   is not repeated: it raises `SessionLost`, and the caller reads a fresh report. A shell whose
    command outlasts its deadline is ended in the same way; the command raises `CommandTimedOut`.
 5. While a shell that got SIGTERM has not ended, changes raise `StillRunning`, and reports run as
    processes.
@@ -60,7 +60,7 @@ from mount.command import (
 _log = logging.getLogger(__name__)
 
 
-# Environment in which the shell's line editor keeps no history, and reads no settings of its own.
+# Environment in which the shell's line editor keeps no history, and reads no file of settings.
 _NO_LINE_EDITOR = dict.fromkeys(("HOME", "EDITRC", "INPUTRC"), "/dev/null")
 
 # Subcommands that run in a shell: reports, which change nothing.
@@ -84,11 +84,13 @@ _LONGEST_BYTES = 2047
 # at the blank alone.
 _PLAIN = re.compile(r"[ -~]*")
 
-# Settings that a command may not change, as by them the shell reports each command's status.
+# Settings that a command may not change, as Carver needs them: with them, the shell reports the
+# status of each command.
 _OWN = {"log/report_command_log"}
 
 # Device paths that may stand in a filter (lvm.conf(5)), which is a regular expression within a
-# quoted string. Only `.` and `+` are special there; they are put in brackets.
+# quoted string. Of the characters of such a path only `.` and `+` are special in the expression;
+# they are put in brackets.
 _PATH = re.compile(r"/[A-Za-z0-9_/.+:@=,-]+")
 _SPECIAL, _IN_BRACKETS = re.compile(r"[.+]"), r"[\g<0>]"
 
@@ -173,7 +175,7 @@ class Line:
 
     @classmethod
     def of(cls, words: tuple[str, ...]) -> Self | None:
-        """Turn the words of a `Run` into a line; None for a command that must be a process."""
+        """Turn the words of a command into a line; None for a command that must be a process."""
         if words[0] != "lvm" or words[1:2] == () or words[1] not in _REPORTS | _CHANGES:
             return None
         command_words, options = _parted(words[1:])
@@ -341,18 +343,19 @@ class Session:
         self._lock = threading.Lock()
         self._shell: Conversation | None = None
         self._confinement = Confinement()
-        # The number of commands that the shell was given, and the time of the last one.
+        # The number of commands that ran in the shell, and the time of the last one (monotonic).
         self._commands, self._last_monotonic_seconds = 0, 0.0
-        # The time before which no new shell is started.
+        # The time (monotonic) before which no new shell is started.
         self._rests_until_monotonic_seconds = 0.0
         self._is_closed = False
-        # A shell that did not end in time, the command that it runs, and since when; None for none.
+        # A shell that did not end in time, the command that it runs, and when it got SIGTERM.
         self._stuck: tuple[Conversation, str, float] | None = None
 
     def __call__(self, *words: str) -> Result:
         """Run a command in the shell if the shell can run it, else in a process.
 
-        Raises the errors of a process, SessionLost and StillRunning.
+        Raises the errors of a process. Raises SessionLost if the shell fails during a change, and
+        StillRunning for a change while an earlier shell has not ended.
         """
         line = Line.of(words)
         if line is None:
@@ -404,7 +407,7 @@ class Session:
                 self._stuck = None
 
     def _ask(self, conversation: Conversation, line: Line, words: tuple[str, ...]) -> Result | None:
-        """Run a command in the shell; None where the shell failed at a report.
+        """Run a command in the shell; None if the shell failed while it ran a report.
 
         The caller then repeats the report in a process.
         """
@@ -437,7 +440,7 @@ class Session:
         return result
 
     def _ready(self, confinement: Confinement, words: tuple[str, ...]) -> Conversation | None:
-        """A shell at its prompt with the settings of a confinement, started if need be.
+        """A shell at its prompt with the settings of a confinement, which is started if needed.
 
         None if no shell can be used now.
         """

@@ -35,9 +35,9 @@ DAMAGED = "see `A thin pool's metadata are damaged` in docs/operations.md"
 
 @dataclass(frozen=True)
 class Policy:
-    """How the pool of a class is created, over-provisioned and extended.
+    """How the thin pool of a storage class is created, over-provisioned and extended.
 
-    A chunk size of 0 means the one that suits the group (`chunk_size_bytes`).
+    A chunk size of 0 means the chunk size that suits the group (`chunk_size_bytes`).
     """
 
     over_provisioning: float = 1.0
@@ -55,9 +55,9 @@ class Policy:
 
 @dataclass(frozen=True)
 class Pool:
-    """A thin pool in a report. All its extents are 0 while the pool does not exist yet.
+    """A thin pool in a report. All numbers of extents are 0 while the pool does not exist yet.
 
-    `promised_bytes` is the sum of the sizes of its volumes and their snapshots.
+    `promised_bytes` is the sum of the sizes of the pool's volumes and their snapshots.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Pool:
 
 
 def find(group: Group, name: str, chunk_size_bytes: int, ignored: str = "") -> Pool:
-    """The pool with this name, by a group's report.
+    """The thin pool with this name, by a group's report; a pool of size 0 if there is none.
 
     If `ignored` names a volume of the pool, `promised_bytes` leaves out the size of this volume.
     """
@@ -84,7 +84,7 @@ def find(group: Group, name: str, chunk_size_bytes: int, ignored: str = "") -> P
 
 
 def chunk_size_bytes(group: Group, policy: Policy) -> int:
-    """The chunk size of a new pool: the policy's, or the smallest that suits the group.
+    """The chunk size of a new thin pool: the policy's, or the smallest that suits the group.
 
     The smallest chunk size that suits is a power of two with which the metadata of a pool on all
     slow disks of the group take 1 GiB at most.
@@ -99,13 +99,13 @@ def chunk_size_bytes(group: Group, policy: Policy) -> int:
 
 
 def suitable_metadata_extents(group: Group, chunk_bytes: int) -> int:
-    """The number of extents of the metadata of a pool on all slow disks of the group."""
+    """The number of extents of the metadata of a thin pool on all slow disks of the group."""
     size_bytes = max(_LEAST_METADATA_BYTES, _metadata_bytes(group, chunk_bytes))
     return _ceil(min(size_bytes, _MOST_METADATA_BYTES), group.extent_size_bytes)
 
 
 def missing_metadata_extents(group: Group, pool: Pool) -> int:
-    """The number of extents that the pool's metadata and the group's spare should still grow by.
+    """The number of extents by which a pool's metadata and the group's spare should still grow.
 
     Metadata and spare should have the size that suits a pool on all slow disks
     (`suitable_metadata_extents`). lvm2 keeps one spare volume in the group, as large as the largest
@@ -117,9 +117,9 @@ def missing_metadata_extents(group: Group, pool: Pool) -> int:
 
 
 def growth_extents(room: Room, pool: Pool) -> int:
-    """The number of extents by which the pool can surely grow; for a new pool all of its data.
+    """The number of extents by which a thin pool can surely grow; for a new pool all its data.
 
-    Where the group's allocation policy wants a volume's extents on one disk or in one piece, the
+    Where the group's allocation policy wants a volume's extents on one disk or in one range, the
     free extents need not be where an existing pool is. Then the result is 0, though lvm2 may find
     some.
     """
@@ -128,7 +128,10 @@ def growth_extents(room: Room, pool: Pool) -> int:
 
 
 def room_extents(room: Room, pool: Pool) -> int:
-    """The number of extents by which the pool's data grow, if the pool gets all free extents."""
+    """The number of extents by which a pool's data grow if the pool gets all free extents.
+
+    It is 0 for a new pool if the free extents are fewer than one chunk.
+    """
     spare = room.available_extents - missing_metadata_extents(room.group, pool)
     free = max(0, min(spare, room.linear_extents))
     enough = pool.data_extents or free * room.group.extent_size_bytes >= pool.chunk_size_bytes
@@ -136,7 +139,7 @@ def room_extents(room: Room, pool: Pool) -> int:
 
 
 def metadata_growth_extents(room: Room, pool: Pool) -> int:
-    """The number of extents by which the pool's metadata can grow together with the spare."""
+    """The number of extents by which a pool's metadata can grow together with the spare."""
     free, group = room.available_extents, room.group
     # While the spare is larger than the metadata, growth by an extent takes one free extent; from
     # then on it takes two, as the spare grows too.
@@ -159,17 +162,17 @@ def wanted_extents(extents: int, percent: float, policy: Policy) -> int:
 
 
 def first_extents(room: Room, pool: Pool, policy: Policy) -> int:
-    """The number of extents of a new pool's data."""
+    """The number of extents of a new pool's data: the policy's size, or as many as there are."""
     one_chunk = _ceil(pool.chunk_size_bytes, room.group.extent_size_bytes)
     requested_extents = max(policy.size.extents(room.group), one_chunk)
     return min(requested_extents, growth_extents(room, pool))
 
 
 def maximum_bytes(room: Room, pool: Pool, policy: Policy) -> int:
-    """The largest volume, or growth of a volume, that the pool may still promise, in bytes.
+    """The largest volume, or growth of a volume, that over-provisioning allows now, in bytes.
 
-    The result is the largest size of the pool's data, times the over-provisioning, less what the
-    pool has promised already; a multiple of the extent size.
+    The result is the largest size of the pool's data, times the over-provisioning, less the sizes
+    of the volumes that the pool has; a multiple of the extent size.
     """
     largest = pool.data_extents + growth_extents(room, pool)
     promises = int(largest * policy.ratio) * room.group.extent_size_bytes
@@ -177,9 +180,9 @@ def maximum_bytes(room: Room, pool: Pool, policy: Policy) -> int:
 
 
 def outstanding_extents(group: Group, pool: Pool, policy: Policy) -> int:
-    """The number of extents that must stay free for the pool to grow to what it has promised.
+    """The number of extents that must stay free, so that a pool can grow to what it promised.
 
-    The promised bytes are divided by the over-provisioning of the class.
+    A pool promises the sizes of its volumes, divided by the over-provisioning of the class.
     """
     if not pool.promised_bytes:
         return 0
@@ -189,7 +192,9 @@ def outstanding_extents(group: Group, pool: Pool, policy: Policy) -> int:
 
 
 def refusal(room: Room, pool: Pool, policy: Policy, status: ThinPool | None) -> str:
-    """Why the pool may promise nothing more, by its state in the kernel; empty if it may.
+    """Why a thin pool may get no new volume and no growth of one, by its state in the kernel.
+
+    The result is empty if the pool may get them.
 
     Fullness is relative to the size that the pool can grow to. Fullness does not matter for the
     data of a pool that is not over-provisioned, as the pool can grow to all that it has promised.
@@ -222,7 +227,7 @@ def _ceil(amount: int, unit: int) -> int:
 
 
 def status_of(statuses: Sequence[object]) -> ThinPool | None:
-    """The status of the thin pool among the statuses of a volume's devices; None for none."""
+    """The status of the thin pool among the statuses of a volume's devices; None if none is."""
     return next((status for status in statuses if isinstance(status, ThinPool)), None)
 
 
@@ -238,12 +243,14 @@ def create_pool(
     own_tags: Mapping[str, str],
     disks: Sequence[str] = (),
 ) -> None:
-    """Make and activate a thin pool (lvcreate(8)). Raises NoSpace, NameTaken.
+    """Make and activate a thin pool (lvcreate(8)).
+
+    Raises NoSpace if the pool does not fit, NameTaken if a volume has its name.
 
     The pool zeroes each chunk at its allocation, and passes discards down to its disks. While the
     pool is full, writes wait for room; after a minute, the kernel's limit, they fail. (That is
-    lvm.conf(5)'s default; lvm2 2.03.16 refuses --errorwhenfull here.) lvm2 puts the metadata in one
-    piece on one disk.
+    lvm.conf(5)'s default; lvm2 2.03.16 refuses --errorwhenfull here.) lvm2 puts the metadata in
+    one contiguous range on one disk.
     """
     lvm(
         "lvcreate",
@@ -258,9 +265,11 @@ def create_pool(
 
 
 def create(lvm: Lvm, group: str, pool: str, volume: New) -> None:
-    """Make, tag and activate a thin volume in a pool (lvcreate(8)). Raises NameTaken.
+    """Make, tag and activate a thin volume in a pool (lvcreate(8)).
 
-    The volume takes room in the pool only as it is written.
+    Raises NameTaken if a volume has its name.
+
+    The volume takes chunks of the pool only as it is written.
     """
     lvm(
         "lvcreate",
@@ -280,7 +289,9 @@ def snapshot(
     read_only: bool,
     tuning: Tuning = AS_IT_IS,
 ) -> None:
-    """Make and tag a snapshot of a thin volume, in the same pool (lvcreate(8)). Raises NameTaken.
+    """Make and tag a snapshot of a thin volume, in the origin's pool (lvcreate(8)).
+
+    Raises NameTaken if a volume has the snapshot's name.
 
     Snapshot and origin share blocks, and either may be removed without the other. A writable
     snapshot is activated, a read-only one is not.
@@ -299,7 +310,10 @@ def snapshot(
 def extend_metadata(
     lvm: Lvm, group: str, pool: str, *, by_bytes: int, disks: Sequence[str] = ()
 ) -> None:
-    """Grow a pool's metadata, and the group's spare to the same size. Raises NoSpace."""
+    """Grow a pool's metadata, and the group's spare to the same size.
+
+    Raises NoSpace if there are too few free extents.
+    """
     lvm("lvextend", "--poolmetadatasize", f"+{by_bytes}b", "--", f"{group}/{pool}", *disks)
 
 
@@ -345,7 +359,7 @@ def differing(printed: BinaryIO) -> Iterator[Run]:
 
 
 def _runs(printed: BinaryIO, holder: str, elements: Mapping[str, tuple[str, str]]) -> Iterator[Run]:
-    """Parse the ranges in the XML of a program, piece by piece. Raises BadReport.
+    """Parse the ranges in the XML of a program while the program prints it. Raises BadReport.
 
     A tree of the whole XML would take gigabytes for a large pool. Output without the element
     `holder` is that of a pool without the volume.

@@ -26,8 +26,8 @@ AUTO: Literal["auto"] = "auto"
 READ_AHEAD_UNIT_BYTES = mmap.PAGESIZE
 # Limit of read-ahead: far more than any disk profits from. lvm2 would accept a terabyte.
 MOST_READ_AHEAD_BYTES = 1 << 30
-# Limit of recovery rates: an int in drivers/md/dm-raid.c. lvm2 2.03.16 silently truncates larger
-# ones.
+# Limit of recovery rates, in KiB a second: an int in drivers/md/dm-raid.c. lvm2 2.03.16 silently
+# truncates larger rates.
 MOST_RECOVERY_KIB = (1 << 31) - 1
 
 _SECTOR_BYTES = 512
@@ -50,8 +50,8 @@ class Tuning:
     """Settings of a volume, or changes of them; None means unspecified, 0 means no limit.
 
     Recovery rates are in KiB a second on each disk. I/O limits are in operations or bytes a second;
-    a limit per GiB is multiplied by the volume's size. Of a fixed limit and one per GiB the lower
-    holds.
+    a limit per GiB is multiplied by the volume's size. Of a fixed limit and a limit per GiB the
+    lower one counts.
     """
 
     read_ahead_bytes: int | Literal["auto"] | None = None
@@ -71,7 +71,7 @@ class Tuning:
 
     @property
     def of_raid(self) -> Sequence[str]:
-        """The names of the settings here that only a RAID volume can have."""
+        """The names of these settings that only a RAID volume can have."""
         return [
             setting.part for setting in SETTINGS if setting.of_raid and setting.part in self._said()
         ]
@@ -104,7 +104,7 @@ class Tuning:
         return replace(self, bound_recovery_kib=bound_kib if is_lower else 0)
 
     def lacking_in(self, present: Self) -> Self:
-        """The specified settings in which a volume with the settings `present` differs."""
+        """The specified settings that differ from a volume's present settings, `present`."""
         changes = {key: value for key, value in self._said().items() if value != vars(present)[key]}
         return type(self)(**changes)
 
@@ -123,7 +123,7 @@ class Tuning:
         return bool(_LIMITS & {key for key, value in vars(self).items() if value})
 
     def io_max(self, size_bytes: int) -> IoMax:
-        """The I/O limits of a volume of a size, for its cgroup."""
+        """The I/O limits of a volume of `size_bytes`, for its cgroup."""
         return IoMax(
             read_bytes=self._limit("read_bandwidth", size_bytes, LEAST_BANDWIDTH_BYTES),
             write_bytes=self._limit("write_bandwidth", size_bytes, LEAST_BANDWIDTH_BYTES),
@@ -140,7 +140,7 @@ class Tuning:
         return min(limits, default=0)
 
     def words(self) -> list[str]:
-        """The options of lvcreate(8) and lvchange(8) for these settings; `tags` has the rest."""
+        """The options of lvcreate(8) and lvchange(8) for these settings; `tags` has the others."""
         specified = self._said()
         if self.bound_recovery_kib:
             specified["maximum_recovery_kib"] = self.bound_recovery_kib
@@ -152,7 +152,7 @@ class Tuning:
         ]
 
     def tags(self) -> dict[str, str]:
-        """Carver's tags for these settings."""
+        """The values of Carver's tags for these settings, by the tags' keys."""
         specified = self._said()
         tags_of_settings = {
             setting.tag: str(specified[setting.part])
@@ -202,7 +202,8 @@ def _rate(column: str) -> int:
 
 
 _MINIMUM, _MAXIMUM = "raid_min_recovery_rate", "raid_max_recovery_rate"
-# Table of all settings: reading reports, lvcreate and lvchange go by these rows.
+# Table of all settings: by it reports are read, and the options and tags for lvcreate and lvchange
+# are made.
 SETTINGS: Sequence[Setting] = (
     Setting("read_ahead_bytes", "lv_read_ahead", "--readahead", _read_ahead, _sectors),
     Setting("minimum_recovery_kib", _MINIMUM, "--minrecoveryrate", _rate, of_raid=True),
@@ -218,7 +219,7 @@ SETTINGS: Sequence[Setting] = (
 )
 # Fields of Tuning that together decide the option of the maximum recovery rate, and its tag.
 _MAXIMUM_PARTS = {"maximum_recovery_kib", "bound_recovery_kib"}
-# Columns of lvm2's report that have settings.
+# Columns of lvm2's report with the settings of a volume.
 COLUMNS = tuple(setting.column for setting in SETTINGS if setting.column)
 # Fields of Tuning with I/O limits.
 _LIMITS = {setting.part for setting in SETTINGS if setting.tag}
@@ -237,14 +238,14 @@ def reported(row: Mapping[str, str], own_tags: Mapping[str, str]) -> Tuning:
 
 
 def limits(own_tags: Mapping[str, str]) -> Tuning:
-    """The I/O limits of a volume by its tags; a tag that is not a number counts as no limit."""
+    """The I/O limits of a volume by its tags; a tag whose text is no number counts as no limit."""
     texts = {setting.part: own_tags.get(setting.tag, "") for setting in SETTINGS if setting.tag}
     return Tuning(**{part: tags.number(text) or 0 for part, text in texts.items()})
 
 
 # Tuning without any setting specified: a change of nothing.
 AS_IT_IS = Tuning()
-# Settings of a volume that was created without any.
+# Settings of a volume that was created with no setting specified.
 PLAIN = replace(Tuning(**dict.fromkeys(vars(AS_IT_IS), 0)), read_ahead_bytes=AUTO)
 
 

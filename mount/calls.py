@@ -23,7 +23,7 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
 
 class Calls:
-    """Base of classes that use newer system calls, or on kernels before 5.12 the older ones."""
+    """Base of classes that use new system calls; on kernels before 5.12 they use older ones."""
 
     def __init__(self, *, old_calls: bool = False) -> None:
         # For tests on newer kernels: whether to use only the system calls of kernels before 5.12.
@@ -126,7 +126,7 @@ def ioctl_number(direction: int, kind: int, number: int, size: int) -> int:
 
 
 def ioctl(path: str, request: int, argument: bytes = b"", mode: int = os.O_RDONLY) -> bytes:
-    """Open a file and ask its driver once; returns the argument as the driver changed it."""
+    """Open a file and make one ioctl(2) on it; returns the argument as the driver changed it."""
     descriptor = os.open(path, mode | os.O_CLOEXEC)
     try:
         buffer = bytearray(argument)
@@ -170,7 +170,7 @@ _BLOCK_BYTES = 4096
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """The loaded libblkid. Raises OSError, ENOSYS where the node lacks it."""
+    """The loaded libblkid. Raises OSError (ENOSYS) on a node without libblkid."""
     try:
         library = ctypes.CDLL("libblkid.so.1", use_errno=True)
     except OSError as error:

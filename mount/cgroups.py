@@ -28,7 +28,7 @@ _DEPTH = 2
 _NO_LIMIT = "max"
 # Pattern of a device's number, which begins a line of io.max and io.stat.
 _NUMBER = re.compile(r"\d+:\d+")
-# Errors of a write about a device or a cgroup that was removed.
+# Error numbers of a write to a cgroup's file after the device or cgroup was removed.
 _GONE = {errno.ENODEV, errno.ENXIO}
 
 
@@ -39,7 +39,7 @@ def _kind(in_stat: str, in_max: str) -> Any:
 
 @dataclass(frozen=True)
 class IoCount:
-    """The I/O of all pods on a device, since the device was attached.
+    """The I/O of all pods on a device, since the I/O controller was enabled for the pods.
 
     Each field is a kind of I/O that the kernel also limits: io.max refuses other keys.
     """
@@ -71,7 +71,7 @@ UNLIMITED = IoMax()
 
 
 class Cgroups:
-    """The cgroup of all pods: the one that is `configured`, or else the one found by its name.
+    """The cgroup of all pods: that of the path `configured`, or else one found by its name.
 
     `configured` is a path such as /kubepods.slice. Each method raises NoCgroup, with the reason, on
     a node where I/O cannot be limited.
@@ -85,14 +85,17 @@ class Cgroups:
         self._counted = ("", dict[DeviceNumber, IoCount]())
 
     def look(self) -> Path:
-        """Find the directory of the pods' cgroup, if the node can control I/O; writes nothing."""
+        """Find the directory of the pods' cgroup. Raises NoCgroup without an I/O controller.
+
+        Nothing is written.
+        """
         cgroup = self._pods()
         if "io" not in _words(self._root / "cgroup.controllers"):
             raise mount_errors.NoCgroup(f"{self._root} has no I/O controller")
         return cgroup
 
     def prepare(self) -> Path:
-        """Enable the I/O controller for the pods' cgroup; returns its directory.
+        """Enable the I/O controller for the pods' cgroup; returns the cgroup's directory.
 
         Nothing is written where the controller is enabled already.
         """

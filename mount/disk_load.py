@@ -15,7 +15,7 @@ _FIELDS = 17
 class DiskLoad:
     """The I/O statistics of a disk.
 
-    - `with_class_values` is the number of I/Os completed since the disk was attached.
+    - `completed` is the number of I/Os completed since the disk was attached.
     - `waited_milliseconds` is the sum of these I/Os' times from submission to completion.
     - `in_flight` is the number of I/Os that were submitted and have not completed.
     """

@@ -327,7 +327,7 @@ def probe_grown(kernel: Kernel, device: str, made_bytes: int) -> Signature | Non
     end. Raises ProbeFailed.
 
     1. Probe the whole device. If the device is blank or has not grown, this is the result.
-    2. Probe its first `made_bytes`. If these bytes are not blank, the result of step 1 counts.
+    2. Probe the first `made_bytes`. If these bytes are not blank, the result of step 1 counts.
     3. Zero the end of the added extents, and probe the whole device again.
     """
     size_bytes = kernel.device_size_bytes(device)
@@ -459,8 +459,10 @@ def _check_failed(device: str, fs_type: str, result: Result) -> mount_errors.Che
 def check_options(fs_type: str, options: Sequence[str]) -> dict[str, str]:
     """Parse a user's mkfs options, such as `-m`, `0`, `-K`, into values by option.
 
+    Raises BadOption for an option that is not allowed, is given twice, or has a bad value.
+
     The value of an option without a value is empty. No device is needed, so a configuration can be
-    checked with this function. Raises BadOption.
+    checked with this function.
     """
     file_system = supported(fs_type)
     checked: dict[str, str] = {}
@@ -517,7 +519,8 @@ def check_mount_options(fs_type: str, options: Sequence[str], mount_options: Seq
 def block_bytes(fs_type: str, options: Sequence[str]) -> int:
     """The size of I/O of a file system that is made with a user's mkfs options.
 
-    0 if it is the device's logical block size, or unknown. Raises BadOption.
+    The size is 0 if it is that of the device's logical blocks, or unknown. Raises BadOption for an
+    option that is not allowed.
     """
     if fs_type not in FILE_SYSTEMS:
         return 0
@@ -563,7 +566,9 @@ def check_size(fs_type: str, size_bytes: int) -> None:
 
 
 def grow(kernel: Kernel, mount: table.Mount) -> None:
-    """Grow a mounted file system to its device's size, if it is smaller. Raises GrowFailed.
+    """Grow a mounted file system to its device's size, if the file system is smaller.
+
+    Raises GrowFailed if the kernel refuses, or the mount's source is another device.
 
     `mount` must be writable, as the kernel requires. Each NodeExpandVolume and NodeStageVolume
     calls this, so ioctls are used: a process, such as resize2fs(8), would take most of the time of
@@ -598,14 +603,14 @@ def _about_refusal(kernel: Kernel, mount: table.Mount) -> str:
 
 
 def gives_uuid(fs_type: str, options: Sequence[str]) -> bool:
-    """Whether a user's mkfs options set the UUID of the file system. Raises BadOption."""
+    """Whether a user's mkfs options set a UUID. Raises BadOption for an option not allowed."""
     option, word = supported(fs_type).uuid
     value = check_options(fs_type, options).get(option)
     return value is not None and any(part.startswith(word) for part in value.split(","))
 
 
 def fixed_uuid(fs_type: str, options: Sequence[str]) -> str:
-    """The UUID that a user's mkfs options set; empty if they set none, or a random one."""
+    """The UUID that a user's mkfs options set; empty if they set none, or a random UUID."""
     option, word = supported(fs_type).uuid
     for part in check_options(fs_type, options).get(option, "").split(","):
         with suppress(ValueError):
@@ -615,7 +620,7 @@ def fixed_uuid(fs_type: str, options: Sequence[str]) -> str:
 
 
 def _without_unknown(features: Sequence[Feature], stderr: str) -> Sequence[Feature]:
-    """The features that an mkfs knows, by its error message about the first unknown one."""
+    """The features that an mkfs knows, by its error message about the first unknown feature."""
     unknown = _UNKNOWN_OPTION.search(stderr)
     for index, feature in enumerate(features):
         if unknown is not None and unknown.groups() == (feature.option, feature.name):
@@ -684,13 +689,16 @@ _POLYNOMIAL = 0x82F63B78
 
 
 def is_on(kernel: Kernel, device: str) -> bool:
-    """Whether a device has the magic number of a btrfs, even of a damaged one."""
+    """Whether a device has the magic number of a btrfs, even of a damaged btrfs."""
     size_bytes, offset = kernel.device_size_bytes(device), _OFFSETS[0]
     return offset + _SIZE <= size_bytes and kernel.read(device, offset, _SIZE)[_MAGIC_AT] == _MAGIC
 
 
 def renew(kernel: Kernel, device: str) -> None:
-    """Give the btrfs on an unmounted device a new random UUID. Raises RenewFailed."""
+    """Give the btrfs on an unmounted device a new random UUID.
+
+    Raises RenewFailed if no superblock is undamaged, with a checksum of type crc32c.
+    """
     identity = uuid.uuid4().bytes
     superblocks = list(_superblocks(kernel, device))
     if not superblocks:

@@ -109,7 +109,7 @@ ATTRIBUTES: Final = {
 }
 # Words of the attributes of access time, of which a mount has one.
 ATIME: Final = frozenset({"noatime", "relatime", "strictatime"})
-# Flags of the superblock for mount(2); the new system calls take them by name.
+# Superblock flags of mount(2), by the words that fsconfig(2), the newer call, takes instead.
 _SUPERBLOCK_MS = {"ro": 1, "sync": 16, "mand": 64, "dirsync": 128, "lazytime": 1 << 25}
 # Flags of a mount that a bind remount would clear unless they are given again, as statvfs(3)
 # reports them: all ST_* equal MS_* except ST_NOSYMFOLLOW of <linux/statfs.h>.
@@ -303,7 +303,7 @@ class Kernel(DiskLoads, Growth):
     # Descriptors of paths, and the steps of mounting.
 
     def _at(self, path: str) -> block_io.closing:
-        """A descriptor (O_PATH) of the file at a path; ELOOP for a link in any part of the path."""
+        """A descriptor (O_PATH) of the file at a path. Raises OSError: ELOOP for a link in it."""
         try:
             return block_io.closing(self._opened(path))
         except OSError as error:

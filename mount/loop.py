@@ -23,7 +23,7 @@ _MARK = "carver:"
 _ATTEMPTS = 16
 # Time limit of a detach that other users of the device delay, in seconds.
 _PATIENCE_SECONDS = 3
-# Number of looks in a second at whether the device is detached.
+# Number of checks per second whether a loop device is detached.
 _LOOKS_A_SECOND = 50
 
 
@@ -41,7 +41,7 @@ def find(kernel: Kernel, file: str) -> str | None:
 
 
 def over(kernel: Kernel, number: DeviceNumber) -> tuple[str, ...]:
-    """The paths of Carver's read-only loop devices over the block device (major, minor).
+    """The paths of Carver's read-only loop devices over the block device `number`.
 
     Other loop devices are left to their makers. For example, kubelet attaches one over each device
     that a pod uses, so that the device cannot be removed (volume_path_handler_linux.go).
@@ -81,7 +81,7 @@ def attach(kernel: Kernel, file: str) -> str:
         return _writable(kernel, file, device)
     device = _configure(kernel, file, read_only=False, name=file)
     # Another process may have attached the same file meanwhile. Writes by two loop devices would
-    # corrupt the file. So both processes look again, and keep the device with the lower number.
+    # corrupt the file. So both processes search again, and keep the device with the lower number.
     first_device = find(kernel, file)
     if first_device is not None and first_device != device:
         detach(kernel, device)
@@ -113,7 +113,8 @@ def detach(
 ) -> None:
     """Detach a loop device, if it is attached. Raises Busy, LoopFailed.
 
-    A wait for other users of the device takes place within the context manager `waiting`.
+    Where other users have the device open, this function waits within the context manager
+    `waiting`, for three seconds at most.
     """
     if _status(kernel, device) is None:
         return
@@ -147,7 +148,7 @@ def grow(kernel: Kernel, device: str) -> None:
 
 
 def _own(kernel: Kernel, number: DeviceNumber) -> Iterator[tuple[str, LoopStatus]]:
-    """Yield Carver's read-only loop devices over a block device, by number."""
+    """Yield Carver's read-only loop devices over the block device with a number."""
     device_number = os.makedev(*number)
     for device in kernel.loop_devices():
         status = _status(kernel, device)
@@ -164,7 +165,7 @@ def _is_on(status: LoopStatus, file: os.stat_result) -> bool:
 
 
 def _status(kernel: Kernel, device: str) -> LoopStatus | None:
-    """The status of a loop device; None if nothing is attached to it (any more)."""
+    """The status of a loop device; None if no file is attached to the device, or no longer."""
     try:
         return kernel.loop_status(device)
     except OSError as error:

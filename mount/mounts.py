@@ -16,7 +16,7 @@ from mount.table import DeviceNumber, Mount, Table
 # Error numbers that file systems return for damage: EUCLEAN for the kernel's EFSCORRUPTED, EBADMSG
 # for EFSBADCRC.
 _DAMAGE = (errno.EUCLEAN, errno.EBADMSG)
-# Options in mountinfo that must equal the requested ones. Options of the file system's own are not
+# Options in mountinfo that must equal the requested ones. Options of the file system itself are not
 # compared, as the kernel shows them in other words than were given.
 _COMPARED = {"nosuid", "nodev", "noexec", "noatime", "relatime", "nodiratime", "nosymfollow"}
 
@@ -145,7 +145,7 @@ def device_number(kernel: Kernel, device: str) -> DeviceNumber:
 
 @contextmanager
 def _undoing(kernel: Kernel, source: str, path: str) -> Iterator[None]:
-    """Unmount a new mount again if the `with` block finds that it is not as requested."""
+    """Unmount a new mount if the `with` block raises MountConflict; then raise MountFailed."""
     try:
         yield
     except mount_errors.MountConflict as error:
@@ -259,7 +259,7 @@ def node(kernel: Kernel, path: str) -> DeviceNumber | None:
 
 
 def _root_of(holder: Mount, path: str) -> str:
-    """The path of `path` within the file system of the mount `holder` that it is in."""
+    """The path of the file at `path` within the file system of its mount, `holder`."""
     path_inside = path[len(holder.path.rstrip("/")) :]
     return (holder.root.rstrip("/") + path_inside) or "/"
 
@@ -306,7 +306,7 @@ def _why(error: OSError) -> str:
 
 
 def bound_nodes(kernel: Kernel, mounts: Table) -> list[tuple[Mount, DeviceNumber]]:
-    """All binds of block device nodes in a mount table, in its order, with the devices' numbers."""
+    """All binds of block device nodes in a mount table, in the table's order, with the numbers."""
     binds = [bind for bind in mounts.of_types(table.NODE_HOLDERS) if bind.root != "/"]
     return [(bind, number) for bind in binds if (number := node(kernel, bind.path)) is not None]
 
@@ -402,7 +402,7 @@ def require_unused(kernel: Kernel, device: str) -> None:
 
 
 def require_blank(kernel: Kernel, device: str) -> None:
-    """Raise NotVacant for a device with any signature. Raises ProbeFailed."""
+    """Raise NotVacant for a device with any signature, ProbeFailed if it cannot be read."""
     if (signature := filesystem.probe(kernel, device)) is not None:
         raise mount_errors.NotVacant(device, f"holds {signature}", _emptied(device))
 

@@ -35,7 +35,7 @@ from mount.command import (
 _LOOK_SECONDS, _END_SECONDS = 1.0, 0.01
 # The most bytes that one read returns.
 _PIECE_BYTES = 1 << 16
-# The most bytes of an answer in a conversation: a report of ten thousand volumes has a tenth.
+# The most bytes of an answer in a conversation: a report of ten thousand volumes has a tenth of it.
 _MOST_BYTES = 256 << 20
 
 
@@ -57,8 +57,8 @@ class Terminal:
         self._prompt = prompt
         terminal, its_terminal = os.openpty()
         reports, its_reports = os.pipe()
-        # The ends are files and not bare descriptors, as a file can be closed twice. The files are
-        # unbuffered, as poll(2) sees only what is not in a buffer.
+        # The ends of terminal and pipe are files and not bare descriptors, as a file can be closed
+        # twice. The files are unbuffered, as poll(2) sees only what is not in a buffer.
         self._terminal = os.fdopen(terminal, "r+b", buffering=0)
         self._reports = os.fdopen(reports, "rb", buffering=0)
         with (
@@ -118,7 +118,7 @@ class Terminal:
         return int(pages) * mmap.PAGESIZE
 
     def end(self, seconds: float) -> bool:
-        """End the program; return whether it ended within so many seconds."""
+        """End the program; return whether it ended within `seconds`."""
         deadline = time.monotonic() + seconds
         if not self._terminal.closed:
             # SIGTERM is sent before the terminal is closed: at the end of its input, the shell
@@ -189,7 +189,8 @@ ENVIRONMENT = {
     "LVM_SUPPRESS_FD_WARNINGS": "1",
 }
 
-# Time that a program has to end after SIGTERM, in seconds: lvm2 completes its present step in it.
+# Time that a program has to end after SIGTERM, in seconds. In this time lvm2 completes its present
+# step.
 _GRACE_SECONDS = 10.0
 
 # Command that runs a program in the host's namespaces, with the host's lvm2, udev and locks.
@@ -213,7 +214,7 @@ class Programs:
         """Run a program to its end, and return its result.
 
         Raises ProgramMissing, and CommandTimedOut if the time limit passes before the program ends.
-        If the program even outlasts SIGTERM, that is CommandStuck.
+        Raises CommandStuck if the program does not end after SIGTERM either.
         """
         words = self._with_namespace(words)
         remaining = remaining_seconds()
@@ -276,7 +277,7 @@ def _execute(
 ) -> tuple[Result, bool]:
     """Run a program; return its result, and whether the program ended within the time limit.
 
-    Raises CommandStuck.
+    Raises CommandStuck if the program does not end after SIGTERM.
     """
     if words[0] in ("lvm", HOST_NAMESPACES[0]):
         return _by_sh(words, timeout_seconds)
@@ -292,8 +293,8 @@ def start(
 ) -> "subprocess.Popen[bytes]":
     """Start a program other than lvm2, with pipes for its output and errors.
 
-    If it `reads`, its input is a pipe, else it is empty. If `environment` is None, the program has
-    this process's environment. Raises ProgramMissing, OSError.
+    If `reads`, the program's standard input is a pipe, else it is empty. If `environment` is None,
+    the program has this process's environment. Raises ProgramMissing, OSError.
     """
     try:
         return subprocess.Popen(
@@ -380,7 +381,7 @@ def _ended(
 ) -> tuple[int, bool]:
     """Wait for a program; return its exit code, and whether the program ended in time.
 
-    Sends SIGTERM at the time limit. Raises CommandStuck.
+    Sends SIGTERM at the time limit. Raises CommandStuck if the program does not end after SIGTERM.
     """
     if timeout_seconds is None:
         return _exit_code(running), True

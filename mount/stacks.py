@@ -1,4 +1,4 @@
-"""The disks below a block device, by sysfs: whether a request or a discard makes them zero.
+"""The disks below a block device, by sysfs: whether a request or a discard zeroes their blocks.
 
 Directories of sysfs are strings here, and are resolved only to find a name: each erase reads the
 stack, and resolving a path takes longer than reading an attribute.
@@ -82,7 +82,7 @@ def leaves(directory: str) -> Iterator[str]:
 def discard_doubts(directory: Path, file_system: LoopFile) -> Mapping[str, str]:
     """The disks that may not read as zeroes after a discard, by name, each with the reason.
 
-    The disks looked at are those below a logical volume, or the disk itself. A disk is left out
+    The disks are those below a logical volume, or the disk itself. A disk is left out
     only if the kernel's attributes prove that a discard zeroes it.
     """
     directory_path = str(directory)

@@ -135,7 +135,7 @@ class Table:
         )
 
     def holding(self, path: str) -> Mount | None:
-        """The mount that a path is in: the topmost one at the path or at its nearest parent."""
+        """The mount that a path is in: the topmost mount at the path or at its nearest parent."""
         while True:
             if mount := self.top(path):
                 return mount
