@@ -126,7 +126,7 @@ def ioctl_number(direction: int, kind: int, number: int, size: int) -> int:
 
 
 def ioctl(path: str, request: int, argument: bytes = b"", mode: int = os.O_RDONLY) -> bytes:
-    """Open a file and make one ioctl(2) on it; returns the argument as the driver changed it."""
+    """Make one ioctl on the file at a path; return the argument as the driver changed it."""
     descriptor = os.open(path, mode | os.O_CLOEXEC)
     try:
         buffer = bytearray(argument)

@@ -38,7 +38,7 @@ _ANSWER_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Class:
-    """A device class. `largest_bytes` is the size of the largest volume that it can have now.
+    """A device class. `largest_bytes` is the size of the largest volume possible in it now.
 
     `largest_bytes` is what GetCapacity reports. It is None where the class's group is not on this
     node, or the class's pool does not answer.
@@ -153,7 +153,7 @@ class Snapshot:
 class Overview:
     """The overview of a node at one moment.
 
-    `serving` is whether a process answers at the CSI socket, `endpoint`.
+    `serving` is whether a process answers at the CSI socket, whose path is `endpoint`.
     """
 
     node: str
@@ -169,7 +169,11 @@ class Overview:
 
 
 def read(settings: Config, host: Host) -> Overview:
-    """Read the overview of this node; raises NotReady, and the errors of lvm2's report."""
+    """Read the overview of this node.
+
+    Raises NotReady if the file of a volume group has no loop device, and the errors
+    of lvm2's report.
+    """
     node_groups = volume_groups(settings, host)
     reports = Reports(node_groups)
     activator = Activator(node_groups, host.devices, reports)
@@ -219,7 +223,10 @@ def _progress(endpoint: Path) -> Mapping[str, str]:
 
 
 def volume_groups(settings: Config, host: Host) -> VolumeGroups:
-    """Return this node's volume groups, with the same settings as the service; raises NotReady."""
+    """Return this node's volume groups, with the same settings as the service.
+
+    Raises NotReady if the file of a volume group has no loop device.
+    """
     lvm, devices = group_definitions.look(host.run, host.kernel, settings)
     configuration = Configuration(settings)
     return VolumeGroups(
@@ -330,7 +337,8 @@ def _health(found_conditions: Iterable[Condition]) -> Iterator[Health]:
 def _use(kernel: Kernel, volume_mounts: Sequence[Mount]) -> usage.Usage | None:
     """The usage of a volume's file system, by the first place where the volume is mounted.
 
-    None for a volume that is not mounted, and for one whose device is bind-mounted.
+    None for a volume that is not mounted, for a volume whose device is bind-mounted, and for a file
+    system that does not answer.
     """
     if volume_mounts and volume_mounts[0].root == "/":
         with suppress(mount_errors.MountError):  # the volume's health reports a mount that fails

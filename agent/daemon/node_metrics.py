@@ -166,7 +166,7 @@ def _outcome(words: Sequence[str], result: Result) -> str:
 
 
 class Scrape:
-    """The state that the rows of one scrape share; each property is computed once, when needed."""
+    """The state that all rows of one scrape share; each property is computed once, if needed."""
 
     def __init__(self, service: Service, registration: Registration) -> None:
         self.service, self.registration = service, registration
@@ -402,7 +402,7 @@ OF_GROUPS: tuple[Row, ...] = (
         ("snapshot",), _snapshots_used),
 )
 
-# Metrics of thin pools, for which the kernel is asked; these are measured last.
+# Metrics of thin pools, for which the kernel is queried; these metrics are measured last.
 OF_POOLS: tuple[Row, ...] = (
     Row("carver_class_available_bytes",
         "The largest volume of the class that can be created, as GetCapacity says.",

@@ -211,7 +211,7 @@ class Service:
         return self.autoextender.looks, self.auto_repair.looks, self.inline_volumes.looks
 
     def start(self, path: Path) -> None:
-        """Start to serve on a Unix socket that only root can open."""
+        """Serve on a Unix socket that only root can open, and start to sweep inline volumes."""
         # Restrict the mode by the umask: with chmod(2), any user could connect between bind and
         # chmod.
         umask = os.umask(0o177)
@@ -225,8 +225,8 @@ class Service:
     def stop(self) -> None:
         """Stop serving: let RPCs in flight end, then end background work at its next safe point.
 
-        An RPC or a job that does not end in time is abandoned: a disk that hangs must keep neither
-        the process from ending, nor the deferred tags of another group from being written.
+        An RPC or a job that does not end in time is abandoned: a disk that hangs must not keep the
+        process from ending, or the deferred tags of another group from being written.
         """
         self.inline_volumes.looks.stop()
         self.context.limiter.task.stop()

@@ -101,8 +101,8 @@ def startup(
     """Return a task that retries `begin` until it succeeds, and then admits RPCs.
 
     After the admission the task calls `background_work`, and is not run again. While `begin` fails,
-    RPCs that need LVM are refused with its error. `begin` checks the state before each step, so it
-    may fail, or be killed, at any step.
+    RPCs that need LVM are refused with the error of `begin`. `begin` checks the state before each
+    step, so `begin` may fail, or be killed, at any step.
     """
 
     def attempt() -> None:
@@ -127,8 +127,8 @@ def startup(
     return task
 
 
-# Time, in seconds, for which start-up waits for all volume groups; afterwards it waits only until
-# some group is recovered.
+# Time, in seconds, for which start-up waits for all volume groups; afterwards start-up waits only
+# until one of the groups is recovered.
 _OTHERS_SECONDS = 3.0
 # Interval, in seconds, at which the recovery of a group that does not answer is retried.
 _RETRY_SECONDS = 60.0
@@ -142,7 +142,7 @@ class Recovery:
 
     Recovery is the first job of the group's background worker (agent/work/group_worker.py), and
     finds the worker's other jobs. `recover` returns whether all work of the group is resumed; if
-    not, as for an absent group, the group is retried.
+    not, as for an absent group, the recovery of the group is retried.
     """
 
     def __init__(self, volume_groups: VolumeGroups, recover: Callable[[str], bool]) -> None:

@@ -86,7 +86,7 @@ class Capability:
         )
 
     def check_for(self, fs_type: str, field: str) -> None:
-        """Check the mount flags for a file system; raises BadField."""
+        """Raise BadField for mount flags that a file system does not have."""
         check_mount_options(f"{field}.mount.mount_flags", self.mount_flags, fs_type)
 
     @property
@@ -125,7 +125,7 @@ _NOT_IN_A_NAME = re.compile("[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009
 
 
 def required(wire: Message, field: str) -> Any:
-    """The value of a field of a request; raises Missing for an empty value."""
+    """The value of a field of a request; raises Missing if the field is empty."""
     if not (value := getattr(wire, field)):
         raise errors.Missing(field)
     return value
@@ -575,7 +575,10 @@ def publish_context(*, read_only: bool) -> Mapping[str, str]:
 def _is_attached_read_only(
     wire: csi.NodeStageVolumeRequest | csi.NodePublishVolumeRequest,
 ) -> bool:
-    """Whether the publish_context of a request says that the volume is attached read-only."""
+    """Whether the publish_context of a request says that the volume is attached read-only.
+
+    Raises NotAllowed for another value than "true" and "false".
+    """
     text = wire.publish_context.get(ATTACHED_READ_ONLY, "false")
     if text not in {"true", "false"}:
         raise errors.NotAllowed(f"publish_context[{ATTACHED_READ_ONLY}]", text, ("true", "false"))
@@ -770,7 +773,7 @@ def keys_of(secrets: Mapping[str, str]) -> Keys:
 
 
 def _check_generation(sent: Keys) -> None:
-    """Raise BadField if the name of a key does not fit into a tag, or is the key itself."""
+    """Raise BadField if the name of a key is unfit for a tag, or equals the key itself."""
     field = f"secrets[{secret.GENERATION}]"
     if sent.generation and not _GENERATION.fullmatch(sent.generation):
         raise errors.BadField(

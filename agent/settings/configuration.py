@@ -10,8 +10,8 @@ from agent.settings.settings import SETTINGS, Config
 class Configuration:
     """The settings, classes and groups of a process, which a reload of the file replaces.
 
-    Users read `now` at each use and keep no copy of it. Only a call that needs a device class twice
-    may keep the class, which is an immutable record.
+    Users read `now` at each use and keep no copy of the configuration. Only a call that needs a
+    device class twice may keep the class, which is an immutable record.
     """
 
     def __init__(self, config: Config) -> None:
