@@ -308,11 +308,11 @@ class Devices:
         return self._mapper.thin_id(names.device(group, name))
 
     def pool_data(self, group: str, pool: str) -> str:
-        """The path of the device with a pool's data. Raises Inactive if there is no such device."""
+        """The path of the device with a thin pool's data. Raises Inactive if there is no device."""
         return self._part(group, pool, _DATA_PART)
 
     def pool_metadata(self, group: str, pool: str) -> str:
-        """The path of the device with a pool's metadata. Raises Inactive if there is no device."""
+        """The path of the device with a thin pool's metadata. Raises Inactive if there is none."""
         return self._part(group, pool, _METADATA_PART)
 
     def reserve_metadata(self, group: str, pool: str) -> None:

@@ -1,7 +1,7 @@
 """Caches on fast disks for volumes and thin pools on slow disks (lvmcache(7)): attach and detach.
 
-The fast disks of a group have the tag FAST, and nothing but caches lies on them. A cache is a
-"cachevol": a linear volume with both data and metadata of a dm-cache or dm-writecache. A thin
+The fast disks of a volume group have the tag FAST, and nothing but caches lies on them. A cache is
+a "cachevol": a linear volume with both data and metadata of a dm-cache or dm-writecache. A thin
 pool's cache is below the pool's data. The pool's metadata have no cache: if they had one, the loss
 of a fast disk would lose the pool.
 
@@ -34,8 +34,8 @@ _TENTH = Reserve(percent=10)
 # the name of that hidden volume.
 _POOL_DATA = "_tdata"
 
-# Suffixes of a cachevol's name. The first follows the name of the cachevol's volume or pool; the
-# second follows the first while the cachevol is attached. names.py gives no other volume such a
+# Suffixes of a cachevol's name. The first follows the name of the cachevol's volume or thin pool;
+# the second follows the first while the cachevol is attached. names.py gives no other volume such a
 # name.
 _SUFFIX, _HIDDEN = "_cache", "_cvol"
 
@@ -73,7 +73,7 @@ class Cache:
         return -(-max(wished_bytes, LEAST_BYTES) // extent_size_bytes)
 
     def of_pool(self, group: Group) -> int:
-        """The size of a pool's cache, in extents.
+        """The size of a thin pool's cache, in extents.
 
         The size is calculated for a pool on all slow disks, as the pool may grow to that size.
         """
@@ -133,7 +133,7 @@ def has_room(group: Group, pool: str, cache: Cache) -> bool:
 
 
 def attach(lvm: Lvm, group: Group, name: str, cache: Cache, extents: int) -> None:
-    """Attach a cache to a volume or pool (lvconvert(8)).
+    """Attach a cache to a volume or thin pool (lvconvert(8)).
 
     The cache is the volume's detached cachevol, if there is one, else a new cachevol of `extents`.
     lvm2 commits a new cachevol, and then its attachment: a killed lvm2 leaves a detached cachevol.
@@ -190,7 +190,7 @@ def can_be_origin(volume: LogicalVolume) -> bool:
 
 
 def is_cached(volume: LogicalVolume) -> bool:
-    """Whether a volume or pool has a cache now, by lvm2's report.
+    """Whether a volume or thin pool has a cache now, by lvm2's report.
 
     Operations on data depend on this alone, and not on the tag. The tag says which cache was
     requested, and an operator may have attached or detached a cache since (lvconvert(8)).
@@ -209,7 +209,7 @@ def attached(volume: LogicalVolume) -> str:
 
 
 def detached_cachevol(group: Group, name: str) -> str:
-    """The name of the detached cachevol of a volume or pool; empty for none.
+    """The name of the detached cachevol of a volume or thin pool; empty for none.
 
     lvm2 does not record to which volume a detached cachevol belonged. So the name decides, and the
     rest must agree: a linear volume, without tags, on fast disks alone.

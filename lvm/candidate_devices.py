@@ -1,10 +1,10 @@
 """Choose the block devices that may be physical volumes, by sysfs and the filters of lvm.conf(5).
 
 Why: what is read as a physical volume decides which disks lvm2 gets. A pod can write anything to
-its volume, also an LVM label with the UUID of a group of the node. So a device that stands on a
-logical volume must never be read. Other devices are further views of a disk that has a device of
-its own, such as a path of a multipath disk or a loop device over the disk: read as well, they would
-look like copies of that disk.
+its volume, also an LVM label with the UUID of a volume group of the node. So a device that stands
+on a logical volume must never be read. Other devices are further views of a disk that has a device
+of its own, such as a path of a multipath disk or a loop device over the disk: read as well, they
+would look like copies of that disk.
 
 Idea: sysfs shows how devices are stacked, and is read without touching a disk. A device is excluded
 by what it is, by what is below it, and by what uses it:
@@ -217,7 +217,7 @@ class BlockDevices:
         return self._devices.get(device.disk, device).sequence
 
     def active_groups(self, name: str) -> frozenset[str]:
-        """The UUIDs of the groups that have active volumes directly on a device."""
+        """The UUIDs of the volume groups that have active volumes directly on a device."""
         holders = (self._devices.get(holder) for holder in self._devices[name].holders)
         return frozenset(device.group_uuid for device in holders if device and device.is_volume)
 
@@ -274,7 +274,7 @@ class _Device:
 
     @property
     def group_uuid(self) -> str:
-        """The UUID of the volume's group: half of the device-mapper UUID (build_dm_uuid())."""
+        """The UUID of the volume group, by the volume's device-mapper UUID (build_dm_uuid())."""
         return dashed(self._word("dm/uuid").removeprefix(_VOLUME_UUID)[:32])
 
     @cached_property

@@ -68,8 +68,8 @@ class ThinPool:
     """The status of a thin pool (thin-provisioning.rst). Metadata blocks have 4096 bytes."""
 
     size_bytes: int
-    # The pool's mode: rw, ro, out_of_data_space, or fail. In a failed pool, all numbers of blocks
-    # are 0.
+    # The thin pool's mode: rw, ro, out_of_data_space, or fail. In a failed pool, all numbers of
+    # blocks are 0.
     mode: str
     needs_check: bool = False
     used_data_blocks: int = 0
@@ -78,7 +78,7 @@ class ThinPool:
     metadata_blocks: int = 0
     # Whether some program has reserved the metadata snapshot, to read the metadata by it.
     has_metadata_snapshot: bool = False
-    # The transaction that lvm2 passed to the kernel last; None in a failed pool.
+    # The transaction that lvm2 passed to the kernel last; None in a failed thin pool.
     transaction_id: int | None = None
 
     @property

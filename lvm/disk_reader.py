@@ -1,9 +1,9 @@
 """Read all disks of the node at the same time: labels, fingerprints, error counters.
 
 Why: a disk may keep a read waiting for ever, and lvm2 reads all disks in one process, which then
-hangs. Without this module one hung disk would stop all groups of the node. With it, finding the
-disks takes ten seconds at most, and the groups on the other disks stay usable. lvm/labels.py says
-what is read of a disk.
+hangs. Without this module one hung disk would stop all volume groups of the node. With it, finding
+the disks takes ten seconds at most, and the groups on the other disks stay usable. lvm/labels.py
+says what is read of a disk.
 
 Idea: each disk has a thread of its own, in which all its reads happen one after another.
 
@@ -61,8 +61,8 @@ class Unanswered(Unreadable):
 
 # Result of a scan for one block device.
 Found = PhysicalLabel | Damaged | Unreadable | Excluded
-# State of a group's metadata on its disks. Two fingerprints of the same disks are equal only if
-# lvm2 committed nothing in between.
+# State of a volume group's metadata on its disks. Two fingerprints of the same disks are equal only
+# if lvm2 committed nothing in between.
 Fingerprint = tuple[Mark, ...]
 
 
@@ -126,7 +126,7 @@ class Disks:
     def fingerprint(
         self, paths: Collection[str], patience_seconds: float = PATIENCE_SECONDS
     ) -> Fingerprint | None:
-        """Read the fingerprint of a group's metadata from the group's disks.
+        """Read the fingerprint of a volume group's metadata from the group's disks.
 
         None if a disk cannot be read or lacks an undamaged label, or if no disk has metadata.
         """

@@ -7,8 +7,8 @@ from lvm.lvm2 import Lvm
 from lvm.report import Group
 from lvm.volumes import NO_TAGS
 
-# Command that messages and documents give for adding a disk to a group. Without the option lvm2
-# makes a metadata area of 1 MiB, and the smallest area limits the metadata of the whole group.
+# Command that messages and documents give for adding a disk to a volume group. Without the option
+# lvm2 makes a metadata area of 1 MiB, and the smallest area limits the metadata of the whole group.
 VGEXTEND = "vgextend --metadatasize 80m"
 # Number of bytes before the metadata area on a disk: a page with the label.
 LABEL_BYTES = 4096
@@ -18,7 +18,7 @@ _SECTOR_BYTES = 512
 
 
 def suitable_metadata_bytes(size_bytes: int) -> int:
-    """The size of the metadata area on each disk of a new group of `size_bytes`, in bytes.
+    """The size of the metadata area on each disk of a new volume group of `size_bytes`, in bytes.
 
     The area has room for 10,000 volumes. A group of less than 40 GiB cannot have so many volumes,
     so its area has room for one volume on each extent of 4 MiB. Such an area takes 8 KiB for each
@@ -33,7 +33,7 @@ def suitable_metadata_bytes(size_bytes: int) -> int:
 
 
 def text_room_bytes(group: Group) -> int:
-    """The maximum length of a group's metadata text, in bytes (lvm2's _vg_write_raw).
+    """The maximum length of a volume group's metadata text, in bytes (lvm2's _vg_write_raw).
 
     The smallest metadata area on the group's disks limits the text.
     """
@@ -41,7 +41,7 @@ def text_room_bytes(group: Group) -> int:
 
 
 def widest_area_bytes(group: Group) -> int:
-    """The size of the largest metadata area of a group's disks, in bytes.
+    """The size of the largest metadata area of a volume group's disks, in bytes.
 
     A further disk should have an area of this size, as the smallest area limits the whole group.
     """
@@ -49,7 +49,7 @@ def widest_area_bytes(group: Group) -> int:
 
 
 def vgextend(group: Group) -> str:
-    """Return the command that messages give for adding a disk to a group (vgextend(8)).
+    """Return the command that messages give for adding a disk to a volume group (vgextend(8)).
 
     With this command, the metadata area of the new disk is as large as the largest in the group;
     80 MiB if no area of the group is in use.
@@ -63,9 +63,9 @@ def vgextend(group: Group) -> str:
 
 
 def narrow_disks(group: Group) -> Mapping[str, int]:
-    """The disks whose metadata area is a MiB or more below the group's largest, with its size.
+    """The disks whose metadata area is smaller by a MiB or more than the volume group's largest.
 
-    The sizes are in bytes, by the names of the disks.
+    The result has the sizes of these areas, in bytes, by the names of the disks.
     """
     widest = widest_area_bytes(group)
     areas = {disk.name: disk.metadata_bytes for disk in group.disks if disk.metadata_bytes}
@@ -73,7 +73,10 @@ def narrow_disks(group: Group) -> Mapping[str, int]:
 
 
 def about_area(group: Group) -> str:
-    """The first words of a message about a group's metadata area, with the disks that limit it."""
+    """The first words of a message about a volume group's metadata area.
+
+    The words name the disks whose smaller areas limit the metadata of the whole group.
+    """
     area_title = f"the metadata area of volume group {group.name}"
     if not (narrow := narrow_disks(group)):
         return area_title
@@ -88,13 +91,13 @@ def _in_mib(size_bytes: int) -> str:
 
 
 def text_percent(group: Group) -> float:
-    """How full the metadata text of a group is, in percent of the longest text that fits."""
+    """How full the metadata text of a volume group is, in percent of the longest text that fits."""
     room = text_room_bytes(group)
     return 100 * max(0, room - group.metadata_free_bytes) / room if room else 0.0
 
 
 def is_text_full(group: Group) -> bool:
-    """Whether a group's metadata text is so full that Carver may create nothing new in the group.
+    """Whether a volume group's metadata text is too full for new volumes, snapshots or tags.
 
     The last sixteenth of the maximum length, and at least 16 KiB, is for deletions, wipes and
     repairs.
@@ -110,7 +113,7 @@ def create(
     own_tags: Mapping[str, str],
     metadata_bytes: int,
 ) -> None:
-    """Create a group of block devices that the caller has found to be blank (vgcreate(8)).
+    """Create a volume group of block devices that the caller has found to be blank (vgcreate(8)).
 
     One command makes all of the devices the group's disks, or none. Raises NameTaken if a group of
     that name exists.
@@ -124,7 +127,7 @@ def create(
 def mark(
     lvm: Lvm, name: str, *, old: Mapping[str, str] = NO_TAGS, new: Mapping[str, str] = NO_TAGS
 ) -> None:
-    """Delete the tags `old` of a group and add the tags `new` (vgchange(8)).
+    """Delete the tags `old` of a volume group and add the tags `new` (vgchange(8)).
 
     Deleting a tag that the group lacks, or adding a tag that it has, is no error.
     """
@@ -139,12 +142,12 @@ def mark_fast(lvm: Lvm, disks: Sequence[str]) -> None:
 
 
 # Settings of pvmove(8) with which pvmove's own process watches the move until it has ended. The
-# alternative, lvmpolld(8), would search all disks for the group.
+# alternative, lvmpolld(8), would search all disks for the volume group.
 _WATCHED_BY_ITSELF = ("global/use_lvmpolld=0",)
 
 
 def extend(lvm: Lvm, group: str, disk: str, metadata_bytes: int) -> None:
-    """Add a disk that the caller has found to be blank to a group (vgextend(8)).
+    """Add a disk that the caller has found to be blank to a volume group (vgextend(8)).
 
     The disk gets a metadata area of `metadata_bytes`, as each area must have room for the group's
     text. `lvm` must see the new disk beside the group's own disks.
@@ -188,12 +191,12 @@ def watch_moves(lvm: Lvm) -> None:
 
 
 def reduce(lvm: Lvm, group: str, disk: str) -> None:
-    """Remove an empty disk from its group (vgreduce(8))."""
+    """Remove an empty disk from its volume group (vgreduce(8))."""
     lvm("vgreduce", "--", group, disk)
 
 
 def reduce_missing(lvm: Lvm, group: str) -> None:
-    """Remove the missing disks from a group.
+    """Remove the missing disks from a volume group.
 
     lvm2 refuses while a volume lies on one of these disks.
     """
@@ -201,7 +204,7 @@ def reduce_missing(lvm: Lvm, group: str) -> None:
 
 
 def remove_spare(lvm: Lvm, group: str) -> None:
-    """Remove a group's spare volume for repairs of pools.
+    """Remove a volume group's spare volume for repairs of thin pools.
 
     lvm2 makes a new spare volume when it needs one.
     """

@@ -76,28 +76,28 @@ class Group:
     name: str
     uuid: str
     seqno: int
-    # The UUIDs of the group's physical volumes.
+    # The UUIDs of the volume group's physical volumes.
     disk_uuids: tuple[str, ...]
-    # Flags of the group, such as RESIZEABLE, READ, WRITE, EXPORTED.
+    # Flags of the volume group, such as RESIZEABLE, READ, WRITE, EXPORTED.
     status: frozenset[str] = frozenset()
     system_id: str = ""
     lock_type: str = ""
-    # Whether the group or a volume in the group has a tag of Carver's.
+    # Whether the volume group, or a disk or volume of the group, has a tag of Carver's.
     has_own_tags: bool = False
 
     @property
     def is_exported(self) -> bool:
-        """Whether vgexport(8) made the group ready for another machine."""
+        """Whether vgexport(8) made the volume group ready for another machine."""
         return "EXPORTED" in self.status
 
     @property
     def is_clustered(self) -> bool:
-        """Whether an lvm2 before 2.03 shared the group with other nodes (clvmd)."""
+        """Whether an lvm2 before 2.03 shared the volume group with other nodes (clvmd)."""
         return "CLUSTERED" in self.status
 
 
 def parse_group(text: str) -> Group:
-    """Parse the group and its disks from a metadata text.
+    """Parse the volume group and its disks from a metadata text.
 
     Raises Damage for a text that is not in lvm2's format, or lacks the group's UUID or seqno.
 
@@ -185,7 +185,7 @@ _LABEL = struct.Struct("<8sQII8s")
 _LABEL_CHECKED_FROM = 20
 # Header of a physical volume: UUID without dashes, size of the disk. Two lists of areas follow.
 _PV_HEADER = struct.Struct("<32sQ")
-# Extension of a physical volume's header: version, flags; and the flag of a disk in a group.
+# Extension of a physical volume's header: version, flags; and the flag of a disk in a volume group.
 _PV_EXTENSION = struct.Struct("<II")
 _PV_EXT_USED = 1
 # Data or metadata area in a list: offset and size, in bytes.
@@ -222,11 +222,11 @@ class Position:
 
 @dataclass(frozen=True)
 class Mark:
-    """A disk's part of the fingerprint of its group: an equal mark means unchanged metadata."""
+    """A disk's part of the fingerprint of its volume group; equal while the metadata stay."""
 
     uuid: str
-    # The positions of the committed metadata texts; empty where the disk is in no group, or has no
-    # metadata area in use.
+    # The positions of the committed metadata texts; empty where the disk is in no volume group, or
+    # has no metadata area in use.
     texts: tuple[Position, ...]
 
 
@@ -246,9 +246,9 @@ class Kind(enum.IntEnum):
 class PhysicalLabel:
     """A disk that is a physical volume, by its label and metadata.
 
-    `group` is None for two reasons. The disk is in no group; or the metadata are on the group's
-    other disks alone (pvcreate(8), --metadatacopies 0). In the second case `is_used` is true,
-    unless the label is by an lvm2 older than 2.02.167.
+    `group` is None for two reasons. The disk is in no volume group; or the metadata are on the
+    group's other disks alone (pvcreate(8), --metadatacopies 0). In the second case `is_used` is
+    true, unless the label is by an lvm2 older than 2.02.167.
     """
 
     uuid: str
@@ -261,7 +261,7 @@ class PhysicalLabel:
     kind: Kind = Kind.LOCAL
     # The kernel's sequence number of the disk (Disks.sequences).
     sequence: str = ""
-    # The UUIDs of the groups that have active volumes on the disk, by sysfs.
+    # The UUIDs of the volume groups that have active volumes on the disk, by sysfs.
     active_groups: frozenset[str] = frozenset()
 
 

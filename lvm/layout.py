@@ -1,4 +1,4 @@
-"""How volumes lie on the disks of a group: kinds, sizes in extents, and the choice of disks.
+"""How volumes lie on the disks of a volume group: kinds, sizes in extents, and the choice of disks.
 
 CreateVolume, GetCapacity and expansion use the same arithmetic, so a reported capacity can be
 created. A volume over n disks is created on the n disks with the most free extents, which are named
@@ -210,7 +210,7 @@ def allocated_bytes(size_bytes: int, extent_size_bytes: int, layout: Layout = LI
 def maximum_bytes(room: Room, layout: Layout = LINEAR) -> int:
     """The size of the largest volume that can be created now, exactly, in bytes.
 
-    A linear volume can have all free extents, or those of one disk alone where the group's
+    A linear volume can have all free extents, or those of one disk alone where the volume group's
     allocation policy keeps a volume on one disk. Any other volume lies on the disks with the most
     free extents. Of these disks, the one with the fewest free extents limits each stripe. Extents
     that `room` reserves are not counted.
@@ -236,9 +236,9 @@ def placement(room: Room, layout: Layout) -> tuple[str, ...]:
 def maximum_growth_bytes(room: Room, volume: LogicalVolume, layout: Layout = LINEAR) -> int:
     """The bytes by which a volume can grow now.
 
-    A linear volume may grow onto any disk, any other volume stays on its disks. Where the group's
-    allocation policy keeps a volume on one disk, lvm2 may refuse a linear volume this growth: the
-    free extents need not be on the volume's disk.
+    A linear volume may grow onto any disk, any other volume stays on its disks. Where the volume
+    group's allocation policy keeps a volume on one disk, lvm2 may refuse a linear volume this
+    growth: the free extents need not be on the volume's disk.
     """
     extent = room.group.extent_size_bytes
     if layout.is_linear:
@@ -295,7 +295,7 @@ class Reserve:
     percent: float = 0.0
 
     def extents(self, group: Group) -> int:
-        """The reserve in extents, where the whole is a group's slow disks; rounded up."""
+        """The reserve in extents, where the whole is a volume group's slow disks; rounded up."""
         total_bytes = Room(group).planned_extents * group.extent_size_bytes
         return -(-self.of(total_bytes) // group.extent_size_bytes)
 

@@ -16,7 +16,7 @@ from mount.command import Run
 # Socket of udev, which exists while udev runs.
 _UDEV_CONTROL = Path("/run/udev/control")
 # Directories, relative to the root directory: of lvm2's configuration, and of lvm2's backups of the
-# metadata of each group.
+# metadata of each volume group.
 _LVM = "etc/lvm"
 _BACKUP = f"{_LVM}/backup"
 # Directory of the devices file (lvmdevices(8)), and the file's path by default.
@@ -97,7 +97,7 @@ def listed_disks(root: Path) -> frozenset[str] | None:
 
 
 def backed_up(root: Path | None, group: str) -> str:
-    """The UUID of the group of that name, by lvm2's last backup of its metadata on this node.
+    """The UUID of the volume group `group`, by lvm2's last backup of its metadata on this node.
 
     lvm2 makes the backup at each change (vgcfgbackup(8)). Empty where there is no backup.
     """
@@ -111,7 +111,7 @@ def backed_up(root: Path | None, group: str) -> str:
 
 
 def backed_up_groups(root: Path | None) -> frozenset[str]:
-    """The names of the groups of whose metadata lvm2 has a backup on this node."""
+    """The names of the volume groups of whose metadata lvm2 has a backup on this node."""
     if root is None:
         return frozenset()
     try:
@@ -121,7 +121,7 @@ def backed_up_groups(root: Path | None) -> frozenset[str]:
 
 
 def is_backed_up(root: Path | None, group: str, name: str) -> bool:
-    """Whether a group had a logical volume when lvm2 last wrote the group's metadata on this node.
+    """Whether a volume group had a logical volume when this node last wrote the group's metadata.
 
     lvm2's backup of the metadata decides (`backed_up`). In a damaged backup, the name anywhere in
     the text counts.
@@ -182,12 +182,12 @@ _NEEDED = (
     # else: it has changed nothing, or made a volume that is inactive or read-only, and wiped or
     # zeroed nothing of the volume.
     *("global/test=0", "global/activation=1", "activation/read_only_volume_list=[]"),
-    # dmeventd(8) monitors volumes by lvm2 commands of its own. These commands take the group's lock
-    # and read every disk of the machine, and an extension of a pool waits 8 s for them, during
-    # which writes to the full pool wait, too.
+    # dmeventd(8) monitors volumes by lvm2 commands of its own. These commands take the volume
+    # group's lock and read every disk of the machine, and an extension of a thin pool waits 8 s for
+    # them, during which writes to the full pool wait, too.
     "activation/monitoring=0",
-    # Before each change lvm2 archives the group's metadata; by default it keeps each archive for 30
-    # days. lvm2 removes archives older than `retain_days`, except the last `retain_min`
+    # Before each change lvm2 archives the volume group's metadata; by default it keeps each archive
+    # for 30 days. lvm2 removes archives older than `retain_days`, except the last `retain_min`
     # (_remove_expired() in lib/format_text/archive.c). With these values lvm2 keeps the last 50.
     *("backup/retain_min=50", "backup/retain_days=0"),
 )
@@ -197,10 +197,10 @@ _NEEDED = (
 class Lvm:
     """Runs lvm2 commands, all with the same devices and settings.
 
-    `devices` are the only block devices that lvm2 sees, so that lvm2 sees no other group; without
-    any, lvm.conf(5) decides. `settings` are lvm.conf(5) settings of each command. `root` is where
-    lvm2's root directory is seen. The devices may be set after construction, once they have been
-    found; a copy of this object that was made before does not get them.
+    `devices` are the only block devices that lvm2 sees, so that lvm2 sees no other volume group;
+    without any, lvm.conf(5) decides. `settings` are lvm.conf(5) settings of each command. `root` is
+    where lvm2's root directory is seen. The devices may be set after construction, once they have
+    been found; a copy of this object that was made before does not get them.
     """
 
     run: Run

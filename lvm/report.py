@@ -1,4 +1,4 @@
-"""LVM's state as frozen records: groups, physical and logical volumes, read by one command.
+"""LVM's state as frozen records: volume groups, physical and logical volumes, read by one command.
 
 The command is `lvm fullreport` (lvmreport(7)). A successful report without a name is the only
 proof that a group or volume of that name is absent: lvm2's exit code is 5 for nearly every error.
@@ -20,25 +20,26 @@ from mount import mount_errors as mount_errors
 Row = Mapping[str, str]
 
 # Ending of a hidden volume's name: one or several suffixes of the hidden volumes that a volume
-# consists of (lvm(8), lvmcache(7)). These are a RAID's images and their metadata, a pool's data and
-# metadata, the slow volume below a cache, and the cache.
+# consists of (lvm(8), lvmcache(7)). These are a RAID's images and their metadata, a thin pool's
+# data and metadata, the slow volume below a cache, and the cache.
 _PART = re.compile(r"(_r(image|meta)_\d+|_t(data|meta)|_w?corig|_cache_cvol)+$")
 # Part of the name of the metadata volume of a RAID image.
 _IMAGE_METADATA = "_rmeta_"
 # Name of a RAID image's data or metadata, with the volume's name and the image's number.
 _IMAGE = re.compile(r"(.+)_r(?:image|meta)_(\d+)")
-# Suffixes of the hidden volume with a pool's data below a cache, and the kind of that cache.
+# Suffixes of the hidden volume with a thin pool's data below a cache, and the kind of that cache.
 _BELOW_CACHE = {"_tdata_corig": "cache", "_tdata_wcorig": "writecache"}
 # Tag of a physical volume that is reserved for caches (pvchange(8)).
 FAST = "carver.fast"
-# Tags of a group that say which free extents must be overwritten before they are allocated: those
-# of all disks (SWEEP), or of the disks with these UUIDs (SWEEP_DISKS, separated by BETWEEN).
+# Tags of a volume group that say which free extents must be overwritten before they are allocated:
+# those of all disks (SWEEP), or of the disks with these UUIDs (SWEEP_DISKS, separated by BETWEEN).
 SWEEP, SWEEP_DISKS, BETWEEN = "sweep", "sweepDisks", "+"
-# Name of a group's spare volume for repairs of pools' metadata (lib/metadata/pool_manip.c of lvm2).
+# Name of a volume group's spare volume for repairs of thin pools' metadata
+# (lib/metadata/pool_manip.c of lvm2).
 _SPARE = "[lvol0_pmspare]"
 # Name of the temporary volume of a pvmove(8) (tools/pvmove.c of lvm2).
 _MOVE = re.compile(r"pvmove\d+")
-# Allocation policies of a group with which lvm2 gives one volume less than all free extents
+# Allocation policies of a volume group with which lvm2 gives one volume less than all free extents
 # (lvm(8), ALLOCATION): `contiguous` and the two kinds of `cling`.
 CONTIGUOUS = "contiguous"
 _CLING = ("cling", "cling_by_tags")
@@ -51,7 +52,7 @@ def whole(part: str) -> str:
 
 @dataclass(frozen=True)
 class PhysicalVolume:
-    """A physical volume of a group. lvm/room.py says what may be allocated on it."""
+    """A physical volume of a volume group. lvm/room.py says what may be allocated on it."""
 
     name: str
     uuid: str
@@ -66,7 +67,7 @@ class PhysicalVolume:
     # The size of the disk's metadata area, which has room for two texts, in bytes; 0 where no area
     # is in use.
     metadata_bytes: int = 0
-    # The longest run of free extents on the disk, where the group's allocation policy is
+    # The longest run of free extents on the disk, where the volume group's allocation policy is
     # `contiguous`, so that lvm2 gives a volume one run alone; None for other policies.
     longest_extents: int | None = None
 
@@ -79,7 +80,8 @@ class PhysicalVolume:
     def extents_in_one_go(self) -> int:
         """The number of free extents that one volume or image may have.
 
-        That is the longest run of free extents where the group's allocation policy is `contiguous`.
+        That is the longest run of free extents where the volume group's allocation policy is
+        `contiguous`.
         """
         free = self.unallocated_extents
         return free if self.longest_extents is None else min(free, self.longest_extents)
@@ -87,7 +89,7 @@ class PhysicalVolume:
 
 @dataclass(frozen=True)
 class LogicalVolume:
-    """A logical volume of a group."""
+    """A logical volume of a volume group."""
 
     group: str
     name: str
@@ -96,7 +98,8 @@ class LogicalVolume:
     tags: frozenset[str]
     # Whether the volume is active on this node.
     active: bool
-    # The words of lv_layout; for a pool with a cache below its data also the kind of that cache.
+    # The words of lv_layout; for a thin pool with a cache below its data also the kind of that
+    # cache.
     layout: frozenset[str]
     # The names of the volume's thin pool, and of the volume's origin if the volume is a snapshot;
     # empty for none.
@@ -105,7 +108,7 @@ class LogicalVolume:
     health: str
     # The UUIDs of the disks on which the volume lies.
     disks: frozenset[str] = frozenset()
-    # How full a pool, or the COW store of a snapshot, is, in percent; None for other and for
+    # How full a thin pool, or the COW store of a snapshot, is, in percent; None for other and for
     # inactive volumes.
     data_percent: float | None = None
     metadata_percent: float | None = None
@@ -122,7 +125,7 @@ class LogicalVolume:
     # For a pool, how many volumes lvm2 has made and removed in the pool, by the pool's metadata.
     # For a thin volume, that number of its pool just before the volume was made.
     transaction_id: int | None = None
-    # The size of a pool's metadata, in bytes.
+    # The size of a thin pool's metadata, in bytes.
     metadata_size_bytes: int = 0
     # The name of the volume's cachevol (lvmcache(7)); empty for none.
     cachevol: str = ""
@@ -161,23 +164,25 @@ class Group:
     disks: tuple[PhysicalVolume, ...] = ()
     # All logical volumes by their names.
     volumes: Mapping[str, LogicalVolume] = field(default_factory=dict)
-    # The size of lvm2's spare volume for repairs of pools' metadata, in extents, and the UUIDs of
-    # the disks of that volume.
+    # The size of lvm2's spare volume for repairs of thin pools' metadata, in extents, and the UUIDs
+    # of the disks of that volume.
     spare_extents: int = 0
     spare_disks: frozenset[str] = frozenset()
     # The names of the temporary volumes of pvmove(8).
     moves: frozenset[str] = frozenset()
-    # Whether vgexport(8) made the group ready for another node.
+    # Whether vgexport(8) made the volume group ready for another node.
     exported: bool = False
-    # The lock manager by which nodes share the group (lvmlockd(8)); empty for none.
+    # The lock manager by which nodes share the volume group (lvmlockd(8)); empty for none.
     lock_type: str = ""
-    # The size of the smallest metadata area on the group's disks, in bytes; 0 in tests alone.
+    # The size of the smallest metadata area on the volume group's disks, in bytes; 0 in tests
+    # alone.
     metadata_bytes: int = 0
     # How much the text of the metadata can grow, in bytes, as each area has room for two texts.
     metadata_free_bytes: int = 0
-    # Limit of the number of the group's logical volumes (vgcreate(8)); 0 for no limit.
+    # Limit of the number of the volume group's logical volumes (vgcreate(8)); 0 for no limit.
     most_volumes: int = 0
-    # The group's allocation policy, by which lvm2 allocates unless a command has another (lvm(8)).
+    # The volume group's allocation policy, by which lvm2 allocates unless a command has another
+    # (lvm(8)).
     policy: str = "normal"
 
     @cached_property
@@ -187,16 +192,16 @@ class Group:
 
     @property
     def is_one_node_s(self) -> bool:
-        """Whether the group belongs to this node alone: not exported, no lock manager."""
+        """Whether the volume group belongs to this node alone: not exported, no lock manager."""
         return not self.exported and self.lock_type in ("", "none")
 
     def may_add(self, volumes: int) -> bool:
-        """Whether the group's limit allows so many further volumes; hidden volumes do not count."""
+        """Whether the volume group's limit allows `volumes` further visible volumes."""
         return not self.most_volumes or len(self.volumes) + volumes <= self.most_volumes
 
     @property
     def missing_uuids(self) -> tuple[str, ...]:
-        """The UUIDs of the group's missing disks."""
+        """The UUIDs of the volume group's missing disks."""
         return tuple(disk.uuid for disk in self.disks if disk.missing)
 
     def lost_images(self, volume: LogicalVolume) -> tuple[bool, ...]:
@@ -271,12 +276,12 @@ class Group:
         return all(f"{name}{_IMAGE_METADATA}{number}" in self.volumes for number in range(images))
 
     def only(self, *names: str) -> "Group":
-        """A copy of the group with the named volumes alone, so that no whole report is kept."""
+        """A copy of the volume group with the named volumes alone, to keep less in memory."""
         volumes = {name: self.volumes[name] for name in names if name in self.volumes}
         return replace(self, volumes=volumes)
 
     def volume(self, name: str) -> LogicalVolume:
-        """The volume with this name. Raises VolumeMissing if the group has none."""
+        """The volume with this name. Raises VolumeMissing if the volume group has none."""
         try:
             return self.volumes[name]
         except KeyError:
@@ -285,13 +290,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Report:
-    """All groups that lvm2 sees. `orphans` are the paths of physical volumes without a group."""
+    """All volume groups that lvm2 sees, and the paths of the physical volumes without a group.
+
+    These paths are `orphans`.
+    """
 
     groups: Mapping[str, Group]
     orphans: tuple[str, ...] = ()
 
     def group(self, name: str) -> Group:
-        """The group with this name. Raises GroupMissing if the report has none."""
+        """The volume group with this name. Raises GroupMissing if the report has none."""
         try:
             return self.groups[name]
         except KeyError:
@@ -349,8 +357,9 @@ def read(lvm: Lvm, overflowed: Overflowed = lambda _disk, _offset_bytes: None) -
         document = json.loads(lvm("fullreport", *words, settings=_SETTINGS))
         parts = document["report"]
         groups = [_group(part, overflowed) for part in parts if part.get("vg")]
-        # The report has disks without a group in an entry of their own, with "pv" and "pvseg" only.
-        # Such a disk whose label says that it is used belongs to a group that lvm2 cannot read.
+        # The report has disks without a volume group in an entry of their own, with "pv" and
+        # "pvseg" only. Such a disk whose label says that it is used belongs to a group that lvm2
+        # cannot read.
         free = [disk for part in parts if not part.get("vg") for disk in part["pv"]]
         orphans = [disk["pv_name"] for disk in free if not disk["pv_in_use"]]
     except (KeyError, ValueError, TypeError) as error:
@@ -474,7 +483,7 @@ def _stripes(segments: Iterable[Row]) -> Mapping[str, set[int]]:
 
 
 def _cached_pools(segments: Iterable[Row]) -> Mapping[str, str]:
-    """The kind of the cache below each cached pool's data, by the pool's name.
+    """The kind of the cache below each cached thin pool's data, by the pool's name.
 
     The row of the pool itself does not show its cache; the rows of hidden volumes do.
     """

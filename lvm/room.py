@@ -1,4 +1,4 @@
-"""Calculate the free extents of a group, by one report: on which disks, and for which purpose.
+"""Calculate the free extents of a volume group, by a report: on which disks, for which purpose.
 
 "Room" in this code base is the free extents that may be allocated for one purpose.
 
@@ -74,7 +74,8 @@ class Room:
     def unclean(self) -> tuple[PhysicalVolume, ...]:
         """The disks with free extents that must be zeroed; also closed and missing disks.
 
-        The group stays marked until these disks are zeroed, whether or not they can be written to.
+        The volume group stays marked until these disks are zeroed, whether or not they can be
+        written to.
         """
         return tuple(disk for disk in self.group.disks if disk.unclean and disk.unallocated_extents)
 
@@ -88,7 +89,7 @@ class Room:
 
         It is 0 for a disk on which nothing may be allocated (`slow`), such as a fast disk.
 
-        Where the group's allocation policy is `contiguous`, that is the longest free run.
+        Where the volume group's allocation policy is `contiguous`, that is the longest free run.
         """
         return disk.extents_in_one_go if disk in self.slow else 0
 
@@ -119,7 +120,7 @@ class Room:
 
     @property
     def planned_extents(self) -> int:
-        """The number of extents of all slow disks, by which reserves and pools' metadata are sized.
+        """The number of extents of all slow disks, which sizes reserves and thin pools' metadata.
 
         A missing disk counts, as the disk may come back or be replaced, and thin pools must then be
         able to grow to the sizes of their volumes.

@@ -295,7 +295,7 @@ def prepare(directory: Path, root: Path, confinement: Confinement) -> None:
 # tenths.
 _START_SECONDS = 10.0
 # Time limit of the shell's end after SIGTERM, in seconds. lvm2 blocks SIGTERM while it has a lock
-# of a group; its commands rarely have the lock for longer.
+# of a volume group; its commands rarely have the lock for longer.
 _GRACE_SECONDS = 5.0
 # Time limit of `renew` for the command that is running, in seconds, if the caller has no deadline.
 _RENEW_SECONDS = 60.0

@@ -57,7 +57,7 @@ def words(option: str, own_tags: Tags) -> list[str]:
 
 
 def decode(tags: Iterable[str]) -> Mapping[str, str]:
-    """Find Carver's own tags among all tags of a group or volume; return their values by key.
+    """Find Carver's tags among all tags of a volume group or volume; return the values by key.
 
     If a key has several values, the alphabetically first one counts, so that each process decides
     alike. `doubled` has the keys with several values.

@@ -26,10 +26,10 @@ _METADATA_BYTES_OF_CHUNK = 80
 _LEAST_METADATA_BYTES = 2 * _MIB
 _MOST_METADATA_BYTES = 15 * _GIB
 _METADATA_BLOCK_BYTES = 4096
-# Default size of a new pool: a tenth of the group's slow disks.
+# Default size of a new thin pool: a tenth of the volume group's slow disks.
 _TENTH = Reserve(percent=10)
-# Advice about a damaged pool. The advice names no command: lvm2's repair may lose data that could
-# still be read before.
+# Advice about a damaged thin pool. The advice names no command: lvm2's repair may lose data that
+# could still be read before.
 DAMAGED = "see `A thin pool's metadata are damaged` in docs/operations.md"
 
 
@@ -37,7 +37,7 @@ DAMAGED = "see `A thin pool's metadata are damaged` in docs/operations.md"
 class Policy:
     """How the thin pool of a storage class is created, over-provisioned and extended.
 
-    A chunk size of 0 means the chunk size that suits the group (`chunk_size_bytes`).
+    A chunk size of 0 means the chunk size that suits the volume group (`chunk_size_bytes`).
     """
 
     over_provisioning: float = 1.0
@@ -68,7 +68,7 @@ class Pool:
 
 
 def find(group: Group, name: str, chunk_size_bytes: int, ignored: str = "") -> Pool:
-    """The thin pool with this name, by a group's report; a pool of size 0 if there is none.
+    """The thin pool with this name, by a volume group's report; a pool of size 0 if there is none.
 
     If `ignored` names a volume of the pool, `promised_bytes` leaves out the size of this volume.
     """
@@ -84,7 +84,7 @@ def find(group: Group, name: str, chunk_size_bytes: int, ignored: str = "") -> P
 
 
 def chunk_size_bytes(group: Group, policy: Policy) -> int:
-    """The chunk size of a new thin pool: the policy's, or the smallest that suits the group.
+    """The chunk size of a new thin pool: the policy's, or the smallest that suits the volume group.
 
     The smallest chunk size that suits is a power of two with which the metadata of a pool on all
     slow disks of the group take 1 GiB at most.
@@ -92,20 +92,20 @@ def chunk_size_bytes(group: Group, policy: Policy) -> int:
     if policy.chunk_size_bytes:
         return policy.chunk_size_bytes
     chunk = LEAST_CHUNK_BYTES
-    # The check of 1 GiB of metadata, when a pool is activated after a crash, takes seconds.
+    # The check of 1 GiB of metadata, when a thin pool is activated after a crash, takes seconds.
     while chunk < MOST_CHUNK_BYTES and _metadata_bytes(group, chunk) > _GIB:
         chunk *= 2
     return chunk
 
 
 def suitable_metadata_extents(group: Group, chunk_bytes: int) -> int:
-    """The number of extents of the metadata of a thin pool on all slow disks of the group."""
+    """The number of extents of the metadata of a thin pool on all slow disks of a volume group."""
     size_bytes = max(_LEAST_METADATA_BYTES, _metadata_bytes(group, chunk_bytes))
     return _ceil(min(size_bytes, _MOST_METADATA_BYTES), group.extent_size_bytes)
 
 
 def missing_metadata_extents(group: Group, pool: Pool) -> int:
-    """The number of extents by which a pool's metadata and the group's spare should still grow.
+    """The number of extents by which a thin pool's metadata and their spare should still grow.
 
     Metadata and spare should have the size that suits a pool on all slow disks
     (`suitable_metadata_extents`). lvm2 keeps one spare volume in the group, as large as the largest
@@ -119,16 +119,16 @@ def missing_metadata_extents(group: Group, pool: Pool) -> int:
 def growth_extents(room: Room, pool: Pool) -> int:
     """The number of extents by which a thin pool can surely grow; for a new pool all its data.
 
-    Where the group's allocation policy wants a volume's extents on one disk or in one range, the
-    free extents need not be where an existing pool is. Then the result is 0, though lvm2 may find
-    some.
+    Where the volume group's allocation policy wants a volume's extents on one disk or in one range,
+    the free extents need not be where an existing pool is. Then the result is 0, though lvm2 may
+    find some.
     """
     is_fixed = room.group.keeps_to_one_disk and pool.data_extents
     return 0 if is_fixed else room_extents(room, pool)
 
 
 def room_extents(room: Room, pool: Pool) -> int:
-    """The number of extents by which a pool's data grow if the pool gets all free extents.
+    """The number of extents by which a thin pool's data grow if the pool gets all free extents.
 
     It is 0 for a new pool if the free extents are fewer than one chunk.
     """
@@ -139,7 +139,7 @@ def room_extents(room: Room, pool: Pool) -> int:
 
 
 def metadata_growth_extents(room: Room, pool: Pool) -> int:
-    """The number of extents by which a pool's metadata can grow together with the spare."""
+    """The number of extents by which a thin pool's metadata can grow together with the spare."""
     free, group = room.available_extents, room.group
     # While the spare is larger than the metadata, growth by an extent takes one free extent; from
     # then on it takes two, as the spare grows too.
@@ -151,7 +151,7 @@ def metadata_growth_extents(room: Room, pool: Pool) -> int:
 
 
 def wanted_extents(extents: int, percent: float, policy: Policy) -> int:
-    """The number of extents to add to a pool's data, or metadata, that are `percent` full.
+    """The number of extents to add to a thin pool's data, or metadata, that are `percent` full.
 
     The number is the policy's share of the present size, or more if the fullness would still be
     above the policy's threshold.
@@ -162,7 +162,7 @@ def wanted_extents(extents: int, percent: float, policy: Policy) -> int:
 
 
 def first_extents(room: Room, pool: Pool, policy: Policy) -> int:
-    """The number of extents of a new pool's data: the policy's size, or as many as there are."""
+    """The number of extents of a new thin pool's data: the policy's size, or all free extents."""
     one_chunk = _ceil(pool.chunk_size_bytes, room.group.extent_size_bytes)
     requested_extents = max(policy.size.extents(room.group), one_chunk)
     return min(requested_extents, growth_extents(room, pool))
@@ -171,8 +171,8 @@ def first_extents(room: Room, pool: Pool, policy: Policy) -> int:
 def maximum_bytes(room: Room, pool: Pool, policy: Policy) -> int:
     """The largest volume, or growth of a volume, that over-provisioning allows now, in bytes.
 
-    The result is the largest size of the pool's data, times the over-provisioning, less the sizes
-    of the volumes that the pool has; a multiple of the extent size.
+    The result is the largest size of the thin pool's data, times the over-provisioning, less the
+    sizes of the volumes that the pool has; a multiple of the extent size.
     """
     largest = pool.data_extents + growth_extents(room, pool)
     promises = int(largest * policy.ratio) * room.group.extent_size_bytes
@@ -180,7 +180,7 @@ def maximum_bytes(room: Room, pool: Pool, policy: Policy) -> int:
 
 
 def outstanding_extents(group: Group, pool: Pool, policy: Policy) -> int:
-    """The number of extents that must stay free, so that a pool can grow to what it promised.
+    """The number of extents that must stay free, so that a thin pool can grow to what it promised.
 
     A pool promises the sizes of its volumes, divided by the over-provisioning of the class.
     """
@@ -310,7 +310,7 @@ def snapshot(
 def extend_metadata(
     lvm: Lvm, group: str, pool: str, *, by_bytes: int, disks: Sequence[str] = ()
 ) -> None:
-    """Grow a pool's metadata, and the group's spare to the same size.
+    """Grow a thin pool's metadata, and the volume group's spare to the same size.
 
     Raises NoSpace if there are too few free extents.
     """
@@ -361,7 +361,7 @@ def differing(printed: BinaryIO) -> Iterator[Run]:
 def _runs(printed: BinaryIO, holder: str, elements: Mapping[str, tuple[str, str]]) -> Iterator[Run]:
     """Parse the ranges in the XML of a program while the program prints it. Raises BadReport.
 
-    A tree of the whole XML would take gigabytes for a large pool. Output without the element
+    A tree of the whole XML would take gigabytes for a large thin pool. Output without the element
     `holder` is that of a pool without the volume.
     """
     block_bytes = 0

@@ -37,7 +37,7 @@ class New:
 
 
 # Option of lvcreate(8) and lvextend(8) for a volume that may lie on any disks, in any number of
-# ranges, whatever the allocation policy of its group.
+# ranges, whatever the allocation policy of its volume group.
 _IN_PIECES = ("--alloc", "normal")
 
 
@@ -52,9 +52,9 @@ def create(
 ) -> None:
     """Make, tag and activate a volume (lvcreate(8)), on `disks` if any are named.
 
-    With `in_pieces` the group's allocation policy does not matter. lvm2 wipes old signatures and
-    zeroes the first sectors. Raises NoSpace if the volume does not fit, NameTaken if its name is
-    taken.
+    With `in_pieces` the volume group's allocation policy does not matter. lvm2 wipes old signatures
+    and zeroes the first sectors. Raises NoSpace if the volume does not fit, NameTaken if its name
+    is taken.
     """
     lvm(
         "lvcreate",
@@ -111,16 +111,16 @@ def mark_all(
 ) -> None:
     """Delete the tags `old` and add the tags `new` at several volumes, by one lvchange(8).
 
-    `volume_names` has a pair of the group and the name of each volume. A killed command has changed
-    some of the volumes. Deleting a tag that a volume lacks, or adding a tag that it has, is no
-    error.
+    `volume_names` has a pair of the volume group and the name of each volume. A killed command has
+    changed some of the volumes. Deleting a tag that a volume lacks, or adding a tag that it has, is
+    no error.
     """
     if changes := [*tags.words("--deltag", old), *tags.words("--addtag", new)]:
         lvm("lvchange", *changes, "--", *(f"{group}/{name}" for group, name in volume_names))
 
 
 def add_tags(lvm: Lvm, group: str, names: Iterable[str], encoded_tags: Iterable[str]) -> None:
-    """Add encoded tags to volumes of a group, by one lvchange(8)."""
+    """Add encoded tags to volumes of a volume group, by one lvchange(8)."""
     if added := [word for tag in sorted(encoded_tags) for word in ("--addtag", tag)]:
         lvm("lvchange", *added, "--", *(f"{group}/{name}" for name in names))
 
@@ -137,8 +137,8 @@ def extend(
     """Grow a volume to `size_bytes`, a multiple of the extent size (lvextend(8)).
 
     `disks` has the disks to use, each with or without extents (`disk:first-last`); empty for any.
-    With `in_pieces` the group's allocation policy does not matter. The file system is not grown.
-    Raises NoSpace if there are too few free extents.
+    With `in_pieces` the volume group's allocation policy does not matter. The file system is not
+    grown. Raises NoSpace if there are too few free extents.
     """
     policy = _IN_PIECES if in_pieces else ()
     lvm("lvextend", *policy, "--size", f"{size_bytes}b", "--", f"{group}/{name}", *disks)

@@ -64,7 +64,7 @@ class NoCgroup(MountError):
 
 
 class NotVacant(MountError):
-    """A block device cannot become a group's disk, as it is in use or not blank."""
+    """A block device cannot become a volume group's disk, as it is in use or not blank."""
 
     def __init__(self, device: str, finding: str, remedy: str) -> None:
         super().__init__(f"{device} {finding}; it is left untouched: {remedy}")

@@ -123,8 +123,8 @@ class Terminal:
         if not self._terminal.closed:
             # SIGTERM is sent before the terminal is closed: at the end of its input, the shell
             # would execute the part of a line that it has read. lvm2 blocks SIGTERM while it has a
-            # group's lock, and gives up waiting for a lock; it notices the end of its input only
-            # when its command is done.
+            # volume group's lock, and gives up waiting for a lock; it notices the end of its input
+            # only when its command is done.
             with suppress(ProcessLookupError):
                 self._running.signal(signal.SIGTERM)
             self._terminal.close()
@@ -389,8 +389,8 @@ def _ended(
     try:
         return future.result(timeout_seconds), True
     except TimeoutError:
-        # SIGTERM is safe, as lvm2 blocks it while it has a group's lock. SIGKILL could come between
-        # two writes of metadata.
+        # SIGTERM is safe, as lvm2 blocks it while it has a volume group's lock. SIGKILL could come
+        # between two writes of metadata.
         with suppress(ProcessLookupError):
             running.signal(signal.SIGTERM)
     try:

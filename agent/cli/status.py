@@ -1,4 +1,4 @@
-"""The overview of `carver status`: classes, groups, pools, volumes, snapshots.
+"""The overview of `carver status`: classes, volume groups, thin pools, volumes, snapshots.
 
 The overview is read from LVM and the kernel by the service's own modules, so it is correct whether
 or not the service runs. Reading takes one lvm2 command and changes nothing.
@@ -40,8 +40,8 @@ _ANSWER_SECONDS = 2.0
 class Class:
     """A device class. `largest_bytes` is the size of the largest volume possible in it now.
 
-    `largest_bytes` is what GetCapacity reports. It is None where the class's group is not on this
-    node, or the class's pool does not answer.
+    `largest_bytes` is what GetCapacity reports. It is None where the class's volume group is not on
+    this node, or the class's thin pool does not answer.
     """
 
     name: str
@@ -62,9 +62,11 @@ class Group:
     free_bytes: int = 0
     disks: int = 0
     missing_disks: int = 0
-    # Reason why the group is refused, though a group of that name is present; otherwise empty.
+    # Reason why the volume group is refused, though a group of that name is present; otherwise
+    # empty.
     problem: str = ""
-    # Sentences about disks that claim to belong to the group and are ignored, each with the reason.
+    # Sentences about disks that claim to belong to the volume group and are ignored, each with the
+    # reason.
     ignored: tuple[str, ...] = ()
 
 
@@ -117,7 +119,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Pool:
-    """A thin pool in one of Carver's groups.
+    """A thin pool in one of Carver's volume groups.
 
     `data_percent` and `metadata_percent` are the used parts of the pool, and None while the pool is
     inactive.

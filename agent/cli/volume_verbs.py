@@ -478,7 +478,7 @@ def _retry_while_aborted(call: Callable[[], T]) -> T:
 
 
 def _print_absent(reasons_by_group: Mapping[str, str]) -> None:
-    """Print, to standard error, why each of the missing groups is missing."""
+    """Print, to standard error, why each of the missing volume groups is missing."""
     for group in sorted(reasons_by_group):
         print(reasons_by_group[group], file=sys.stderr)
 

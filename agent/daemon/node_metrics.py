@@ -1,4 +1,4 @@
-"""Prometheus metrics of a node: RPCs, programs, and the state of groups, volumes and pools.
+"""Prometheus metrics of a node: RPCs, programs, volume groups, volumes and thin pools.
 
 RPCs and programs are counted when they end. All other metrics are measured at each scrape; each of
 these metrics is a row of `OF_PROCESS`, `OF_GROUPS` or `OF_POOLS`.
@@ -216,7 +216,7 @@ class Scrape:
 
 @dataclass(frozen=True)
 class PoolState:
-    """A thin pool and the values of its labels: device class and group.
+    """A thin pool and the values of its labels: device class and volume group.
 
     `status` is the kernel's status of the pool; None while the pool is inactive or does not answer.
     """

@@ -59,9 +59,9 @@ class Reloader:
             if name not in settings.groups:
                 _log.warning("volume group %s: no class names it any more; it is let go of", name)
                 service.volume_groups.workers.let_go(name)
-        # Recover all groups again, without resuming suspended devices of a new group: an RPC that
-        # named the group by a volume's id may have suspended them on purpose. The first RPC in the
-        # group resumes the devices that a killed lvm2 left suspended.
+        # Recover all volume groups again, without resuming suspended devices of a new group: an RPC
+        # that named the group by a volume's id may have suspended them on purpose. The first RPC in
+        # the group resumes the devices that a killed lvm2 left suspended.
         self._recovery.repeat()
         if service.context.admission.is_open:
             for scan in service.looks:
