@@ -157,7 +157,7 @@ class Devices:
         self._events: dict[str, tuple[Mapping[str, Events], Mapping[str, Events]]] = {}
 
     def load_targets(self) -> None:
-        """Have the kernel load the modules of TARGETS, as far as the kernel has these modules."""
+        """Have the kernel load the modules of all TARGETS; a missing module is no error."""
         for target in TARGETS:
             self._mapper.load_target(target)
 
@@ -285,7 +285,7 @@ class Devices:
         self._mapper.suspend(names.device(group, name))
 
     def resume(self, group: str, name: str) -> None:
-        """Resume a volume; no error if it is not suspended. One ioctl. Raises OSError."""
+        """Resume a volume; no error if the volume is not suspended. One ioctl. Raises OSError."""
         self._mapper.resume(names.device(group, name))
 
     def is_suspended(self, group: str, name: str) -> bool:
@@ -304,15 +304,15 @@ class Devices:
         return self._mapper.is_closed(names.device(group, name))
 
     def thin_id(self, group: str, name: str) -> int | None:
-        """The number of an active thin volume in its pool; None for any other. One ioctl."""
+        """The number of an active thin volume in its pool; None for any other volume. One ioctl."""
         return self._mapper.thin_id(names.device(group, name))
 
     def pool_data(self, group: str, pool: str) -> str:
-        """The path of the device with a thin pool's data. Raises Inactive if there is no device."""
+        """The path of the device with a thin pool's data. Raises Inactive for an inactive pool."""
         return self._part(group, pool, _DATA_PART)
 
     def pool_metadata(self, group: str, pool: str) -> str:
-        """The path of the device with a thin pool's metadata. Raises Inactive if there is none."""
+        """The path of the device with a thin pool's metadata. Raises Inactive if the pool is."""
         return self._part(group, pool, _METADATA_PART)
 
     def reserve_metadata(self, group: str, pool: str) -> None:

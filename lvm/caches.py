@@ -27,7 +27,7 @@ WRITETHROUGH, WRITEBACK = MODES = ("writethrough", "writeback")
 # Smallest size of a cache, in bytes. lvm2 takes 8 MiB of that for the cache's metadata.
 LEAST_BYTES = 16 << 20
 
-# Default size of a cache: a tenth of its volume.
+# Default size of a cache: a tenth of the size of the cached volume.
 _TENTH = Reserve(percent=10)
 
 # Suffix of the hidden volume with a pool's data. lvconvert(8) detaches the cache of a thin pool by
@@ -80,7 +80,7 @@ class Cache:
         return self.extents(Room(group).planned_extents, group.extent_size_bytes)
 
     def tag_value(self, volume_bytes: int, extent_size_bytes: int) -> str:
-        """The value of a volume's tag for its cache, which has the size of the cache in bytes."""
+        """The value of the tag that records a volume's cache: kind, mode, and size in bytes."""
         extents = self.extents(volume_bytes // extent_size_bytes, extent_size_bytes)
         return f"{self.kind}:{self.mode}:{extents * extent_size_bytes}"
 
@@ -102,7 +102,7 @@ def maximum_bytes(room: Room, cache: Cache) -> int:
 
 
 def create(lvm: Lvm, group: Group, volume: New, cache: Cache) -> None:
-    """Make, tag and activate a volume with its cache (lvcreate(8)).
+    """Make, tag and activate a volume with a cache (lvcreate(8)).
 
     Raises NoSpace if volume or cache does not fit, NameTaken if the volume exists.
 
@@ -199,7 +199,7 @@ def is_cached(volume: LogicalVolume) -> bool:
 
 
 def attached(volume: LogicalVolume) -> str:
-    """The name that a volume's attached cachevol will have once it is detached; empty for none.
+    """The name that a volume's attached cachevol gets when it is detached; empty for no cachevol.
 
     Empty also for a cache pool, which only operators make: the parts of a cache pool cannot be
     overwritten.

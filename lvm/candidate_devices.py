@@ -202,7 +202,7 @@ class BlockDevices:
         return dict(self._judged(backings))
 
     def kind(self, name: str, backings: Mapping[str, int]) -> Kind:
-        """Who may have written a device: the least trusted kind of the device and all below it."""
+        """Who may have written a device: the least trusted kind of it and the devices below."""
         return max(device.kind for device in _Stacks(self._devices, backings).every(name))
 
     def sequence(self, name: str) -> str:

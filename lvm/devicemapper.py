@@ -56,8 +56,8 @@ FAILED = "fail"
 # Types of device-mapper targets that keep working when a device below the target fails.
 _SURVIVING = frozenset({"raid", "mirror", "multipath"})
 
-# Targets, and the cache policy `smq`, that lvm2 requires of the kernel before it makes or activates
-# a volume.
+# Targets, and the cache policy `smq`, that the kernel must have before lvm2 makes or activates a
+# volume.
 TARGETS = (
     *("snapshot", "mirror", "raid", "thin-pool", "cache", "cache-smq", "writecache", "crypt"),
 )
@@ -407,7 +407,7 @@ class DeviceMapper:
             return 0 if error.errno == errno.ENXIO else None
 
     def _call(self, request: int, name: str, flags: int = 0, data: bytes = b"") -> bytearray:
-        """Make one ioctl about a device; return the kernel's answer's header. Raises OSError."""
+        """Make one ioctl about a device; return the header of the answer. Raises OSError."""
         buffer = _request(_HEADER.size, flags, name, 0) + data
         struct.pack_into("=I", buffer, _DATA_SIZE_AT, len(buffer))
         with self._opened() as control:

@@ -203,7 +203,7 @@ _RAW_LOCN_IGNORED = 1
 _INITIAL_CRC = 0xF597A6CF
 # Pattern of a UUID in the form in which LVM writes UUIDs to disks, without dashes.
 _UUID = re.compile(r"[0-9A-Za-z!#]{32}")
-# Positions in a UUID at which lvm2 prints it with dashes; the first and last are its ends.
+# Positions in a UUID before which lvm2 prints a dash; the first and last are the UUID's ends.
 _UUID_CUTS = (0, 6, 10, 14, 18, 22, 26, 32)
 
 # Number of further reads of a disk that looks damaged. lvm2 overwrites the oldest text in the ring
@@ -222,7 +222,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Mark:
-    """A disk's part of the fingerprint of its volume group; equal while the metadata stay."""
+    """A disk's part of its volume group's fingerprint; equal until the metadata change."""
 
     uuid: str
     # The positions of the committed metadata texts; empty where the disk is in no volume group, or

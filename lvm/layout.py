@@ -34,7 +34,7 @@ KINDS = tuple(_KINDS)
 
 
 def is_mirrored(kind: str) -> bool:
-    """Whether volumes of a kind have copies of their data, by their layout's `mirrors`."""
+    """Whether volumes of a kind have copies of their data, which Layout.mirrors counts."""
     return _KINDS[kind].mirrored
 
 
@@ -226,7 +226,7 @@ def maximum_bytes(room: Room, layout: Layout = LINEAR) -> int:
 
 
 def placement(room: Room, layout: Layout) -> tuple[str, ...]:
-    """The disks to name to lvcreate(8) for a new volume; empty if it may lie on any disk.
+    """The disks to name to lvcreate(8) for a new volume; empty if any disk may have the volume.
 
     Raises NoDiskServes if the volume needs disks by name, and there is none.
     """
@@ -254,7 +254,7 @@ def maximum_growth_bytes(room: Room, volume: LogicalVolume, layout: Layout = LIN
 
 
 def growth_placement(room: Room, volume: LogicalVolume, layout: Layout) -> tuple[str, ...]:
-    """The disks to name to lvextend(8) for a volume; empty if it may grow on any disk.
+    """The disks to name to lvextend(8) for a volume; empty if the volume may grow on any disk.
 
     Raises NoDiskServes if the volume needs disks by name, and there is none.
     """
@@ -264,7 +264,7 @@ def growth_placement(room: Room, volume: LogicalVolume, layout: Layout) -> tuple
 
 
 def image_extents(volume: LogicalVolume, extent_size_bytes: int) -> int:
-    """The number of extents that one image of a RAID takes on its disk, its metadata included.
+    """The number of extents that one image of a RAID takes on its disk, RAID metadata included.
 
     For a RAID of a kind that Carver does not make the result is 1, the least possible.
     """

@@ -97,7 +97,7 @@ def listed_disks(root: Path) -> frozenset[str] | None:
 
 
 def backed_up(root: Path | None, group: str) -> str:
-    """The UUID of the volume group `group`, by lvm2's last backup of its metadata on this node.
+    """The UUID of the volume group `group`, by lvm2's last backup of metadata on this node.
 
     lvm2 makes the backup at each change (vgcfgbackup(8)). Empty where there is no backup.
     """
@@ -111,7 +111,7 @@ def backed_up(root: Path | None, group: str) -> str:
 
 
 def backed_up_groups(root: Path | None) -> frozenset[str]:
-    """The names of the volume groups of whose metadata lvm2 has a backup on this node."""
+    """The names of the volume groups whose metadata lvm2 has backed up on this node."""
     if root is None:
         return frozenset()
     try:
@@ -235,7 +235,10 @@ def _config(settings: tuple[str, ...]) -> str:
 
 
 def version(run: Run) -> tuple[int, int, int]:
-    """The version of lvm2, by one command. Raises CommandFailed, or BadReport if it shows none."""
+    """The version of lvm2, by one command.
+
+    Raises CommandFailed if the command fails, BadReport if it prints no version.
+    """
     result = run("lvm", "version")
     if result.exit_code != 0:
         raise lvm_errors.classify(("lvm", "version"), result.exit_code, result.stderr)

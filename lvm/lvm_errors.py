@@ -89,7 +89,7 @@ class UnknownContents(CommandFailed):
 
 
 class DuplicateDisks(CommandFailed):
-    """Two disks have the same UUID, such as a disk and its copy; lvm2 does not change their group."""
+    """Two disks have the same UUID, such as a disk and its copy; lvm2 changes no such group."""
 
     explained = (
         "two disks are copies of each other (`pvs --all`): detach the copy, or give it a UUID of"

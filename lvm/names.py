@@ -52,7 +52,7 @@ def is_part(name: str) -> bool:
 
 
 def readable(prefix: str, logical: str) -> str:
-    """The CO's name for a logical volume, if the volume's name contains it; else the latter."""
+    """The CO's name for a logical volume, if the volume's name has it; else the volume's name."""
     return logical.removeprefix(f"{prefix}-")
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SegmentType:
-    """A type of volumes (lvcreate(8), --type): the stripes, disks and kernel module it needs."""
+    """A type of logical volumes (lvcreate(8), --type), with its stripes, disks and module."""
 
     name: str
     least_stripes: int = 1

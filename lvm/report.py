@@ -205,7 +205,7 @@ class Group:
         return tuple(disk.uuid for disk in self.disks if disk.missing)
 
     def lost_images(self, volume: LogicalVolume) -> tuple[bool, ...]:
-        """For each image of a RAID volume, whether it lies on a missing disk, in order."""
+        """For each image of a RAID volume, in order, whether the image lies on a missing disk."""
         return tuple(not image.isdisjoint(self.missing_uuids) for image in volume.images)
 
     def survives(self, volume: LogicalVolume) -> bool:
@@ -215,7 +215,7 @@ class Group:
 
     @property
     def keeps_to_one_disk(self) -> bool:
-        """Whether the allocation policy allows the extents of one allocation on one disk alone."""
+        """Whether the allocation policy requires one disk for all extents of an allocation."""
         return self.policy in (CONTIGUOUS, *_CLING)
 
     def copy_on_write_of(self, origin: str) -> list[LogicalVolume]:

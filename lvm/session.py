@@ -120,7 +120,7 @@ class Confinement:
         )
 
     def joined(self, other_confinement: "Confinement") -> "Confinement":
-        """A confinement with the settings of both, if one shell can have both.
+        """A confinement with the settings of both confinements, if one shell can have all of them.
 
         Otherwise the result is `other_confinement`.
         """
@@ -440,7 +440,7 @@ class Session:
         return result
 
     def _ready(self, confinement: Confinement, words: tuple[str, ...]) -> Conversation | None:
-        """A shell at its prompt with the settings of a confinement, which is started if needed.
+        """Return a shell at its prompt with a confinement's settings; start one if needed.
 
         None if no shell can be used now.
         """
@@ -462,7 +462,7 @@ class Session:
         if limit == 0:
             raise mount_errors.CommandTimedOut(words, 0.0)
         # Commands have different settings, which do not disturb other commands. So the shell gets
-        # the settings of all commands so far, and need not be ended for the next one of these.
+        # the settings of all commands so far, and need not be ended for the next of these commands.
         self._confinement = self._confinement.joined(confinement)
         try:
             prepare(self._directory, self._root, self._confinement)

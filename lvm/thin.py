@@ -180,7 +180,7 @@ def maximum_bytes(room: Room, pool: Pool, policy: Policy) -> int:
 
 
 def outstanding_extents(group: Group, pool: Pool, policy: Policy) -> int:
-    """The number of extents that must stay free, so that a thin pool can grow to what it promised.
+    """The number of extents that must stay free, so that a thin pool can grow for its volumes.
 
     A pool promises the sizes of its volumes, divided by the over-provisioning of the class.
     """

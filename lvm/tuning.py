@@ -31,12 +31,12 @@ MOST_READ_AHEAD_BYTES = 1 << 30
 MOST_RECOVERY_KIB = (1 << 31) - 1
 
 _SECTOR_BYTES = 512
-# Key of the tag that keeps a volume's own maximum recovery rate, in KiB, 0 for none, while lvm2 has
-# a bound in its place.
+# Key of the tag that keeps a volume's own maximum recovery rate while lvm2 has the node's bound in
+# place of that maximum. The tag's value is in KiB a second; 0 for no maximum.
 _OWN_MAXIMUM = "ownRecoveryRate"
 
-# Smallest I/O limits that are allowed. With lower ones a pod's last writes, and so its end, would
-# take hours.
+# Smallest I/O limits that are allowed. With lower limits a pod's last writes would take hours, and
+# so would the end of the pod.
 LEAST_IOPS = 10
 LEAST_BANDWIDTH_BYTES = 64 << 10
 # Largest I/O limits that are allowed: an unsigned int of the kernel's block/blk-throttle.c, and a
@@ -65,13 +65,13 @@ class Tuning:
     write_iops_per_gib: int | None = None
     read_bandwidth_per_gib: int | None = None
     write_bandwidth_per_gib: int | None = None
-    # The node's bound, where lvm2 has it in place of `maximum_recovery_kib`; 0 where lvm2 has the
-    # maximum itself.
+    # The node's bound of recovery, where lvm2 has the bound in place of `maximum_recovery_kib`; 0
+    # where lvm2 has that maximum.
     bound_recovery_kib: int | None = None
 
     @property
     def of_raid(self) -> Sequence[str]:
-        """The names of these settings that only a RAID volume can have."""
+        """The names of those specified settings that only a RAID volume can have."""
         return [
             setting.part for setting in SETTINGS if setting.of_raid and setting.part in self._said()
         ]
@@ -88,7 +88,7 @@ class Tuning:
         )
 
     def over(self, present: Self) -> Self:
-        """The settings of a volume that had the settings `present`, once these are applied."""
+        """The settings of a volume with the settings `present` after these are applied."""
         return replace(present, **self._said())
 
     def bounded(self, present: Self, bound_kib: int) -> Self:
@@ -202,8 +202,8 @@ def _rate(column: str) -> int:
 
 
 _MINIMUM, _MAXIMUM = "raid_min_recovery_rate", "raid_max_recovery_rate"
-# Table of all settings: by it reports are read, and the options and tags for lvcreate and lvchange
-# are made.
+# Table of all settings. By this table reports are parsed, and the options and tags for lvcreate and
+# lvchange are made.
 SETTINGS: Sequence[Setting] = (
     Setting("read_ahead_bytes", "lv_read_ahead", "--readahead", _read_ahead, _sectors),
     Setting("minimum_recovery_kib", _MINIMUM, "--minrecoveryrate", _rate, of_raid=True),

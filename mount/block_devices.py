@@ -94,7 +94,7 @@ class LoopDevices:
 
     def loop_devices(self) -> list[str]:
         """The paths of all attached loop devices, sorted by number."""
-        # Each NodeUnpublishVolume calls this, and pathlib would take longer than the kernel.
+        # os.listdir is used, as each NodeUnpublishVolume lists the devices, and pathlib is slower.
         loops = [name for name in os.listdir("/sys/block") if name.startswith("loop")]  # noqa: PTH208
         attached = [name for name in loops if os.access(f"/sys/block/{name}/loop", os.F_OK)]
         return [f"/dev/{name}" for name in sorted(attached, key=lambda name: int(name[4:]))]
@@ -171,8 +171,8 @@ SAMPLE_BYTES = 4096
 # before would prove nothing.
 MARK = b"deleted data".ljust(SAMPLE_BYTES, b"\xff")
 
-# Unit of a copy, in bytes. A unit that is zero is not copied. It is the smallest chunk of a thin
-# pool (lvmthin(7)).
+# Unit of a copy, in bytes. A unit that is zero is not copied. The unit is as large as the smallest
+# chunk of a thin pool (lvmthin(7)).
 _PIECE_BYTES = 64 << 10
 
 
@@ -321,7 +321,7 @@ class BlockDevices(Calls):
         return any((disk, method) in self._distrusted for disk in stack.disks)
 
     def distrust(self, disks: Iterable[str], method: By) -> Sequence[str]:
-        """Never use a method on these disks again in this process; returns the newly added ones."""
+        """Record that a method must not zero these disks again; return the newly recorded disks."""
         new_disks = sorted(disk for disk in disks if (disk, method) not in self._distrusted)
         self._distrusted.update((disk, method) for disk in new_disks)
         return new_disks
@@ -347,7 +347,7 @@ class BlockDevices(Calls):
             block_io.zero_out(descriptor, device, offset_bytes, length_bytes, method)
 
     def mark(self, device: str, offsets: Iterable[int], *, allow_in_use: bool = False) -> None:
-        """Overwrite those blocks of 4 KiB at these offsets that are zero, past the page cache.
+        """Overwrite with MARK each block of 4 KiB at `offsets` that is zero, past the page cache.
 
         A block that reads as zeroes later has been zeroed in between. Blocks that cannot be read or
         written are skipped. Raises OSError (EBUSY) as `zero_out` does.
@@ -365,7 +365,7 @@ class BlockDevices(Calls):
                             opened.write(offset, view)
 
     def are_zero(self, device: str, offsets: Iterable[int], size_bytes: int = SAMPLE_BYTES) -> bool:
-        """Whether the blocks at these offsets can be read and are zero, past the page cache."""
+        """Whether all blocks at `offsets` can be read, past the page cache, and are zero."""
         zeroes = bytes(size_bytes)
         with self.opened(device) as opened, _buffer(size_bytes) as (buffer, view):
             for offset in offsets:

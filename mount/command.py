@@ -1,4 +1,4 @@
-"""Interfaces for running programs, and their results; time limits; threads for what may hang.
+"""Interfaces for running programs, and their results; time limits; threads for hanging work.
 
 `Run`, `Runner`, `Stream` and `Converse` are the interfaces. mount/programs.py implements them, and
 tests put other objects in their place.
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def begin(name: str, work: Callable[[], T]) -> "Future[T]":
-    """Run work in a thread of its own; return its future result.
+    """Run work in a thread of its own; return a Future of the result.
 
     The thread is a daemon thread, so the process can end while the work hangs. Raises RuntimeError
     where no thread can be started.
@@ -182,7 +182,7 @@ def progressed() -> None:
 
 
 def remaining_seconds() -> float | None:
-    """The seconds left of this thread's time limit, 0 if the limit has passed; None without one."""
+    """The seconds left of this thread's time limit, 0 if it has passed; None without a limit."""
     limit = _limit.get()
     return None if limit is None else max(0.0, limit.until_seconds - time.monotonic())
 

@@ -290,10 +290,11 @@ def supported(fs_type: str) -> FileSystem:
 
 
 def find(kernel: Kernel, device: str, fs_type: str) -> Signature | None:
-    """Find a file system of one type on a formatted device; None for none. Raises ProbeFailed.
+    """Find a file system of one type on a formatted device; None if there is none.
 
     Signatures of other formats do not count on a formatted device: the users of its file system may
-    fill any block, such as the last one, with the signature of another format.
+    fill any block, such as the last one, with the signature of another format. Raises ProbeFailed
+    if the device cannot be read.
     """
     try:
         return _signature(device, kernel.superblock(device, fs_type))
@@ -343,7 +344,7 @@ def probe_grown(kernel: Kernel, device: str, made_bytes: int) -> Signature | Non
         return signature
     start = max(made_bytes, size_bytes - _END_BYTES)
     try:
-        # These extents have no data of this volume, as it was never used and is blank before them.
+        # These extents have no data of this volume, as it was never used and is blank up to here.
         kernel.zero_out(device, start, size_bytes - start)
         kernel.flush(device)
     except OSError as error:
@@ -356,7 +357,7 @@ _FIRST_BYTES = 4096
 
 
 def discard_unfinished(kernel: Kernel, device: str, fs_type: str, identity: str) -> bool:
-    """Zero the superblock with this UUID that a killed mkfs left; returns whether there was one.
+    """Zero the superblock with UUID `identity` that a killed mkfs left; False if there is none.
 
     The caller knows from the volume's tags that the device was not formatted. Only a mkfs that
     Carver ran has given this UUID to the device, or to the volume of which the device is a copy. No

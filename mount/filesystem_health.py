@@ -52,7 +52,10 @@ def of(kernel: Kernel, path: str) -> Usage:
 
 
 def device_size_bytes(kernel: Kernel, device: str) -> int:
-    """The size of a block device, also by its published path. Raises DeviceMissing."""
+    """The size of a block device in bytes; `device` may be the path where it is published.
+
+    Raises DeviceMissing if there is no usable block device at the path.
+    """
     try:
         return kernel.device_size_bytes(device)
     except OSError as error:

@@ -41,7 +41,7 @@ class Growth:
     """Part of `mount.kernel.Kernel`: file systems, by the path of a mount."""
 
     def grow_ext4(self, path: str, blocks: int) -> None:
-        """EXT4_IOC_RESIZE_FS: grow an ext4 to a number of its own blocks."""
+        """EXT4_IOC_RESIZE_FS: grow an ext4 to a size of `blocks` blocks of the file system."""
         calls.ioctl(path, _EXT4_RESIZE_FS, struct.pack("=Q", blocks))
 
     def xfs_geometry(self, path: str) -> XfsGeometry:
@@ -53,7 +53,7 @@ class Growth:
         )
 
     def grow_xfs(self, path: str, blocks: int, max_inode_percent: int) -> None:
-        """XFS_IOC_FSGROWFSDATA: grow an xfs to a number of its own blocks."""
+        """XFS_IOC_FSGROWFSDATA: grow an xfs to a size of `blocks` blocks of the file system."""
         calls.ioctl(path, _XFS_FSGROWFSDATA, _XFS_GROWFS.pack(blocks, max_inode_percent))
 
     def grow_btrfs(self, path: str) -> None:
@@ -141,7 +141,7 @@ class Kernel(DiskLoads, Growth):
     def mountinfo(self) -> str:
         """Read the mount table (/proc/self/mountinfo); invalid UTF-8 becomes surrogates."""
         # read_text would turn a carriage return in a path into a newline. The file is opened
-        # without pathlib and without a buffer, as each call reads the table, and either would take
+        # without pathlib and without a buffer, as each RPC reads the table, and either would take
         # longer than the kernel.
         with open("/proc/self/mountinfo", "rb", buffering=0) as file:  # noqa: PTH123
             return file.read().decode("utf-8", "surrogateescape")
@@ -303,7 +303,10 @@ class Kernel(DiskLoads, Growth):
     # Descriptors of paths, and the steps of mounting.
 
     def _at(self, path: str) -> block_io.closing:
-        """A descriptor (O_PATH) of the file at a path. Raises OSError: ELOOP for a link in it."""
+        """A descriptor (O_PATH) of the file at a path.
+
+        Raises OSError (ELOOP) for a symbolic link in any part of the path.
+        """
         try:
             return block_io.closing(self._opened(path))
         except OSError as error:

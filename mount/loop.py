@@ -111,7 +111,9 @@ def detach(
     device: str,
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> None:
-    """Detach a loop device, if it is attached. Raises Busy, LoopFailed.
+    """Detach a loop device, if it is attached.
+
+    Raises Busy if the device stays in use, LoopFailed if the kernel refuses.
 
     Where other users have the device open, this function waits within the context manager
     `waiting`, for three seconds at most.

@@ -60,7 +60,7 @@ class Header:
     is_reencrypting: bool = False
     # A digest of all that decides how the ciphertext is decrypted: the segments, and the digests of
     # their master key, which cryptsetup makes anew for each master key. The key slots, whose
-    # passphrases may change, are not part of it.
+    # passphrases may change, are not part of the digest.
     reading: str = ""
 
 
@@ -205,7 +205,7 @@ def blank(kernel: Kernel, device: str, offset_bytes: int, mapping: str) -> None:
 def _runs(
     opened_device: Opened, offset_bytes: int, size_bytes: int, *, blank: bool
 ) -> Iterator[tuple[int, int]]:
-    """The runs of zero blocks at both ends of a device, or with `blank` false of other blocks.
+    """The runs of zero blocks (`blank`), or else of other blocks, at both ends of a device.
 
     Each run is its start and its length in bytes, from `offset_bytes` on.
     """

@@ -45,7 +45,7 @@ _CONTEXT = re.compile(rf"([\w.-]+:[\w.-]+:[\w.-]+)(?::({_LEVEL})(?:-({_LEVEL}))?
 
 @dataclass(frozen=True)
 class Options:
-    """Mount options by where they belong in the kernel.
+    """Mount options, by the part of the kernel to which each option belongs.
 
     `data`, the file system's own options, keep the user's order; `context` is unquoted.
     """

@@ -33,9 +33,10 @@ from mount.command import (
 # the program is being ended. The terminal does not show that the program has ended, as another
 # process may keep the terminal open.
 _LOOK_SECONDS, _END_SECONDS = 1.0, 0.01
-# The most bytes that one read returns.
+# Maximum number of bytes that one read of a program's output returns.
 _PIECE_BYTES = 1 << 16
-# The most bytes of an answer in a conversation: a report of ten thousand volumes has a tenth of it.
+# Maximum number of bytes of an answer in a conversation with a program. A report of ten thousand
+# volumes has a tenth of that.
 _MOST_BYTES = 256 << 20
 
 
@@ -143,7 +144,7 @@ class Terminal:
         return bool(self._running.is_alive())
 
     def _wait(self, deadline: float | None, *, to_say: bool) -> None:
-        """Wait until there is something to read, or room to write.
+        """Wait until the program has output to read, or its terminal takes more input.
 
         Raises TimeoutError at the deadline, ConversationOver once the program has ended.
         """

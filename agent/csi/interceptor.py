@@ -315,7 +315,7 @@ def _write(rpc_trace: Trace, request: Message, message: str) -> None:
 # Fields of requests that name the volume or snapshot of an RPC, in order of precedence.
 _SUBJECTS = ("volume_id", "snapshot_id", "target_snapshot_id", "group_snapshot_id", "name")
 
-# Methods that callers use all day long; an RPC of these that succeeds is logged at debug level.
+# Methods that callers use all day long; a successful RPC of these is logged at debug level.
 ROUTINE = frozenset(
     {
         "Probe",

@@ -86,7 +86,7 @@ class Monitor:
         self._server: _Server | None = None
 
     def start(self) -> int:
-        """Start to serve and return the port; if the address is not free, log it and return 0."""
+        """Start to serve and return the port; if the address is in use, log that and return 0."""
         try:
             server = _Server(self._address, self._pages)
         except OSError as error:

@@ -270,7 +270,7 @@ def parse_iops(value: object) -> int:
 
 
 def parse_bandwidth(value: object) -> int:
-    """Parse a bandwidth limit into bytes a second; 0 for no limit. It may end in `/s`."""
+    """Parse a bandwidth limit, such as `10MiB/s`, into bytes a second; 0 for no limit."""
     size = parse_size(str(value).removesuffix("/s"))
     return _limit(size, tuning.LEAST_BANDWIDTH_BYTES, tuning.MOST_BANDWIDTH_BYTES)
 
