@@ -131,7 +131,7 @@ def mark(
 
     Deleting a tag that the group lacks, or adding a tag that it has, is no error.
     """
-    # vgchange(8) refuses a command line that changes nothing.
+    # Run no command if there is no tag: vgchange(8) refuses a command line that changes nothing.
     if changes := [*tags.words("--deltag", old), *tags.words("--addtag", new)]:
         lvm("vgchange", *changes, "--", name)
 

@@ -414,7 +414,7 @@ def _physical_volume(sector: bytes, offset: int) -> _Label:
     version, flags = 0, 0
     if offset + _PV_EXTENSION.size <= len(sector):
         version, flags = _PV_EXTENSION.unpack_from(sector, offset)
-    # The flag exists since version 2 of the header's extension.
+    # The flag of a disk in a volume group exists since version 2 of the header's extension.
     is_used = version > 1 and bool(flags & _PV_EXT_USED)
     text = uuid.decode("ascii", "replace")
     if not _UUID.fullmatch(text):

@@ -178,9 +178,8 @@ def _text(file: Path) -> str:
 
 # Settings of every lvm2 command, which overrule the node's lvm.conf(5).
 _NEEDED = (
-    # lvm2 reports success with other values of these settings although lvm2 has done something
-    # else: it has changed nothing, or made a volume that is inactive or read-only, and wiped or
-    # zeroed nothing of the volume.
+    # With other values of these settings lvm2 reports success although lvm2 has changed nothing, or
+    # has made a volume that is inactive or read-only, and of which nothing is wiped or zeroed.
     *("global/test=0", "global/activation=1", "activation/read_only_volume_list=[]"),
     # dmeventd(8) monitors volumes by lvm2 commands of its own. These commands take the volume
     # group's lock and read every disk of the machine, and an extension of a thin pool waits 8 s for

@@ -263,7 +263,7 @@ def lacks_memory(stderr: str) -> bool:
 
 
 def is_explained(stderr: str) -> bool:
-    """Whether a failed lvm2 command printed a reason that has an error class here."""
+    """Whether a failed lvm2 command printed a reason that has an error class of its own."""
     return _meant(stderr) is not CommandFailed
 
 

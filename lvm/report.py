@@ -160,9 +160,9 @@ class Group:
     extent_size_bytes: int
     tags: frozenset[str]
     missing_disks: int
-    # All physical volumes, the missing ones included.
+    # All physical volumes of the volume group, missing ones included.
     disks: tuple[PhysicalVolume, ...] = ()
-    # All logical volumes by their names.
+    # All logical volumes of the volume group, by their names.
     volumes: Mapping[str, LogicalVolume] = field(default_factory=dict)
     # The size of lvm2's spare volume for repairs of thin pools' metadata, in extents, and the UUIDs
     # of the disks of that volume.

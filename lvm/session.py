@@ -299,7 +299,7 @@ _START_SECONDS = 10.0
 _GRACE_SECONDS = 5.0
 # Time limit of `renew` for the command that is running, in seconds, if the caller has no deadline.
 _RENEW_SECONDS = 60.0
-# Words that stand for the end of a shell in an error about a command.
+# Words of the command that CommandTimedOut names if lvm2's shell cannot be ended in time.
 _RENEWED = ("lvm", "exit")
 # Number of commands after which an idle shell is ended: lvm2 does not return memory.
 _MANY_COMMANDS = 100
@@ -345,7 +345,7 @@ class Session:
         self._confinement = Confinement()
         # The number of commands that ran in the shell, and the time of the last one (monotonic).
         self._commands, self._last_monotonic_seconds = 0, 0.0
-        # The time (monotonic) before which no new shell is started.
+        # The time (monotonic) before which no new lvm2 shell is started.
         self._rests_until_monotonic_seconds = 0.0
         self._is_closed = False
         # A shell that did not end in time, the command that it runs, and when it got SIGTERM.
@@ -417,7 +417,8 @@ class Session:
             reported = conversation.exchange(line.text, remaining_seconds())
             result = answer(line.subcommand, reported)
             if result.exit_code and lvm_errors.lacks_memory(result.stderr):
-                # The shell would lack memory at the next command, too; a process need not.
+                # Give the shell up: it would lack memory at the next command, too, while a process
+                # need not.
                 raise ValueError("it lacks memory")
         except TimeoutError:
             self._give_up(line, "its time is over")

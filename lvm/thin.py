@@ -117,7 +117,7 @@ def missing_metadata_extents(group: Group, pool: Pool) -> int:
 
 
 def growth_extents(room: Room, pool: Pool) -> int:
-    """The number of extents by which a thin pool can surely grow; for a new pool all its data.
+    """The number of extents by which a thin pool can surely grow, or a new pool can be large.
 
     Where the volume group's allocation policy wants a volume's extents on one disk or in one range,
     the free extents need not be where an existing pool is. Then the result is 0, though lvm2 may

@@ -19,8 +19,8 @@ _UDEV_CONTROL = Path("/run/udev/control")
 # Prefix of the device-mapper UUIDs of logical volumes. Events of logical volumes are ignored, as
 # Carver's own commands cause them, and as they say nothing about disks.
 _OF_A_VOLUME = "LVM-"
-# Time limit of reading events that come without a pause, in seconds; the rest are left to the next
-# call of `wait`.
+# Time, in seconds, by which a call of `wait` exceeds its time limit at most, while events come
+# without a pause. The next call reads the other events.
 _MOST_SECONDS = 2.0
 
 

@@ -97,7 +97,7 @@ def mark(lvm: Lvm, group: str, name: str, *, old: tags.Tags, new: Mapping[str, s
 
     One write of the metadata changes all tags, so either all tags change or none.
     """
-    # lvchange(8) refuses a command line that changes nothing.
+    # Run no command if there is no tag: lvchange(8) refuses a command line that changes nothing.
     if changes := [*tags.words("--deltag", old), *tags.words("--addtag", new)]:
         lvm("lvchange", *changes, "--", f"{group}/{name}")
 

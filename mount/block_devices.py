@@ -42,7 +42,7 @@ def attribute(path: str) -> str:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         with block_io.closing(descriptor):
-            # An attribute has a page at most (Documentation/filesystems/sysfs.rst).
+            # An attribute of sysfs has a page at most (Documentation/filesystems/sysfs.rst).
             return os.read(descriptor, 4096).decode().strip()
     except OSError:
         return ""
@@ -94,7 +94,7 @@ class LoopDevices:
 
     def loop_devices(self) -> list[str]:
         """The paths of all attached loop devices, sorted by number."""
-        # os.listdir is used, as each NodeUnpublishVolume lists the devices, and pathlib is slower.
+        # os.listdir is used, as pathlib is slower: each NodeUnpublishVolume lists loop devices.
         loops = [name for name in os.listdir("/sys/block") if name.startswith("loop")]  # noqa: PTH208
         attached = [name for name in loops if os.access(f"/sys/block/{name}/loop", os.F_OK)]
         return [f"/dev/{name}" for name in sorted(attached, key=lambda name: int(name[4:]))]

@@ -33,7 +33,7 @@ _GONE = {errno.ENODEV, errno.ENXIO}
 
 
 def _kind(in_stat: str, in_max: str) -> Any:
-    """Make the field of a kind of I/O, with the kind's keys in the files io.stat and io.max."""
+    """Make the dataclass field of a kind of I/O, with the kind's keys in io.stat and io.max."""
     return field(default=0, metadata={"stat": in_stat, "max": in_max})
 
 

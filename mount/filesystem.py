@@ -204,7 +204,7 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         uuid=("-m", "uuid="),
         duplicate_data=("nouuid",),
         block_options=(("-s", "size"), ("-b", "size")),
-        # xfs_fs_validate_params in fs/xfs/xfs_super.c checks these values.
+        # Values of logbsize that xfs_fs_validate_params in fs/xfs/xfs_super.c accepts.
         values={"logbsize": "0|16384|32768|65536|131072|262144|(16|32|64|128|256)[kK]"},
         only_with=(("sunit", "swidth"), ("swidth", "sunit")),
         only_read=frozenset({"norecovery"}),
@@ -246,7 +246,8 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         error_remedy="then scrub it, and reset the counters with `btrfs device stats --reset`",
         block_options=(("-s", ""),),
         least_block_bytes=4096,
-        # btrfs_parse_compress in fs/btrfs/super.c checks these values; newer kernels accept levels.
+        # Kinds of compression that btrfs_parse_compress in fs/btrfs/super.c accepts; newer kernels
+        # accept levels, too.
         values=dict.fromkeys(
             ("compress", "compress-force"), r"(zlib|zstd)(:-?\d{1,2})?|lzo|no|none"
         ),

@@ -150,7 +150,7 @@ def grow(kernel: Kernel, device: str) -> None:
 
 
 def _own(kernel: Kernel, number: DeviceNumber) -> Iterator[tuple[str, LoopStatus]]:
-    """Yield Carver's read-only loop devices over the block device with a number."""
+    """Yield Carver's read-only loop devices over a block device, with their status."""
     device_number = os.makedev(*number)
     for device in kernel.loop_devices():
         status = _status(kernel, device)

@@ -29,13 +29,13 @@ METADATA_BYTES = 16 << 10
 # The rest of the copy is JSON.
 _BINARY = struct.Struct(">6s H Q Q 48s 32s 64s 40s 48s Q 184s 64s")
 _BINARY_BYTES = 4096
-# Position and length of the checksum in a copy.
+# Position and length of the checksum in a copy of a LUKS2 header, in bytes.
 _CHECKSUM_AT, _CHECKSUM_BYTES = 448, 64
-# Magics of the first and of the second copy.
+# Magic texts at the beginning of the first and of the second copy of a LUKS2 header.
 _MAGICS = (b"LUKS\xba\xbe", b"SKUL\xba\xbe")
 _VERSION = 2
-# Number of attempts to read a header of which no copy is whole, and the pause between the attempts,
-# in seconds.
+# Number of attempts to read a LUKS2 header of which no copy is whole, and the pause between the
+# attempts, in seconds.
 _LOOKS, _LOOK_SECONDS = 10, 0.02
 # Beginning of the requirement in the header of a device that cryptsetup is re-encrypting.
 # cryptsetup itself recognizes such a device by this requirement (LUKS2_reencrypt_status() in its
@@ -58,9 +58,9 @@ class Header:
     sector_bytes: int
     key_derivation: tuple[str, ...] = ()
     is_reencrypting: bool = False
-    # A digest of all that decides how the ciphertext is decrypted: the segments, and the digests of
-    # their master key, which cryptsetup makes anew for each master key. The key slots, whose
-    # passphrases may change, are not part of the digest.
+    # A digest of all in the header that decides how the ciphertext is decrypted: the segments, and
+    # the digests of their master key, which cryptsetup makes anew for each master key. The key
+    # slots, whose passphrases may change, are not part of the digest.
     reading: str = ""
 
 

@@ -344,7 +344,7 @@ class CommandFailed(CommandError):
 
 
 class BadReport(CommandError):
-    """A report of lvm2's cannot be parsed."""
+    """The output of lvm2 or a tool for thin pools, or a COW store, cannot be parsed."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"lvm2's report is not understood: {problem}")

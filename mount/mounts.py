@@ -43,7 +43,8 @@ def ensure_mounted(
     if _is_mounted(mount_table, path, number, expected_options):
         _check_context(mount_table.at(path)[-1], options.context)
         return
-    # The kernel returns a bare EINVAL for a different context, and for any context without SELinux.
+    # Check the SELinux context here: for a different context, and for any context without SELinux,
+    # the kernel returns EINVAL without a reason.
     for mount in mount_table.of_device(number):
         _require_context(mount, options.context)
     if options.context and not kernel.has_selinux():

@@ -75,8 +75,8 @@ class Terminal:
                 _out=theirs,
                 _err=theirs,
                 _pass_fds={its_reports},
-                # The function is called in the child process. So no other program that starts
-                # meanwhile inherits the descriptor.
+                # Make the descriptor inheritable in the child process alone, so that no other
+                # program that starts meanwhile inherits it.
                 _preexec_fn=lambda: os.set_inheritable(its_reports, True),
                 # The program gets a session of its own, so that Ctrl-C at Carver's terminal does
                 # not reach the program.

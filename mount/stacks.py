@@ -30,8 +30,8 @@ class Stack:
 
     # Whether each device of the stack accepts REQ_OP_WRITE_ZEROES.
     has_write_zeroes: bool
-    # Whether each block is exactly one block of a disk: the device is no RAID, thin or cached
-    # volume, and has no snapshots.
+    # Whether each block of the device is exactly one block of a disk: the device is no RAID, no
+    # thin or cached volume, and has no snapshots.
     is_plain: bool = True
     # The names of the disks at the bottom.
     disks: frozenset[str] = frozenset()
@@ -156,7 +156,7 @@ def _queue(directory: str, name: str) -> str:
 def _word(directory: str, name: str) -> str:
     try:
         with open(f"{directory}/{name}", "rb", buffering=0) as file:  # noqa: PTH123
-            # An attribute has a page at most (Documentation/filesystems/sysfs.rst).
+            # An attribute of sysfs has a page at most (Documentation/filesystems/sysfs.rst).
             return file.read(4096).decode().strip()
     except (OSError, UnicodeDecodeError):
         return ""

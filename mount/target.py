@@ -123,7 +123,11 @@ def ensure_file(kernel: Kernel, path: str) -> None:
 
 
 def ensure_absent(kernel: Kernel, path: str) -> None:
-    """Remove the empty directory or empty file at `path`, if any. Raises TargetInUse otherwise."""
+    """Remove the empty directory or empty file at `path`, if there is one.
+
+    Raises TargetInUse for a directory or file with contents, and for a mount point. Raises
+    TargetError if the kernel refuses.
+    """
     status = _lstat(kernel, path)
     if status is None:
         return

@@ -38,7 +38,7 @@ _ANSWER_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Class:
-    """A device class. `largest_bytes` is the size of the largest volume that can be made now.
+    """A device class. `largest_bytes` is the size of the largest volume that it can have now.
 
     `largest_bytes` is what GetCapacity reports. It is None where the class's volume group is not on
     this node, or the class's thin pool does not answer.

@@ -255,7 +255,7 @@ class VolumeVerbs:
         print(manifest.of(answer.volume), end="")
 
     def undo_adopt(self, path: str, *, dry_run: bool) -> None:
-        """Undo the adoption of the logical volume `path`, GROUP/LV; raises BadField."""
+        """Undo the adoption of the logical volume `path`; raises BadField unless it is GROUP/LV."""
         group, name = _group_and_name(path)
         request = carver.AdoptVolumeRequest(group=group, logical_volume=name, dry_run=dry_run)
         _print_changes(self.caller.undo_adopt(request), dry_run=dry_run)
@@ -314,7 +314,7 @@ class VolumeVerbs:
 
     @staticmethod
     def _until_done(step: Callable[[], tuple[bool, str]]) -> None:
-        """Repeat `step` until it is done, and print each new message.
+        """Repeat `step` until it reports that the work is done, and print each new message.
 
         If the user interrupts the command, the service goes on with the work.
         """

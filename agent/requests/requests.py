@@ -60,7 +60,7 @@ class Capability:
 
     @classmethod
     def from_proto(cls, wire: csi.VolumeCapability, field: str = "volume_capability") -> Self:
-        """Read and check a VolumeCapability; raises BadField."""
+        """Read and check a VolumeCapability; raises BadField for an invalid field."""
         mode = _mode(wire, field)
         access = wire.WhichOneof("access_type")
         if access is None:
@@ -79,7 +79,7 @@ class Capability:
 
     @classmethod
     def several(cls, wire: Sequence[csi.VolumeCapability]) -> tuple[Self, ...]:
-        """Read and check the field `volume_capabilities` of a request; raises BadField."""
+        """Read and check the field `volume_capabilities`; raises BadField for an invalid one."""
         return tuple(
             cls.from_proto(capability, f"volume_capabilities[{index}]")
             for index, capability in enumerate(wire)
@@ -245,7 +245,7 @@ class SizeRange:
 
     @classmethod
     def from_proto(cls, wire: csi.CapacityRange, field: str = "capacity_range") -> Self:
-        """Read and check a CapacityRange; raises BadField."""
+        """Read and check a CapacityRange; raises BadField for an invalid field."""
         for name in ("required_bytes", "limit_bytes"):
             if getattr(wire, name) < 0:
                 raise errors.BadField(f"{field}.{name}", "must not be negative")
@@ -391,7 +391,7 @@ class ModifyVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.ControllerModifyVolumeRequest) -> Self:
-        """Read and check a ControllerModifyVolume request; raises BadField."""
+        """Read and check a ControllerModifyVolume request; raises BadField for an invalid field."""
         volume_id = required(wire, "volume_id")
         return cls(volume_id, tuning_of(required(wire, MUTABLE_FIELD)))
 
@@ -411,7 +411,7 @@ class ExpandVolume:
     def from_proto(
         cls, wire: csi.ControllerExpandVolumeRequest | csi.NodeExpandVolumeRequest
     ) -> Self:
-        """Read and check a request to expand a volume; raises BadField."""
+        """Read and check a request to expand a volume; raises BadField for an invalid field."""
         volume_id = required(wire, "volume_id")
         read_only = (
             wire.HasField("volume_capability")
@@ -463,7 +463,7 @@ class CreateSnapshot:
 
     @classmethod
     def from_proto(cls, wire: csi.CreateSnapshotRequest) -> Self:
-        """Read and check a CreateSnapshot request; raises BadField."""
+        """Read and check a CreateSnapshot request; raises BadField for an invalid field."""
         _check_name("name", wire.name)
         source_id = required(wire, "source_volume_id")
         size, object_tags = snapshot_parameters(wire.parameters, OF_SNAPSHOT)
@@ -482,7 +482,7 @@ class CreateGroupSnapshot:
 
     @classmethod
     def from_proto(cls, wire: csi.CreateVolumeGroupSnapshotRequest) -> Self:
-        """Read and check a CreateVolumeGroupSnapshot request; raises BadField."""
+        """Read and check a CreateVolumeGroupSnapshot request; BadField for an invalid field."""
         _check_name("name", wire.name)
         field = "source_volume_ids"
         sources = required(wire, field)
@@ -596,7 +596,7 @@ class AttachVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.ControllerPublishVolumeRequest) -> Self:
-        """Read and check a ControllerPublishVolume request; raises BadField."""
+        """Read and check a ControllerPublishVolume request; BadField for an invalid field."""
         volume_id, node_id = required(wire, "volume_id"), required(wire, "node_id")
         capability = _capability(wire)
         # Check the volume_context before the volume is attached: NodeStageVolume gets the same
@@ -661,7 +661,7 @@ class PublishVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.NodePublishVolumeRequest) -> Self:
-        """Read and check a NodePublishVolume request; raises BadField."""
+        """Read and check a NodePublishVolume request; raises BadField for an invalid field."""
         volume_id = required(wire, "volume_id")
         target_path = _path(wire, "target_path")
         capability = _capability(wire)

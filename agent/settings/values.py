@@ -13,7 +13,7 @@ from lvm.layout import NO_RESERVE, Reserve
 
 # Value of a file's size: half of the free space.
 HALF = "half"
-# Value of a limit of background I/O: no limit, but background I/O gives way to other I/O.
+# Value of the setting `background_bandwidth`: no limit, but background I/O gives way to other I/O.
 AUTO = "auto"
 # Maximum length of a node id, in characters: that of a name by RFC 1123, and so of a Kubernetes
 # node. The CSI spec allows 256 bytes (NodeGetInfoResponse).
