@@ -120,7 +120,7 @@ _SESSION = re.compile(r"session\d+")
 
 
 def is_foreign(path: str) -> bool:
-    """Whether a disk belongs to a guest or another machine, by its driver's prefix in its name."""
+    """Whether a disk belongs to a guest or another machine, by the prefix of the disk's name."""
     return path.removeprefix("/dev/").startswith(_FOREIGN)
 
 

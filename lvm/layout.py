@@ -62,7 +62,8 @@ class Layout:
             needs = "needs 1 mirror or more" if kind.mirrored else "has no mirrors"
             raise ValueError(f"{self.kind} {needs}")
         if kind.mirrored and kind.striped and self.mirrors > 1:
-            # lvm2 2.03.16 refuses more: "RAID10 currently supports only 2-way mirroring".
+            # lvm2 2.03.16 refuses more than one mirror ("RAID10 currently supports only 2-way
+            # mirroring").
             raise ValueError(f"{self.kind} has 1 mirror, and no more")
         if self.stripe_size_bytes and not kind.striped:
             raise ValueError(f"{self.kind} has no stripes, so no stripe size")

@@ -120,10 +120,11 @@ class Room:
 
     @property
     def planned_extents(self) -> int:
-        """The number of extents of all slow disks, which sizes reserves and thin pools' metadata.
+        """The number of extents of all slow disks, missing disks included.
 
-        A missing disk counts, as the disk may come back or be replaced, and thin pools must then be
-        able to grow to the sizes of their volumes.
+        Reserves and the metadata of thin pools are sized by this number. A missing disk counts, as
+        the disk may come back or be replaced, and thin pools must then be able to grow to the sizes
+        of their volumes.
         """
         return sum(disk.extents for disk in self._all_slow)
 

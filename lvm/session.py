@@ -60,7 +60,7 @@ from mount.command import (
 _log = logging.getLogger(__name__)
 
 
-# Environment in which the shell's line editor keeps no history, and reads no file of settings.
+# Environment in which an lvm2 shell's line editor keeps no history, and reads no file of settings.
 _NO_LINE_EDITOR = dict.fromkeys(("HOME", "EDITRC", "INPUTRC"), "/dev/null")
 
 # Subcommands that run in a shell: reports, which change nothing.
@@ -162,7 +162,7 @@ class Confinement:
 
 @dataclass(frozen=True)
 class Line:
-    """A command as a line that is typed at the shell's prompt."""
+    """An lvm2 command as a line that is typed at the prompt of an lvm2 shell."""
 
     text: str
     subcommand: str
@@ -192,7 +192,7 @@ class Line:
 
 
 def _parted(words: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    """Separate a command's words from the options of the shell (OF_A_SHELL) among them."""
+    """Separate an lvm2 command's words from the options of a whole shell (OF_A_SHELL)."""
     options = dict.fromkeys(OF_A_SHELL, "")
     command_words: list[str] = []
     remaining = iter(words)
@@ -216,7 +216,7 @@ def _quoted(word: str) -> str | None:
 
 
 def answer(subcommand: str, reported: str) -> Result:
-    """Parse the shell's JSON into the result that a process of the command would have given.
+    """Parse an lvm2 shell's JSON into the result that a process of the command would have had.
 
     Raises ValueError unless the JSON is complete and ends with the status of `subcommand`.
     """
@@ -242,8 +242,8 @@ def _lines(messages: list[Mapping[str, str]], kinds: set[str]) -> str:
     )
 
 
-# Settings that the shell reads when it starts, in addition to the node's own. They are in a file
-# for two reasons. lvm2 takes settings of log and report only from files, not from options
+# Settings that an lvm2 shell reads when it starts, in addition to the node's own. The settings are
+# in a file for two reasons. lvm2 takes settings of log and report only from files, not from options
 # (CFG_DISALLOW_INTERACTIVE). And at each command with `--config`, lvm2 rebuilds all its settings
 # and caches, twice.
 _SETTINGS = """
@@ -264,7 +264,7 @@ global/use_aio=0
 
 
 def prepare(directory: Path, root: Path, confinement: Confinement) -> None:
-    """Make the directory that the shell uses as LVM_SYSTEM_DIR, in place of /etc/lvm.
+    """Make the directory that an lvm2 shell uses as LVM_SYSTEM_DIR, in place of /etc/lvm.
 
     The directory has links to the files of /etc/lvm, and a copy of lvmlocal.conf with the settings
     of the shell appended. `root` is where lvm2's root directory is seen; `directory` has the same
@@ -291,11 +291,11 @@ def prepare(directory: Path, root: Path, confinement: Confinement) -> None:
     (directory / settings).write_bytes(text + f"{_SETTINGS}{lines}\n".encode())
 
 
-# Time limit of the shell's start, until its first prompt, in seconds. The start usually takes some
-# tenths.
+# Time limit of an lvm2 shell's start, until the shell's first prompt, in seconds. The start usually
+# takes some tenths.
 _START_SECONDS = 10.0
-# Time limit of the shell's end after SIGTERM, in seconds. lvm2 blocks SIGTERM while it has a lock
-# of a volume group; its commands rarely have the lock for longer.
+# Time limit of an lvm2 shell's end after SIGTERM, in seconds. lvm2 blocks SIGTERM while it has the
+# lock of a volume group; lvm2's commands rarely have the lock for longer.
 _GRACE_SECONDS = 5.0
 # Time limit of `renew` for the command that is running, in seconds, if the caller has no deadline.
 _RENEW_SECONDS = 60.0
@@ -343,7 +343,8 @@ class Session:
         self._lock = threading.Lock()
         self._shell: Conversation | None = None
         self._confinement = Confinement()
-        # The number of commands that ran in the shell, and the time of the last one (monotonic).
+        # The number of commands that ran in the lvm2 shell, and the time of the last command
+        # (monotonic).
         self._commands, self._last_monotonic_seconds = 0, 0.0
         # The time (monotonic) before which no new lvm2 shell is started.
         self._rests_until_monotonic_seconds = 0.0
@@ -352,7 +353,7 @@ class Session:
         self._stuck: tuple[Conversation, str, float] | None = None
 
     def __call__(self, *words: str) -> Result:
-        """Run a command in the shell if the shell can run it, else in a process.
+        """Run an lvm2 command in the shell if the shell can run it, else in a process.
 
         Raises the errors of a process. Raises SessionLost if the shell fails during a change, and
         StillRunning for a change while an earlier shell has not ended.
@@ -370,7 +371,7 @@ class Session:
         return self._run(*words) if result is None else result
 
     def renew(self) -> None:
-        """End the shell, as its answers are in doubt; the next command starts another one.
+        """End the lvm2 shell, as its answers are in doubt; the next command starts another shell.
 
         Raises CommandTimedOut where the shell's command outlasts the caller's deadline; without a
         deadline, a minute.
@@ -379,9 +380,9 @@ class Session:
             self._hang_up()
 
     def rest(self) -> None:
-        """End a shell that is idle for a minute, if it has run many commands or takes much memory.
+        """End the lvm2 shell if it is idle for a minute, and has run many commands or is large.
 
-        The next command starts another one. lvm2 returns no memory: a shell is as large as its
+        The next command starts another shell. lvm2 returns no memory: a shell is as large as its
         largest report, and as all that it ever locked. A shell that runs a command is left alone.
         """
         if not self._lock.acquire(blocking=False):
@@ -396,7 +397,7 @@ class Session:
             self._lock.release()
 
     def close(self) -> None:
-        """End the shell; from now on commands run as processes alone.
+        """End the lvm2 shell; from now on commands run as processes alone.
 
         A running command has five seconds to end; after that the shell is left alone.
         """
@@ -407,7 +408,7 @@ class Session:
                 self._stuck = None
 
     def _ask(self, conversation: Conversation, line: Line, words: tuple[str, ...]) -> Result | None:
-        """Run a command in the shell; None if the shell failed while it ran a report.
+        """Run a command in the lvm2 shell; None if the shell failed while it ran a report.
 
         The caller then repeats the report in a process.
         """
@@ -441,9 +442,9 @@ class Session:
         return result
 
     def _ready(self, confinement: Confinement, words: tuple[str, ...]) -> Conversation | None:
-        """Return a shell at its prompt with a confinement's settings; start one if needed.
+        """Return an lvm2 shell at its prompt with a confinement's settings; start one if needed.
 
-        None if no shell can be used now.
+        A shell with other settings is ended. The result is None if no shell can be used now.
         """
         if self._shell is not None:
             is_fit = not self._is_closed and self._confinement.covers(confinement)
@@ -488,7 +489,7 @@ class Session:
         self._hang_up(line.subcommand)
 
     def _hang_up(self, last_command: str = "what it did last") -> None:
-        """End the shell; if it does not end in time, remember it as stuck at `last_command`."""
+        """End the lvm2 shell; if it does not end in time, remember it, with `last_command`."""
         if self._shell is not None:
             since_monotonic_seconds = time.monotonic()
             if not self._shell.end(_GRACE_SECONDS):
@@ -496,7 +497,10 @@ class Session:
             self._shell, self._commands = None, 0
 
     def _look_at_stuck(self, *, changes: bool) -> None:
-        """Raise StillRunning for a change while a shell that got SIGTERM may still change LVM."""
+        """Raise StillRunning for a change while a shell that got SIGTERM may still change LVM.
+
+        Forgets such a shell once it has ended.
+        """
         if self._stuck is None:
             return
         conversation, last_command, since_monotonic_seconds = self._stuck

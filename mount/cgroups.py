@@ -129,7 +129,10 @@ class Cgroups:
         return self._seen[1]
 
     def limit(self, number: DeviceNumber, io_max: IoMax) -> None:
-        """Set all limits of a device. No error for a device that was removed."""
+        """Set all limits of a device's I/O; no error for a device that was removed.
+
+        Enables the I/O controller if it is not enabled yet.
+        """
         file = self.prepare() / "io.max"
         try:
             _write(file, f"{number[0]}:{number[1]} {io_max.words()}")
@@ -140,7 +143,8 @@ class Cgroups:
     def counts(self) -> Mapping[DeviceNumber, IoCount]:
         """The I/O of all pods by device, since the I/O controller was enabled.
 
-        While no counter changes, each call returns the same object.
+        Enables the I/O controller if it is not enabled yet. While no counter changes, each call
+        returns the same object.
         """
         text = _read(self.prepare() / "io.stat")
         if text != self._counted[0]:

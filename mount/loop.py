@@ -28,7 +28,11 @@ _LOOKS_A_SECOND = 50
 
 
 def find(kernel: Kernel, file: str) -> str | None:
-    """The path of the loop device attached to `file`, by device and inode; None for none."""
+    """The path of the loop device that is attached to `file`; None if there is none.
+
+    A loop device that is being detached does not count. The device and inode of the file decide.
+    Raises LoopFailed.
+    """
     try:
         file_status = kernel.lstat(kernel.real_path(file))
     except OSError as error:

@@ -103,7 +103,10 @@ class Terminal:
         return reported.decode(errors="backslashreplace")
 
     def is_waiting(self) -> bool:
-        """Whether the program runs and waits at its prompt."""
+        """Whether the program runs and waits at its prompt.
+
+        Output that the program printed unasked is read and dropped, and means that it is not.
+        """
         try:
             unexpected = _read(self._terminal) + _read(self._reports)
         except ConversationOver:

@@ -70,10 +70,11 @@ class Headers:
     def restore(self, file: str, *, is_open: Callable[[], bool], confirmed: bool) -> None:
         """Restore the header from a backup, if the backup is of this volume's header.
 
-        If the present header is damaged, any backup is accepted; the question to the user warns of
-        a backup with another UUID than this volume's. Raises BadField for a file that is no backup
-        of this header, VolumeInUse for an open volume, NotConfirmed if the user refuses, and
-        Reencrypting while a re-encryption has not ended.
+        Also removes the key's name from the volume's tags. If the present header is damaged, any
+        backup is accepted; the question to the user warns of a backup with another UUID than this
+        volume's. Raises BadField for a file that is no backup of this header, VolumeInUse for an
+        open volume, NotConfirmed if the user refuses, and Reencrypting while a re-encryption has
+        not ended.
         """
         warning = self._check_backup(file, is_open)
         question = f"Overwrite the header of {self._name} with that of {file}?{warning}"
@@ -118,7 +119,9 @@ class Headers:
     def rekey(self, key_file: str, new_key_file: str, *, recovery: bool) -> None:
         """Replace the volume's key by a new key, or set a recovery key beside the volume's key.
 
-        Also renews the kept copy of the header, if copies are kept. Raises BadField for a bad key.
+        Also renews the backup of the header, if backups are kept, and for a new key removes the
+        old key's name from the volume's tags. Raises BadField for a bad key, HeaderDamaged, and
+        Reencrypting while a re-encryption has not ended.
         """
         header = self._header()
         self._require_settled(header)

@@ -45,7 +45,11 @@ class Reloader:
             _log.info("configuration reloaded: classes %s, volume groups %s", classes, groups)
 
     def _apply(self, old_settings: Config) -> None:
-        """Apply the new configuration to the parts that do not read it at each use."""
+        """Apply the new configuration to the parts that do not read it at each use.
+
+        Also has all disks scanned and all volume groups recovered again, and stops the workers of
+        volume groups that no class names any more.
+        """
         service, settings = self._service, self._service.configuration.now
         if (settings.log_format, settings.log_level) != (
             old_settings.log_format,

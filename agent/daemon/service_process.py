@@ -254,8 +254,8 @@ def _counted(host: Host, metrics: "Metrics") -> Host:
 def _start_background(service: Service, watch: Watch) -> None:
     """Start the periodic background work, and log what the checks of `carver doctor` find.
 
-    A failed check does not stop the service here; Probe returns an error where nothing can be
-    served.
+    Also reports to systemd that the service is ready. A failed check does not stop the service
+    here; Probe returns an error where nothing can be served.
     """
     for scan in service.looks:
         scan.start()
