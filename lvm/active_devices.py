@@ -266,7 +266,7 @@ class Devices:
         return any(not os.access(_by_number(number), os.F_OK) for number in numbers)
 
     def overflowed(self, disk: str, offset_bytes: int) -> bool | None:
-        """Whether the snapshot whose COW store begins at an offset of a disk is lost.
+        """Whether a snapshot's contents are lost, by the COW store at an offset of a disk.
 
         None where the disk cannot be read. The read bypasses the page cache, which may have the
         store's header as it was before the kernel wrote it last.

@@ -228,7 +228,7 @@ class Lvm:
 @lru_cache(16)
 def _config(settings: tuple[str, ...]) -> str:
     """The value of lvm2's option `--config` for settings; the last value of a key counts."""
-    # Each key is given once: lvm2 does not promise which of two values counts.
+    # The option gets each key once: lvm2 does not document which of two values would count.
     value_by_key = dict(setting.split("=", 1) for setting in settings)
     return " ".join(f"{key}={value}" for key, value in value_by_key.items())
 

@@ -171,6 +171,6 @@ class Room:
         return (disk for disk in self.group.disks if not disk.fast)
 
     def _together(self, disks: Sequence[PhysicalVolume]) -> int:
-        """The number of free extents of these disks that a single volume may have."""
+        """The number of free extents of `disks` that a single volume may have."""
         extents = [disk.extents_in_one_go for disk in disks]
         return max(extents, default=0) if self.group.keeps_to_one_disk else sum(extents)

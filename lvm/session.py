@@ -437,7 +437,7 @@ class Session:
         error = type(lvm_errors.classify(words, code, result.stderr)).__name__ if code else ""
         self._observe(Finished(words, code, seconds, error))
         if result.exit_code and not lvm_errors.is_explained(result.stderr):
-            # The failure may be a fault of this shell, so the next command starts another one.
+            # End the lvm2 shell, as the failure may be its fault; the next command starts another.
             self._hang_up(line.subcommand)
         return result
 

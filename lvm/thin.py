@@ -17,7 +17,7 @@ from lvm.volumes import New
 from mount import mount_errors as mount_errors
 
 _MIB, _GIB = 1 << 20, 1 << 30
-# Limits of a pool's chunk size (lvmthin(7)).
+# Limits of a thin pool's chunk size, in bytes (lvmthin(7)).
 LEAST_CHUNK_BYTES = 64 << 10
 MOST_CHUNK_BYTES = _GIB
 # Size of the metadata of one chunk, in bytes: 64 at most (lvmthin(7)), and a quarter as headroom.
@@ -162,7 +162,7 @@ def wanted_extents(extents: int, percent: float, policy: Policy) -> int:
 
 
 def first_extents(room: Room, pool: Pool, policy: Policy) -> int:
-    """The number of extents of a new thin pool's data: the policy's size, or all free extents."""
+    """The number of extents of a new thin pool's data: the policy's size, or less without room."""
     one_chunk = _ceil(pool.chunk_size_bytes, room.group.extent_size_bytes)
     requested_extents = max(policy.size.extents(room.group), one_chunk)
     return min(requested_extents, growth_extents(room, pool))

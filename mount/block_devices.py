@@ -133,7 +133,10 @@ class LoopDevices:
             )
 
     def loop_status(self, device: str) -> LoopStatus:
-        """LOOP_GET_STATUS64: the status of a loop device. Raises OSError (ENXIO) if unattached."""
+        """LOOP_GET_STATUS64: the status of a loop device.
+
+        Raises OSError (ENXIO) if no file is attached to the device.
+        """
         fields = _LOOP_INFO.unpack(calls.ioctl(device, _LOOP_GET_STATUS64, bytes(_LOOP_INFO.size)))
         return LoopStatus(
             device=fields[0],

@@ -22,7 +22,7 @@ ROOT = Path("/sys/fs/cgroup")
 # (pkg/kubelet/cm/cgroup_manager_linux.go). Where kubelet runs in a container, as in kind, a
 # parent's name precedes it.
 _OF_PODS = re.compile(r"(.*-)?kubepods(\.slice)?")
-# Depth of the search for that cgroup, in directories.
+# Depth of the search for the cgroup of all pods, in directories.
 _DEPTH = 2
 # Word for no limit in io.max.
 _NO_LIMIT = "max"

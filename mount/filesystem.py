@@ -171,7 +171,7 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
             "journal_checksum nojournal_checksum journal_ioprio= max_batch_time= max_dir_size_kb= "
             "min_batch_time= noload norecovery i_version stripe="
         ),
-        # The counter (s_error_count) is of errors in ext4's own structures.
+        # The error counter of ext4 (s_error_count) is of errors in ext4's own structures.
         error_remedy="then have the volume unstaged and staged again, which checks it",
         block_options=(("-b", ""),),
         least_block_bytes=4096,
@@ -240,8 +240,8 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
             "space_cache= ssd nossd ssd_spread nossd_spread thread_pool= treelog notreelog "
             "user_subvol_rm_allowed"
         ),
-        # The counters are of failed reads, writes and flushes, and of wrong checksums (btrfs(5),
-        # device stats).
+        # The error counters of btrfs are of failed reads, writes and flushes, and of wrong
+        # checksums (btrfs(5), device stats).
         errors_of_medium=True,
         error_remedy="then scrub it, and reset the counters with `btrfs device stats --reset`",
         block_options=(("-s", ""),),

@@ -399,7 +399,8 @@ def _messages(context: int) -> str:
 
 
 def _set_attributes(tree: int, attributes: Set[str], *, private: bool) -> None:
-    # To set an access-time attribute, all of them must be cleared; else EINVAL (mount_setattr(2)).
+    # To set an access-time attribute, clear all access-time attributes in the same call; otherwise
+    # mount_setattr(2) returns EINVAL.
     clear = _ATTR_ATIME if attributes & ATIME else 0
     propagation = _MS_PRIVATE if private else 0
     attr = struct.pack("=4Q", _bits(attributes), clear, propagation, 0)

@@ -22,11 +22,11 @@ from mount.block_io import Opened
 from mount.command import Result, Runner
 from mount.kernel import Kernel
 
-# Size of each of the two copies of a header, in bytes: cryptsetup's default, and so Carver's.
+# Size of each of the two copies of a LUKS2 header, in bytes: cryptsetup's default, so Carver's too.
 METADATA_BYTES = 16 << 10
-# Binary part of a copy (struct luks2_hdr_disk, lib/luks2/luks2.h of cryptsetup): magic, version,
-# size, sequence number, label, kind of checksum, salt, UUID, subsystem, offset, padding, checksum.
-# The rest of the copy is JSON.
+# Binary part of a copy of a LUKS2 header (struct luks2_hdr_disk, lib/luks2/luks2.h of cryptsetup):
+# magic, version, size, sequence number, label, kind of checksum, salt, UUID, subsystem, offset,
+# padding, checksum. The rest of the copy is JSON.
 _BINARY = struct.Struct(">6s H Q Q 48s 32s 64s 40s 48s Q 184s 64s")
 _BINARY_BYTES = 4096
 # Position and length of the checksum in a copy of a LUKS2 header, in bytes.

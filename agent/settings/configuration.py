@@ -16,8 +16,8 @@ class Configuration:
 
     def __init__(self, config: Config) -> None:
         self._now = config
-        # Whether the last load of the file succeeded, and the time of the last successful load, in
-        # seconds since the epoch.
+        # Whether the last load of the configuration file succeeded, and the time of the last
+        # successful load, in seconds since the epoch.
         self.is_taken, self.taken_seconds = True, time.time()
 
     @property
