@@ -282,7 +282,7 @@ class _Device:
         """Who may have written the device, regardless of the devices below the device."""
         if is_foreign(self.name):
             return Kind.FOREIGN
-        # iSCSI: /sys/devices/platform/hostN/sessionN/…
+        # The sysfs path of an iSCSI disk is /sys/devices/platform/hostN/sessionN/…
         is_iscsi = any(_SESSION.fullmatch(part) for part in self._directory.resolve().parts)
         return Kind.ATTACHED if self.is_loop or is_iscsi else Kind.LOCAL
 

@@ -195,7 +195,7 @@ class VolumeMissing(CommandError):
 
 
 class Inactive(CommandError):
-    """lvm2 activated a volume, but the kernel has no device of the volume."""
+    """The kernel has no device of a volume that must be active, as after an activation."""
 
     def __init__(self, group: str, name: str) -> None:
         super().__init__(

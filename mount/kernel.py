@@ -160,8 +160,8 @@ class Kernel(DiskLoads, Growth):
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             with block_io.closing(descriptor):
                 resolved = os.readlink(_descriptor(descriptor))  # noqa: PTH115 - strings all along
-            # A text without a leading slash is of a file outside of the process's root; one with
-            # "(deleted)" is of a file that was removed meanwhile (d_path(9)).
+            # The kernel's path has no leading slash for a file outside of the process's root, and
+            # ends in "(deleted)" for a file that was removed meanwhile (d_path(9)).
             if resolved.startswith("/") and not resolved.endswith(" (deleted)"):
                 return resolved
         return os.path.realpath(path)
