@@ -24,8 +24,8 @@ _HEADER = struct.Struct("<4I")
 # Magic number of a COW store's header, and the only version of a COW store.
 _MAGIC = 0x70416E53
 _VERSION = 1
-# Size of an entry in the tables of a COW store (struct disk_exception): the number of a chunk of
-# the origin, and that of its copy in the store.
+# Size of an entry in the tables of a COW store, in bytes (struct disk_exception). An entry has the
+# number of a chunk of the origin, and that of the chunk's copy in the store.
 _EXCEPTION_BYTES = 16
 _SECTOR_BYTES = 512
 

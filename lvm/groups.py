@@ -13,7 +13,8 @@ VGEXTEND = "vgextend --metadatasize 80m"
 # Number of bytes before the metadata area on a disk: a page with the label.
 LABEL_BYTES = 4096
 _MIB = 1 << 20
-# Size of the header of a metadata area, and unit in which lvm2 rounds each of its two texts.
+# Size of the header of a metadata area, and unit to which lvm2 rounds each of the area's two texts,
+# in bytes.
 _SECTOR_BYTES = 512
 
 

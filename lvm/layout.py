@@ -15,10 +15,11 @@ from lvm.raid import SegmentType
 from lvm.report import Group, LogicalVolume
 from lvm.room import Room
 
-# Chunk size of copy-on-write snapshots: the smallest (lvcreate(8), --chunksize), so that a small
-# write copies little.
+# Chunk size of copy-on-write snapshots, in bytes: the smallest that lvcreate(8) allows
+# (--chunksize), so that a small write copies little.
 COPY_ON_WRITE_CHUNK_BYTES = 4096
-# Size of an entry in a COW store's tables (struct disk_exception, drivers/md/dm-snap-persistent.c).
+# Size of an entry in a COW store's tables, in bytes (struct disk_exception of
+# drivers/md/dm-snap-persistent.c).
 _EXCEPTION_BYTES = 16
 
 # Names of the RAID levels that Carver makes.

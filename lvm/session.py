@@ -76,12 +76,12 @@ OF_A_SHELL = ("--devices", "--config", "--reportformat")
 
 # Number of words at which lvm2's lvm_split() refuses a line (MAX_ARGS in tools.h).
 _TOO_MANY_WORDS = 64
-# Length limit of a line, which leaves room for its newline: the kernel writes no more to a terminal
-# at once (tty_write() in drivers/tty/tty_io.c). The shell could execute the first part of a longer
-# line.
+# Length limit of a line for an lvm2 shell, in bytes, without the line's newline. The kernel writes
+# no more to a terminal at once (tty_write() in drivers/tty/tty_io.c), and the shell could execute
+# the first part of a longer line.
 _LONGEST_BYTES = 2047
-# Characters of a word that may be typed at a terminal: printable ASCII, of which lvm_split() splits
-# at the blank alone.
+# Pattern of a word that may be typed at an lvm2 shell's terminal: printable ASCII, of which lvm2's
+# lvm_split() splits at the blank alone.
 _PLAIN = re.compile(r"[ -~]*")
 
 # Settings that a command may not change, as Carver needs them: with them, the shell reports the

@@ -22,7 +22,7 @@ LEAST_CHUNK_BYTES = 64 << 10
 MOST_CHUNK_BYTES = _GIB
 # Size of the metadata of one chunk, in bytes: 64 at most (lvmthin(7)), and a quarter as headroom.
 _METADATA_BYTES_OF_CHUNK = 80
-# Limits of the size of a pool's metadata: lvmthin(7) has 2 MiB to some 16 GiB.
+# Limits of the size of a thin pool's metadata, in bytes: lvmthin(7) has 2 MiB to some 16 GiB.
 _LEAST_METADATA_BYTES = 2 * _MIB
 _MOST_METADATA_BYTES = 15 * _GIB
 _METADATA_BLOCK_BYTES = 4096

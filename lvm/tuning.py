@@ -21,8 +21,8 @@ from mount.cgroups import IoMax
 # Value of read-ahead that leaves the size to the kernel.
 AUTO: Literal["auto"] = "auto"
 
-# Unit of read-ahead, as lvm2 rounds up to whole pages ("Overriding readahead to 8 sectors, a
-# multiple of 4K page size.").
+# Unit of read-ahead, in bytes, as lvm2 rounds up to whole pages ("Overriding readahead to 8
+# sectors, a multiple of 4K page size.").
 READ_AHEAD_UNIT_BYTES = mmap.PAGESIZE
 # Limit of read-ahead: far more than any disk profits from. lvm2 would accept a terabyte.
 MOST_READ_AHEAD_BYTES = 1 << 30

@@ -168,7 +168,7 @@ _BLKROGET = calls.ioctl_number(0, 0x12, 94, 0)
 _BLKGETSIZE64 = calls.ioctl_number(2, 0x12, 114, 8)
 _BLKPBSZGET = calls.ioctl_number(0, 0x12, 123, 0)
 
-# Size of a block that is read back as a sample, to see whether a disk really zeroed a range.
+# Size of a block, in bytes, that is read back as a sample, to check whether a disk zeroed a range.
 SAMPLE_BYTES = 4096
 # Contents that are written to sampled blocks before the range is zeroed: blocks that were zero
 # before would prove nothing.

@@ -18,7 +18,7 @@ from mount import calls
 # Ioctl numbers of <linux/fs.h>.
 _BLKDISCARD, _BLKZEROOUT = 0x1277, 0x127F
 
-# Unit of direct I/O that suits all disks (open(2), O_DIRECT).
+# Unit of direct I/O that suits all disks, in bytes (open(2), O_DIRECT).
 _BLOCK_BYTES = 4096
 # Number of attempts to open a busy device, and the pause between them, in seconds.
 _BUSY_TRIES = 50

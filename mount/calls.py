@@ -163,8 +163,8 @@ _NAMES = ("TYPE", "USAGE", "UUID", "LABEL", "BLOCK_SIZE", "PTTYPE", "PTUUID")
 # Results of blkid_do_safeprobe(); anything else is a failure.
 _FOUND, _NOTHING, _AMBIVALENT = 0, 1, -2
 
-# Size of a first read that proves that the device can be read: libblkid may report an unreadable
-# device as blank.
+# Size, in bytes, of the first read, which proves that the device can be read: libblkid may report
+# an unreadable device as blank.
 _BLOCK_BYTES = 4096
 
 

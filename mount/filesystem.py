@@ -275,7 +275,7 @@ class Signature:
     usage: str
     uuid: str = ""
     label: str = ""
-    # The size of a file system's I/O (blocks of ext4, sectors of xfs); 0 if unknown.
+    # The unit of a file system's I/O, in bytes (blocks of ext4, sectors of xfs); 0 if unknown.
     block_bytes: int = 0
 
     def __str__(self) -> str:
@@ -353,7 +353,8 @@ def probe_grown(kernel: Kernel, device: str, made_bytes: int) -> Signature | Non
     return probe(kernel, device)
 
 
-# Length of the first block of a device, which has a superblock's flag of an unfinished mkfs.
+# Length of a device's first block, in bytes. This block has a superblock's flag of an unfinished
+# mkfs.
 _FIRST_BYTES = 4096
 
 
@@ -519,7 +520,7 @@ def check_mount_options(fs_type: str, options: Sequence[str], mount_options: Seq
 
 
 def block_bytes(fs_type: str, options: Sequence[str]) -> int:
-    """The size of I/O of a file system that is made with a user's mkfs options.
+    """The unit of I/O, in bytes, of a file system that is made with a user's mkfs options.
 
     The size is 0 if it is that of the device's logical blocks, or unknown. Raises BadOption for an
     option that is not allowed.

@@ -165,8 +165,8 @@ def _text(field: bytes) -> str:
     return field.partition(b"\0")[0].decode()
 
 
-# Bytes at each end of a device that are zeroed. Signatures that have only a few bytes are within 64
-# KiB of either end (libblkid/src/superblocks).
+# Number of bytes at each end of an encrypted volume that are zeroed. Signatures that have only a
+# few bytes are within 64 KiB of either end of a device (libblkid/src/superblocks).
 _END_BYTES = 256 << 10
 _BLOCK_BYTES = 4096
 _ZEROES = bytes(_BLOCK_BYTES)

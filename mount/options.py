@@ -31,7 +31,7 @@ _DEFAULTS = {
     "nolazytime": "lazytime",
 }
 
-# Pattern of any option but the SELinux context.
+# Pattern of any mount option but the SELinux context.
 _WORD = re.compile(r"[a-z][a-z0-9_-]*(=[A-Za-z0-9_.:+-]+)?")
 
 # Beginning of the option for the SELinux context.

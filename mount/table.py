@@ -150,7 +150,7 @@ class Table:
             yield self._mount(text[start : text.index("\n", start)])
 
     def _mount(self, line: str) -> Mount:
-        # Lines are unique, as each begins with its mount's own number.
+        # The lines of mountinfo are unique, as each begins with the id of its mount.
         if (mount := self._parsed.get(line)) is None:
             mount = _parse_line(line)
             if self._device_number is not None and mount.fs_type == "btrfs":
