@@ -389,7 +389,8 @@ class DeviceMapper:
                 lines = list(_targets(self._ask(control, _TABLE_STATUS, name, 0, _TABLE)))
         except OSError:
             return None
-        # The table of a thin volume is the pool's device and the number (thin-provisioning.rst).
+        # The table of a thin volume has the pool's device, and the volume's number in the pool
+        # (thin-provisioning.rst).
         [number] = [line.split()[1] for kind, _, line in lines if kind == "thin"] or [""]
         return int(number) if number else None
 

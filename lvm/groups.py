@@ -178,7 +178,7 @@ def make_alike(lvm: Lvm, group: str, name: str) -> None:
 
 
 def move(lvm: Lvm, old_disk: str, new_disk: str) -> None:
-    """Start or continue to move all extents of a disk to another (pvmove(8)).
+    """Start or continue to move all extents of a disk to another disk (pvmove(8)).
 
     The command does not wait: a background process of lvm2's remains, and commits each moved
     segment.

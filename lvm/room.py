@@ -40,12 +40,12 @@ class Room:
     takes_unclean: bool = False
 
     def keeping(self, extents: int) -> "Room":
-        """Return a copy of this room in which a number of extents must stay free."""
+        """Return a copy of this Room of which `extents` extents must stay free on slow disks."""
         return replace(self, kept_extents=extents)
 
     @property
     def for_overwriting(self) -> "Room":
-        """Return a copy of this room for extents that are overwritten before they are read.
+        """Return a copy of this Room for extents that are overwritten before they are read.
 
         A pool and a COW store show no old data to a user: dm-thin zeroes what it allocates, and
         dm-snapshot reads only what it wrote. A rebuilt image of a RAID is written as a whole.

@@ -278,7 +278,8 @@ def opened(device: str) -> Iterator[Reader]:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # The device is a file in a file system without direct I/O, such as tmpfs.
+        # Open without O_DIRECT: the device is a file in a file system without direct I/O, such as
+        # tmpfs.
         descriptor = os.open(device, flags)
     with closing(descriptor):
         yield Reader(device, descriptor)

@@ -211,7 +211,8 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         # Fields sb_magicnum, sb_uuid and sb_inprogress of struct xfs_dsb
         # (fs/xfs/libxfs/xfs_format.h).
         unfinished=Unfinished(b"XFSB", uuid_at=32, flag_at=126),
-        # Options of mkfs.xfs(8) since xfsprogs 5.10, 5.19, 6.10; defaults since 5.15, 6.5, 6.18.
+        # Features that mkfs.xfs(8) knows since xfsprogs 5.10, 5.19 and 6.10, and enables by default
+        # since 5.15, 6.5 and 6.18.
         features=(
             Feature("-m", "bigtime", (5, 10)),
             Feature("-m", "inobtcount", (5, 10)),

@@ -171,7 +171,7 @@ def _is_on(status: LoopStatus, file: os.stat_result) -> bool:
 
 
 def _status(kernel: Kernel, device: str) -> LoopStatus | None:
-    """The status of a loop device; None if no file is attached to the device, or no longer."""
+    """The status of a loop device; None if no file is attached to the device now."""
     try:
         return kernel.loop_status(device)
     except OSError as error:

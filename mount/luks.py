@@ -359,7 +359,10 @@ class Cryptsetup:
             both_keys[:] = bytes(len(both_keys))
 
     def kill(self, device: str, key: bytearray, slot: int) -> None:
-        """Remove the key of a slot; `key` must open another slot. Raises WrongKey, CryptFailed."""
+        """Remove the key of a key slot; `key` must open another slot.
+
+        Raises WrongKey if `key` opens no key slot, CryptFailed.
+        """
         self._with_key("luksKillSlot", device, key, "--", device, str(slot))
 
     def back_up(self, device: str, file: str) -> None:

@@ -231,7 +231,8 @@ def _is_bound(
         return False
     top_mount = stack[-1]
     is_same_mount = (top_mount.device, top_mount.root) == (holder.device, root)
-    # A node of the same device may be in another devtmpfs, or may have been made anew since.
+    # Compare the nodes' devices: a node of the same device may be in another devtmpfs, or may have
+    # been made anew since.
     if not is_same_mount and node(kernel, path) != (node(kernel, origin) or (-1, -1)):
         raise mount_errors.ForeignMount(path, str(top_mount))
     _check_words(top_mount, expected_options)

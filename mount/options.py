@@ -152,7 +152,7 @@ def _refuse_contradictions(words: Sequence[str]) -> None:
         raise mount_errors.BadOption(atime[0], f"contradicts {atime[1]}; give one of them")
     word_of_stem: dict[str, str] = {}
     for word in words:
-        # `discard` and `nodiscard`, or `commit=5` and `commit=10`.
+        # Refuse options of one stem: `discard` and `nodiscard`, or `commit=5` and `commit=10`.
         name = word.partition("=")[0]
         stem = name.removeprefix("no") if name not in ATTRIBUTES else name
         if stem in word_of_stem:

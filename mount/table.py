@@ -178,7 +178,7 @@ def _lines_with(text: str, word: str) -> Iterator[int]:
 
 
 def _word(path: str, end: str = " ") -> str:
-    """A text that is in each line with this path: the path, or its longest part without escapes."""
+    """A text in each mountinfo line with this path: the path, or its longest unescaped part."""
     plain = _ESCAPED.split(path)
     return f" {path}{end}" if len(plain) == 1 else max(plain, key=len) or " "
 

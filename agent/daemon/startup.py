@@ -162,7 +162,7 @@ class Recovery:
         )
 
     def begin(self) -> None:
-        """Try to recover all volume groups, and wait until at least one group is recovered.
+        """Try to recover all volume groups, and wait until at least one attempt has succeeded.
 
         1. Start an attempt for each group.
         2. Wait up to three seconds for the end of all attempts.
