@@ -24,19 +24,20 @@ _HEADER = struct.Struct("<4I")
 # Magic number of a COW store's header, and the only version of a COW store.
 _MAGIC = 0x70416E53
 _VERSION = 1
-# Size of an entry in the tables of a COW store (struct disk_exception): the number of a chunk of
-# the origin, and that of its copy in the store.
+# Size of an entry in the tables of a COW store, in bytes (struct disk_exception). An entry has the
+# number of a chunk of the origin, and that of the chunk's copy in the store.
 _EXCEPTION_BYTES = 16
 _SECTOR_BYTES = 512
 
 
 class Exceptions:
-    """The numbers of the origin's chunks that a snapshot has copied, read from its COW store.
+    """The chunks of an origin, by number, that a copy-on-write snapshot has copied to its store.
 
     The kernel completes a write to the origin only after it has copied the old chunk and recorded
     the copy in the store's tables (persistent_commit_exception, drivers/md/dm-snap-persistent.c).
-    So the tables have each chunk that was overwritten before this reading began, and perhaps some
-    that were overwritten since. Raises BadReport if the device is no readable COW store; OSError.
+    So the tables have each chunk that was overwritten before this object read them, and perhaps
+    some that were overwritten since. Raises BadReport if the device has no valid header of a COW
+    store, OSError if the device cannot be read.
     """
 
     chunk_bytes: int
@@ -53,10 +54,10 @@ class Exceptions:
         self.chunk_bytes = sectors * _SECTOR_BYTES
 
     def chunks(self) -> Iterator["array[int]"]:
-        """Yield the chunks' numbers in arrays, one for each table, in the order of copying.
+        """Yield the numbers of the copied chunks in the order of copying, one array for each table.
 
-        The store is a header of one chunk, and then, over and over, a table of one chunk with the
-        copies that the table lists:
+        The COW store is a header of one chunk, and then, over and over, a table of one chunk with
+        the copies that the table lists:
 
             | header | table | copy | copy | ... | table | copy | ...
 
@@ -79,7 +80,10 @@ class Exceptions:
 
 
 def is_lost(header: bytes) -> bool:
-    """Whether the first bytes of a COW store say that its snapshot can no longer be read."""
+    """Whether the first bytes of a COW store show that its snapshot's contents are lost.
+
+    True also if `header` is too short. False for a new store, whose header is not written yet.
+    """
     if len(header) < _HEADER.size:
         return True
     magic, valid, _, _ = _HEADER.unpack_from(header)
@@ -93,8 +97,8 @@ _SYS_BLOCK = Path("/sys/block")
 _SYS_BY_NUMBER = Path("/sys/dev/block")
 # Directory of the nodes of device-mapper's devices.
 _MAPPER = Path("/dev/mapper")
-# Prefix of a logical volume's device-mapper UUID, before the UUIDs of group and volume, and the
-# length of each of these.
+# Prefix of a logical volume's device-mapper UUID. The UUID of the volume group and that of the
+# logical volume follow, each of _UUID_LENGTH characters.
 _UUID_PREFIX = "LVM-"
 _UUID_LENGTH = 32
 # Suffixes of lvm2's names for devices below a volume: a thin pool itself, the COW store of a
@@ -131,7 +135,7 @@ class Device:
 
     @property
     def logical(self) -> "Device":
-        """The logical volume's own device."""
+        """The logical volume's device: this device, or the device below this dm-crypt device."""
         return self.below or self
 
 
@@ -141,19 +145,19 @@ def mapping_name(device: Device) -> str:
 
 
 class Devices:
-    """Finds devices of active volumes and asks device-mapper about them; runs no command.
+    """Finds devices of active volumes and asks device-mapper about them; runs no lvm2 command.
 
     Tests pass an object of a subclass instead.
     """
 
     def __init__(self, mapper: DeviceMapper | None = None) -> None:
         self._mapper = mapper or DeviceMapper()
-        # For each group, the last events of all devices, and of these the events of the group's
-        # own devices, so that unchanged events are not searched again.
+        # For each volume group, the last events of all devices, and of these the events of the
+        # volume group's devices, so that unchanged events are not searched again.
         self._events: dict[str, tuple[Mapping[str, Events], Mapping[str, Events]]] = {}
 
     def load_targets(self) -> None:
-        """Have the kernel load the modules of TARGETS, as far as the kernel has these modules."""
+        """Have the kernel load the modules of all TARGETS; a missing module is no error."""
         for target in TARGETS:
             self._mapper.load_target(target)
 
@@ -166,7 +170,7 @@ class Devices:
         return self._named(names.device(group, name))
 
     def mapping(self, device: Device) -> Device | None:
-        """Find Carver's dm-crypt device over a volume's device; None where it is closed.
+        """Find Carver's open dm-crypt device over a volume's device; None if there is none.
 
         The device must be among the holders of the volume's device in sysfs: a name, or a node in
         /dev/mapper, could be that of another device.
@@ -183,13 +187,13 @@ class Devices:
         return None
 
     def is_mapping_open(self, mapping: Device) -> bool:
-        """Whether something has a dm-crypt device open. One ioctl."""
+        """Whether a process or another device has a dm-crypt device open. One ioctl."""
         return self._mapper.is_open(mapping.name)
 
     def close_leftovers(self, device: Device) -> None:
         """Remove the dm-crypt devices that a killed cryptsetup left over a volume's device.
 
-        A device that a running cryptsetup has open stays.
+        A device that is open, as its cryptsetup still runs, stays.
         """
         for holder in _holders(device):
             directory = f"{_SYS_BLOCK}/{holder}"
@@ -200,11 +204,17 @@ class Devices:
                     self._mapper.remove(attribute(f"{directory}/dm/name"))
 
     def active(self, group: str) -> tuple[str, ...]:
-        """The names of a group's active volumes, hidden ones included. One ioctl."""
+        """The names of a volume group's active volumes, hidden ones included. One ioctl.
+
+        Empty also if device-mapper does not answer.
+        """
         return tuple(self.events(group))
 
     def events(self, group: str) -> Mapping[str, Events]:
-        """The event counters of a group's active volumes, by name. One ioctl."""
+        """The event counters of a volume group's active volumes, by the volumes' names. One ioctl.
+
+        Empty also if device-mapper does not answer.
+        """
         all_events = self._mapper.events()
         previous_events, events_by_name = self._events.get(group, ({}, {}))
         if all_events is not previous_events:
@@ -216,7 +226,7 @@ class Devices:
         return events_by_name
 
     def written(self, group: str) -> Mapping[str, Written]:
-        """The sectors written to the COW store of each active snapshot of a group, by its name.
+        """The sectors written to the COW store of each active snapshot, by the snapshot's name.
 
         None stands for an unknown number. While the number stays equal, the store has not become
         fuller. All stores together take one ioctl and one read of /proc/diskstats.
@@ -234,16 +244,16 @@ class Devices:
         }
 
     def status(self, group: str, name: str) -> tuple[Status, ...]:
-        """The device-mapper statuses of an active volume and of all devices below. A few ioctls.
+        """The device-mapper statuses of an active volume and of all devices below the volume's.
 
-        The result for a thin volume also has the status of the volume's pool. A pool may be active
-        without a device of the pool's own name. An empty result proves nothing.
+        Takes a few ioctls. The result for a thin volume also has the status of the volume's pool. A
+        pool may be active without a device of the pool's own name. An empty result proves nothing.
         """
         dm_name = names.device(group, name)
         return self._mapper.status(dm_name) or self._mapper.status(dm_name + _POOL_LAYER)
 
     def own_status(self, group: str, name: str) -> tuple[Status, ...]:
-        """The device-mapper status of an active volume's own device alone. One ioctl."""
+        """The device-mapper status of a volume's device, without the devices below. One ioctl."""
         return self._mapper.own_status(names.device(group, name))
 
     def has_lost_disk(self, group: str, name: str) -> bool:
@@ -256,7 +266,7 @@ class Devices:
         return any(not os.access(_by_number(number), os.F_OK) for number in numbers)
 
     def overflowed(self, disk: str, offset_bytes: int) -> bool | None:
-        """Whether the snapshot whose COW store begins at an offset of a disk is lost.
+        """Whether a snapshot's contents are lost, by the COW store at an offset of a disk.
 
         None where the disk cannot be read. The read bypasses the page cache, which may have the
         store's header as it was before the kernel wrote it last.
@@ -275,7 +285,7 @@ class Devices:
         self._mapper.suspend(names.device(group, name))
 
     def resume(self, group: str, name: str) -> None:
-        """Resume a volume; no error if it is not suspended. One ioctl. Raises OSError."""
+        """Resume a volume; no error if the volume is not suspended. One ioctl. Raises OSError."""
         self._mapper.resume(names.device(group, name))
 
     def is_suspended(self, group: str, name: str) -> bool:
@@ -289,20 +299,20 @@ class Devices:
     def is_closed(self, group: str, name: str) -> bool:
         """Whether it is certain that no process or device has a volume open. One ioctl.
 
-        False for an inactive volume.
+        True also for an inactive volume; false if device-mapper does not answer.
         """
         return self._mapper.is_closed(names.device(group, name))
 
     def thin_id(self, group: str, name: str) -> int | None:
-        """The number of an active thin volume in its pool; None for any other. One ioctl."""
+        """The number of an active thin volume in its pool; None for any other volume. One ioctl."""
         return self._mapper.thin_id(names.device(group, name))
 
     def pool_data(self, group: str, pool: str) -> str:
-        """The path of the device with an active pool's data. Raises Inactive."""
+        """The path of the device with a thin pool's data. Raises Inactive for an inactive pool."""
         return self._part(group, pool, _DATA_PART)
 
     def pool_metadata(self, group: str, pool: str) -> str:
-        """The path of the device with an active pool's metadata. Raises Inactive."""
+        """The path of the device with a thin pool's metadata. Raises Inactive if the pool is."""
         return self._part(group, pool, _METADATA_PART)
 
     def reserve_metadata(self, group: str, pool: str) -> None:
@@ -317,11 +327,17 @@ class Devices:
         self._mapper.tell(names.device(group, pool) + _POOL_LAYER, "release_metadata_snap")
 
     def exceptions(self, group: str, name: str) -> Exceptions:
-        """The chunks that an active COW snapshot has copied. Raises Inactive."""
+        """The chunks that a copy-on-write snapshot has copied to its COW store.
+
+        Raises Inactive if the store has no device, BadReport or OSError if it cannot be read.
+        """
         return Exceptions(self._part(group, name, _STORE_LAYER))
 
     def _part(self, group: str, name: str, part: str) -> str:
-        """The path of a further device of an active volume, by its suffix. Raises Inactive."""
+        """The path of the device whose name is a volume's with the suffix `part`.
+
+        Raises Inactive if there is no such device.
+        """
         dm_name = names.device(group, name) + part
         device = self._named(dm_name)
         if device is None:
@@ -329,7 +345,10 @@ class Devices:
         return device.path
 
     def _named(self, dm_name: str) -> Device | None:
-        """The device of a device-mapper name, found without a search of all devices."""
+        """The device of a device-mapper name; None for no such logical volume.
+
+        All devices in sysfs are searched only if device-mapper does not answer.
+        """
         return self._by_node(dm_name) or self._by_driver(dm_name)
 
     def _by_node(self, dm_name: str) -> Device | None:
@@ -344,7 +363,7 @@ class Devices:
     def _by_driver(self, dm_name: str) -> Device | None:
         """The device of a device-mapper name, found by one ioctl.
 
-        For names whose node in /dev/mapper is absent or wrong.
+        Used for names whose node in /dev/mapper is absent or wrong.
         """
         try:
             number = self._mapper.number(dm_name)
@@ -359,7 +378,7 @@ class Devices:
     def _by_search(self, dm_name: str) -> Device | None:
         """The device of a device-mapper name, found by a search of sysfs.
 
-        For the case that device-mapper does not answer.
+        Used if device-mapper does not answer.
         """
         for directory in _SYS_BLOCK.glob("dm-*"):
             number = _number(str(directory))
@@ -370,7 +389,7 @@ class Devices:
 
 
 def _device(directory: str, dm_name: str, path: str, number: tuple[int, int]) -> Device | None:
-    """The device in a directory of sysfs, if it is a logical volume's and has that name.
+    """The device in a directory of sysfs, if it is a logical volume's and has the name `dm_name`.
 
     None for any other device, for a device that was removed meanwhile, and for a device without a
     table.
@@ -395,7 +414,7 @@ def _has_table(directory: str) -> bool:
 
 
 def _holders(device: Device) -> list[str]:
-    """The kernel's names of the devices directly over a device."""
+    """The kernel's names of the devices directly over a device; empty for a removed device."""
     try:
         return os.listdir(f"{_by_number(device.number)}/holders")  # noqa: PTH208 - each call asks
     except OSError:

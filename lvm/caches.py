@@ -1,7 +1,7 @@
 """Caches on fast disks for volumes and thin pools on slow disks (lvmcache(7)): attach and detach.
 
-The fast disks of a group have the tag FAST, and nothing but caches lies on them. A cache is a
-"cachevol": a linear volume with both data and metadata of a dm-cache or dm-writecache. A thin
+The fast disks of a volume group have the tag FAST, and nothing but caches lies on them. A cache is
+a "cachevol": a linear volume with both data and metadata of a dm-cache or dm-writecache. A thin
 pool's cache is below the pool's data. The pool's metadata have no cache: if they had one, the loss
 of a fast disk would lose the pool.
 
@@ -24,17 +24,19 @@ from lvm.volumes import New
 CACHE, WRITECACHE = KINDS = ("cache", "writecache")
 # Modes of a cache: a write ends once it is on the slow disk, or once it is in the cache.
 WRITETHROUGH, WRITEBACK = MODES = ("writethrough", "writeback")
-# Smallest size of a cache, of which lvm2 takes 8 MiB for metadata.
+# Smallest size of a cache, in bytes. lvm2 takes 8 MiB of that for the cache's metadata.
 LEAST_BYTES = 16 << 20
 
-# Default size of a cache: a tenth of its volume.
+# Default size of a cache: a tenth of the size of the cached volume.
 _TENTH = Reserve(percent=10)
 
-# Suffix of the hidden volume with a pool's data, which is named to detach a writecache from a pool.
+# Suffix of the hidden volume with a pool's data. lvconvert(8) detaches the cache of a thin pool by
+# the name of that hidden volume.
 _POOL_DATA = "_tdata"
 
-# Suffixes of a cachevol's name. The first follows the name of its volume; the second follows the
-# first while the cachevol is attached. names.py gives no other volume such a name.
+# Suffixes of a cachevol's name. The first follows the name of the cachevol's volume or thin pool;
+# the second follows the first while the cachevol is attached. names.py gives no other volume such a
+# name.
 _SUFFIX, _HIDDEN = "_cache", "_cvol"
 
 
@@ -42,7 +44,8 @@ _SUFFIX, _HIDDEN = "_cache", "_cvol"
 class Cache:
     """The kind, mode and size of a cache.
 
-    A size in percent is of the volume's size, or for a pool of all slow disks of its group.
+    A size in percent is a share of the volume's size; for a thin pool, of all slow disks of the
+    volume group.
     """
 
     kind: str = CACHE
@@ -65,25 +68,28 @@ class Cache:
         return cls(kind, mode, Reserve(size_bytes=size_bytes))
 
     def extents(self, volume_extents: int, extent_size_bytes: int) -> int:
-        """The size of a volume's cache, in extents."""
+        """The size of the cache of a volume with `volume_extents`, in extents."""
         wished_bytes = self.size.of(volume_extents * extent_size_bytes)
         return -(-max(wished_bytes, LEAST_BYTES) // extent_size_bytes)
 
     def of_pool(self, group: Group) -> int:
-        """The size of a pool's cache, in extents.
+        """The size of a thin pool's cache, in extents.
 
         The size is calculated for a pool on all slow disks, as the pool may grow to that size.
         """
         return self.extents(Room(group).planned_extents, group.extent_size_bytes)
 
     def tag_value(self, volume_bytes: int, extent_size_bytes: int) -> str:
-        """The cache of a volume as the text of the volume's tag, its size in bytes."""
+        """The value of the tag that records a volume's cache: kind, mode, and size in bytes."""
         extents = self.extents(volume_bytes // extent_size_bytes, extent_size_bytes)
         return f"{self.kind}:{self.mode}:{extents * extent_size_bytes}"
 
 
 def maximum_bytes(room: Room, cache: Cache) -> int:
-    """The size of the largest volume for which both slow and fast disks have room, in bytes."""
+    """The size of the largest cached volume that can be created now, in bytes.
+
+    The volume needs free extents on the slow disks, and its cache on the fast disks.
+    """
     extent = room.group.extent_size_bytes
     smallest, largest = 0, layout.maximum_bytes(room) // extent
     while smallest < largest:
@@ -96,7 +102,9 @@ def maximum_bytes(room: Room, cache: Cache) -> int:
 
 
 def create(lvm: Lvm, group: Group, volume: New, cache: Cache) -> None:
-    """Make, tag and activate a volume with its cache (lvcreate(8)). Raises NoSpace, NameTaken.
+    """Make, tag and activate a volume with a cache (lvcreate(8)).
+
+    Raises NoSpace if volume or cache does not fit, NameTaken if the volume exists.
 
     lvm2 commits three times: the volume, the cachevol, and the attachment of both. Where the cache
     does not fit, lvm2 removes the volume again. A killed lvm2 leaves a volume, perhaps with a
@@ -114,7 +122,7 @@ def create(lvm: Lvm, group: Group, volume: New, cache: Cache) -> None:
 
 
 def has_room(group: Group, pool: str, cache: Cache) -> bool:
-    """Whether a pool has a cache, or can get one.
+    """Whether a thin pool has a cache, or can get one.
 
     A new cache is the pool's detached cachevol, or a new cachevol on free extents of fast disks.
     """
@@ -125,11 +133,11 @@ def has_room(group: Group, pool: str, cache: Cache) -> bool:
 
 
 def attach(lvm: Lvm, group: Group, name: str, cache: Cache, extents: int) -> None:
-    """Attach a cache to a volume or pool (lvconvert(8)).
+    """Attach a cache to a volume or thin pool (lvconvert(8)).
 
     The cache is the volume's detached cachevol, if there is one, else a new cachevol of `extents`.
     lvm2 commits a new cachevol, and then its attachment: a killed lvm2 leaves a detached cachevol.
-    Raises NoSpace.
+    Raises NoSpace if a new cachevol does not fit.
     """
     cachevol = detached_cachevol(group, name)
     cachevol_words = ("--cachevol", cachevol) if cachevol else _on_fast(group, extents)
@@ -138,7 +146,7 @@ def attach(lvm: Lvm, group: Group, name: str, cache: Cache, extents: int) -> Non
 
 
 def split(lvm: Lvm, volume: LogicalVolume) -> None:
-    """Detach the cache of an active volume or pool (lvconvert(8)); the cachevol stays.
+    """Detach the cache of an active volume or thin pool (lvconvert(8)); the cachevol stays.
 
     lvm2 first writes back the data that are only in the cache.
     """
@@ -147,7 +155,7 @@ def split(lvm: Lvm, volume: LogicalVolume) -> None:
 
 
 def clean(lvm: Lvm, volume: LogicalVolume) -> None:
-    """Start to write back all data that only the cache of a volume holds (lvmcache(7)).
+    """Start to write back all data that only the cache of a volume has (lvmcache(7)).
 
     From then on the cache takes no further writes. The command does not wait: `is_clean` says
     when the writeback has ended.
@@ -182,7 +190,7 @@ def can_be_origin(volume: LogicalVolume) -> bool:
 
 
 def is_cached(volume: LogicalVolume) -> bool:
-    """Whether a volume or pool has a cache now, by lvm2's report.
+    """Whether a volume or thin pool has a cache now, by lvm2's report.
 
     Operations on data depend on this alone, and not on the tag. The tag says which cache was
     requested, and an operator may have attached or detached a cache since (lvconvert(8)).
@@ -191,7 +199,7 @@ def is_cached(volume: LogicalVolume) -> bool:
 
 
 def attached(volume: LogicalVolume) -> str:
-    """The name that a volume's attached cachevol will have once it is detached; empty for none.
+    """The name that a volume's attached cachevol gets when it is detached; empty for no cachevol.
 
     Empty also for a cache pool, which only operators make: the parts of a cache pool cannot be
     overwritten.
@@ -201,7 +209,7 @@ def attached(volume: LogicalVolume) -> str:
 
 
 def detached_cachevol(group: Group, name: str) -> str:
-    """The name of the detached cachevol of a volume or pool; empty for none.
+    """The name of the detached cachevol of a volume or thin pool; empty for none.
 
     lvm2 does not record to which volume a detached cachevol belonged. So the name decides, and the
     rest must agree: a linear volume, without tags, on fast disks alone.

@@ -1,10 +1,10 @@
 """Choose the block devices that may be physical volumes, by sysfs and the filters of lvm.conf(5).
 
 Why: what is read as a physical volume decides which disks lvm2 gets. A pod can write anything to
-its volume, also an LVM label with the UUID of a group of the node. So a device that stands on a
-logical volume must never be read. Other devices are further views of a disk that has a device of
-its own, such as a path of a multipath disk or a loop device over the disk: read as well, they would
-look like copies of that disk.
+its volume, also an LVM label with the UUID of a volume group of the node. So a device that stands
+on a logical volume must never be read. Other devices are further views of a disk that has a device
+of its own, such as a path of a multipath disk or a loop device over the disk: read as well, they
+would look like copies of that disk.
 
 Idea: sysfs shows how devices are stacked, and is read without touching a disk. A device is excluded
 by what it is, by what is below it, and by what uses it:
@@ -43,12 +43,14 @@ from lvm import labels, lvm2
 from lvm.labels import Kind, dashed
 from mount.block_devices import LoopDevices, attribute
 
-# Closing delimiter of the expression in a filter's entry, by the opening one, where they differ.
+# Closing delimiter of the regular expression in an entry of an lvm.conf(5) filter, by its opening
+# delimiter. An opening delimiter that is not listed here is also the closing one.
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
-# Line of a device's file in udev's database, for a link in /dev.
+# Line with one of a device's links in /dev, in the device's file in udev's database.
 _LINK = re.compile(r"^S:(.+)$", re.MULTILINE)
 
-# Entry of a filter: whether it accepts the names that it matches, and the expression.
+# Entry of an lvm.conf(5) filter: whether the entry accepts the names of disks that it matches, and
+# the regular expression.
 Pattern = tuple[bool, re.Pattern[str]]
 
 
@@ -67,7 +69,10 @@ def read(root: Path) -> Callable[[str], bool] | None:
 
 
 def _patterns(value: str) -> Iterator[Pattern]:
-    """Parse the entries of a filter: `a` or `r`, then an expression between two delimiters."""
+    """Parse the entries of an lvm.conf(5) filter: `a` or `r`, then a delimited expression.
+
+    Entries that cannot be parsed are skipped.
+    """
     for text in labels.strings(value):
         kind, opening, delimited = text[:1], text[1:2], text[2:]
         closing = _CLOSING.get(opening, opening)
@@ -79,7 +84,7 @@ def _patterns(value: str) -> Iterator[Pattern]:
 
 
 def _accepts(patterns: Sequence[Pattern], names: Sequence[str]) -> bool:
-    """Whether a filter accepts a disk with these names, as lvm2 decides.
+    """Whether an lvm.conf(5) filter accepts a disk with these names, by the same rules as lvm2.
 
     For each name the first matching pattern decides. The disk is accepted if any name is accepted,
     or if no name is rejected (lib/filters/filter-regex.c).
@@ -91,7 +96,7 @@ def _accepts(patterns: Sequence[Pattern], names: Sequence[str]) -> bool:
 
 
 def _names(root: Path, path: str) -> Sequence[str]:
-    """All names of a disk in /dev: its node, its links, its name in /dev/mapper."""
+    """All names of a disk in /dev: its device node, its links, and its name in /dev/mapper."""
     names = [path]
     device = f"/sys/class/block/{Path(path).name}"
     if mapper := attribute(f"{device}/dm/name"):
@@ -110,17 +115,20 @@ _VOLUME_UUID = "LVM-"
 # Prefixes of the names of devices that other storage drivers and hypervisors give to pods and
 # guests.
 _FOREIGN = ("rbd", "nbd", "drbd", "zd")
-# Part of the sysfs path of an iSCSI disk.
+# Pattern of a directory's name in the sysfs path of an iSCSI disk.
 _SESSION = re.compile(r"session\d+")
 
 
 def is_foreign(path: str) -> bool:
-    """Whether a disk belongs to a guest or another machine, by its driver's prefix in its name."""
+    """Whether a disk belongs to a guest or another machine, by the prefix of the disk's name."""
     return path.removeprefix("/dev/").startswith(_FOREIGN)
 
 
 class Why(enum.Enum):
-    """Why a block device is not read; a message appends the name of another device to some."""
+    """Reason why a block device is not read as a physical volume.
+
+    A message appends the name of another device to some of these texts.
+    """
 
     EMPTY = "nothing is attached to it"
     NO_DISK = "it is not made to keep data"
@@ -138,7 +146,7 @@ class Excluded:
     """A block device that cannot be a physical volume, and the reason."""
 
     why: Why
-    # The name of the other device that is the reason; empty for other reasons.
+    # The name of the other device that is the reason; empty where no other device is the reason.
     by: str = ""
 
     def __str__(self) -> str:
@@ -168,7 +176,7 @@ class BlockDevices:
         return tuple(self._devices)
 
     def loops_under(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The attached loop devices among the named devices and all devices below these.
+        """The attached loop devices among the named devices and all devices below the named ones.
 
         Sysfs does not show which device a loop device is attached to, so `backing` must be called
         for the loop devices returned. The search does not go on below a loop device: a loop device
@@ -189,18 +197,19 @@ class BlockDevices:
         """The devices that cannot be physical volumes, by their names.
 
         `backings` has the results of `backing` by the names of loop devices; a loop device that is
-        missing there is excluded as unknown.
+        missing in `backings` is excluded as unknown.
         """
         return dict(self._judged(backings))
 
     def kind(self, name: str, backings: Mapping[str, int]) -> Kind:
-        """Who may have written a device: the least trusted kind of the device and all below it."""
+        """Who may have written a device: the least trusted kind of it and the devices below."""
         return max(device.kind for device in _Stacks(self._devices, backings).every(name))
 
     def sequence(self, name: str) -> str:
-        """The kernel's sequence number of a device's disk; empty for an absent device.
+        """The kernel's sequence number of a device's disk; "unknown" before Linux 5.15.
 
-        The kernel gives a disk a new number whenever the disk is attached.
+        The kernel gives a disk a new number whenever the disk is attached. The result is empty for
+        an absent device, and for a device whose size is 0.
         """
         device = self._devices.get(name)
         if device is None or not device.has_size:
@@ -208,7 +217,7 @@ class BlockDevices:
         return self._devices.get(device.disk, device).sequence
 
     def active_groups(self, name: str) -> frozenset[str]:
-        """The UUIDs of the groups that have active volumes directly on a device."""
+        """The UUIDs of the volume groups that have active volumes directly on a device."""
         holders = (self._devices.get(holder) for holder in self._devices[name].holders)
         return frozenset(device.group_uuid for device in holders if device and device.is_volume)
 
@@ -265,15 +274,15 @@ class _Device:
 
     @property
     def group_uuid(self) -> str:
-        """The UUID of a logical volume's group: the first half of its own (build_dm_uuid())."""
+        """The UUID of the volume group, by the volume's device-mapper UUID (build_dm_uuid())."""
         return dashed(self._word("dm/uuid").removeprefix(_VOLUME_UUID)[:32])
 
     @cached_property
     def kind(self) -> Kind:
-        """Who may have written the device, regardless of the devices below it."""
+        """Who may have written the device, regardless of the devices below the device."""
         if is_foreign(self.name):
             return Kind.FOREIGN
-        # iSCSI: /sys/devices/platform/hostN/sessionN/…
+        # The sysfs path of an iSCSI disk is /sys/devices/platform/hostN/sessionN/…
         is_iscsi = any(_SESSION.fullmatch(part) for part in self._directory.resolve().parts)
         return Kind.ATTACHED if self.is_loop or is_iscsi else Kind.LOCAL
 
@@ -350,7 +359,7 @@ class _Stacks:
             stack += added
 
     def is_opaque(self, device: _Device) -> bool:
-        """Whether a device is a loop device over something unknown, or over a removed device."""
+        """Whether a loop device's backing device is unknown or removed; false for other devices."""
         number = self._backings.get(device.name)
         return device.is_loop and (number is None or (number > 0 and not self.below(device)))
 

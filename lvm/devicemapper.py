@@ -51,13 +51,13 @@ _TABLE = 1 << 4
 _BUFFER_FULL = 1 << 8
 _NO_FLUSH = 1 << 11
 
-# Mode of a failed pool or cache: no I/O goes through it any more.
+# Mode of a failed thin pool or cache, through which no I/O goes any more.
 FAILED = "fail"
-# Targets that keep working when a device below them fails.
+# Types of device-mapper targets that keep working when a device below the target fails.
 _SURVIVING = frozenset({"raid", "mirror", "multipath"})
 
-# Targets, and the cache policy `smq`, that lvm2 requires of the kernel before it makes or activates
-# a volume.
+# Targets, and the cache policy `smq`, that the kernel must have before lvm2 makes or activates a
+# volume.
 TARGETS = (
     *("snapshot", "mirror", "raid", "thin-pool", "cache", "cache-smq", "writecache", "crypt"),
 )
@@ -68,7 +68,8 @@ class ThinPool:
     """The status of a thin pool (thin-provisioning.rst). Metadata blocks have 4096 bytes."""
 
     size_bytes: int
-    # One of rw, ro, out_of_data_space, fail. In a failed pool the numbers of blocks are 0.
+    # The thin pool's mode: rw, ro, out_of_data_space, or fail. In a failed pool, all numbers of
+    # blocks are 0.
     mode: str
     needs_check: bool = False
     used_data_blocks: int = 0
@@ -77,17 +78,17 @@ class ThinPool:
     metadata_blocks: int = 0
     # Whether some program has reserved the metadata snapshot, to read the metadata by it.
     has_metadata_snapshot: bool = False
-    # The transaction that lvm2 passed to the kernel last; None in a failed pool.
+    # The transaction that lvm2 passed to the kernel last; None in a failed thin pool.
     transaction_id: int | None = None
 
     @property
     def data_percent(self) -> float:
-        """How full the pool's data are, in percent."""
+        """How full the thin pool's data are, in percent."""
         return _percent(self.used_data_blocks, self.data_blocks)
 
     @property
     def metadata_percent(self) -> float:
-        """How full the pool's metadata are, in percent."""
+        """How full the thin pool's metadata are, in percent."""
         return _percent(self.used_metadata_blocks, self.metadata_blocks)
 
     @classmethod
@@ -116,7 +117,7 @@ class Snapshot:
 
     @property
     def percent(self) -> float:
-        """How full the COW store is, in percent."""
+        """How full the snapshot's COW store is, in percent."""
         return _percent(self.used_sectors, self.sectors)
 
     @classmethod
@@ -134,32 +135,32 @@ class Raid:
 
     size_bytes: int
     kind: str
-    # A character for each image: A in sync, a not in sync yet, D failed, - absent.
+    # A character for each image of the RAID: A in sync, a not in sync yet, D failed, - absent.
     health: str
     synced_sectors: int
     sectors: int
-    # One of idle, frozen, resync, recover, check, repair, reshape.
+    # What the RAID does now: idle, frozen, resync, recover, check, repair, or reshape.
     action: str = "idle"
     mismatches: int = 0
 
     @property
     def synced_percent(self) -> float:
-        """How much of the volume is in sync, in percent."""
+        """How much of the RAID volume is in sync, in percent."""
         return _percent(self.synced_sectors, self.sectors)
 
     @property
     def failed(self) -> list[bool]:
-        """For each image, whether it has failed or is absent, in order."""
+        """For each image of the RAID, in order, whether the image has failed or is absent."""
         return [state in "D-" for state in self.health]
 
     @property
     def is_syncing(self) -> bool:
-        """Whether an image is not in sync yet."""
+        """Whether an image of the RAID volume is not in sync yet."""
         return "a" in self.health
 
     @property
     def survives(self) -> bool:
-        """Whether the working images have all data."""
+        """Whether the working images of the RAID volume together have all data."""
         level = raid.level([self.kind])
         return level is not None and level.survives(self.failed)
 
@@ -174,7 +175,7 @@ class Raid:
 
 @dataclass(frozen=True)
 class Cache:
-    """The status of a dm-cache (cache.rst). `mode` is that of its metadata: rw, ro or fail."""
+    """The status of a dm-cache (cache.rst). `mode` is the metadata's: rw, ro or fail."""
 
     size_bytes: int
     mode: str
@@ -222,7 +223,7 @@ class Mirror:
 
     @classmethod
     def parse(cls, size_bytes: int, line: str) -> Self:
-        """Parse the status line of a mirror: number of images, images, regions in sync, more."""
+        """Parse the status line of a mirror: number of images, images, regions in sync, etc."""
         words = line.split()
         return cls(size_bytes, *_fraction(words[1 + int(words[0])]))
 
@@ -242,7 +243,7 @@ _KINDS: dict[str, type[Status]] = {
 
 
 def has_overflowed(status: Iterable[Status]) -> bool:
-    """Whether one of the statuses is of a copy-on-write snapshot that has become unreadable."""
+    """Whether one of the statuses is of a copy-on-write snapshot whose contents are lost."""
     return any(isinstance(entry, Snapshot) and entry.state for entry in status)
 
 
@@ -256,14 +257,17 @@ class DeviceMapper:
     ) -> None:
         self._control = control
         self._ioctl = ioctl or self._real_ioctl
-        # The size of the last list of all devices, so that the next one fits at the first attempt.
+        # The size in bytes of the last list of all devices, so that the next list fits at once.
         self._list_bytes = _FIRST_BUFFER_BYTES
-        # The last list and its parsed form: beside hundreds of snapshots parsing takes long, and
-        # most lists equal the one before.
+        # The kernel's last list of all devices, and the events parsed from that list. Beside
+        # hundreds of snapshots parsing takes long, and most lists equal the list before.
         self._last: tuple[bytes, Mapping[str, Events]] = b"", {}
 
     def events(self) -> Mapping[str, Events]:
-        """The event counters of all devices, by their names; empty at an error. One ioctl."""
+        """The event counters of all devices, by their names. One ioctl.
+
+        Empty also if the driver does not answer.
+        """
         try:
             with self._opened() as control:
                 answer = self._ask(control, _LIST_DEVICES, "", 0, size_bytes=self._list_bytes)
@@ -290,7 +294,10 @@ class DeviceMapper:
             return ()
 
     def own_status(self, name: str) -> tuple[Status, ...]:
-        """The status of a device alone, without the devices below it. One ioctl."""
+        """The status of a device, without the devices below it. One ioctl.
+
+        An empty result proves nothing, as for `status`.
+        """
         try:
             with self._opened() as control:
                 return tuple(_records(self._ask(control, _TABLE_STATUS, name, 0)))
@@ -298,7 +305,7 @@ class DeviceMapper:
             return ()
 
     def disks(self, name: str) -> Set[tuple[int, int]]:
-        """The numbers of the disks below a device whose loss would stop the device.
+        """The numbers (major, minor) of the disks whose loss would stop a device that lies on them.
 
         Disks below a RAID are not among them, as a RAID survives the loss of a disk. An empty
         result proves nothing: the device may be absent, or the driver may not answer.
@@ -333,23 +340,29 @@ class DeviceMapper:
         self._call(_DEVICE_SUSPEND, name, _SUSPENDED)
 
     def resume(self, name: str) -> None:
-        """Resume a device; no error for one that is not suspended. Raises OSError."""
+        """Resume a device; no error for a device that is not suspended. Raises OSError."""
         self._call(_DEVICE_SUSPEND, name)
 
     def remove(self, name: str) -> None:
-        """Remove a device. Raises OSError: EBUSY for an open device, ENXIO for an absent one."""
+        """Remove a device. Raises OSError: EBUSY for an open device, ENXIO for an absent device."""
         self._call(_DEVICE_REMOVE, name)
 
     def is_suspended(self, name: str) -> bool:
-        """Whether a device is suspended; false for an absent device."""
+        """Whether a device is suspended; false if the device is absent or the driver silent."""
         return bool((self._look(name, _FLAGS_AT) or 0) & _SUSPENDED)
 
     def is_open(self, name: str) -> bool:
-        """Whether a process or another device has a device open; false for an absent device."""
+        """Whether a process or another device has a device open.
+
+        False also if the device is absent, or the driver does not answer.
+        """
         return bool(self._look(name, _OPEN_COUNT_AT))
 
     def is_closed(self, name: str) -> bool:
-        """Whether it is certain that a device is not open; false if the driver does not answer."""
+        """Whether it is certain that a device is not open; false if the driver does not answer.
+
+        True for an absent device.
+        """
         return self._look(name, _OPEN_COUNT_AT) == 0
 
     def load_target(self, target: str) -> bool:
@@ -367,13 +380,17 @@ class DeviceMapper:
         return True
 
     def thin_id(self, name: str) -> int | None:
-        """The number of a thin volume in its pool; None for other and for absent devices."""
+        """The number of a thin volume in its pool.
+
+        None for other devices, for an absent device, and if the driver does not answer.
+        """
         try:
             with self._opened() as control:
                 lines = list(_targets(self._ask(control, _TABLE_STATUS, name, 0, _TABLE)))
         except OSError:
             return None
-        # The table of a thin volume is the pool's device and the number (thin-provisioning.rst).
+        # The table of a thin volume has the pool's device, and the volume's number in the pool
+        # (thin-provisioning.rst).
         [number] = [line.split()[1] for kind, _, line in lines if kind == "thin"] or [""]
         return int(number) if number else None
 
@@ -391,7 +408,7 @@ class DeviceMapper:
             return 0 if error.errno == errno.ENXIO else None
 
     def _call(self, request: int, name: str, flags: int = 0, data: bytes = b"") -> bytearray:
-        """Make one ioctl about a device; returns the answer's header. Raises OSError."""
+        """Make one ioctl about a device; return the header of the answer. Raises OSError."""
         buffer = _request(_HEADER.size, flags, name, 0) + data
         struct.pack_into("=I", buffer, _DATA_SIZE_AT, len(buffer))
         with self._opened() as control:
@@ -454,7 +471,7 @@ class DeviceMapper:
         flags: int = 0,
         size_bytes: int = _FIRST_BUFFER_BYTES,
     ) -> bytearray:
-        """Make an ioctl with ever larger buffers until the answer fits; returns the answer."""
+        """Make an ioctl with ever larger buffers until the kernel's answer fits; return it."""
         while True:
             buffer = _request(size_bytes, _NO_FLUSH | flags, name, device)
             self._ioctl(control, request, buffer)
@@ -464,7 +481,7 @@ class DeviceMapper:
 
 
 def _request(size_bytes: int, flags: int, name: str, device: int) -> bytearray:
-    """A buffer of a size with the request for a device, by its name or its number."""
+    """A buffer of `size_bytes` with a request about a device, by the device's name or number."""
     buffer = bytearray(size_bytes)
     _HEADER.pack_into(
         *(buffer, 0, *_VERSION, size_bytes, _HEADER.size, 0, 0, flags, 0, 0),
@@ -495,7 +512,7 @@ def _records(buffer: bytearray) -> Iterator[Status]:
 
 
 def _targets(buffer: bytearray) -> Iterator[tuple[str, int, str]]:
-    """The kind, size in bytes and status line of each target in an answer."""
+    """Yield the kind, size in bytes and status line of each target in the kernel's answer."""
     start = target_offset = _number(buffer, _DATA_START_AT)
     for _ in range(_number(buffer, _TARGET_COUNT_AT)):
         _, sectors, _, following, kind = _TARGET.unpack_from(buffer, target_offset)

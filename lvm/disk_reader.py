@@ -1,9 +1,9 @@
 """Read all disks of the node at the same time: labels, fingerprints, error counters.
 
 Why: a disk may keep a read waiting for ever, and lvm2 reads all disks in one process, which then
-hangs. Without this module one hung disk would stop all groups of the node. With it, finding the
-disks takes ten seconds at most, and the groups on the other disks stay usable. lvm/labels.py says
-what is read of a disk.
+hangs. Without this module one hung disk would stop all volume groups of the node. With it, finding
+the disks takes ten seconds at most, and the groups on the other disks stay usable. lvm/labels.py
+says what is read of a disk.
 
 Idea: each disk has a thread of its own, in which all its reads happen one after another.
 
@@ -36,9 +36,9 @@ from mount.block_devices import attribute
 
 _T = TypeVar("_T")
 
-# Time limit of the reads of all disks: longer than a working disk takes to spin up and answer.
+# Time limit of the reads of all disks, in seconds: longer than a working disk takes to spin up.
 PATIENCE_SECONDS = 10.0
-# Time after which the idle thread of a disk ends.
+# Time without reads after which the thread of a disk ends, in seconds.
 _IDLE_SECONDS = 60.0
 
 
@@ -61,8 +61,8 @@ class Unanswered(Unreadable):
 
 # Result of a scan for one block device.
 Found = PhysicalLabel | Damaged | Unreadable | Excluded
-# State of a group's metadata on its disks. Two fingerprints of the same disks are equal only if
-# lvm2 committed nothing in between.
+# State of a volume group's metadata on its disks. Two fingerprints of the same disks are equal only
+# if lvm2 committed nothing in between.
 Fingerprint = tuple[Mark, ...]
 
 
@@ -126,7 +126,7 @@ class Disks:
     def fingerprint(
         self, paths: Collection[str], patience_seconds: float = PATIENCE_SECONDS
     ) -> Fingerprint | None:
-        """Read the fingerprint of a group's metadata from the group's disks.
+        """Read the fingerprint of a volume group's metadata from the group's disks.
 
         None if a disk cannot be read or lacks an undamaged label, or if no disk has metadata.
         """
@@ -196,7 +196,7 @@ class Disks:
 class _Reader:
     """The thread that reads one disk, kept for further reads.
 
-    Nearly each call reads a fingerprint, and starting a thread takes as long as the read itself: a
+    Nearly each RPC reads a fingerprint, and starting a thread takes as long as the read itself: a
     fingerprint of two disks takes 740 us with new threads (`mount.command.begin`), 380 us with kept
     ones. A hanging disk occupies only this one thread.
     """
@@ -229,13 +229,13 @@ def _fulfil(future: Future[_T | Unreadable], read: Callable[[str], _T], path: st
         future.set_exception(error)
 
 
-# Time for which failed commands of a disk are reported.
+# Time for which a disk's failed commands are reported after the last failure, in seconds.
 _LASTS_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
 class _Count:
-    """Two readings of a disk's counter of failed commands.
+    """Two values of a disk's counter of failed commands, read at different times.
 
     The growth that is reported is `last_count` less `first_count`.
     """
@@ -261,9 +261,10 @@ class DiskErrors:
     def of(self, path: str, now_monotonic_seconds: float | None = None) -> tuple[str, ...]:
         """Describe the problems of the disks that a block device stands on, one phrase for each.
 
-        Problems are bad sectors that the kernel has recorded (sysfs `badblocks`), and commands to a
-        SCSI or ATA disk that failed within the last hour, counted since the first call for that
-        disk (`ioerr_cnt`, drivers/scsi/scsi_sysfs.c). NVMe disks have no such counter.
+        Problems are bad sectors that the kernel has recorded (sysfs `badblocks`), and failed
+        commands to a SCSI or ATA disk (`ioerr_cnt`, drivers/scsi/scsi_sysfs.c; NVMe disks have no
+        such counter). Failed commands are reported until an hour has passed without a further one;
+        their number counts from the first call for that disk, or from the last such hour.
         """
         now_seconds = time.monotonic() if now_monotonic_seconds is None else now_monotonic_seconds
         name = os.path.realpath(path).rpartition("/")[2]

@@ -7,18 +7,19 @@ from lvm.lvm2 import Lvm
 from lvm.report import Group
 from lvm.volumes import NO_TAGS
 
-# Command that messages and documents give for adding a disk to a group. Without the option lvm2
-# makes a metadata area of 1 MiB, and the smallest area limits the metadata of the whole group.
+# Command that messages and documents give for adding a disk to a volume group. Without the option
+# lvm2 makes a metadata area of 1 MiB, and the smallest area limits the metadata of the whole group.
 VGEXTEND = "vgextend --metadatasize 80m"
-# Bytes before the metadata area on a disk: a page with the label.
+# Number of bytes before the metadata area on a disk: a page with the label.
 LABEL_BYTES = 4096
 _MIB = 1 << 20
-# Size of the header of a metadata area, and unit in which lvm2 rounds each of its two texts.
+# Size of the header of a metadata area, and unit to which lvm2 rounds each of the area's two texts,
+# in bytes.
 _SECTOR_BYTES = 512
 
 
 def suitable_metadata_bytes(size_bytes: int) -> int:
-    """The size of the metadata area on each disk of a new group of `size_bytes`, in bytes.
+    """The size of the metadata area on each disk of a new volume group of `size_bytes`, in bytes.
 
     The area has room for 10,000 volumes. A group of less than 40 GiB cannot have so many volumes,
     so its area has room for one volume on each extent of 4 MiB. Such an area takes 8 KiB for each
@@ -33,12 +34,15 @@ def suitable_metadata_bytes(size_bytes: int) -> int:
 
 
 def text_room_bytes(group: Group) -> int:
-    """The longest metadata text that fits in the group's areas, in bytes (lvm2's _vg_write_raw)."""
+    """The maximum length of a volume group's metadata text, in bytes (lvm2's _vg_write_raw).
+
+    The smallest metadata area on the group's disks limits the text.
+    """
     return max(0, (group.metadata_bytes - _SECTOR_BYTES) // 2 - _SECTOR_BYTES)
 
 
 def widest_area_bytes(group: Group) -> int:
-    """The size of the largest metadata area of a group's disks, in bytes.
+    """The size of the largest metadata area of a volume group's disks, in bytes.
 
     A further disk should have an area of this size, as the smallest area limits the whole group.
     """
@@ -46,9 +50,10 @@ def widest_area_bytes(group: Group) -> int:
 
 
 def vgextend(group: Group) -> str:
-    """Return the command that messages give for adding a disk to a group (vgextend(8)).
+    """Return the command that messages give for adding a disk to a volume group (vgextend(8)).
 
-    With this command, the metadata area of the new disk is as large as the largest in the group.
+    With this command, the metadata area of the new disk is as large as the largest in the group;
+    80 MiB if no area of the group is in use.
     """
     size_bytes = widest_area_bytes(group)
     return (
@@ -59,14 +64,20 @@ def vgextend(group: Group) -> str:
 
 
 def narrow_disks(group: Group) -> Mapping[str, int]:
-    """The disks with a metadata area smaller than the largest by a MiB or more; sizes in bytes."""
+    """The disks whose metadata area is smaller by a MiB or more than the volume group's largest.
+
+    The result has the sizes of these areas, in bytes, by the names of the disks.
+    """
     widest = widest_area_bytes(group)
     areas = {disk.name: disk.metadata_bytes for disk in group.disks if disk.metadata_bytes}
     return {name: size for name, size in areas.items() if widest - size >= _MIB}
 
 
 def about_area(group: Group) -> str:
-    """The subject of a sentence about a group's metadata area, with the disks that limit it."""
+    """The first words of a message about a volume group's metadata area.
+
+    The words name the disks whose smaller areas limit the metadata of the whole group.
+    """
     area_title = f"the metadata area of volume group {group.name}"
     if not (narrow := narrow_disks(group)):
         return area_title
@@ -81,15 +92,16 @@ def _in_mib(size_bytes: int) -> str:
 
 
 def text_percent(group: Group) -> float:
-    """How full the metadata text of a group is, in percent of the longest text that fits."""
+    """How full the metadata text of a volume group is, in percent of the longest text that fits."""
     room = text_room_bytes(group)
     return 100 * max(0, room - group.metadata_free_bytes) / room if room else 0.0
 
 
 def is_text_full(group: Group) -> bool:
-    """Whether a group's metadata text is so full that nothing new may be created.
+    """Whether a volume group's metadata text is too full for new volumes, snapshots or tags.
 
-    The remaining sixteenth of the room, 16 KiB at least, is for deletions, wipes and repairs.
+    The last sixteenth of the maximum length, and at least 16 KiB, is for deletions, wipes and
+    repairs.
     """
     room = text_room_bytes(group)
     return bool(room) and group.metadata_free_bytes < max(room // 16, 16 << 10)
@@ -102,12 +114,13 @@ def create(
     own_tags: Mapping[str, str],
     metadata_bytes: int,
 ) -> None:
-    """Create a group of block devices that the caller has found to be blank (vgcreate(8)).
+    """Create a volume group of block devices that the caller has found to be blank (vgcreate(8)).
 
-    One command makes all of the devices the group's disks, or none. Raises NameTaken.
+    One command makes all of the devices the group's disks, or none. Raises NameTaken if a group of
+    that name exists.
     """
-    # --quiet twice answers no to each question of lvm2's (lvm(8)). lvm2 looks for signatures, too,
-    # and must not wipe one that was written since the caller looked.
+    # --quiet twice answers no to each question of lvm2's (lvm(8)). lvm2 itself searches the devices
+    # for signatures, and must not wipe a signature that was written since the caller's check.
     words = ("--metadatasize", f"{metadata_bytes}b", *tags.words("--addtag", own_tags))
     lvm("vgcreate", "--quiet", "--quiet", *words, "--", name, *devices)
 
@@ -115,11 +128,11 @@ def create(
 def mark(
     lvm: Lvm, name: str, *, old: Mapping[str, str] = NO_TAGS, new: Mapping[str, str] = NO_TAGS
 ) -> None:
-    """Delete the tags `old` of a group and add the tags `new` (vgchange(8)).
+    """Delete the tags `old` of a volume group and add the tags `new` (vgchange(8)).
 
     Deleting a tag that the group lacks, or adding a tag that it has, is no error.
     """
-    # vgchange(8) refuses a command line that changes nothing.
+    # Run no command if there is no tag: vgchange(8) refuses a command line that changes nothing.
     if changes := [*tags.words("--deltag", old), *tags.words("--addtag", new)]:
         lvm("vgchange", *changes, "--", name)
 
@@ -130,12 +143,12 @@ def mark_fast(lvm: Lvm, disks: Sequence[str]) -> None:
 
 
 # Settings of pvmove(8) with which pvmove's own process watches the move until it has ended. The
-# alternative, lvmpolld(8), would search all disks for the group.
+# alternative, lvmpolld(8), would search all disks for the volume group.
 _WATCHED_BY_ITSELF = ("global/use_lvmpolld=0",)
 
 
 def extend(lvm: Lvm, group: str, disk: str, metadata_bytes: int) -> None:
-    """Add a disk that the caller has found to be blank to a group (vgextend(8)).
+    """Add a disk that the caller has found to be blank to a volume group (vgextend(8)).
 
     The disk gets a metadata area of `metadata_bytes`, as each area must have room for the group's
     text. `lvm` must see the new disk beside the group's own disks.
@@ -165,9 +178,10 @@ def make_alike(lvm: Lvm, group: str, name: str) -> None:
 
 
 def move(lvm: Lvm, old_disk: str, new_disk: str) -> None:
-    """Start or continue to move all extents of a disk to another (pvmove(8)).
+    """Start or continue to move all extents of a disk to another disk (pvmove(8)).
 
-    The command does not wait: a background process of lvm2's remains and commits each moved piece.
+    The command does not wait: a background process of lvm2's remains, and commits each moved
+    segment.
     """
     lvm("pvmove", "--background", "--", old_disk, new_disk, settings=_WATCHED_BY_ITSELF)
 
@@ -178,12 +192,12 @@ def watch_moves(lvm: Lvm) -> None:
 
 
 def reduce(lvm: Lvm, group: str, disk: str) -> None:
-    """Remove an empty disk from its group (vgreduce(8))."""
+    """Remove an empty disk from its volume group (vgreduce(8))."""
     lvm("vgreduce", "--", group, disk)
 
 
 def reduce_missing(lvm: Lvm, group: str) -> None:
-    """Remove the missing disks from a group.
+    """Remove the missing disks from a volume group.
 
     lvm2 refuses while a volume lies on one of these disks.
     """
@@ -191,7 +205,7 @@ def reduce_missing(lvm: Lvm, group: str) -> None:
 
 
 def remove_spare(lvm: Lvm, group: str) -> None:
-    """Remove a group's spare volume for repairs of pools.
+    """Remove a volume group's spare volume for repairs of thin pools.
 
     lvm2 makes a new spare volume when it needs one.
     """

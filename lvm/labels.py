@@ -66,7 +66,7 @@ _ONLY_BLANK = re.compile(_BLANK)
 
 
 class Damage(Exception):
-    """A label or metadata that lvm2 would not write so."""
+    """Raised for a label or metadata that lvm2 would not have written in this form."""
 
 
 @dataclass(frozen=True)
@@ -76,28 +76,30 @@ class Group:
     name: str
     uuid: str
     seqno: int
-    # The UUIDs of the group's physical volumes.
+    # The UUIDs of the volume group's physical volumes.
     disk_uuids: tuple[str, ...]
-    # Flags of the group, such as RESIZEABLE, READ, WRITE, EXPORTED.
+    # Flags of the volume group, such as RESIZEABLE, READ, WRITE, EXPORTED.
     status: frozenset[str] = frozenset()
     system_id: str = ""
     lock_type: str = ""
-    # Whether the group or a volume in the group has a tag of Carver's.
+    # Whether the volume group, or a disk or volume of the group, has a tag of Carver's.
     has_own_tags: bool = False
 
     @property
     def is_exported(self) -> bool:
-        """Whether vgexport(8) made the group ready for another machine."""
+        """Whether vgexport(8) made the volume group ready for another machine."""
         return "EXPORTED" in self.status
 
     @property
     def is_clustered(self) -> bool:
-        """Whether an lvm2 before 2.03 shared the group with other nodes (clvmd)."""
+        """Whether an lvm2 before 2.03 shared the volume group with other nodes (clvmd)."""
         return "CLUSTERED" in self.status
 
 
 def parse_group(text: str) -> Group:
-    """Parse the group and its disks from a metadata text. Raises Damage.
+    """Parse the volume group and its disks from a metadata text.
+
+    Raises Damage for a text that is not in lvm2's format, or lacks the group's UUID or seqno.
 
     Parsing stops at the logical volumes, which come last and make up nearly all of the text.
     """
@@ -128,7 +130,10 @@ def parse_group(text: str) -> Group:
 
 
 def settings(text: str) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield each setting of a text in lvm2's configuration format, in order. Raises Damage.
+    """Yield each setting of a text in lvm2's configuration format, in order.
+
+    Raises Damage for a text that is not in that format, once all settings before the fault are
+    yielded.
 
     A setting is the path of its name, from the outermost section inwards, and its unparsed value:
     `devices { filter = "a" }` gives `("devices", "filter"), '"a"'`.
@@ -156,7 +161,7 @@ def strings(value: str) -> list[str]:
 
 
 def _string(value: str) -> str:
-    """The text of a quoted string."""
+    """The text of a quoted string in lvm2's configuration format, without quotes and escapes."""
     return re.sub(r"\\(.)", r"\1", value.strip('"'), flags=re.DOTALL)
 
 
@@ -164,12 +169,13 @@ _SECTOR_BYTES = 512
 # Number of sectors at the beginning of a disk in which a label may be.
 _LABEL_SECTORS = 4
 _PAGE_BYTES = 4096
-# Length of the first read of a disk, which has the label, and the header of the first metadata
-# area, as lvm2 puts that header behind the first page.
+# Number of bytes of the first read of a disk. They have the label, and the header of the first
+# metadata area, as lvm2 puts that header behind the first page.
 _HEAD_BYTES = 2 * _PAGE_BYTES
-# Highest offset that is read, as the kernel's loff_t is a signed number of 64 bits.
+# Highest offset that is read, in bytes, as the kernel's loff_t is a signed number of 64 bits.
 _END_OF_DISKS = (1 << 63) - _PAGE_BYTES
-# Limit of a metadata text. lvm2's own areas have a megabyte by default; a disk may claim anything.
+# Maximum size of a metadata text that is read, in bytes. lvm2's own areas have a megabyte by
+# default, but a damaged or forged disk may claim any size.
 _LARGEST_TEXT_BYTES = 64 << 20
 
 # Structures on disk (lib/format_text/layout.h and lib/label/label.h of lvm2).
@@ -179,7 +185,7 @@ _LABEL = struct.Struct("<8sQII8s")
 _LABEL_CHECKED_FROM = 20
 # Header of a physical volume: UUID without dashes, size of the disk. Two lists of areas follow.
 _PV_HEADER = struct.Struct("<32sQ")
-# Extension of that header: version, flags; and the flag of a disk that is in a group.
+# Extension of a physical volume's header: version, flags; and the flag of a disk in a volume group.
 _PV_EXTENSION = struct.Struct("<II")
 _PV_EXT_USED = 1
 # Data or metadata area in a list: offset and size, in bytes.
@@ -188,20 +194,20 @@ _AREA = struct.Struct("<QQ")
 _MDA_HEADER = struct.Struct("<I16sIQQ")
 _MDA_HEADER_BYTES = 512
 _MDA_MAGIC = b" LVM2 x[5A%r0N*>"
-# Position of a text, behind that header: offset in the area, length, checksum, flags; and the flag
-# of an area that is not in use.
+# Position of a text, in the header of a metadata area: offset in the area, length, checksum, flags;
+# and the flag of an area that is not in use.
 _RAW_LOCN = struct.Struct("<QQII")
 _RAW_LOCN_IGNORED = 1
 
 # Initial value of lvm2's checksums.
 _INITIAL_CRC = 0xF597A6CF
-# Pattern of a UUID as it is on a disk.
+# Pattern of a UUID in the form in which LVM writes UUIDs to disks, without dashes.
 _UUID = re.compile(r"[0-9A-Za-z!#]{32}")
-# Positions in a UUID at which lvm2 prints it with dashes; the first and last are its ends.
+# Positions in a UUID before which lvm2 prints a dash; the first and last are the UUID's ends.
 _UUID_CUTS = (0, 6, 10, 14, 18, 22, 26, 32)
 
 # Number of further reads of a disk that looks damaged. lvm2 overwrites the oldest text in the ring
-# while Carver may still be reading that text; the next read finds the new one.
+# while Carver may still be reading that text; the next read finds the new text.
 _RETRIES = 2
 
 
@@ -216,22 +222,23 @@ class Position:
 
 @dataclass(frozen=True)
 class Mark:
-    """A disk's share in the fingerprint of its group: equal marks mean unchanged metadata."""
+    """A disk's part of its volume group's fingerprint; equal until the metadata change."""
 
     uuid: str
-    # The positions of the committed texts; none where the disk is in no group, or has no metadata
-    # area in use.
+    # The positions of the committed metadata texts; empty where the disk is in no volume group, or
+    # has no metadata area in use.
     texts: tuple[Position, ...]
 
 
 class Kind(enum.IntEnum):
     """Who may have written a disk, from most to least trusted; decides between copies of a disk."""
 
-    # Written by the node alone: its own disk, or a disk that the operator named.
+    # A disk that only the node writes: its own disk, or a disk that the operator named.
     LOCAL = 0
-    # Written by the owner of a file or of a network disk, perhaps a tenant: loop devices, iSCSI.
+    # A disk written also by the owner of the file or network disk, perhaps a tenant: loop devices,
+    # iSCSI.
     ATTACHED = 1
-    # Written by a guest or another storage driver: rbd, nbd, drbd, zvols.
+    # A disk written by a guest or another storage driver: rbd, nbd, drbd, zvols.
     FOREIGN = 2
 
 
@@ -239,28 +246,28 @@ class Kind(enum.IntEnum):
 class PhysicalLabel:
     """A disk that is a physical volume, by its label and metadata.
 
-    `group` is None for two reasons. The disk is in no group; or the metadata are on the group's
-    other disks alone (pvcreate(8), --metadatacopies 0). In the second case `is_used` is true,
-    unless the label is by an lvm2 older than 2.02.167.
+    `group` is None for two reasons. The disk is in no volume group; or the metadata are on the
+    group's other disks alone (pvcreate(8), --metadatacopies 0). In the second case `is_used` is
+    true, unless the label is by an lvm2 older than 2.02.167.
     """
 
     uuid: str
     size_bytes: int
     is_used: bool
     group: Group | None
-    # Problems of the disk's metadata areas; lvm2 may have an undamaged copy elsewhere.
+    # Problems of the disk's metadata areas; another area may have undamaged metadata.
     damage: tuple[str, ...] = ()
     # Who may have written the disk, by sysfs.
     kind: Kind = Kind.LOCAL
     # The kernel's sequence number of the disk (Disks.sequences).
     sequence: str = ""
-    # The UUIDs of the groups that have active volumes on the disk, by sysfs.
+    # The UUIDs of the volume groups that have active volumes on the disk, by sysfs.
     active_groups: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Damaged:
-    """A disk that bears a damaged label."""
+    """A disk whose label is damaged."""
 
     problem: str
 
@@ -280,8 +287,8 @@ def read(path: str) -> PhysicalLabel | Damaged | None:
 def mark(path: str) -> Mark | None:
     """Read the mark of a disk, which stays equal until lvm2 commits metadata. Raises OSError.
 
-    None for a disk without a label, or with a damaged one. A single read of 8 KiB is enough where
-    the disk has one metadata area, at its beginning.
+    None for a disk without a label, or with damage in the label or in the header of a metadata
+    area. A single read of 8 KiB is enough where the disk has one metadata area, at its beginning.
     """
     with block_io.opened(path) as reader:
         disk = _Disk(reader)
@@ -322,7 +329,10 @@ class _Disk:
         self.head = reader.read_to_end(0, _HEAD_BYTES)
 
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
-        """Read a range that label or header refer to. Raises Damage past the disk, OSError."""
+        """Read a range of the disk that the label or a metadata area's header refers to.
+
+        Raises Damage for a range beyond the end of the disk, OSError for a failed read.
+        """
         end = offset_bytes + length_bytes
         if end > _END_OF_DISKS:
             raise Damage(f"it tells of something at {offset_bytes} bytes, where no disk is")
@@ -359,9 +369,9 @@ class _Text:
     position: Position
 
     def read(self, disk: _Disk) -> str:
-        """Read the text from the disk. Raises Damage where its checksum is wrong, OSError."""
+        """Read the text from the disk. Raises Damage if the text's checksum is wrong, OSError."""
         area, offset, size = self.area, self.position.offset_bytes, self.position.size_bytes
-        # A text that reaches the end of the area goes on at its beginning, behind the header.
+        # A text that reaches the end of the area goes on at the area's start, behind the header.
         straight = min(size, area.size_bytes - offset)
         text = disk.read(area.offset_bytes + offset, straight)
         text += disk.read(area.offset_bytes + _MDA_HEADER_BYTES, size - straight)
@@ -371,7 +381,10 @@ class _Text:
 
 
 def _label(disk: _Disk) -> _Label | None:
-    """Parse the first undamaged label of a disk; None if there is no label. Raises Damage."""
+    """Parse the first undamaged label of a disk; None if the disk has no label.
+
+    Raises Damage if the disk has damaged labels alone.
+    """
     problem = ""
     for number in range(_LABEL_SECTORS):
         sector = disk.head[number * _SECTOR_BYTES :][:_SECTOR_BYTES]
@@ -401,7 +414,7 @@ def _physical_volume(sector: bytes, offset: int) -> _Label:
     version, flags = 0, 0
     if offset + _PV_EXTENSION.size <= len(sector):
         version, flags = _PV_EXTENSION.unpack_from(sector, offset)
-    # The flag exists since version 2 of the header's extension.
+    # The flag of a disk in a volume group exists since version 2 of the header's extension.
     is_used = version > 1 and bool(flags & _PV_EXT_USED)
     text = uuid.decode("ascii", "replace")
     if not _UUID.fullmatch(text):
@@ -418,6 +431,8 @@ def _areas(sector: bytes, offset: int) -> Iterator[_Area]:
 
 def _header(disk: _Disk, area: _Area) -> _Text | None:
     """Parse a metadata area's header; None for an area without committed text, or not in use.
+
+    Raises Damage for a header that lvm2 would not have written.
 
     The header's second location is that of a text not yet committed, and is ignored.
     """
@@ -451,5 +466,5 @@ def dashed(uuid: str) -> str:
 
 
 def _checksum(data: bytes) -> int:
-    """lvm2's calc_crc(): a CRC-32 with an initial value of its own, not inverted at the end."""
+    """lvm2's calc_crc(): a CRC-32 with a particular initial value, not inverted at the end."""
     return zlib.crc32(data, ~_INITIAL_CRC & 0xFFFFFFFF) ^ 0xFFFFFFFF

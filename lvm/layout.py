@@ -1,4 +1,4 @@
-"""How volumes lie on the disks of a group: kinds, sizes in extents, and the choice of disks.
+"""How volumes lie on the disks of a volume group: kinds, sizes in extents, and the choice of disks.
 
 CreateVolume, GetCapacity and expansion use the same arithmetic, so a reported capacity can be
 created. A volume over n disks is created on the n disks with the most free extents, which are named
@@ -15,10 +15,11 @@ from lvm.raid import SegmentType
 from lvm.report import Group, LogicalVolume
 from lvm.room import Room
 
-# Chunk size of copy-on-write snapshots: the smallest (lvcreate(8), --chunksize), so that a small
-# write copies little.
+# Chunk size of copy-on-write snapshots, in bytes: the smallest that lvcreate(8) allows
+# (--chunksize), so that a small write copies little.
 COPY_ON_WRITE_CHUNK_BYTES = 4096
-# Size of an entry in a COW store's tables (struct disk_exception, drivers/md/dm-snap-persistent.c).
+# Size of an entry in a COW store's tables, in bytes (struct disk_exception of
+# drivers/md/dm-snap-persistent.c).
 _EXCEPTION_BYTES = 16
 
 # Names of the RAID levels that Carver makes.
@@ -34,7 +35,7 @@ KINDS = tuple(_KINDS)
 
 
 def is_mirrored(kind: str) -> bool:
-    """Whether volumes of a kind have copies of their data, by their layout's `mirrors`."""
+    """Whether volumes of a kind have copies of their data, which Layout.mirrors counts."""
     return _KINDS[kind].mirrored
 
 
@@ -62,7 +63,8 @@ class Layout:
             needs = "needs 1 mirror or more" if kind.mirrored else "has no mirrors"
             raise ValueError(f"{self.kind} {needs}")
         if kind.mirrored and kind.striped and self.mirrors > 1:
-            # lvm2 2.03.16 refuses more: "RAID10 currently supports only 2-way mirroring".
+            # lvm2 2.03.16 refuses more than one mirror ("RAID10 currently supports only 2-way
+            # mirroring").
             raise ValueError(f"{self.kind} has 1 mirror, and no more")
         if self.stripe_size_bytes and not kind.striped:
             raise ValueError(f"{self.kind} has no stripes, so no stripe size")
@@ -93,7 +95,7 @@ class Layout:
 
     @property
     def module(self) -> str:
-        """The kernel module of the layout's device-mapper target; empty if it needs none."""
+        """The kernel module of the layout's device-mapper target; empty for targets built in."""
         return _KINDS[self.kind].module
 
     @property
@@ -113,7 +115,10 @@ class Layout:
         return words
 
     def __str__(self) -> str:
-        """The layout as the value of a tag: its fields, without zeroes after the fourth field."""
+        """The layout as the value of a tag: its fields, separated by colons.
+
+        Zeroes at the end are left out, except in the first four fields.
+        """
         texts = [str(field) for field in vars(self).values()]
         while len(texts) > 4 and texts[-1] == "0":
             texts.pop()
@@ -207,7 +212,7 @@ def allocated_bytes(size_bytes: int, extent_size_bytes: int, layout: Layout = LI
 def maximum_bytes(room: Room, layout: Layout = LINEAR) -> int:
     """The size of the largest volume that can be created now, exactly, in bytes.
 
-    A linear volume can have all free extents, or those of one disk alone where the group's
+    A linear volume can have all free extents, or those of one disk alone where the volume group's
     allocation policy keeps a volume on one disk. Any other volume lies on the disks with the most
     free extents. Of these disks, the one with the fewest free extents limits each stripe. Extents
     that `room` reserves are not counted.
@@ -223,9 +228,9 @@ def maximum_bytes(room: Room, layout: Layout = LINEAR) -> int:
 
 
 def placement(room: Room, layout: Layout) -> tuple[str, ...]:
-    """The disks to name to lvcreate(8) for a new volume; empty if it may lie on any disk.
+    """The disks to name to lvcreate(8) for a new volume; empty if any disk may have the volume.
 
-    Raises NoDiskServes.
+    Raises NoDiskServes if the volume needs disks by name, and there is none.
     """
     return room.anywhere() if layout.is_linear else room.names(room.roomiest(layout.disks))
 
@@ -233,9 +238,9 @@ def placement(room: Room, layout: Layout) -> tuple[str, ...]:
 def maximum_growth_bytes(room: Room, volume: LogicalVolume, layout: Layout = LINEAR) -> int:
     """The bytes by which a volume can grow now.
 
-    A linear volume may grow onto any disk, any other volume stays on its disks. Where the group's
-    allocation policy keeps a volume on one disk, lvm2 may refuse a linear volume this growth: the
-    free extents need not be on the volume's disk.
+    A linear volume may grow onto any disk, any other volume stays on its disks. Where the volume
+    group's allocation policy keeps a volume on one disk, lvm2 may refuse a linear volume this
+    growth: the free extents need not be on the volume's disk.
     """
     extent = room.group.extent_size_bytes
     if layout.is_linear:
@@ -251,9 +256,9 @@ def maximum_growth_bytes(room: Room, volume: LogicalVolume, layout: Layout = LIN
 
 
 def growth_placement(room: Room, volume: LogicalVolume, layout: Layout) -> tuple[str, ...]:
-    """The disks to name to lvextend(8) for a volume; empty if it may grow on any disk.
+    """The disks to name to lvextend(8) for a volume; empty if the volume may grow on any disk.
 
-    Raises NoDiskServes.
+    Raises NoDiskServes if the volume needs disks by name, and there is none.
     """
     if layout.is_linear:
         return room.anywhere()
@@ -261,9 +266,9 @@ def growth_placement(room: Room, volume: LogicalVolume, layout: Layout) -> tuple
 
 
 def image_extents(volume: LogicalVolume, extent_size_bytes: int) -> int:
-    """The number of extents that one image of a RAID takes on its disk, its metadata included.
+    """The number of extents that one image of a RAID takes on its disk, RAID metadata included.
 
-    For a RAID of a kind that Carver does not make, the least that it may be.
+    For a RAID of a kind that Carver does not make the result is 1, the least possible.
     """
     if (layout := recognize(volume)) is None:
         return 1
@@ -292,7 +297,7 @@ class Reserve:
     percent: float = 0.0
 
     def extents(self, group: Group) -> int:
-        """The reserve in extents, where the whole is a group's slow disks; rounded up."""
+        """The reserve in extents, where the whole is a volume group's slow disks; rounded up."""
         total_bytes = Room(group).planned_extents * group.extent_size_bytes
         return -(-self.of(total_bytes) // group.extent_size_bytes)
 

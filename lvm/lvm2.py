@@ -13,10 +13,10 @@ from lvm import labels, lvm_errors
 from mount import mount_errors as mount_errors
 from mount.command import Run
 
-# Socket by which udev is known to run.
+# Socket of udev, which exists while udev runs.
 _UDEV_CONTROL = Path("/run/udev/control")
 # Directories, relative to the root directory: of lvm2's configuration, and of lvm2's backups of the
-# metadata of each group.
+# metadata of each volume group.
 _LVM = "etc/lvm"
 _BACKUP = f"{_LVM}/backup"
 # Directory of the devices file (lvmdevices(8)), and the file's path by default.
@@ -25,15 +25,16 @@ DEVICES_FILE = f"{_DEVICES}/system.devices"
 _USE_DEVICES_FILE = ("devices", "use_devicesfile")
 # File by which dbus-daemon(1) starts lvmdbusd(8).
 _DBUS_SERVICE = "usr/share/dbus-1/system-services/com.redhat.lvmdbus1.service"
-# Line of the devices file with the UUID of a physical volume, without dashes.
+# Pattern of a line of the devices file with the UUID of a physical volume, without dashes.
 _LISTED = re.compile(r"^[^#\n]*\bPVID=(\w{32})", re.M)
 
-# Line of `lvm version`: "  LVM version:     2.03.16(2) (2022-05-18)".
+# Pattern of the line with the version in the output of `lvm version`, such as
+# "  LVM version:     2.03.16(2) (2022-05-18)".
 _VERSION = re.compile(r"LVM version:\s*(\d+)\.(\d+)\.(\d+)")
 
 
 def without_udev() -> tuple[str, ...]:
-    """lvm.conf(5) settings for a node, or a container, in which udev does not run."""
+    """lvm.conf(5) settings for a node, or a container, in which udev does not run; else none."""
     if _UDEV_CONTROL.exists():
         return ()
     return (
@@ -44,7 +45,7 @@ def without_udev() -> tuple[str, ...]:
 
 
 def without_dbus(root: Path) -> tuple[str, ...]:
-    """lvm.conf(5) settings for a node without lvmdbusd(8): lvm2 does not notify it of changes.
+    """lvm.conf(5) settings for a node without lvmdbusd(8): lvm2 reports no changes to lvmdbusd.
 
     Otherwise lvm2 asks dbus-daemon(1) for the missing service at each change, which takes a sixth
     of the time of an lvchange(8). `root` is where lvm2's root directory is seen.
@@ -53,7 +54,7 @@ def without_dbus(root: Path) -> tuple[str, ...]:
 
 
 def without_archives(root: Path) -> tuple[str, ...]:
-    """lvm.conf(5) settings for a node whose /etc/lvm is read-only.
+    """lvm.conf(5) settings for a node whose /etc/lvm is read-only; none for other nodes.
 
     lvm2 keeps copies of a group's metadata in /etc/lvm, and refuses every change if it cannot
     ("Cannot archive volume group metadata"). `root` is where lvm2's root directory is seen.
@@ -73,7 +74,7 @@ def devices_file(root: Path) -> Path | None:
 
 
 def with_devices_file(root: Path) -> tuple[str, ...]:
-    """lvm.conf(5) settings with which lvm2 respects the node's devices file.
+    """lvm.conf(5) settings with which lvm2 respects the node's devices file, if there is one.
 
     How lvm2 was built decides whether it respects the file by default: builds of the RHEL family
     do, Debian's do not. Carver's image has Debian's lvm2, and the node may be of the RHEL family.
@@ -96,7 +97,7 @@ def listed_disks(root: Path) -> frozenset[str] | None:
 
 
 def backed_up(root: Path | None, group: str) -> str:
-    """The UUID of the group of that name, by lvm2's last backup of its metadata on this node.
+    """The UUID of the volume group `group`, by lvm2's last backup of metadata on this node.
 
     lvm2 makes the backup at each change (vgcfgbackup(8)). Empty where there is no backup.
     """
@@ -110,7 +111,7 @@ def backed_up(root: Path | None, group: str) -> str:
 
 
 def backed_up_groups(root: Path | None) -> frozenset[str]:
-    """The names of the groups of whose metadata lvm2 has a backup on this node."""
+    """The names of the volume groups whose metadata lvm2 has backed up on this node."""
     if root is None:
         return frozenset()
     try:
@@ -120,7 +121,7 @@ def backed_up_groups(root: Path | None) -> frozenset[str]:
 
 
 def is_backed_up(root: Path | None, group: str, name: str) -> bool:
-    """Whether a group had a logical volume when lvm2 last wrote the group's metadata on this node.
+    """Whether a volume group had a logical volume when this node last wrote the group's metadata.
 
     lvm2's backup of the metadata decides (`backed_up`). In a damaged backup, the name anywhere in
     the text counts.
@@ -175,18 +176,17 @@ def _text(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="surrogateescape")
 
 
-# Settings of every lvm2 command, which overrule the node's.
+# Settings of every lvm2 command, which overrule the node's lvm.conf(5).
 _NEEDED = (
-    # lvm2 reports success with other values of these settings although lvm2 has done something
-    # else: it has changed nothing, or made a volume that is inactive or read-only, and wiped or
-    # zeroed nothing of the volume.
+    # With other values of these settings lvm2 reports success although lvm2 has changed nothing, or
+    # has made a volume that is inactive or read-only, and of which nothing is wiped or zeroed.
     *("global/test=0", "global/activation=1", "activation/read_only_volume_list=[]"),
-    # dmeventd(8) monitors volumes by lvm2 commands of its own. These commands take the group's lock
-    # and read every disk of the machine, and an extension of a pool waits 8 s for them, during
-    # which writes to the full pool wait, too.
+    # dmeventd(8) monitors volumes by lvm2 commands of its own. These commands take the volume
+    # group's lock and read every disk of the machine, and an extension of a thin pool waits 8 s for
+    # them, during which writes to the full pool wait, too.
     "activation/monitoring=0",
-    # Before each change lvm2 archives the group's metadata; by default it keeps each archive for 30
-    # days. lvm2 removes archives older than `retain_days`, except the last `retain_min`
+    # Before each change lvm2 archives the volume group's metadata; by default it keeps each archive
+    # for 30 days. lvm2 removes archives older than `retain_days`, except the last `retain_min`
     # (_remove_expired() in lib/format_text/archive.c). With these values lvm2 keeps the last 50.
     *("backup/retain_min=50", "backup/retain_days=0"),
 )
@@ -196,10 +196,10 @@ _NEEDED = (
 class Lvm:
     """Runs lvm2 commands, all with the same devices and settings.
 
-    `devices` are the only block devices that lvm2 sees, so that lvm2 sees no other group; without
-    any, lvm.conf(5) decides. `settings` are lvm.conf(5) settings of each command. `root` is where
-    lvm2's root directory is seen. The devices may be set after construction, once they have been
-    found; a copy of this object that was made before does not get them.
+    `devices` are the only block devices that lvm2 sees, so that lvm2 sees no other volume group;
+    without any, lvm.conf(5) decides. `settings` are lvm.conf(5) settings of each command. `root` is
+    where lvm2's root directory is seen. The devices may be set after construction, once they have
+    been found; a copy of this object that was made before does not get them.
     """
 
     run: Run
@@ -208,7 +208,9 @@ class Lvm:
     root: Path | None = None
 
     def __call__(self, subcommand: str, *words: str, settings: Sequence[str] = ()) -> str:
-        """Run one lvm2 command and return what it printed. Raises CommandFailed, ProgramMissing.
+        """Run one lvm2 command and return what it printed.
+
+        Raises CommandFailed if the command failed, ProgramMissing if lvm2 is not installed.
 
         `settings` are further settings for this command alone.
         """
@@ -226,13 +228,16 @@ class Lvm:
 @lru_cache(16)
 def _config(settings: tuple[str, ...]) -> str:
     """The value of lvm2's option `--config` for settings; the last value of a key counts."""
-    # Each key is given once: lvm2 does not promise which of two values counts.
+    # The option gets each key once: lvm2 does not document which of two values would count.
     value_by_key = dict(setting.split("=", 1) for setting in settings)
     return " ".join(f"{key}={value}" for key, value in value_by_key.items())
 
 
 def version(run: Run) -> tuple[int, int, int]:
-    """The version of lvm2, by one command. Raises CommandFailed, BadReport."""
+    """The version of lvm2, by one command.
+
+    Raises CommandFailed if the command fails, BadReport if it prints no version.
+    """
     result = run("lvm", "version")
     if result.exit_code != 0:
         raise lvm_errors.classify(("lvm", "version"), result.exit_code, result.stderr)

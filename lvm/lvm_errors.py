@@ -7,7 +7,7 @@ from mount.mount_errors import CommandError, CommandFailed, OutcomeUnknown
 
 
 class SessionLost(OutcomeUnknown):
-    """lvm2's shell ended, or gave an incomplete answer, while it ran a change."""
+    """Raised if lvm2's shell ended, or gave an incomplete answer, while it ran a change."""
 
     def __init__(self, words: Sequence[str], problem: str) -> None:
         super().__init__(
@@ -17,7 +17,7 @@ class SessionLost(OutcomeUnknown):
 
 
 class StillRunning(CommandError):
-    """A change is refused, as an earlier command got SIGTERM and has not ended yet."""
+    """Raised for a change while an earlier command, which got SIGTERM, has not ended yet."""
 
     def __init__(self, subcommand: str, seconds: float) -> None:
         super().__init__(
@@ -27,7 +27,7 @@ class StillRunning(CommandError):
 
 
 class NoSpace(CommandFailed):
-    """The group has too few free extents, or lvm2 cannot allocate for another reason.
+    """The volume group has too few free extents, or lvm2 cannot allocate for another reason.
 
     Errors for other reasons derive from this class: callers that grow a volume catch all of them,
     and report the sentence of the error.
@@ -35,7 +35,7 @@ class NoSpace(CommandFailed):
 
 
 class NoDiskServes(NoSpace):
-    """No disk of the group may have what is to be allocated, and lvm2 was not asked."""
+    """No disk of the volume group may be used for an allocation; lvm2 was not run."""
 
     def __init__(self, group: str) -> None:
         CommandError.__init__(
@@ -48,7 +48,7 @@ class NoDiskServes(NoSpace):
 
 
 class PoolKeptFree(NoSpace):
-    """The node's lvm.conf(5) has a threshold of fullness above which a pool gets no new volumes."""
+    """A thin pool gets no new volume, as it is fuller than a threshold in lvm.conf(5)."""
 
     explained = (
         "the thin pool is fuller than lvm.conf's activation/thin_pool_autoextend_threshold: make"
@@ -57,7 +57,7 @@ class PoolKeptFree(NoSpace):
 
 
 class GroupLimited(NoSpace):
-    """The group has reached its limit of logical or physical volumes."""
+    """The volume group has reached its limit of logical or physical volumes."""
 
     explained = (
         "the volume group has a limit of its own (`vgs -o +max_lv,max_pv`): lift it by `vgchange"
@@ -70,7 +70,7 @@ class VolumeTooLarge(NoSpace):
 
 
 class GroupProtected(CommandFailed):
-    """The group is read-only, exported or another node's; or all of lvm2 is set to read-only."""
+    """The volume group is read-only, exported or another node's, or lvm2 itself is read-only."""
 
     explained = (
         "lvm2 changes nothing in the volume group: see its permission, exported and system id by"
@@ -80,7 +80,7 @@ class GroupProtected(CommandFailed):
 
 
 class UnknownContents(CommandFailed):
-    """The group has a volume of a kind that is unknown to this node's lvm2."""
+    """The volume group has a volume of a kind that is unknown to this node's lvm2."""
 
     explained = (
         "the volume group has volumes of a kind that this node's lvm2 does not know, and it is not"
@@ -89,7 +89,7 @@ class UnknownContents(CommandFailed):
 
 
 class DuplicateDisks(CommandFailed):
-    """Two disks have the same UUID, such as a disk and its copy; lvm2 changes neither's group."""
+    """Two disks have the same UUID, such as a disk and its copy; lvm2 changes no such group."""
 
     explained = (
         "two disks are copies of each other (`pvs --all`): detach the copy, or give it a UUID of"
@@ -115,7 +115,7 @@ class PoolDamaged(CommandFailed):
 
 
 class LockTaken(CommandFailed):
-    """Another lvm2 has the group's lock, or lvm2 cannot make the lock's file."""
+    """Another lvm2 has the volume group's lock, or lvm2 cannot make the lock's file."""
 
     explained = (
         "lvm2 cannot lock the volume group: see what else runs lvm2, and whether /run/lock/lvm can"
@@ -124,7 +124,7 @@ class LockTaken(CommandFailed):
 
 
 class NotArchived(CommandFailed):
-    """lvm2 cannot archive the group's metadata in /etc/lvm, and so refuses the change."""
+    """lvm2 cannot archive the volume group's metadata in /etc/lvm, and so refuses the change."""
 
     explained = (
         "lvm2 cannot keep a copy of the metadata in /etc/lvm/archive: make room there, or make it"
@@ -142,11 +142,11 @@ class SemaphoresUsedUp(CommandFailed):
 
 
 class MetadataFull(CommandFailed):
-    """The group's metadata areas have no room for a further volume, snapshot or tag."""
+    """The volume group's metadata areas have no room for a further volume, snapshot or tag."""
 
 
 class NameTaken(CommandFailed):
-    """A volume or group of the requested name exists already."""
+    """A volume or volume group of the requested name exists already."""
 
 
 class InUse(CommandFailed):
@@ -154,7 +154,7 @@ class InUse(CommandFailed):
 
 
 class DisksMissing(CommandFailed):
-    """lvm2 refuses a change while a disk of the group is missing."""
+    """lvm2 refuses a change while a disk of the volume group is missing."""
 
 
 class KeptInactive(CommandFailed):
@@ -171,7 +171,7 @@ class NoDeviceMapper(CommandFailed):
 
 
 class GroupMissing(CommandError):
-    """The node has no group of a name.
+    """No volume group of this name is on the node.
 
     `absent_disks` are configured devices of the group that are not attached.
     """
@@ -188,14 +188,14 @@ class GroupMissing(CommandError):
 
 
 class VolumeMissing(CommandError):
-    """A successful report of the group lacks the volume."""
+    """The volume group has no volume of this name, by a successful report."""
 
     def __init__(self, group: str, name: str) -> None:
         super().__init__(f"there is no logical volume {name} in volume group {group}")
 
 
 class Inactive(CommandError):
-    """lvm2 activated a volume, but the kernel has no device of the volume."""
+    """The kernel has no device of a volume that must be active, as after an activation."""
 
     def __init__(self, group: str, name: str) -> None:
         super().__init__(
@@ -263,7 +263,7 @@ def lacks_memory(stderr: str) -> bool:
 
 
 def is_explained(stderr: str) -> bool:
-    """Whether a failed lvm2 command printed a reason that has an error class here."""
+    """Whether a failed lvm2 command printed a reason that has an error class of its own."""
     return _meant(stderr) is not CommandFailed
 
 
@@ -280,5 +280,5 @@ def classify(words: Sequence[str], exit_code: int, stderr: str) -> CommandFailed
 
 
 def _meant(stderr: str) -> type[CommandFailed]:
-    """The class of the first message that is found in the output."""
+    """The error class of the first of _MESSAGES in a command's output; else CommandFailed."""
     return next((error for pattern, error in _MESSAGES if pattern.search(stderr)), CommandFailed)

@@ -10,15 +10,15 @@ _RESERVED = re.compile(
     # lvm2 does not reserve the word `_cache`, but gives it to cachevols (lvm/caches.py).
     r"|cache)"
 )
-# Escaped name of a group or volume. A single dash would be the separator between the two, or before
-# a suffix of lvm2's.
+# Escaped name of a volume group or volume. A single dash would be the separator between the two, or
+# before a suffix of lvm2's.
 _ESCAPED = re.compile(r"([^-]|--)+")
 _ALLOWED = re.compile(r"[A-Za-z0-9_+.-]+")
 
-# Length limits of the escaped names of a volume and of a group. A device's name is `group-volume`
-# with every dash of both doubled, and lvm2 appends suffixes such as "_rmeta_0" or "-cow".
-# device-mapper allows 127 characters in total (DM_NAME_LEN). Half of these are for the volume, so
-# that a volume's name does not depend on the length of its group's.
+# Length limits of the escaped names of a volume and of a volume group. A device's name is
+# `group-volume` with every dash of both doubled, and lvm2 appends suffixes such as "_rmeta_0" or
+# "-cow". device-mapper allows 127 characters in total (DM_NAME_LEN). Half of these are for the
+# volume, so that a volume's name does not depend on the length of its group's.
 MAXIMUM_ESCAPED_LENGTH = 63
 MAXIMUM_ESCAPED_GROUP_LENGTH = 127 - len("-") - MAXIMUM_ESCAPED_LENGTH - len("_cache_cvol-cmeta")
 _DIGEST_CHARACTERS = 32
@@ -39,12 +39,12 @@ def logical_volume(prefix: str, name: str) -> str:
 
 
 def is_of(prefix: str, name: str) -> bool:
-    """Whether a logical volume's name may be one that `logical_volume` gave with the prefix."""
+    """Whether a logical volume's name may be one that `logical_volume` made with the prefix."""
     return name.startswith((f"{prefix}-", f"{prefix}."))
 
 
 def is_part(name: str) -> bool:
-    """Whether a name is one that lvm2 gives to parts of volumes; `logical_volume` gives none such.
+    """Whether a name is one that lvm2 gives to parts of volumes, and `logical_volume` never does.
 
     A part is visible only for moments while lvm2 makes a volume, or where lvm2 was killed then.
     """
@@ -57,7 +57,7 @@ def readable(prefix: str, logical: str) -> str:
 
 
 def escaped(name: str) -> str:
-    """Double the dashes of a group's or volume's name, as in the names of devices."""
+    """Double the dashes of a volume group's or volume's name, as in the names of devices."""
     return name.replace("-", "--")
 
 
@@ -67,7 +67,7 @@ def device(group: str, name: str) -> str:
 
 
 def of_device(group: str, device_name: str) -> str:
-    """The name of the group's logical volume with a device's name; empty if there can be none."""
+    """The name of a volume group's logical volume, by its device's name; empty if impossible."""
     prefix, escaped_name = f"{escaped(group)}-", device_name.removeprefix(f"{escaped(group)}-")
     if not device_name.startswith(prefix) or not _ESCAPED.fullmatch(escaped_name):
         return ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SegmentType:
-    """The needs of volumes of one type (lvcreate(8), --type)."""
+    """A type of logical volumes (lvcreate(8), --type), with its stripes, disks and module."""
 
     name: str
     least_stripes: int = 1
@@ -24,7 +24,7 @@ class SegmentType:
     module: str = ""
 
     def disks(self, stripes: int, mirrors: int) -> int:
-        """The number of disks of a volume with so many stripes and further copies."""
+        """The number of disks of a volume with these numbers of stripes and further copies."""
         return stripes * (mirrors + 1) + self.parity
 
 
@@ -42,13 +42,13 @@ class RaidLevel(SegmentType):
     by_hand: bool = False
 
     def spread(self, images: int) -> tuple[int, int]:
-        """The stripes and further copies of a volume with `images`; the inverse of `disks`."""
+        """The stripes and further copies of a volume with `images` images; inverse of `disks`."""
         if not self.mirrored:
             return images - self.parity, 0
         return (images // 2, 1) if self.striped else (1, images - 1)
 
     def survives(self, is_lost: Sequence[bool]) -> bool:
-        """Whether the remaining images have all data; `is_lost` has a flag for each image."""
+        """Whether the remaining images of a RAID have all data; `is_lost` has a flag for each."""
         if not self.mirrored:
             return sum(is_lost) <= self.parity
         # lvm2 makes raid10 with two "near" copies (md(4)): each stripe is a pair of neighbouring
@@ -78,7 +78,8 @@ LEVELS = {
 def level(words: Iterable[str]) -> RaidLevel | None:
     """The RAID level among the words of lv_layout, or of the kernel; None for no RAID.
 
-    Either may append the arrangement of parity or copies: raid5_ls, raid6_zr, raid10_near.
+    lvm2 and the kernel may append the arrangement of parity or copies: raid5_ls, raid6_zr,
+    raid10_near.
     """
     names = (word.partition("_")[0] for word in words)
     return next((LEVELS[name] for name in names if name in LEVELS), None)

@@ -1,4 +1,4 @@
-"""LVM's state as frozen records: groups, physical and logical volumes, read by one command.
+"""LVM's state as frozen records: volume groups, physical and logical volumes, read by one command.
 
 The command is `lvm fullreport` (lvmreport(7)). A successful report without a name is the only
 proof that a group or volume of that name is absent: lvm2's exit code is 5 for nearly every error.
@@ -19,26 +19,27 @@ from mount import mount_errors as mount_errors
 
 Row = Mapping[str, str]
 
-# Suffixes of the hidden volumes that a volume consists of (lvm(8), lvmcache(7)): a RAID's images
-# and their metadata, a pool's data and metadata, the slow volume below a cache, and the cache.
-# Name ending of a hidden volume, of one or several suffixes.
+# Ending of a hidden volume's name: one or several suffixes of the hidden volumes that a volume
+# consists of (lvm(8), lvmcache(7)). These are a RAID's images and their metadata, a thin pool's
+# data and metadata, the slow volume below a cache, and the cache.
 _PART = re.compile(r"(_r(image|meta)_\d+|_t(data|meta)|_w?corig|_cache_cvol)+$")
 # Part of the name of the metadata volume of a RAID image.
 _IMAGE_METADATA = "_rmeta_"
 # Name of a RAID image's data or metadata, with the volume's name and the image's number.
 _IMAGE = re.compile(r"(.+)_r(?:image|meta)_(\d+)")
-# Suffixes of a pool's data below a cache, and the kind of that cache.
+# Suffixes of the hidden volume with a thin pool's data below a cache, and the kind of that cache.
 _BELOW_CACHE = {"_tdata_corig": "cache", "_tdata_wcorig": "writecache"}
 # Tag of a physical volume that is reserved for caches (pvchange(8)).
 FAST = "carver.fast"
-# Tags of a group that say which free extents must be overwritten before they are allocated: those
-# of all disks (SWEEP), or of the disks with these UUIDs (SWEEP_DISKS, separated by BETWEEN).
+# Tags of a volume group that say which free extents must be overwritten before they are allocated:
+# those of all disks (SWEEP), or of the disks with these UUIDs (SWEEP_DISKS, separated by BETWEEN).
 SWEEP, SWEEP_DISKS, BETWEEN = "sweep", "sweepDisks", "+"
-# Name of a group's spare volume for repairs of pools' metadata (lib/metadata/pool_manip.c of lvm2).
+# Name of a volume group's spare volume for repairs of thin pools' metadata
+# (lib/metadata/pool_manip.c of lvm2).
 _SPARE = "[lvol0_pmspare]"
 # Name of the temporary volume of a pvmove(8) (tools/pvmove.c of lvm2).
 _MOVE = re.compile(r"pvmove\d+")
-# Allocation policies of a group with which lvm2 gives one volume less than all free extents
+# Allocation policies of a volume group with which lvm2 gives one volume less than all free extents
 # (lvm(8), ALLOCATION): `contiguous` and the two kinds of `cling`.
 CONTIGUOUS = "contiguous"
 _CLING = ("cling", "cling_by_tags")
@@ -51,7 +52,7 @@ def whole(part: str) -> str:
 
 @dataclass(frozen=True)
 class PhysicalVolume:
-    """A physical volume of a group. lvm/room.py says what may be allocated on it."""
+    """A physical volume of a volume group. lvm/room.py says what may be allocated on it."""
 
     name: str
     uuid: str
@@ -66,8 +67,8 @@ class PhysicalVolume:
     # The size of the disk's metadata area, which has room for two texts, in bytes; 0 where no area
     # is in use.
     metadata_bytes: int = 0
-    # The most extents that lvm2 allocates here as one piece; None where a volume may have several
-    # pieces.
+    # The longest run of free extents on the disk, where the volume group's allocation policy is
+    # `contiguous`, so that lvm2 gives a volume one run alone; None for other policies.
     longest_extents: int | None = None
 
     @property
@@ -79,7 +80,8 @@ class PhysicalVolume:
     def extents_in_one_go(self) -> int:
         """The number of free extents that one volume or image may have.
 
-        That is the longest run of free extents where the group's allocation policy is `contiguous`.
+        That is the longest run of free extents where the volume group's allocation policy is
+        `contiguous`.
         """
         free = self.unallocated_extents
         return free if self.longest_extents is None else min(free, self.longest_extents)
@@ -87,7 +89,7 @@ class PhysicalVolume:
 
 @dataclass(frozen=True)
 class LogicalVolume:
-    """A logical volume of a group."""
+    """A logical volume of a volume group."""
 
     group: str
     name: str
@@ -96,7 +98,8 @@ class LogicalVolume:
     tags: frozenset[str]
     # Whether the volume is active on this node.
     active: bool
-    # The words of lv_layout; for a pool with a cache below its data also the kind of that cache.
+    # The words of lv_layout; for a thin pool with a cache below its data also the kind of that
+    # cache.
     layout: frozenset[str]
     # The names of the volume's thin pool, and of the volume's origin if the volume is a snapshot;
     # empty for none.
@@ -105,12 +108,12 @@ class LogicalVolume:
     health: str
     # The UUIDs of the disks on which the volume lies.
     disks: frozenset[str] = frozenset()
-    # How full a pool, or the COW store of a snapshot, is, in percent; None for other and for
+    # How full a thin pool, or the COW store of a snapshot, is, in percent; None for other and for
     # inactive volumes.
     data_percent: float | None = None
     metadata_percent: float | None = None
-    # Whether the COW store of a snapshot was once full, so that the snapshot's contents are lost;
-    # None where this is unknown.
+    # Whether a snapshot's contents are lost because its COW store was once full, or failed; None
+    # where this is unknown.
     overflowed: bool | None = False
     read_only: bool = False
     # Whether the volume's device is suspended, so that reads and writes wait.
@@ -122,17 +125,17 @@ class LogicalVolume:
     # For a pool, how many volumes lvm2 has made and removed in the pool, by the pool's metadata.
     # For a thin volume, that number of its pool just before the volume was made.
     transaction_id: int | None = None
-    # The size of a pool's metadata, in bytes.
+    # The size of a thin pool's metadata, in bytes.
     metadata_size_bytes: int = 0
     # The name of the volume's cachevol (lvmcache(7)); empty for none.
     cachevol: str = ""
     tuning: Tuning = PLAIN
     # The extents of a volume that lies directly on disks, in the form of lvcreate(8) and
-    # lvextend(8): `disk:first-last` for each piece.
+    # lvextend(8): `disk:first-last` for each contiguous range.
     ranges: tuple[str, ...] = ()
 
-    # The number of stripes, or of a RAID's images. It is 0 where the volume's pieces differ in that
-    # number, and where the volume lies neither on disks nor on images.
+    # The number of stripes, or of a RAID's images. It is 0 where the volume's segments differ in
+    # that number, and where the volume lies neither on disks nor on images.
     stripes: int = 0
     # The UUIDs of the disks of each RAID image, in the order of the images.
     images: tuple[frozenset[str], ...] = ()
@@ -157,27 +160,29 @@ class Group:
     extent_size_bytes: int
     tags: frozenset[str]
     missing_disks: int
-    # All physical volumes, the missing ones included.
+    # All physical volumes of the volume group, missing ones included.
     disks: tuple[PhysicalVolume, ...] = ()
-    # All logical volumes by their names.
+    # All logical volumes of the volume group, by their names.
     volumes: Mapping[str, LogicalVolume] = field(default_factory=dict)
-    # The size of lvm2's spare volume for repairs of pools' metadata, in extents, and the UUIDs of
-    # the disks of that volume.
+    # The size of lvm2's spare volume for repairs of thin pools' metadata, in extents, and the UUIDs
+    # of the disks of that volume.
     spare_extents: int = 0
     spare_disks: frozenset[str] = frozenset()
     # The names of the temporary volumes of pvmove(8).
     moves: frozenset[str] = frozenset()
-    # Whether vgexport(8) made the group ready for another node.
+    # Whether vgexport(8) made the volume group ready for another node.
     exported: bool = False
-    # The lock manager by which nodes share the group (lvmlockd(8)); empty for none.
+    # The lock manager by which nodes share the volume group (lvmlockd(8)); empty for none.
     lock_type: str = ""
-    # The size of the smallest metadata area on the group's disks, in bytes; 0 in tests alone.
+    # The size of the smallest metadata area on the volume group's disks, in bytes; 0 in tests
+    # alone.
     metadata_bytes: int = 0
     # How much the text of the metadata can grow, in bytes, as each area has room for two texts.
     metadata_free_bytes: int = 0
-    # Limit of the number of the group's logical volumes (vgcreate(8)); 0 for no limit.
+    # Limit of the number of the volume group's logical volumes (vgcreate(8)); 0 for no limit.
     most_volumes: int = 0
-    # The group's allocation policy, by which lvm2 allocates unless a command has another (lvm(8)).
+    # The volume group's allocation policy, by which lvm2 allocates unless a command has another
+    # (lvm(8)).
     policy: str = "normal"
 
     @cached_property
@@ -187,20 +192,20 @@ class Group:
 
     @property
     def is_one_node_s(self) -> bool:
-        """Whether the group belongs to this node alone: not exported, and not shared by a lock."""
+        """Whether the volume group belongs to this node alone: not exported, no lock manager."""
         return not self.exported and self.lock_type in ("", "none")
 
     def may_add(self, volumes: int) -> bool:
-        """Whether the group's limit allows so many further volumes; hidden ones do not count."""
+        """Whether the volume group's limit allows `volumes` further visible volumes."""
         return not self.most_volumes or len(self.volumes) + volumes <= self.most_volumes
 
     @property
     def missing_uuids(self) -> tuple[str, ...]:
-        """The UUIDs of the group's missing disks."""
+        """The UUIDs of the volume group's missing disks."""
         return tuple(disk.uuid for disk in self.disks if disk.missing)
 
     def lost_images(self, volume: LogicalVolume) -> tuple[bool, ...]:
-        """For each image of a RAID volume, whether it lies on a missing disk, in order."""
+        """For each image of a RAID volume, in order, whether the image lies on a missing disk."""
         return tuple(not image.isdisjoint(self.missing_uuids) for image in volume.images)
 
     def survives(self, volume: LogicalVolume) -> bool:
@@ -210,7 +215,7 @@ class Group:
 
     @property
     def keeps_to_one_disk(self) -> bool:
-        """Whether the allocation policy keeps what lvm2 allocates at once on a single disk."""
+        """Whether the allocation policy requires one disk for all extents of an allocation."""
         return self.policy in (CONTIGUOUS, *_CLING)
 
     def copy_on_write_of(self, origin: str) -> list[LogicalVolume]:
@@ -242,7 +247,7 @@ class Group:
         return self._by_pool.get(pool, ())
 
     def bytes_in_pool(self, pool: str) -> int:
-        """The sum of the sizes of a pool's thin volumes; calculated once for each report."""
+        """The sum of the sizes of a thin pool's volumes, in bytes; calculated once per report."""
         return self._pool_bytes.get(pool, 0)
 
     @cached_property
@@ -261,7 +266,7 @@ class Group:
         }
 
     def is_bare(self, name: str, images: int) -> bool:
-        """Whether the metadata volumes of a RAID's first images are visible, instead of hidden.
+        """Whether the metadata volumes of a RAID's first `images` images are visible, not hidden.
 
         While lvm2 makes a RAID, the metadata volumes of all images are visible until lvm2 has
         cleared them; while lvm2 adds an image, only the metadata volume of that image. An lvm2 that
@@ -271,12 +276,12 @@ class Group:
         return all(f"{name}{_IMAGE_METADATA}{number}" in self.volumes for number in range(images))
 
     def only(self, *names: str) -> "Group":
-        """A copy of the group with the named volumes alone, kept without the whole report."""
+        """A copy of the volume group with the named volumes alone, to keep less in memory."""
         volumes = {name: self.volumes[name] for name in names if name in self.volumes}
         return replace(self, volumes=volumes)
 
     def volume(self, name: str) -> LogicalVolume:
-        """The volume with this name. Raises VolumeMissing."""
+        """The volume with this name. Raises VolumeMissing if the volume group has none."""
         try:
             return self.volumes[name]
         except KeyError:
@@ -285,13 +290,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Report:
-    """All groups that lvm2 sees. `orphans` are the paths of physical volumes without a group."""
+    """All volume groups that lvm2 sees, and the paths of the physical volumes without a group.
+
+    These paths are `orphans`.
+    """
 
     groups: Mapping[str, Group]
     orphans: tuple[str, ...] = ()
 
     def group(self, name: str) -> Group:
-        """The group with this name. Raises GroupMissing."""
+        """The volume group with this name. Raises GroupMissing if the report has none."""
         try:
             return self.groups[name]
         except KeyError:
@@ -307,10 +315,10 @@ _COLUMNS = {
     "lv": "lv_name,lv_uuid,lv_size,lv_tags,lv_active,lv_layout,pool_lv,origin,"
     "lv_health_status,data_percent,metadata_percent,lv_snapshot_invalid,lv_permissions,"
     "lv_metadata_size,lv_suspended," + ",".join(tuning.COLUMNS),
-    # The volumes, hidden ones too, that each piece of a disk belongs to.
+    # The volumes, hidden ones included, to which each range of a disk's extents belongs.
     "pvseg": "pv_uuid,lv_name,pvseg_size",
-    # The pieces of each volume: where a piece begins in the volume, its extents on disks, and its
-    # stripes or images; for thin volumes and pools their numbers.
+    # The segments of each volume: where a segment begins in the volume, its extents on disks, and
+    # its stripes or images; for thin volumes and pools their numbers.
     "seg": "lv_name,seg_start,seg_pe_ranges,stripes,thin_id,transaction_id",
 }
 
@@ -330,13 +338,15 @@ _SETTINGS = (
     "log/report_command_log=0",
 )
 
-# Function that reads from a disk's path and an offset in bytes, where a COW store begins, whether
-# the store overflowed; None where this is unknown.
+# Function that reads whether a COW store overflowed; None where this is unknown. The arguments are
+# the path of a disk, and the offset in bytes at which the store begins on that disk.
 Overflowed = Callable[[str, int], bool | None]
 
 
 def read(lvm: Lvm, overflowed: Overflowed = lambda _disk, _offset_bytes: None) -> Report:
-    """Read the state of LVM by one command. Raises CommandFailed, BadReport.
+    """Read the state of LVM by one command.
+
+    Raises CommandFailed if the command failed, BadReport if its output cannot be parsed.
 
     lvm2 reports no overflow of an inactive snapshot; `overflowed` reads that from its COW store.
     """
@@ -347,8 +357,9 @@ def read(lvm: Lvm, overflowed: Overflowed = lambda _disk, _offset_bytes: None) -
         document = json.loads(lvm("fullreport", *words, settings=_SETTINGS))
         parts = document["report"]
         groups = [_group(part, overflowed) for part in parts if part.get("vg")]
-        # The report has disks without a group in an entry of their own, with "pv" and "pvseg" only.
-        # Such a disk whose label says that it is used belongs to a group that lvm2 cannot read.
+        # The report has disks without a volume group in an entry of their own, with "pv" and
+        # "pvseg" only. Such a disk whose label says that it is used belongs to a group that lvm2
+        # cannot read.
         free = [disk for part in parts if not part.get("vg") for disk in part["pv"]]
         orphans = [disk["pv_name"] for disk in free if not disk["pv_in_use"]]
     except (KeyError, ValueError, TypeError) as error:
@@ -456,7 +467,7 @@ def _images(segments: Iterable[Row]) -> Mapping[str, tuple[frozenset[str], ...]]
 
 
 def _ranges(segments: Iterable[Row]) -> Mapping[str, list[str]]:
-    """The extents of each volume on disks, in the order of its bytes, by the volume's name."""
+    """The extents of each volume on disks, in the volume's order, by the volume's name."""
     ranges: defaultdict[str, list[str]] = defaultdict(list)
     for row in sorted(segments, key=lambda row: int(row["seg_start"])):
         ranges[row["lv_name"]] += row["seg_pe_ranges"].split()
@@ -464,7 +475,7 @@ def _ranges(segments: Iterable[Row]) -> Mapping[str, list[str]]:
 
 
 def _stripes(segments: Iterable[Row]) -> Mapping[str, set[int]]:
-    """The numbers of stripes, or images, of the pieces of each volume, by the volume's name."""
+    """The numbers of stripes, or images, of each volume's segments, by the volume's name."""
     stripes: defaultdict[str, set[int]] = defaultdict(set)
     for row in segments:
         stripes[row["lv_name"]].add(int(row["stripes"] or 0))
@@ -472,7 +483,10 @@ def _stripes(segments: Iterable[Row]) -> Mapping[str, set[int]]:
 
 
 def _cached_pools(segments: Iterable[Row]) -> Mapping[str, str]:
-    """The kinds of the caches below pools' data, by the pool: only hidden volumes show them."""
+    """The kind of the cache below each cached thin pool's data, by the pool's name.
+
+    The row of the pool itself does not show its cache; the rows of hidden volumes do.
+    """
     kinds = {}
     for row in segments:
         for ending, kind in _BELOW_CACHE.items():
@@ -482,7 +496,10 @@ def _cached_pools(segments: Iterable[Row]) -> Mapping[str, str]:
 
 
 def _beginnings(part: Mapping[str, Any], extent_size_bytes: int) -> Mapping[str, tuple[str, int]]:
-    """The disk and the offset, in bytes, where each volume directly on disks begins, by name."""
+    """The disk at which each volume begins, with the offset in bytes, by the volume's name.
+
+    Only volumes that lie directly on disks are in the result.
+    """
     starts = {disk["pv_name"]: int(disk["pe_start"]) for disk in part["pv"]}
     beginnings = {}
     for row in part["seg"]:
@@ -544,19 +561,19 @@ def _number(row: Row | None, column: str) -> int | None:
 
 
 def _overflowed(row: Row) -> bool | None:
-    """Whether a snapshot overflowed, by the kernel; None for an inactive snapshot."""
+    """Whether a snapshot's contents are lost, by the kernel; None for an inactive snapshot."""
     if row["lv_snapshot_invalid"] == "unknown" and _visible(row["origin"]) and not row["pool_lv"]:
         return None
     return row["lv_snapshot_invalid"] == "snapshot invalid"
 
 
 def _visible(name: str) -> str:
-    """The name of a visible volume; empty for a hidden one, which lvm2 puts in brackets."""
+    """The name of a visible volume; empty for a hidden volume, which lvm2 puts in brackets."""
     return "" if name.startswith("[") else name
 
 
 def _hidden(name: str) -> str:
-    """The name of a hidden volume, without its brackets; empty for a visible one."""
+    """The name of a hidden volume, without its brackets; empty for a visible volume."""
     return name.strip("[]") if name.startswith("[") else ""
 
 

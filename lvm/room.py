@@ -1,4 +1,4 @@
-"""Calculate the free extents of a group, by one report: on which disks, and for which purpose.
+"""Calculate the free extents of a volume group, by a report: on which disks, for which purpose.
 
 "Room" in this code base is the free extents that may be allocated for one purpose.
 
@@ -28,10 +28,11 @@ from lvm.report import Group, LogicalVolume, PhysicalVolume
 
 @dataclass(frozen=True)
 class Room:
-    """The free extents of a group for one purpose.
+    """The free extents of a volume group that may be allocated for one purpose.
 
-    `kept_extents` must stay free on slow disks: a class's reserve, and what pools have promised to
-    their volumes. `takes_unclean` is true if everything allocated is overwritten before it is read.
+    `kept_extents` must stay free on slow disks: the reserve of a storage class, and the extents
+    that thin pools may still need for the sizes of their volumes. `takes_unclean` is true if
+    everything allocated is overwritten before it is read.
     """
 
     group: Group
@@ -39,60 +40,67 @@ class Room:
     takes_unclean: bool = False
 
     def keeping(self, extents: int) -> "Room":
-        """Return a copy of this room in which a number of extents must stay free."""
+        """Return a copy of this Room of which `extents` extents must stay free on slow disks."""
         return replace(self, kept_extents=extents)
 
     @property
     def for_overwriting(self) -> "Room":
-        """Return a copy of this room for extents that are overwritten before they are read.
+        """Return a copy of this Room for extents that are overwritten before they are read.
 
-        A pool and a COW store show no user old data: dm-thin zeroes what it allocates, and
+        A pool and a COW store show no old data to a user: dm-thin zeroes what it allocates, and
         dm-snapshot reads only what it wrote. A rebuilt image of a RAID is written as a whole.
         """
         return replace(self, takes_unclean=True)
 
     @cached_property
     def slow(self) -> tuple[PhysicalVolume, ...]:
-        """The disks on which volumes, pools and COW stores may be allocated, in report order.
+        """The slow disks on which volumes, thin pools and COW stores may be allocated.
 
-        Full disks are included.
+        Full disks are included, and unclean disks if `takes_unclean`. The disks are in the order of
+        lvm2's report.
         """
         slow = (disk for disk in self._open if not disk.fast)
         return tuple(disk for disk in slow if self.takes_unclean or not disk.unclean)
 
     @cached_property
     def fast(self) -> tuple[PhysicalVolume, ...]:
-        """The disks on which caches may be allocated, in report order; full disks are included."""
+        """The fast disks on which caches may be allocated, in the order of lvm2's report.
+
+        Full disks are included, unclean disks are not.
+        """
         return tuple(disk for disk in self._open if disk.fast and not disk.unclean)
 
     @property
     def unclean(self) -> tuple[PhysicalVolume, ...]:
-        """The disks with free extents that must be zeroed, closed and missing disks included.
+        """The disks with free extents that must be zeroed; also closed and missing disks.
 
-        The group stays marked until these disks are zeroed, whether or not they can be written to.
+        The volume group stays marked until these disks are zeroed, whether or not they can be
+        written to.
         """
         return tuple(disk for disk in self.group.disks if disk.unclean and disk.unallocated_extents)
 
     @property
     def is_unclean(self) -> bool:
-        """Whether the group has open slow disks, and all of them hold deleted data."""
+        """Whether lvm2 could allocate on slow disks, but all of these have unclean free extents."""
         return not Room(self.group).slow and bool(self.for_overwriting.slow)
 
     def free_on(self, disk: PhysicalVolume) -> int:
-        """The number of extents of a disk that one volume or image may have; 0 for a fast disk.
+        """The number of extents of a disk that one volume or image may have.
 
-        Where the group's allocation policy is `contiguous`, that is the longest free run.
+        It is 0 for a disk on which nothing may be allocated (`slow`), such as a fast disk.
+
+        Where the volume group's allocation policy is `contiguous`, that is the longest free run.
         """
         return disk.extents_in_one_go if disk in self.slow else 0
 
     @property
     def free_extents(self) -> int:
-        """The number of free extents of the slow disks, including those that must stay free."""
+        """The number of free extents of the disks in `slow`, those that must stay free included."""
         return sum(disk.extents_in_one_go for disk in self.slow)
 
     @property
     def available_extents(self) -> int:
-        """The number of free extents of the slow disks that need not stay free."""
+        """The number of free extents of the disks in `slow`, less those that must stay free."""
         return max(0, self.free_extents - self.kept_extents)
 
     @property
@@ -107,22 +115,23 @@ class Room:
 
     @property
     def extents(self) -> int:
-        """The number of extents of the slow disks that are present, free or not."""
+        """The number of extents, free or not, of the slow disks that are present."""
         return sum(disk.extents for disk in self._all_slow if not disk.missing)
 
     @property
     def planned_extents(self) -> int:
-        """The number of extents of all slow disks, by which reserves and pools' metadata are sized.
+        """The number of extents of all slow disks, missing disks included.
 
-        A missing disk counts, as the disk may come back or be replaced, and the promises of pools
-        must be kept then.
+        Reserves and the metadata of thin pools are sized by this number. A missing disk counts, as
+        the disk may come back or be replaced, and thin pools must then be able to grow to the sizes
+        of their volumes.
         """
         return sum(disk.extents for disk in self._all_slow)
 
     def roomiest(self, count: int) -> list[PhysicalVolume]:
         """The slow disks with the most free extents, in descending order, `count` at most.
 
-        Disks with equally many are in report order.
+        Disks with equally many free extents are in the order of lvm2's report.
         """
         return sorted(self.slow, key=lambda disk: -self.free_on(disk))[:count]
 
@@ -136,7 +145,7 @@ class Room:
         return [disk for disk in vacant if room.free_on(disk) >= extents]
 
     def names(self, disks: Iterable[PhysicalVolume]) -> tuple[str, ...]:
-        """The names of disks as arguments for lvm2. Raises NoDiskServes where there are no disks.
+        """The names of disks as arguments for lvm2. Raises NoDiskServes if `disks` is empty.
 
         Without a disk's name among its arguments, lvm2 would allocate on any disk.
         """
@@ -145,7 +154,7 @@ class Room:
         raise lvm_errors.NoDiskServes(self.group.name)
 
     def anywhere(self) -> tuple[str, ...]:
-        """The names of the slow disks as arguments for lvm2. Raises NoDiskServes.
+        """The names of the slow disks as arguments for lvm2. Raises NoDiskServes if there is none.
 
         Empty if lvm2 would allocate on these disks anyway. Full disks are named, too, as lvm2
         allocates on any disk where none is named.
@@ -154,7 +163,7 @@ class Room:
 
     @cached_property
     def _open(self) -> tuple[PhysicalVolume, ...]:
-        """The disks on which lvm2 allocates."""
+        """The disks on which lvm2 may allocate: neither closed nor missing."""
         return tuple(disk for disk in self.group.disks if disk.allocatable and not disk.missing)
 
     @property
@@ -162,6 +171,6 @@ class Room:
         return (disk for disk in self.group.disks if not disk.fast)
 
     def _together(self, disks: Sequence[PhysicalVolume]) -> int:
-        """The number of free extents of several disks that one volume may have."""
+        """The number of free extents of `disks` that a single volume may have."""
         extents = [disk.extents_in_one_go for disk in disks]
         return max(extents, default=0) if self.group.keeps_to_one_disk else sum(extents)

@@ -23,7 +23,7 @@ on a descriptor of its own (LVM_REPORT_FD), which ends with the command's status
 3. An answer counts only if it is complete and ends with the status of that command (`answer`).
 4. In any doubt, such as a missing status or too little memory, the shell is ended by SIGTERM, never
    killed, and commands run as processes for a minute. A report is repeated in a process. A change
-   is not repeated: it raises `SessionLost`, and the caller looks at a fresh report. A shell whose
+   is not repeated: it raises `SessionLost`, and the caller reads a fresh report. A shell whose
    command outlasts its deadline is ended in the same way; the command raises `CommandTimedOut`.
 5. While a shell that got SIGTERM has not ended, changes raise `StillRunning`, and reports run as
    processes.
@@ -60,7 +60,7 @@ from mount.command import (
 _log = logging.getLogger(__name__)
 
 
-# Environment in which the shell's line editor keeps no history, and reads no settings of its own.
+# Environment in which an lvm2 shell's line editor keeps no history, and reads no file of settings.
 _NO_LINE_EDITOR = dict.fromkeys(("HOME", "EDITRC", "INPUTRC"), "/dev/null")
 
 # Subcommands that run in a shell: reports, which change nothing.
@@ -76,19 +76,21 @@ OF_A_SHELL = ("--devices", "--config", "--reportformat")
 
 # Number of words at which lvm2's lvm_split() refuses a line (MAX_ARGS in tools.h).
 _TOO_MANY_WORDS = 64
-# Length limit of a line, which leaves room for its newline: the kernel writes no more to a terminal
-# at once (tty_write() in drivers/tty/tty_io.c). The shell could execute the first part of a longer
-# line.
+# Length limit of a line for an lvm2 shell, in bytes, without the line's newline. The kernel writes
+# no more to a terminal at once (tty_write() in drivers/tty/tty_io.c), and the shell could execute
+# the first part of a longer line.
 _LONGEST_BYTES = 2047
-# Characters of a word that may be typed at a terminal: printable ASCII, of which lvm_split() splits
-# at the blank alone.
+# Pattern of a word that may be typed at an lvm2 shell's terminal: printable ASCII, of which lvm2's
+# lvm_split() splits at the blank alone.
 _PLAIN = re.compile(r"[ -~]*")
 
-# Settings that a command may not change, as by them the shell reports each command's status.
+# Settings that a command may not change, as Carver needs them: with them, the shell reports the
+# status of each command.
 _OWN = {"log/report_command_log"}
 
 # Device paths that may stand in a filter (lvm.conf(5)), which is a regular expression within a
-# quoted string. Only `.` and `+` are special there; they are put in brackets.
+# quoted string. Of the characters of such a path only `.` and `+` are special in the expression;
+# they are put in brackets.
 _PATH = re.compile(r"/[A-Za-z0-9_/.+:@=,-]+")
 _SPECIAL, _IN_BRACKETS = re.compile(r"[.+]"), r"[\g<0>]"
 
@@ -118,7 +120,7 @@ class Confinement:
         )
 
     def joined(self, other_confinement: "Confinement") -> "Confinement":
-        """A confinement with the settings of both, if one shell can have both.
+        """A confinement with the settings of both confinements, if one shell can have all of them.
 
         Otherwise the result is `other_confinement`.
         """
@@ -160,7 +162,7 @@ class Confinement:
 
 @dataclass(frozen=True)
 class Line:
-    """A command as a line that is typed at the shell's prompt."""
+    """An lvm2 command as a line that is typed at the prompt of an lvm2 shell."""
 
     text: str
     subcommand: str
@@ -173,7 +175,7 @@ class Line:
 
     @classmethod
     def of(cls, words: tuple[str, ...]) -> Self | None:
-        """Turn the words of a `Run` into a line; None for a command that must be a process."""
+        """Turn the words of a command into a line; None for a command that must be a process."""
         if words[0] != "lvm" or words[1:2] == () or words[1] not in _REPORTS | _CHANGES:
             return None
         command_words, options = _parted(words[1:])
@@ -190,7 +192,7 @@ class Line:
 
 
 def _parted(words: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    """Separate a command's words from the options of the shell (OF_A_SHELL) among them."""
+    """Separate an lvm2 command's words from the options of a whole shell (OF_A_SHELL)."""
     options = dict.fromkeys(OF_A_SHELL, "")
     command_words: list[str] = []
     remaining = iter(words)
@@ -214,7 +216,7 @@ def _quoted(word: str) -> str | None:
 
 
 def answer(subcommand: str, reported: str) -> Result:
-    """Parse the shell's JSON into the result that a process of the command would have given.
+    """Parse an lvm2 shell's JSON into the result that a process of the command would have had.
 
     Raises ValueError unless the JSON is complete and ends with the status of `subcommand`.
     """
@@ -240,8 +242,8 @@ def _lines(messages: list[Mapping[str, str]], kinds: set[str]) -> str:
     )
 
 
-# Settings that the shell reads when it starts, in addition to the node's own. They are in a file
-# for two reasons. lvm2 takes settings of log and report only from files, not from options
+# Settings that an lvm2 shell reads when it starts, in addition to the node's own. The settings are
+# in a file for two reasons. lvm2 takes settings of log and report only from files, not from options
 # (CFG_DISALLOW_INTERACTIVE). And at each command with `--config`, lvm2 rebuilds all its settings
 # and caches, twice.
 _SETTINGS = """
@@ -262,7 +264,7 @@ global/use_aio=0
 
 
 def prepare(directory: Path, root: Path, confinement: Confinement) -> None:
-    """Make the directory that the shell uses as LVM_SYSTEM_DIR, in place of /etc/lvm.
+    """Make the directory that an lvm2 shell uses as LVM_SYSTEM_DIR, in place of /etc/lvm.
 
     The directory has links to the files of /etc/lvm, and a copy of lvmlocal.conf with the settings
     of the shell appended. `root` is where lvm2's root directory is seen; `directory` has the same
@@ -289,15 +291,15 @@ def prepare(directory: Path, root: Path, confinement: Confinement) -> None:
     (directory / settings).write_bytes(text + f"{_SETTINGS}{lines}\n".encode())
 
 
-# Time limit of the shell's start, until its first prompt, in seconds. The start usually takes some
-# tenths.
+# Time limit of an lvm2 shell's start, until the shell's first prompt, in seconds. The start usually
+# takes some tenths.
 _START_SECONDS = 10.0
-# Time limit of the shell's end after SIGTERM, in seconds. lvm2 blocks SIGTERM while it has a lock
-# of a group; its commands rarely have the lock for longer.
+# Time limit of an lvm2 shell's end after SIGTERM, in seconds. lvm2 blocks SIGTERM while it has the
+# lock of a volume group; lvm2's commands rarely have the lock for longer.
 _GRACE_SECONDS = 5.0
 # Time limit of `renew` for the command that is running, in seconds, if the caller has no deadline.
 _RENEW_SECONDS = 60.0
-# Words that stand for the end of a shell in an error about a command.
+# Words of the command that CommandTimedOut names if lvm2's shell cannot be ended in time.
 _RENEWED = ("lvm", "exit")
 # Number of commands after which an idle shell is ended: lvm2 does not return memory.
 _MANY_COMMANDS = 100
@@ -341,18 +343,20 @@ class Session:
         self._lock = threading.Lock()
         self._shell: Conversation | None = None
         self._confinement = Confinement()
-        # The number of commands that the shell was given, and the time of the last one.
+        # The number of commands that ran in the lvm2 shell, and the time of the last command
+        # (monotonic).
         self._commands, self._last_monotonic_seconds = 0, 0.0
-        # The time before which no new shell is started.
+        # The time (monotonic) before which no new lvm2 shell is started.
         self._rests_until_monotonic_seconds = 0.0
         self._is_closed = False
-        # A shell that did not end in time, the command that it runs, and since when; None for none.
+        # A shell that did not end in time, the command that it runs, and when it got SIGTERM.
         self._stuck: tuple[Conversation, str, float] | None = None
 
     def __call__(self, *words: str) -> Result:
-        """Run a command in the shell if the shell can run it, else in a process.
+        """Run an lvm2 command in the shell if the shell can run it, else in a process.
 
-        Raises the errors of a process, SessionLost and StillRunning.
+        Raises the errors of a process. Raises SessionLost if the shell fails during a change, and
+        StillRunning for a change while an earlier shell has not ended.
         """
         line = Line.of(words)
         if line is None:
@@ -367,7 +371,7 @@ class Session:
         return self._run(*words) if result is None else result
 
     def renew(self) -> None:
-        """End the shell, as its answers are in doubt; the next command starts another one.
+        """End the lvm2 shell, as its answers are in doubt; the next command starts another shell.
 
         Raises CommandTimedOut where the shell's command outlasts the caller's deadline; without a
         deadline, a minute.
@@ -376,9 +380,9 @@ class Session:
             self._hang_up()
 
     def rest(self) -> None:
-        """End a shell that is idle for a minute, if it has run many commands or takes much memory.
+        """End the lvm2 shell if it is idle for a minute, and has run many commands or is large.
 
-        The next command starts another one. lvm2 returns no memory: a shell is as large as its
+        The next command starts another shell. lvm2 returns no memory: a shell is as large as its
         largest report, and as all that it ever locked. A shell that runs a command is left alone.
         """
         if not self._lock.acquire(blocking=False):
@@ -393,7 +397,7 @@ class Session:
             self._lock.release()
 
     def close(self) -> None:
-        """End the shell; from now on commands run as processes alone.
+        """End the lvm2 shell; from now on commands run as processes alone.
 
         A running command has five seconds to end; after that the shell is left alone.
         """
@@ -404,7 +408,7 @@ class Session:
                 self._stuck = None
 
     def _ask(self, conversation: Conversation, line: Line, words: tuple[str, ...]) -> Result | None:
-        """Run a command in the shell; None where the shell failed at a report.
+        """Run a command in the lvm2 shell; None if the shell failed while it ran a report.
 
         The caller then repeats the report in a process.
         """
@@ -414,7 +418,8 @@ class Session:
             reported = conversation.exchange(line.text, remaining_seconds())
             result = answer(line.subcommand, reported)
             if result.exit_code and lvm_errors.lacks_memory(result.stderr):
-                # The shell would lack memory at the next command, too; a process need not.
+                # Give the shell up: it would lack memory at the next command, too, while a process
+                # need not.
                 raise ValueError("it lacks memory")
         except TimeoutError:
             self._give_up(line, "its time is over")
@@ -432,14 +437,14 @@ class Session:
         error = type(lvm_errors.classify(words, code, result.stderr)).__name__ if code else ""
         self._observe(Finished(words, code, seconds, error))
         if result.exit_code and not lvm_errors.is_explained(result.stderr):
-            # The failure may be a fault of this shell, so the next command starts another one.
+            # End the lvm2 shell, as the failure may be its fault; the next command starts another.
             self._hang_up(line.subcommand)
         return result
 
     def _ready(self, confinement: Confinement, words: tuple[str, ...]) -> Conversation | None:
-        """A shell at its prompt with the settings of a confinement, started if need be.
+        """Return an lvm2 shell at its prompt with a confinement's settings; start one if needed.
 
-        None if no shell can be used now.
+        A shell with other settings is ended. The result is None if no shell can be used now.
         """
         if self._shell is not None:
             is_fit = not self._is_closed and self._confinement.covers(confinement)
@@ -459,7 +464,7 @@ class Session:
         if limit == 0:
             raise mount_errors.CommandTimedOut(words, 0.0)
         # Commands have different settings, which do not disturb other commands. So the shell gets
-        # the settings of all commands so far, and need not be ended for the next one of these.
+        # the settings of all commands so far, and need not be ended for the next of these commands.
         self._confinement = self._confinement.joined(confinement)
         try:
             prepare(self._directory, self._root, self._confinement)
@@ -484,7 +489,7 @@ class Session:
         self._hang_up(line.subcommand)
 
     def _hang_up(self, last_command: str = "what it did last") -> None:
-        """End the shell; if it does not end in time, remember it as stuck at `last_command`."""
+        """End the lvm2 shell; if it does not end in time, remember it, with `last_command`."""
         if self._shell is not None:
             since_monotonic_seconds = time.monotonic()
             if not self._shell.end(_GRACE_SECONDS):
@@ -492,7 +497,10 @@ class Session:
             self._shell, self._commands = None, 0
 
     def _look_at_stuck(self, *, changes: bool) -> None:
-        """Raise StillRunning for a change while a shell that got SIGTERM may still change LVM."""
+        """Raise StillRunning for a change while a shell that got SIGTERM may still change LVM.
+
+        Forgets such a shell once it has ended.
+        """
         if self._stuck is None:
             return
         conversation, last_command, since_monotonic_seconds = self._stuck

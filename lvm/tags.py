@@ -57,7 +57,7 @@ def words(option: str, own_tags: Tags) -> list[str]:
 
 
 def decode(tags: Iterable[str]) -> Mapping[str, str]:
-    """Find Carver's own tags among all tags of a group or volume; return their values by keys.
+    """Find Carver's tags among all tags of a volume group or volume; return the values by key.
 
     If a key has several values, the alphabetically first one counts, so that each process decides
     alike. `doubled` has the keys with several values.
@@ -69,12 +69,12 @@ def decode(tags: Iterable[str]) -> Mapping[str, str]:
 
 
 def values(tags: Iterable[str], key: str) -> list[str]:
-    """All values of a key, sorted. Only another program gives a key more than one value."""
+    """All values of a key of Carver's tags, sorted. Carver itself gives each key one value."""
     return sorted(value for tag_key, value in _parts(tags) if tag_key == key)
 
 
 def doubled(tags: Iterable[str]) -> frozenset[str]:
-    """The keys of Carver's own tags with several values, which only another program writes."""
+    """The keys of Carver's own tags that have several values; only another program does that."""
     counts = Counter(key for key, _ in _parts(tags))
     return frozenset(key for key, times in counts.items() if times > 1)
 

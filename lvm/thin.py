@@ -17,19 +17,19 @@ from lvm.volumes import New
 from mount import mount_errors as mount_errors
 
 _MIB, _GIB = 1 << 20, 1 << 30
-# Limits of a pool's chunk size (lvmthin(7)).
+# Limits of a thin pool's chunk size, in bytes (lvmthin(7)).
 LEAST_CHUNK_BYTES = 64 << 10
 MOST_CHUNK_BYTES = _GIB
 # Size of the metadata of one chunk, in bytes: 64 at most (lvmthin(7)), and a quarter as headroom.
 _METADATA_BYTES_OF_CHUNK = 80
-# Limits of the size of a pool's metadata: lvmthin(7) has 2 MiB to some 16 GiB.
+# Limits of the size of a thin pool's metadata, in bytes: lvmthin(7) has 2 MiB to some 16 GiB.
 _LEAST_METADATA_BYTES = 2 * _MIB
 _MOST_METADATA_BYTES = 15 * _GIB
 _METADATA_BLOCK_BYTES = 4096
-# Default size of a new pool: a tenth of the group's slow disks.
+# Default size of a new thin pool: a tenth of the volume group's slow disks.
 _TENTH = Reserve(percent=10)
-# Advice about a damaged pool. The advice names no command: lvm2's repair may lose data that could
-# still be read before.
+# Advice about a damaged thin pool. The advice names no command: lvm2's repair may lose data that
+# could still be read before.
 DAMAGED = "see `A thin pool's metadata are damaged` in docs/operations.md"
 # Where the remedy for a thin pool that fills up is described. A move of its volumes is none: above
 # `refuse_above` a pool takes no snapshots, which a move needs.
@@ -38,9 +38,9 @@ FULL = "`A thin pool fills up` in docs/runbooks/pool-full.md"
 
 @dataclass(frozen=True)
 class Policy:
-    """How the pool of a class is created, over-provisioned and extended.
+    """How the thin pool of a storage class is created, over-provisioned and extended.
 
-    A chunk size of 0 means the one that suits the group (`chunk_size_bytes`).
+    A chunk size of 0 means the chunk size that suits the volume group (`chunk_size_bytes`).
     """
 
     over_provisioning: float = 1.0
@@ -58,9 +58,9 @@ class Policy:
 
 @dataclass(frozen=True)
 class Pool:
-    """A thin pool in a report. All its extents are 0 while the pool does not exist yet.
+    """A thin pool in a report. All numbers of extents are 0 while the pool does not exist yet.
 
-    `promised_bytes` is the sum of the sizes of its volumes and their snapshots.
+    `promised_bytes` is the sum of the sizes of the pool's volumes and their snapshots.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Pool:
 
 
 def find(group: Group, name: str, chunk_size_bytes: int, ignored: str = "") -> Pool:
-    """The pool with this name, by a group's report.
+    """The thin pool with this name, by a volume group's report; a pool of size 0 if there is none.
 
     If `ignored` names a volume of the pool, `promised_bytes` leaves out the size of this volume.
     """
@@ -87,7 +87,7 @@ def find(group: Group, name: str, chunk_size_bytes: int, ignored: str = "") -> P
 
 
 def chunk_size_bytes(group: Group, policy: Policy) -> int:
-    """The chunk size of a new pool: the policy's, or the smallest that suits the group.
+    """The chunk size of a new thin pool: the policy's, or the smallest that suits the volume group.
 
     The smallest chunk size that suits is a power of two with which the metadata of a pool on all
     slow disks of the group take 1 GiB at most.
@@ -95,20 +95,20 @@ def chunk_size_bytes(group: Group, policy: Policy) -> int:
     if policy.chunk_size_bytes:
         return policy.chunk_size_bytes
     chunk = LEAST_CHUNK_BYTES
-    # The check of 1 GiB of metadata, when a pool is activated after a crash, takes seconds.
+    # The check of 1 GiB of metadata, when a thin pool is activated after a crash, takes seconds.
     while chunk < MOST_CHUNK_BYTES and _metadata_bytes(group, chunk) > _GIB:
         chunk *= 2
     return chunk
 
 
 def suitable_metadata_extents(group: Group, chunk_bytes: int) -> int:
-    """The number of extents of the metadata of a pool on all slow disks of the group."""
+    """The number of extents of the metadata of a thin pool on all slow disks of a volume group."""
     size_bytes = max(_LEAST_METADATA_BYTES, _metadata_bytes(group, chunk_bytes))
     return _ceil(min(size_bytes, _MOST_METADATA_BYTES), group.extent_size_bytes)
 
 
 def missing_metadata_extents(group: Group, pool: Pool) -> int:
-    """The number of extents that the pool's metadata and the group's spare should still grow by.
+    """The number of extents by which a thin pool's metadata and their spare should still grow.
 
     Metadata and spare should have the size that suits a pool on all slow disks
     (`suitable_metadata_extents`). lvm2 keeps one spare volume in the group, as large as the largest
@@ -120,18 +120,21 @@ def missing_metadata_extents(group: Group, pool: Pool) -> int:
 
 
 def growth_extents(room: Room, pool: Pool) -> int:
-    """The number of extents by which the pool can surely grow; for a new pool all of its data.
+    """The number of extents by which a thin pool can surely grow, or a new pool can be large.
 
-    Where the group's allocation policy wants a volume's extents on one disk or in one piece, the
-    free extents need not be where an existing pool is. Then the result is 0, though lvm2 may find
-    some.
+    Where the volume group's allocation policy wants a volume's extents on one disk or in one range,
+    the free extents need not be where an existing pool is. Then the result is 0, though lvm2 may
+    find some.
     """
     is_fixed = room.group.keeps_to_one_disk and pool.data_extents
     return 0 if is_fixed else room_extents(room, pool)
 
 
 def room_extents(room: Room, pool: Pool) -> int:
-    """The number of extents by which the pool's data grow, if the pool gets all free extents."""
+    """The number of extents by which a thin pool's data grow if the pool gets all free extents.
+
+    It is 0 for a new pool if the free extents are fewer than one chunk.
+    """
     spare = room.available_extents - missing_metadata_extents(room.group, pool)
     free = max(0, min(spare, room.linear_extents))
     enough = pool.data_extents or free * room.group.extent_size_bytes >= pool.chunk_size_bytes
@@ -139,7 +142,7 @@ def room_extents(room: Room, pool: Pool) -> int:
 
 
 def metadata_growth_extents(room: Room, pool: Pool) -> int:
-    """The number of extents by which the pool's metadata can grow together with the spare."""
+    """The number of extents by which a thin pool's metadata can grow together with the spare."""
     free, group = room.available_extents, room.group
     # While the spare is larger than the metadata, growth by an extent takes one free extent; from
     # then on it takes two, as the spare grows too.
@@ -151,7 +154,7 @@ def metadata_growth_extents(room: Room, pool: Pool) -> int:
 
 
 def wanted_extents(extents: int, percent: float, policy: Policy) -> int:
-    """The number of extents to add to a pool's data, or metadata, that are `percent` full.
+    """The number of extents to add to a thin pool's data, or metadata, that are `percent` full.
 
     The number is the policy's share of the present size, or more if the fullness would still be
     above the policy's threshold.
@@ -162,17 +165,17 @@ def wanted_extents(extents: int, percent: float, policy: Policy) -> int:
 
 
 def first_extents(room: Room, pool: Pool, policy: Policy) -> int:
-    """The number of extents of a new pool's data."""
+    """The number of extents of a new thin pool's data: the policy's size, or less without room."""
     one_chunk = _ceil(pool.chunk_size_bytes, room.group.extent_size_bytes)
     requested_extents = max(policy.size.extents(room.group), one_chunk)
     return min(requested_extents, growth_extents(room, pool))
 
 
 def maximum_bytes(room: Room, pool: Pool, policy: Policy) -> int:
-    """The largest volume, or growth of a volume, that the pool may still promise, in bytes.
+    """The largest volume, or growth of a volume, that over-provisioning allows now, in bytes.
 
-    The result is the largest size of the pool's data, times the over-provisioning, less what the
-    pool has promised already; a multiple of the extent size.
+    The result is the largest size of the thin pool's data, times the over-provisioning, less the
+    sizes of the volumes that the pool has; a multiple of the extent size.
     """
     largest = pool.data_extents + growth_extents(room, pool)
     promises = int(largest * policy.ratio) * room.group.extent_size_bytes
@@ -180,9 +183,9 @@ def maximum_bytes(room: Room, pool: Pool, policy: Policy) -> int:
 
 
 def outstanding_extents(group: Group, pool: Pool, policy: Policy) -> int:
-    """The number of extents that must stay free for the pool to grow to what it has promised.
+    """The number of extents that must stay free, so that a thin pool can grow for its volumes.
 
-    The promised bytes are divided by the over-provisioning of the class.
+    A pool promises the sizes of its volumes, divided by the over-provisioning of the class.
     """
     if not pool.promised_bytes:
         return 0
@@ -192,7 +195,9 @@ def outstanding_extents(group: Group, pool: Pool, policy: Policy) -> int:
 
 
 def refusal(room: Room, pool: Pool, policy: Policy, status: ThinPool | None) -> str:
-    """Why the pool may promise nothing more, by its state in the kernel; empty if it may.
+    """Why a thin pool may get no new volume and no growth of one, by its state in the kernel.
+
+    The result is empty if the pool may get them.
 
     Fullness is relative to the size that the pool can grow to. Fullness does not matter for the
     data of a pool that is not over-provisioned, as the pool can grow to all that it has promised.
@@ -225,7 +230,7 @@ def _ceil(amount: int, unit: int) -> int:
 
 
 def status_of(statuses: Sequence[object]) -> ThinPool | None:
-    """The status of the thin pool among the statuses of a volume's devices; None for none."""
+    """The status of the thin pool among the statuses of a volume's devices; None if none is."""
     return next((status for status in statuses if isinstance(status, ThinPool)), None)
 
 
@@ -241,12 +246,14 @@ def create_pool(
     own_tags: Mapping[str, str],
     disks: Sequence[str] = (),
 ) -> None:
-    """Make and activate a thin pool (lvcreate(8)). Raises NoSpace, NameTaken.
+    """Make and activate a thin pool (lvcreate(8)).
+
+    Raises NoSpace if the pool does not fit, NameTaken if a volume has its name.
 
     The pool zeroes each chunk at its allocation, and passes discards down to its disks. While the
     pool is full, writes wait for room; after a minute, the kernel's limit, they fail. (That is
-    lvm.conf(5)'s default; lvm2 2.03.16 refuses --errorwhenfull here.) lvm2 puts the metadata in one
-    piece on one disk.
+    lvm.conf(5)'s default; lvm2 2.03.16 refuses --errorwhenfull here.) lvm2 puts the metadata in
+    one contiguous range on one disk.
     """
     lvm(
         "lvcreate",
@@ -261,9 +268,11 @@ def create_pool(
 
 
 def create(lvm: Lvm, group: str, pool: str, volume: New) -> None:
-    """Make, tag and activate a thin volume in a pool (lvcreate(8)). Raises NameTaken.
+    """Make, tag and activate a thin volume in a pool (lvcreate(8)).
 
-    The volume takes room in the pool only as it is written.
+    Raises NameTaken if a volume has its name.
+
+    The volume takes chunks of the pool only as it is written.
     """
     lvm(
         "lvcreate",
@@ -283,7 +292,9 @@ def snapshot(
     read_only: bool,
     tuning: Tuning = AS_IT_IS,
 ) -> None:
-    """Make and tag a snapshot of a thin volume, in the same pool (lvcreate(8)). Raises NameTaken.
+    """Make and tag a snapshot of a thin volume, in the origin's pool (lvcreate(8)).
+
+    Raises NameTaken if a volume has the snapshot's name.
 
     Snapshot and origin share blocks, and either may be removed without the other. A writable
     snapshot is activated, a read-only one is not.
@@ -302,7 +313,10 @@ def snapshot(
 def extend_metadata(
     lvm: Lvm, group: str, pool: str, *, by_bytes: int, disks: Sequence[str] = ()
 ) -> None:
-    """Grow a pool's metadata, and the group's spare to the same size. Raises NoSpace."""
+    """Grow a thin pool's metadata, and the volume group's spare to the same size.
+
+    Raises NoSpace if there are too few free extents.
+    """
     lvm("lvextend", "--poolmetadatasize", f"+{by_bytes}b", "--", f"{group}/{pool}", *disks)
 
 
@@ -348,9 +362,9 @@ def differing(printed: BinaryIO) -> Iterator[Run]:
 
 
 def _runs(printed: BinaryIO, holder: str, elements: Mapping[str, tuple[str, str]]) -> Iterator[Run]:
-    """Parse the ranges in the XML of a program, piece by piece. Raises BadReport.
+    """Parse the ranges in the XML of a program while the program prints it. Raises BadReport.
 
-    A tree of the whole XML would take gigabytes for a large pool. Output without the element
+    A tree of the whole XML would take gigabytes for a large thin pool. Output without the element
     `holder` is that of a pool without the volume.
     """
     block_bytes = 0

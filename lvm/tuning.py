@@ -21,22 +21,22 @@ from mount.cgroups import IoMax
 # Value of read-ahead that leaves the size to the kernel.
 AUTO: Literal["auto"] = "auto"
 
-# Unit of read-ahead, as lvm2 rounds up to whole pages ("Overriding readahead to 8 sectors, a
-# multiple of 4K page size.").
+# Unit of read-ahead, in bytes, as lvm2 rounds up to whole pages ("Overriding readahead to 8
+# sectors, a multiple of 4K page size.").
 READ_AHEAD_UNIT_BYTES = mmap.PAGESIZE
 # Limit of read-ahead: far more than any disk profits from. lvm2 would accept a terabyte.
 MOST_READ_AHEAD_BYTES = 1 << 30
-# Limit of recovery rates: an int in drivers/md/dm-raid.c. lvm2 2.03.16 silently truncates larger
-# ones.
+# Limit of recovery rates, in KiB a second: an int in drivers/md/dm-raid.c. lvm2 2.03.16 silently
+# truncates larger rates.
 MOST_RECOVERY_KIB = (1 << 31) - 1
 
 _SECTOR_BYTES = 512
-# Key of the tag that keeps a volume's own maximum recovery rate, in KiB, 0 for none, while lvm2 has
-# a bound in its place.
+# Key of the tag that keeps a volume's own maximum recovery rate while lvm2 has the node's bound in
+# place of that maximum. The tag's value is in KiB a second; 0 for no maximum.
 _OWN_MAXIMUM = "ownRecoveryRate"
 
-# Smallest I/O limits that are allowed. With lower ones a pod's last writes, and so its end, would
-# take hours.
+# Smallest I/O limits that are allowed. With lower limits a pod's last writes would take hours, and
+# so would the end of the pod.
 LEAST_IOPS = 10
 LEAST_BANDWIDTH_BYTES = 64 << 10
 # Largest I/O limits that are allowed: an unsigned int of the kernel's block/blk-throttle.c, and a
@@ -50,8 +50,8 @@ class Tuning:
     """Settings of a volume, or changes of them; None means unspecified, 0 means no limit.
 
     Recovery rates are in KiB a second on each disk. I/O limits are in operations or bytes a second;
-    a limit per GiB is multiplied by the volume's size. Of a fixed limit and one per GiB the lower
-    holds.
+    a limit per GiB is multiplied by the volume's size. Of a fixed limit and a limit per GiB the
+    lower one counts.
     """
 
     read_ahead_bytes: int | Literal["auto"] | None = None
@@ -65,13 +65,13 @@ class Tuning:
     write_iops_per_gib: int | None = None
     read_bandwidth_per_gib: int | None = None
     write_bandwidth_per_gib: int | None = None
-    # The node's bound, where lvm2 has it in place of `maximum_recovery_kib`; 0 where lvm2 has the
-    # maximum itself.
+    # The node's bound of recovery, where lvm2 has the bound in place of `maximum_recovery_kib`; 0
+    # where lvm2 has that maximum.
     bound_recovery_kib: int | None = None
 
     @property
     def of_raid(self) -> Sequence[str]:
-        """The names of the settings here that only a RAID volume can have."""
+        """The names of those specified settings that only a RAID volume can have."""
         return [
             setting.part for setting in SETTINGS if setting.of_raid and setting.part in self._said()
         ]
@@ -88,7 +88,7 @@ class Tuning:
         )
 
     def over(self, present: Self) -> Self:
-        """The settings of a volume that had the settings `present`, once these are applied."""
+        """The settings of a volume with the settings `present` after these are applied."""
         return replace(present, **self._said())
 
     def bounded(self, present: Self, bound_kib: int) -> Self:
@@ -104,7 +104,7 @@ class Tuning:
         return replace(self, bound_recovery_kib=bound_kib if is_lower else 0)
 
     def lacking_in(self, present: Self) -> Self:
-        """The specified settings in which a volume with the settings `present` differs."""
+        """The specified settings that differ from a volume's present settings, `present`."""
         changes = {key: value for key, value in self._said().items() if value != vars(present)[key]}
         return type(self)(**changes)
 
@@ -123,7 +123,7 @@ class Tuning:
         return bool(_LIMITS & {key for key, value in vars(self).items() if value})
 
     def io_max(self, size_bytes: int) -> IoMax:
-        """The I/O limits of a volume of a size, for its cgroup."""
+        """The I/O limits of a volume of `size_bytes`, for its cgroup."""
         return IoMax(
             read_bytes=self._limit("read_bandwidth", size_bytes, LEAST_BANDWIDTH_BYTES),
             write_bytes=self._limit("write_bandwidth", size_bytes, LEAST_BANDWIDTH_BYTES),
@@ -140,7 +140,7 @@ class Tuning:
         return min(limits, default=0)
 
     def words(self) -> list[str]:
-        """The options of lvcreate(8) and lvchange(8) for these settings; `tags` has the rest."""
+        """The options of lvcreate(8) and lvchange(8) for these settings; `tags` has the others."""
         specified = self._said()
         if self.bound_recovery_kib:
             specified["maximum_recovery_kib"] = self.bound_recovery_kib
@@ -152,7 +152,7 @@ class Tuning:
         ]
 
     def tags(self) -> dict[str, str]:
-        """Carver's tags for these settings."""
+        """The values of Carver's tags for these settings, by the tags' keys."""
         specified = self._said()
         tags_of_settings = {
             setting.tag: str(specified[setting.part])
@@ -202,7 +202,8 @@ def _rate(column: str) -> int:
 
 
 _MINIMUM, _MAXIMUM = "raid_min_recovery_rate", "raid_max_recovery_rate"
-# Table of all settings: reading reports, lvcreate and lvchange go by these rows.
+# Table of all settings. By this table reports are parsed, and the options and tags for lvcreate and
+# lvchange are made.
 SETTINGS: Sequence[Setting] = (
     Setting("read_ahead_bytes", "lv_read_ahead", "--readahead", _read_ahead, _sectors),
     Setting("minimum_recovery_kib", _MINIMUM, "--minrecoveryrate", _rate, of_raid=True),
@@ -218,7 +219,7 @@ SETTINGS: Sequence[Setting] = (
 )
 # Fields of Tuning that together decide the option of the maximum recovery rate, and its tag.
 _MAXIMUM_PARTS = {"maximum_recovery_kib", "bound_recovery_kib"}
-# Columns of lvm2's report that have settings.
+# Columns of lvm2's report with the settings of a volume.
 COLUMNS = tuple(setting.column for setting in SETTINGS if setting.column)
 # Fields of Tuning with I/O limits.
 _LIMITS = {setting.part for setting in SETTINGS if setting.tag}
@@ -237,14 +238,14 @@ def reported(row: Mapping[str, str], own_tags: Mapping[str, str]) -> Tuning:
 
 
 def limits(own_tags: Mapping[str, str]) -> Tuning:
-    """The I/O limits of a volume by its tags; a tag that is not a number counts as no limit."""
+    """The I/O limits of a volume by its tags; a tag whose text is no number counts as no limit."""
     texts = {setting.part: own_tags.get(setting.tag, "") for setting in SETTINGS if setting.tag}
     return Tuning(**{part: tags.number(text) or 0 for part, text in texts.items()})
 
 
 # Tuning without any setting specified: a change of nothing.
 AS_IT_IS = Tuning()
-# Settings of a volume that was created without any.
+# Settings of a volume that was created with no setting specified.
 PLAIN = replace(Tuning(**dict.fromkeys(vars(AS_IT_IS), 0)), read_ahead_bytes=AUTO)
 
 

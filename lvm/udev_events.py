@@ -17,10 +17,10 @@ _log = logging.getLogger(__name__)
 
 _UDEV_CONTROL = Path("/run/udev/control")
 # Prefix of the device-mapper UUIDs of logical volumes. Events of logical volumes are ignored, as
-# they come with Carver's own calls and say nothing about disks.
+# Carver's own commands cause them, and as they say nothing about disks.
 _OF_A_VOLUME = "LVM-"
-# Time limit of reading events that come without a pause, in seconds; the rest are left to the next
-# call of `wait`.
+# Time, in seconds, by which a call of `wait` exceeds its time limit at most, while events come
+# without a pause. The next call reads the other events.
 _MOST_SECONDS = 2.0
 
 
@@ -65,7 +65,7 @@ class DiskEvents:
     def wait(self, seconds: float) -> frozenset[DiskEvent]:
         """Wait for the next event, `seconds` at most; return all present events without repeats.
 
-        Where events were lost, an event without a path stands for a change of any disk.
+        Where events were lost, one event without a path stands for a change of any disk.
         """
         if self._monitor is None:
             time.sleep(seconds)
@@ -91,7 +91,8 @@ class DiskEvents:
         """Listen by a new socket, after an error such as an overflow (ENOBUFS).
 
         pyudev would never clear that error from the old socket. Events between the sockets are
-        lost, so the result says that any disk may have changed.
+        lost, so the result says that any disk may have changed. It is empty if a second attempt to
+        listen fails, too.
         """
         was_listening, self._monitor = self._monitor is not None, None
         try:
@@ -104,7 +105,7 @@ class DiskEvents:
         return frozenset({DiskEvent()})
 
     def _is_volume(self, device: Any) -> bool:
-        """Whether an event is about a logical volume, or about a device that is not ready yet.
+        """Whether an event is about a logical volume, or about a device that is not usable yet.
 
         A device-mapper device has no UUID before its first "change" event, from which on it can be
         read (10-dm.rules). Of its last two events only the first has the UUID, so the nodes of

@@ -36,8 +36,8 @@ class New:
         ]
 
 
-# Option of lvcreate(8) and lvextend(8) for a volume that may lie on any disks, in any pieces,
-# whatever the allocation policy of its group.
+# Option of lvcreate(8) and lvextend(8) for a volume that may lie on any disks, in any number of
+# ranges, whatever the allocation policy of its volume group.
 _IN_PIECES = ("--alloc", "normal")
 
 
@@ -52,8 +52,9 @@ def create(
 ) -> None:
     """Make, tag and activate a volume (lvcreate(8)), on `disks` if any are named.
 
-    With `in_pieces` the group's allocation policy does not matter. lvm2 wipes old signatures and
-    zeroes the first sectors. Raises NoSpace, NameTaken.
+    With `in_pieces` the volume group's allocation policy does not matter. lvm2 wipes old signatures
+    and zeroes the first sectors. Raises NoSpace if the volume does not fit, NameTaken if its name
+    is taken.
     """
     lvm(
         "lvcreate",
@@ -77,7 +78,7 @@ def activate(lvm: Lvm, group: str, name: str, *, partial: bool = False) -> None:
 
 
 def deactivate(lvm: Lvm, group: str, *names: str) -> None:
-    """Deactivate volumes (lvchange(8)); raises InUse while something has one open."""
+    """Deactivate volumes (lvchange(8)); raises InUse while one of the volumes is open."""
     lvm("lvchange", "--activate", "n", "--", *(f"{group}/{name}" for name in names))
 
 
@@ -87,7 +88,7 @@ def refresh(lvm: Lvm, group: str, name: str) -> None:
 
 
 def allow_writing(lvm: Lvm, group: str, name: str) -> None:
-    """Make a read-only volume writable (lvchange(8)); lvm2 fails for a writable one."""
+    """Make a read-only volume writable (lvchange(8)); lvm2 fails for a writable volume."""
     lvm("lvchange", "--permission", "rw", "--", f"{group}/{name}")
 
 
@@ -96,7 +97,7 @@ def mark(lvm: Lvm, group: str, name: str, *, old: tags.Tags, new: Mapping[str, s
 
     One write of the metadata changes all tags, so either all tags change or none.
     """
-    # lvchange(8) refuses a command line that changes nothing.
+    # Run no command if there is no tag: lvchange(8) refuses a command line that changes nothing.
     if changes := [*tags.words("--deltag", old), *tags.words("--addtag", new)]:
         lvm("lvchange", *changes, "--", f"{group}/{name}")
 
@@ -110,16 +111,16 @@ def mark_all(
 ) -> None:
     """Delete the tags `old` and add the tags `new` at several volumes, by one lvchange(8).
 
-    `volume_names` has a pair of the group and the name of each volume. A killed command has changed
-    some of the volumes. Deleting a tag that a volume lacks, or adding a tag that it has, is no
-    error.
+    `volume_names` has a pair of the volume group and the name of each volume. A killed command has
+    changed some of the volumes. Deleting a tag that a volume lacks, or adding a tag that it has, is
+    no error.
     """
     if changes := [*tags.words("--deltag", old), *tags.words("--addtag", new)]:
         lvm("lvchange", *changes, "--", *(f"{group}/{name}" for group, name in volume_names))
 
 
 def add_tags(lvm: Lvm, group: str, names: Iterable[str], encoded_tags: Iterable[str]) -> None:
-    """Add encoded tags to volumes of a group, by one lvchange(8)."""
+    """Add encoded tags to volumes of a volume group, by one lvchange(8)."""
     if added := [word for tag in sorted(encoded_tags) for word in ("--addtag", tag)]:
         lvm("lvchange", *added, "--", *(f"{group}/{name}" for name in names))
 
@@ -133,27 +134,31 @@ def extend(
     disks: Sequence[str] = (),
     in_pieces: bool = False,
 ) -> None:
-    """Grow a volume to a size in whole extents (lvextend(8)), on `disks` if any are named.
+    """Grow a volume to `size_bytes`, a multiple of the extent size (lvextend(8)).
 
-    With `in_pieces` the group's allocation policy does not matter. The file system is not grown.
-    Raises NoSpace.
+    `disks` has the disks to use, each with or without extents (`disk:first-last`); empty for any.
+    With `in_pieces` the volume group's allocation policy does not matter. The file system is not
+    grown. Raises NoSpace if there are too few free extents.
     """
     policy = _IN_PIECES if in_pieces else ()
     lvm("lvextend", *policy, "--size", f"{size_bytes}b", "--", f"{group}/{name}", *disks)
 
 
 def rename(lvm: Lvm, group: str, name: str, new_name: str) -> None:
-    """Rename a volume and its device, also an active one (lvrename(8)). Raises NameTaken."""
+    """Rename a volume and its device, also an active one (lvrename(8)).
+
+    Raises NameTaken if a volume has the new name.
+    """
     lvm("lvrename", "--", group, name, new_name)
 
 
 def remove(lvm: Lvm, group: str, *names: str) -> None:
-    """Deactivate and remove volumes (lvremove(8)); raises InUse while something has one open."""
+    """Deactivate and remove volumes (lvremove(8)); raises InUse while one of them is open."""
     lvm("lvremove", "--yes", "--", *(f"{group}/{name}" for name in names))
 
 
 def remove_lost(lvm: Lvm, group: str, name: str) -> None:
-    """Remove a volume or pool on missing disks, with the pool's volumes and all snapshots.
+    """Remove a volume or thin pool on missing disks, with the pool's volumes and all snapshots.
 
     With --force twice lvm2 also removes the volumes of a thin pool that cannot be activated
     (lv_manip.c).
@@ -171,12 +176,12 @@ def create_snapshot(
     own_tags: Mapping[str, str],
     disks: Sequence[str] = (),
 ) -> None:
-    """Take a read-only snapshot with a COW store of a size in bytes (lvcreate(8)).
+    """Take a read-only snapshot with a COW store of `size_bytes` (lvcreate(8)).
 
     The kernel freezes a mounted file system while lvm2 suspends the origin's device, so the
     snapshot has all that was written, also what was not on disk yet (lock_fs in drivers/md/dm.c).
     lvm2 commits twice: killed in between, it leaves a volume with these tags but without an
-    origin. Raises NoSpace, NameTaken.
+    origin. Raises NoSpace if the store does not fit, NameTaken if the snapshot's name is taken.
     """
     lvm(
         "lvcreate",

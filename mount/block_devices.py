@@ -29,7 +29,7 @@ _numbers = itertools.count()
 def _unmounted() -> int:
     """A descriptor of an empty tmpfs that is mounted nowhere, made once for the process.
 
-    A new tmpfs for each piece that is zeroed would take longer than the zeroing itself.
+    A new tmpfs for each range that is zeroed would take longer than the zeroing itself.
     """
     context = calls.fsopen("tmpfs")
     with block_io.closing(context):
@@ -42,14 +42,14 @@ def attribute(path: str) -> str:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         with block_io.closing(descriptor):
-            # An attribute has a page at most (Documentation/filesystems/sysfs.rst).
+            # An attribute of sysfs has a page at most (Documentation/filesystems/sysfs.rst).
             return os.read(descriptor, 4096).decode().strip()
     except OSError:
         return ""
 
 
 def written_sectors() -> Mapping[tuple[int, int], int]:
-    """The sectors written to each block device since boot, by its number; empty at an error."""
+    """The sectors written to each block device since boot, by device number; empty at an error."""
     try:
         text = Path(_STATISTICS).read_bytes()
     except OSError:
@@ -94,7 +94,7 @@ class LoopDevices:
 
     def loop_devices(self) -> list[str]:
         """The paths of all attached loop devices, sorted by number."""
-        # Each NodeUnpublishVolume calls this, and pathlib would take longer than the kernel.
+        # os.listdir is used, as pathlib is slower: each NodeUnpublishVolume lists loop devices.
         loops = [name for name in os.listdir("/sys/block") if name.startswith("loop")]  # noqa: PTH208
         attached = [name for name in loops if os.access(f"/sys/block/{name}/loop", os.F_OK)]
         return [f"/dev/{name}" for name in sorted(attached, key=lambda name: int(name[4:]))]
@@ -115,7 +115,9 @@ class LoopDevices:
         name: str,
         block_bytes: int = 0,
     ) -> None:
-        """LOOP_CONFIGURE: attach `file` to a loop device. EBUSY if another process was faster.
+        """LOOP_CONFIGURE: attach `file` to a loop device.
+
+        Raises OSError (EBUSY) if another process has attached the loop device meanwhile.
 
         `block_bytes` is the loop device's logical block size. 0 is the kernel's choice, which is
         512 over a block device, even one with larger blocks.
@@ -131,7 +133,10 @@ class LoopDevices:
             )
 
     def loop_status(self, device: str) -> LoopStatus:
-        """LOOP_GET_STATUS64. ENXIO if nothing is attached."""
+        """LOOP_GET_STATUS64: the status of a loop device.
+
+        Raises OSError (ENXIO) if no file is attached to the device.
+        """
         fields = _LOOP_INFO.unpack(calls.ioctl(device, _LOOP_GET_STATUS64, bytes(_LOOP_INFO.size)))
         return LoopStatus(
             device=fields[0],
@@ -144,7 +149,7 @@ class LoopDevices:
         )
 
     def loop_clear(self, device: str) -> None:
-        """LOOP_CLR_FD: detach a loop device. It succeeds at once if others have the device open.
+        """LOOP_CLR_FD: detach a loop device; succeeds at once even if others have the device open.
 
         The kernel then detaches the device at their last close.
         """
@@ -163,14 +168,14 @@ _BLKROGET = calls.ioctl_number(0, 0x12, 94, 0)
 _BLKGETSIZE64 = calls.ioctl_number(2, 0x12, 114, 8)
 _BLKPBSZGET = calls.ioctl_number(0, 0x12, 123, 0)
 
-# Size of a block that is read back as a sample, to see whether a disk really zeroed a range.
+# Size of a block, in bytes, that is read back as a sample, to check whether a disk zeroed a range.
 SAMPLE_BYTES = 4096
-# Contents that sampled blocks are given before the range is zeroed: blocks that were zero before
-# would prove nothing.
+# Contents that are written to sampled blocks before the range is zeroed: blocks that were zero
+# before would prove nothing.
 MARK = b"deleted data".ljust(SAMPLE_BYTES, b"\xff")
 
-# Size of the pieces of a copy that are skipped if they are zero: the smallest chunk of a thin pool
-# (lvmthin(7)).
+# Unit of a copy, in bytes. A unit that is zero is not copied. The unit is as large as the smallest
+# chunk of a thin pool (lvmthin(7)).
 _PIECE_BYTES = 64 << 10
 
 
@@ -209,7 +214,9 @@ class BlockDevices(Calls):
         self._distrusted: set[tuple[str, By]] = set()
 
     def device_number(self, path: str) -> tuple[int, int]:
-        """The (major, minor) of the block device node at `path`. ENOTBLK for anything else.
+        """The (major, minor) of the block device whose node is at `path`.
+
+        Raises OSError (ENOTBLK) for any other file.
 
         Symbolic links are followed.
         """
@@ -223,11 +230,13 @@ class BlockDevices(Calls):
         return _asked(device, _BLKGETSIZE64, "=Q")
 
     def physical_block_bytes(self, device: str) -> int:
-        """BLKPBSZGET: the size that the disk writes at once, a multiple of the logical block."""
+        """BLKPBSZGET: the unit in which the disk writes, in bytes: whole logical blocks."""
         return _asked(device, _BLKPBSZGET, "=I")
 
     def logical_block_bytes(self, device: str) -> int:
-        """The smallest unit of I/O of a block device, 512 bytes or 4 KiB. ENXIO if unknown.
+        """The smallest unit of I/O of a block device, 512 bytes or 4 KiB.
+
+        Raises OSError (ENXIO) if sysfs does not have the size.
 
         The size is read from sysfs, without opening the device: a device that hangs may keep an
         open(2) waiting.
@@ -261,7 +270,7 @@ class BlockDevices(Calls):
         return sorted(path.name for path in self._sysfs(device).glob("holders/*"))
 
     def device_title(self, device: str) -> str:
-        """The path of a device to show to people: in /dev/mapper if it has one there."""
+        """The path of a device to show to people: in /dev/mapper for a device-mapper device."""
         name = attribute(str(self._sysfs(device) / "dm/name"))
         return f"/dev/mapper/{name}" if name else device
 
@@ -276,7 +285,10 @@ class BlockDevices(Calls):
         return False
 
     def signatures(self, device: str, length_bytes: int = 0) -> Mapping[str, str]:
-        """All tags that libblkid finds on a device, or in its first bytes (calls.signatures)."""
+        """All tags that libblkid finds on a device, or in its first `length_bytes`.
+
+        See calls.signatures.
+        """
         return calls.signatures(device, length_bytes=length_bytes)
 
     def superblock(self, device: str, fs_type: str) -> Mapping[str, str]:
@@ -284,7 +296,7 @@ class BlockDevices(Calls):
         return calls.signatures(device, fs_type=fs_type)
 
     def stack(self, device: str) -> stacks.Stack:
-        """The stack of devices below a device, by sysfs; without disks if sysfs lacks it."""
+        """The stack of devices below a device, by sysfs; without disks if sysfs cannot be read."""
         try:
             return stacks.read(self._sysfs(device))
         except OSError:
@@ -295,7 +307,9 @@ class BlockDevices(Calls):
         return stacks.discard_doubts(self._sysfs(device), _file_system_below)
 
     def zeroing(self, device: str, stack: stacks.Stack | None = None) -> By:
-        """The method to zero a device: a hole if its whole stack accepts REQ_OP_WRITE_ZEROES.
+        """The method to zero a device: `HOLE` if its whole stack accepts REQ_OP_WRITE_ZEROES.
+
+        If the stack does not accept that request, the method is `ZEROES`.
 
         If a disk of the stack was seen not to zero by that request, zeroes are written as data:
         BLKZEROOUT would send the same request.
@@ -310,7 +324,7 @@ class BlockDevices(Calls):
         return any((disk, method) in self._distrusted for disk in stack.disks)
 
     def distrust(self, disks: Iterable[str], method: By) -> Sequence[str]:
-        """Never use a method on these disks again in this process; returns the newly added ones."""
+        """Record that a method must not zero these disks again; return the newly recorded disks."""
         new_disks = sorted(disk for disk in disks if (disk, method) not in self._distrusted)
         self._distrusted.update((disk, method) for disk in new_disks)
         return new_disks
@@ -326,9 +340,9 @@ class BlockDevices(Calls):
     ) -> None:
         """Zero a range of a device, by the method of `zeroing` unless another is given.
 
-        See block_io.zero_out. EBUSY for a device that is mounted or used by another driver; with
-        `allow_in_use` such a device is zeroed, too, as is the device below a device of
-        device-mapper.
+        See block_io.zero_out. Raises OSError (EBUSY) for a device that is mounted or used by
+        another driver. With `allow_in_use` such a device is zeroed, too, as is the device below a
+        device of device-mapper.
         """
         method = method or self.zeroing(device)
         mode = os.O_WRONLY | (os.O_DIRECT if method.is_direct else 0)
@@ -336,10 +350,10 @@ class BlockDevices(Calls):
             block_io.zero_out(descriptor, device, offset_bytes, length_bytes, method)
 
     def mark(self, device: str, offsets: Iterable[int], *, allow_in_use: bool = False) -> None:
-        """Overwrite the blocks of 4 KiB at these offsets that are zero, bypassing the page cache.
+        """Overwrite with MARK each block of 4 KiB at `offsets` that is zero, past the page cache.
 
         A block that reads as zeroes later has been zeroed in between. Blocks that cannot be read or
-        written are skipped. EBUSY as for `zero_out`.
+        written are skipped. Raises OSError (EBUSY) as `zero_out` does.
         """
         with self._writing(
             device, os.O_RDWR | os.O_DIRECT, allow_in_use=allow_in_use
@@ -354,7 +368,7 @@ class BlockDevices(Calls):
                             opened.write(offset, view)
 
     def are_zero(self, device: str, offsets: Iterable[int], size_bytes: int = SAMPLE_BYTES) -> bool:
-        """Whether the blocks at these offsets are readable and zero, bypassing the page cache."""
+        """Whether all blocks at `offsets` can be read, past the page cache, and are zero."""
         zeroes = bytes(size_bytes)
         with self.opened(device) as opened, _buffer(size_bytes) as (buffer, view):
             for offset in offsets:
@@ -368,7 +382,7 @@ class BlockDevices(Calls):
 
     @contextmanager
     def _writing(self, device: str, mode: int, *, allow_in_use: bool) -> Iterator[int]:
-        """A descriptor of a device for writing, unnoticed by udev.
+        """Open a device for writing within the `with`, without notice by udev; yield a descriptor.
 
         udev would probe the device at the close. Where lvm2 is about to deactivate the volume, it
         would find the device open, and retry only 0.2 s later (retry_deactivation, lvm.conf(5)).
@@ -386,10 +400,10 @@ class BlockDevices(Calls):
                 yield descriptor
 
     def discard(self, device: str, offset_bytes: int, length_bytes: int) -> None:
-        """BLKDISCARD: tell the disk that a range is unused; its contents are then undefined.
+        """BLKDISCARD: tell the disk that a range is unused; the contents are then undefined.
 
-        EBUSY for a device that is mounted or used by another driver; EOPNOTSUPP for a disk without
-        this command.
+        Raises OSError: EBUSY for a device that is mounted or used by another driver, EOPNOTSUPP for
+        a disk without this command.
         """
         descriptor = block_io.open_exclusively(device)
         with block_io.closing(descriptor):
@@ -419,7 +433,7 @@ class BlockDevices(Calls):
     def write(self, device: str, offset_bytes: int, data: bytes) -> None:
         """pwrite(2) and fsync(2) on a block device.
 
-        EBUSY for a device that is mounted or used by another driver.
+        Raises OSError (EBUSY) for a device that is mounted or used by another driver.
         """
         descriptor = block_io.open_exclusively(device)
         with block_io.closing(descriptor):
@@ -431,9 +445,9 @@ class BlockDevices(Calls):
     ) -> None:
         """Copy a range of one block device to the same offset of another, and flush the target.
 
-        Pieces that are zero are not copied: the target is zeroed there, or left alone if it is
-        `blank`. EBUSY for a target that is mounted or used by another driver. The write is hidden
-        from udev, which would probe the target after each range.
+        Ranges of 64 KiB that are zero are not copied: the target is zeroed there, or left alone if
+        it is `blank`. Raises OSError (EBUSY) for a target that is mounted or used by another
+        driver. The write is hidden from udev, which would probe the target after each range.
         """
         reading, method = os.open(source, os.O_RDONLY | os.O_CLOEXEC), self.zeroing(target)
         with (
@@ -465,7 +479,7 @@ class BlockDevices(Calls):
     def opened(self, device: str, *, to_write: bool = False) -> Iterator[Opened]:
         """Open a device for the time of a `with` block; the end does not flush writes.
 
-        For writing, EBUSY for a device that is mounted or used by another driver.
+        For writing, raises OSError (EBUSY) if the device is mounted or used by another driver.
         """
         method = By.ZEROES
         if to_write:

@@ -18,20 +18,20 @@ from mount import calls
 # Ioctl numbers of <linux/fs.h>.
 _BLKDISCARD, _BLKZEROOUT = 0x1277, 0x127F
 
-# Unit of direct I/O that suits all disks (open(2), O_DIRECT).
+# Unit of direct I/O that suits all disks, in bytes (open(2), O_DIRECT).
 _BLOCK_BYTES = 4096
-# Number of attempts to open a busy device, and the pause between them.
+# Number of attempts to open a busy device, and the pause between them, in seconds.
 _BUSY_TRIES = 50
 _BUSY_SECONDS = 0.1
 
-# Data for a write.
+# Type of the data of a write.
 Bytes = bytes | memoryview
 
 
 class closing:  # noqa: N801 - as contextlib.closing
     """Context manager that closes a descriptor.
 
-    It is a class and not a generator, as a class is faster: each call of CSI opens some twenty
+    It is a class and not a generator, as a class is faster: each RPC opens some twenty
     descriptors.
     """
 
@@ -48,11 +48,11 @@ class closing:  # noqa: N801 - as contextlib.closing
 
 
 def open_exclusively(device: str, directory: int | None = None, mode: int = os.O_WRONLY) -> int:
-    """Open a device for writing; EBUSY if it is mounted or used by another driver (open(2)).
+    """Open a device for writing, unless the device is mounted or used by another driver (open(2)).
 
-    Between a fork and its exec, a child of this process has all of this process's descriptors open,
-    and keeps the device busy for that moment, which is long on a busy node. So EBUSY is raised only
-    if it lasts for five seconds.
+    Raises OSError (EBUSY) for such a device, if it stays busy for five seconds. Between a fork and
+    its exec, a child of this process has all of this process's descriptors open, and keeps the
+    device busy for that moment, which is long on a busy node.
     """
     tries = itertools.count(1)
     while True:
@@ -65,14 +65,14 @@ def open_exclusively(device: str, directory: int | None = None, mode: int = os.O
 
 
 def read(descriptor: int, device: str, offset_bytes: int, length_bytes: int) -> bytes:
-    """pread(2) of a whole range. EIO if the device ends within the range."""
+    """Read a whole range (pread(2)). Raises OSError (EIO) if the device ends within the range."""
     data = os.pread(descriptor, length_bytes, offset_bytes)
     _require(len(data), length_bytes, offset_bytes, device)
     return data
 
 
 def write(descriptor: int, device: str, offset_bytes: int, data: Bytes) -> None:
-    """pwrite(2) of all data. EIO if the kernel wrote less."""
+    """Write all data (pwrite(2)). Raises OSError (EIO) if the kernel wrote less."""
     written = os.pwrite(descriptor, data, offset_bytes)
     _require(written, len(data), offset_bytes, device)
 
@@ -129,9 +129,9 @@ def zero_out(
 
 
 def discard(descriptor: int, device: str, offset_bytes: int, length_bytes: int) -> None:
-    """BLKDISCARD: tell the disk that a range is unused; its contents are then undefined.
+    """BLKDISCARD: tell the disk that a range is unused; the contents are then undefined.
 
-    EOPNOTSUPP for a disk without this command.
+    Raises OSError (EOPNOTSUPP) for a disk without this command.
     """
     _ask(_BLKDISCARD, descriptor, device, offset_bytes, length_bytes)
 
@@ -169,13 +169,13 @@ class Opened:
         self._odd = threading.Lock()
 
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
-        """Read a range. EIO if the device ends within the range."""
+        """Read a range. Raises OSError (EIO) if the device ends within the range."""
         buffer = mmap.mmap(-1, length_bytes)
         self.read_into(offset_bytes, memoryview(buffer))
         return buffer[:]
 
     def read_into(self, offset_bytes: int, target: memoryview) -> None:
-        """Read a range into memory. EIO if the device ends within the range.
+        """Read a range into memory. Raises OSError (EIO) if the device ends within the range.
 
         A range of whole blocks into memory that begins at a page, such as an mmap, takes one
         read(2); any other range takes a buffer as well.
@@ -228,7 +228,7 @@ class Opened:
         return memoryview(buffer)[: os.preadv(self._descriptor, [buffer], offset_bytes - start)]
 
 
-# Size of the pieces in which devices are read: large enough to keep a disk busy, small enough for
+# Size of the reads of a device, in bytes: large enough to keep a disk busy, small enough for
 # many readers at once. A read of a snapshot is split at its chunks; for reads of more than 256
 # pages the kernel merges the parts again before they reach the disk (blk_start_plug, block/fops.c),
 # which saves most of the time of reading a snapshot.
@@ -250,13 +250,13 @@ class Reader:
         self._buffer = mmap.mmap(-1, PIECE_BYTES)
 
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
-        """Read a range. EIO if the device ends within the range."""
+        """Read a range. Raises OSError (EIO) if the device ends within the range."""
         data = self.read_to_end(offset_bytes, length_bytes)
         _require(len(data), length_bytes, offset_bytes, self.device)
         return data
 
     def read_to_end(self, offset_bytes: int, length_bytes: int) -> bytes:
-        """Read a range up to the end of the device. Raises OSError."""
+        """Read a range, or the part of the range before the end of the device. Raises OSError."""
         leading_bytes = offset_bytes % _BLOCK_BYTES
         whole_bytes = -(-(leading_bytes + length_bytes) // _BLOCK_BYTES) * _BLOCK_BYTES
         if whole_bytes > len(self._buffer):
@@ -278,7 +278,8 @@ def opened(device: str) -> Iterator[Reader]:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # The device is a file in a file system without direct I/O, such as tmpfs.
+        # Open without O_DIRECT: the device is a file in a file system without direct I/O, such as
+        # tmpfs.
         descriptor = os.open(device, flags)
     with closing(descriptor):
         yield Reader(device, descriptor)

@@ -23,7 +23,7 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
 
 class Calls:
-    """Base of classes that use newer system calls, or on kernels before 5.12 the older ones."""
+    """Base of classes that use new system calls; on kernels before 5.12 they use older ones."""
 
     def __init__(self, *, old_calls: bool = False) -> None:
         # For tests on newer kernels: whether to use only the system calls of kernels before 5.12.
@@ -126,7 +126,7 @@ def ioctl_number(direction: int, kind: int, number: int, size: int) -> int:
 
 
 def ioctl(path: str, request: int, argument: bytes = b"", mode: int = os.O_RDONLY) -> bytes:
-    """Open a file and ask its driver once; returns the argument as the driver changed it."""
+    """Make one ioctl on the file at a path; return the argument as the driver changed it."""
     descriptor = os.open(path, mode | os.O_CLOEXEC)
     try:
         buffer = bytearray(argument)
@@ -163,14 +163,14 @@ _NAMES = ("TYPE", "USAGE", "UUID", "LABEL", "BLOCK_SIZE", "PTTYPE", "PTUUID")
 # Results of blkid_do_safeprobe(); anything else is a failure.
 _FOUND, _NOTHING, _AMBIVALENT = 0, 1, -2
 
-# Size of a first read that proves that the device can be read: libblkid may report an unreadable
-# device as blank.
+# Size, in bytes, of the first read, which proves that the device can be read: libblkid may report
+# an unreadable device as blank.
 _BLOCK_BYTES = 4096
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """The loaded libblkid. Raises OSError, ENOSYS where the node lacks it."""
+    """The loaded libblkid. Raises OSError (ENOSYS) on a node without libblkid."""
     try:
         library = ctypes.CDLL("libblkid.so.1", use_errno=True)
     except OSError as error:

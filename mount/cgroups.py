@@ -22,24 +22,24 @@ ROOT = Path("/sys/fs/cgroup")
 # (pkg/kubelet/cm/cgroup_manager_linux.go). Where kubelet runs in a container, as in kind, a
 # parent's name precedes it.
 _OF_PODS = re.compile(r"(.*-)?kubepods(\.slice)?")
-# Depth of the search for that cgroup, in directories.
+# Depth of the search for the cgroup of all pods, in directories.
 _DEPTH = 2
 # Word for no limit in io.max.
 _NO_LIMIT = "max"
 # Pattern of a device's number, which begins a line of io.max and io.stat.
 _NUMBER = re.compile(r"\d+:\d+")
-# Errors of a write about a device or a cgroup that was removed.
+# Error numbers of a write to a cgroup's file after the device or cgroup was removed.
 _GONE = {errno.ENODEV, errno.ENXIO}
 
 
 def _kind(in_stat: str, in_max: str) -> Any:
-    """Make the field of a kind of I/O, with its keys in the files io.stat and io.max."""
+    """Make the dataclass field of a kind of I/O, with the kind's keys in io.stat and io.max."""
     return field(default=0, metadata={"stat": in_stat, "max": in_max})
 
 
 @dataclass(frozen=True)
 class IoCount:
-    """The I/O of all pods on a device, since the device was attached.
+    """The I/O of all pods on a device, since the I/O controller was enabled for the pods.
 
     Each field is a kind of I/O that the kernel also limits: io.max refuses other keys.
     """
@@ -71,7 +71,7 @@ UNLIMITED = IoMax()
 
 
 class Cgroups:
-    """The cgroup of all pods: the one that is `configured`, or else the one found by its name.
+    """The cgroup of all pods: that of the path `configured`, or else one found by its name.
 
     `configured` is a path such as /kubepods.slice. Each method raises NoCgroup, with the reason, on
     a node where I/O cannot be limited.
@@ -85,14 +85,17 @@ class Cgroups:
         self._counted = ("", dict[DeviceNumber, IoCount]())
 
     def look(self) -> Path:
-        """Find the directory of the pods' cgroup, if the node can control I/O; writes nothing."""
+        """Find the directory of the pods' cgroup. Raises NoCgroup without an I/O controller.
+
+        Nothing is written.
+        """
         cgroup = self._pods()
         if "io" not in _words(self._root / "cgroup.controllers"):
             raise mount_errors.NoCgroup(f"{self._root} has no I/O controller")
         return cgroup
 
     def prepare(self) -> Path:
-        """Enable the I/O controller for the pods' cgroup; returns its directory.
+        """Enable the I/O controller for the pods' cgroup; returns the cgroup's directory.
 
         Nothing is written where the controller is enabled already.
         """
@@ -126,7 +129,10 @@ class Cgroups:
         return self._seen[1]
 
     def limit(self, number: DeviceNumber, io_max: IoMax) -> None:
-        """Set all limits of a device. No error for a device that was removed."""
+        """Set all limits of a device's I/O; no error for a device that was removed.
+
+        Enables the I/O controller if it is not enabled yet.
+        """
         file = self.prepare() / "io.max"
         try:
             _write(file, f"{number[0]}:{number[1]} {io_max.words()}")
@@ -137,7 +143,8 @@ class Cgroups:
     def counts(self) -> Mapping[DeviceNumber, IoCount]:
         """The I/O of all pods by device, since the I/O controller was enabled.
 
-        While no counter changes, each call returns the same object.
+        Enables the I/O controller if it is not enabled yet. While no counter changes, each call
+        returns the same object.
         """
         text = _read(self.prepare() / "io.stat")
         if text != self._counted[0]:

@@ -1,4 +1,4 @@
-"""Interfaces for running programs, and their results; time limits; threads for what may hang.
+"""Interfaces for running programs, and their results; time limits; threads for hanging work.
 
 `Run`, `Runner`, `Stream` and `Converse` are the interfaces. mount/programs.py implements them, and
 tests put other objects in their place.
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def begin(name: str, work: Callable[[], T]) -> "Future[T]":
-    """Run work in a thread of its own; return its future result.
+    """Run work in a thread of its own; return a Future of the result.
 
     The thread is a daemon thread, so the process can end while the work hangs. Raises RuntimeError
     where no thread can be started.
@@ -56,7 +56,7 @@ class Finished:
 
 
 class Run(Protocol):
-    """Interface that runs a program to its end. Tests replace the machine by another object here.
+    """Interface that runs a program to its end; tests put other objects in its place.
 
     A non-zero exit code is a result, not an error, as only the caller knows what it means.
     """
@@ -69,7 +69,7 @@ class Runner(Run, Protocol):
     """A `Run` that can also run programs that read a secret from standard input."""
 
     def __call__(self, *words: str, stdin: bytearray | None = None) -> Result:
-        """Run a program that reads `stdin`, or an empty standard input; lvm2 never reads."""
+        """Run a program whose standard input is `stdin`, or empty; lvm2 reads no input."""
 
 
 class Stream(Protocol):
@@ -90,7 +90,7 @@ class ConversationOver(Exception):
 class Conversation(Protocol):
     """A running program that reads commands line by line, and answers each up to its next prompt.
 
-    lvm2's shell is one.
+    lvm2's shell is such a program.
     """
 
     def exchange(self, line: str | None, seconds: float | None) -> str:
@@ -114,7 +114,7 @@ class Conversation(Protocol):
 
 
 class Converse(Protocol):
-    """Interface that starts a `Conversation`. Tests replace lvm2's shell by another object here.
+    """Interface that starts a `Conversation`; tests put other objects in its place.
 
     The program finds the number of the descriptor for its reports in the environment variable whose
     name is `report`.
@@ -123,9 +123,10 @@ class Converse(Protocol):
     def __call__(
         self, *words: str, prompt: str, environment: Mapping[str, str], report: str
     ) -> Conversation:
-        """Start the program `words`; the caller waits for its first prompt.
+        """Start the program `words[0]` with the other words as its arguments.
 
-        Raises ProgramMissing.
+        The caller waits for the program's first prompt. Raises ProgramMissing if the program is
+        not installed.
         """
 
 
@@ -133,13 +134,13 @@ class Converse(Protocol):
 class _Limit:
     """A time limit.
 
-    `until_seconds` is its end (time.monotonic()). `stall_seconds` is the time by which progress
-    extends the limit; None if progress does not extend it.
+    `until_seconds` is the end of the limit (time.monotonic()). `stall_seconds` is the time by which
+    progress extends the limit; None if progress does not extend it.
     """
 
     until_seconds: float
     stall_seconds: float | None = None
-    # The time limit that encloses this one.
+    # The time limit of the enclosing `with` block.
     outer: "_Limit | None" = None
 
 
@@ -181,7 +182,7 @@ def progressed() -> None:
 
 
 def remaining_seconds() -> float | None:
-    """The seconds left of this thread's time limit, 0 if the limit has passed; None without one."""
+    """The seconds left of this thread's time limit, 0 if it has passed; None without a limit."""
     limit = _limit.get()
     return None if limit is None else max(0.0, limit.until_seconds - time.monotonic())
 

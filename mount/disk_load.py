@@ -15,7 +15,7 @@ _FIELDS = 17
 class DiskLoad:
     """The I/O statistics of a disk.
 
-    - `with_class_values` is the number of I/Os completed since the disk was attached.
+    - `completed` is the number of I/Os completed since the disk was attached.
     - `waited_milliseconds` is the sum of these I/Os' times from submission to completion.
     - `in_flight` is the number of I/Os that were submitted and have not completed.
     """
@@ -31,9 +31,9 @@ class DiskLoads(BlockDevices, LoopDevices):
     def disks_below(self, device: str) -> frozenset[str]:
         """The names of the whole disks below a block device, through dm, md and partitions.
 
-        A loop device counts as a disk. Below its file is another disk, whose statistics would
-        mislead: after each flush the file's own file system writes its journal there, which would
-        look like the I/O of other programs.
+        A loop device counts as a disk. Below the loop device's file is another disk, whose
+        statistics would mislead: after each flush the file system of that file writes its journal
+        to the disk, which would look like the I/O of other programs. Empty for an absent device.
         """
         try:
             return stacks.disks(self._sysfs(device))

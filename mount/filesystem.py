@@ -171,7 +171,7 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
             "journal_checksum nojournal_checksum journal_ioprio= max_batch_time= max_dir_size_kb= "
             "min_batch_time= noload norecovery i_version stripe="
         ),
-        # The counter (s_error_count) is of errors in ext4's own structures.
+        # The error counter of ext4 (s_error_count) is of errors in ext4's own structures.
         error_remedy="then have the volume unstaged and staged again, which checks it",
         block_options=(("-b", ""),),
         least_block_bytes=4096,
@@ -204,14 +204,15 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         uuid=("-m", "uuid="),
         duplicate_data=("nouuid",),
         block_options=(("-s", "size"), ("-b", "size")),
-        # xfs_fs_validate_params in fs/xfs/xfs_super.c checks these values.
+        # Values of logbsize that xfs_fs_validate_params in fs/xfs/xfs_super.c accepts.
         values={"logbsize": "0|16384|32768|65536|131072|262144|(16|32|64|128|256)[kK]"},
         only_with=(("sunit", "swidth"), ("swidth", "sunit")),
         only_read=frozenset({"norecovery"}),
         # Fields sb_magicnum, sb_uuid and sb_inprogress of struct xfs_dsb
         # (fs/xfs/libxfs/xfs_format.h).
         unfinished=Unfinished(b"XFSB", uuid_at=32, flag_at=126),
-        # Options of mkfs.xfs(8) since xfsprogs 5.10, 5.19, 6.10; defaults since 5.15, 6.5, 6.18.
+        # Features that mkfs.xfs(8) knows since xfsprogs 5.10, 5.19 and 6.10, and enables by default
+        # since 5.15, 6.5 and 6.18.
         features=(
             Feature("-m", "bigtime", (5, 10)),
             Feature("-m", "inobtcount", (5, 10)),
@@ -240,13 +241,14 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
             "space_cache= ssd nossd ssd_spread nossd_spread thread_pool= treelog notreelog "
             "user_subvol_rm_allowed"
         ),
-        # The counters are of failed reads, writes and flushes, and of wrong checksums (btrfs(5),
-        # device stats).
+        # The error counters of btrfs are of failed reads, writes and flushes, and of wrong
+        # checksums (btrfs(5), device stats).
         errors_of_medium=True,
         error_remedy="then scrub it, and reset the counters with `btrfs device stats --reset`",
         block_options=(("-s", ""),),
         least_block_bytes=4096,
-        # btrfs_parse_compress in fs/btrfs/super.c checks these values; newer kernels accept levels.
+        # Kinds of compression that btrfs_parse_compress in fs/btrfs/super.c accepts; newer kernels
+        # accept levels, too.
         values=dict.fromkeys(
             ("compress", "compress-force"), r"(zlib|zstd)(:-?\d{1,2})?|lzo|no|none"
         ),
@@ -274,7 +276,7 @@ class Signature:
     usage: str
     uuid: str = ""
     label: str = ""
-    # The size of a file system's I/O (blocks of ext4, sectors of xfs); 0 if unknown.
+    # The unit of a file system's I/O, in bytes (blocks of ext4, sectors of xfs); 0 if unknown.
     block_bytes: int = 0
 
     def __str__(self) -> str:
@@ -290,10 +292,11 @@ def supported(fs_type: str) -> FileSystem:
 
 
 def find(kernel: Kernel, device: str, fs_type: str) -> Signature | None:
-    """Find a file system of one type on a formatted device; None for none. Raises ProbeFailed.
+    """Find a file system of one type on a formatted device; None if there is none.
 
     Signatures of other formats do not count on a formatted device: the users of its file system may
-    fill any block, such as the last one, with the signature of another format.
+    fill any block, such as the last one, with the signature of another format. Raises ProbeFailed
+    if the device cannot be read.
     """
     try:
         return _signature(device, kernel.superblock(device, fs_type))
@@ -327,7 +330,7 @@ def probe_grown(kernel: Kernel, device: str, made_bytes: int) -> Signature | Non
     end. Raises ProbeFailed.
 
     1. Probe the whole device. If the device is blank or has not grown, this is the result.
-    2. Probe its first `made_bytes`. If these bytes are not blank, the result of step 1 counts.
+    2. Probe the first `made_bytes`. If these bytes are not blank, the result of step 1 counts.
     3. Zero the end of the added extents, and probe the whole device again.
     """
     size_bytes = kernel.device_size_bytes(device)
@@ -343,7 +346,7 @@ def probe_grown(kernel: Kernel, device: str, made_bytes: int) -> Signature | Non
         return signature
     start = max(made_bytes, size_bytes - _END_BYTES)
     try:
-        # These extents have no data of this volume, as it was never used and is blank before them.
+        # These extents have no data of this volume, as it was never used and is blank up to here.
         kernel.zero_out(device, start, size_bytes - start)
         kernel.flush(device)
     except OSError as error:
@@ -351,12 +354,13 @@ def probe_grown(kernel: Kernel, device: str, made_bytes: int) -> Signature | Non
     return probe(kernel, device)
 
 
-# Length of the first block of a device, which has a superblock's flag of an unfinished mkfs.
+# Length of a device's first block, in bytes. This block has a superblock's flag of an unfinished
+# mkfs.
 _FIRST_BYTES = 4096
 
 
 def discard_unfinished(kernel: Kernel, device: str, fs_type: str, identity: str) -> bool:
-    """Zero the superblock with this UUID that a killed mkfs left; returns whether there was one.
+    """Zero the superblock with UUID `identity` that a killed mkfs left; False if there is none.
 
     The caller knows from the volume's tags that the device was not formatted. Only a mkfs that
     Carver ran has given this UUID to the device, or to the volume of which the device is a copy. No
@@ -459,8 +463,10 @@ def _check_failed(device: str, fs_type: str, result: Result) -> mount_errors.Che
 def check_options(fs_type: str, options: Sequence[str]) -> dict[str, str]:
     """Parse a user's mkfs options, such as `-m`, `0`, `-K`, into values by option.
 
+    Raises BadOption for an option that is not allowed, is given twice, or has a bad value.
+
     The value of an option without a value is empty. No device is needed, so a configuration can be
-    checked with this function. Raises BadOption.
+    checked with this function.
     """
     file_system = supported(fs_type)
     checked: dict[str, str] = {}
@@ -515,9 +521,10 @@ def check_mount_options(fs_type: str, options: Sequence[str], mount_options: Seq
 
 
 def block_bytes(fs_type: str, options: Sequence[str]) -> int:
-    """The size of I/O of a file system that is made with a user's mkfs options.
+    """The unit of I/O, in bytes, of a file system that is made with a user's mkfs options.
 
-    0 if it is the device's logical block size, or unknown. Raises BadOption.
+    The size is 0 if it is that of the device's logical blocks, or unknown. Raises BadOption for an
+    option that is not allowed.
     """
     if fs_type not in FILE_SYSTEMS:
         return 0
@@ -563,7 +570,9 @@ def check_size(fs_type: str, size_bytes: int) -> None:
 
 
 def grow(kernel: Kernel, mount: table.Mount) -> None:
-    """Grow a mounted file system to its device's size, if it is smaller. Raises GrowFailed.
+    """Grow a mounted file system to its device's size, if the file system is smaller.
+
+    Raises GrowFailed if the kernel refuses, or the mount's source is another device.
 
     `mount` must be writable, as the kernel requires. Each NodeExpandVolume and NodeStageVolume
     calls this, so ioctls are used: a process, such as resize2fs(8), would take most of the time of
@@ -598,14 +607,14 @@ def _about_refusal(kernel: Kernel, mount: table.Mount) -> str:
 
 
 def gives_uuid(fs_type: str, options: Sequence[str]) -> bool:
-    """Whether a user's mkfs options set the UUID of the file system. Raises BadOption."""
+    """Whether a user's mkfs options set a UUID. Raises BadOption for an option not allowed."""
     option, word = supported(fs_type).uuid
     value = check_options(fs_type, options).get(option)
     return value is not None and any(part.startswith(word) for part in value.split(","))
 
 
 def fixed_uuid(fs_type: str, options: Sequence[str]) -> str:
-    """The UUID that a user's mkfs options set; empty if they set none, or a random one."""
+    """The UUID that a user's mkfs options set; empty if they set none, or a random UUID."""
     option, word = supported(fs_type).uuid
     for part in check_options(fs_type, options).get(option, "").split(","):
         with suppress(ValueError):
@@ -615,7 +624,7 @@ def fixed_uuid(fs_type: str, options: Sequence[str]) -> str:
 
 
 def _without_unknown(features: Sequence[Feature], stderr: str) -> Sequence[Feature]:
-    """The features that an mkfs knows, by its error message about the first unknown one."""
+    """The features that an mkfs knows, by its error message about the first unknown feature."""
     unknown = _UNKNOWN_OPTION.search(stderr)
     for index, feature in enumerate(features):
         if unknown is not None and unknown.groups() == (feature.option, feature.name):
@@ -684,13 +693,16 @@ _POLYNOMIAL = 0x82F63B78
 
 
 def is_on(kernel: Kernel, device: str) -> bool:
-    """Whether a device has the magic number of a btrfs, even of a damaged one."""
+    """Whether a device has the magic number of a btrfs, even of a damaged btrfs."""
     size_bytes, offset = kernel.device_size_bytes(device), _OFFSETS[0]
     return offset + _SIZE <= size_bytes and kernel.read(device, offset, _SIZE)[_MAGIC_AT] == _MAGIC
 
 
 def renew(kernel: Kernel, device: str) -> None:
-    """Give the btrfs on an unmounted device a new random UUID. Raises RenewFailed."""
+    """Give the btrfs on an unmounted device a new random UUID.
+
+    Raises RenewFailed if no superblock is undamaged, with a checksum of type crc32c.
+    """
     identity = uuid.uuid4().bytes
     superblocks = list(_superblocks(kernel, device))
     if not superblocks:

@@ -29,7 +29,9 @@ class Usage:
 
 
 def of(kernel: Kernel, path: str) -> Usage:
-    """The use of the file system at `path`. Raises NotMounted, TargetError.
+    """The use of the file system at `path`.
+
+    Raises NotMounted if the path does not exist, TargetError if the kernel gives no numbers.
 
     Used and available bytes are less than the total in sum if blocks are reserved for root.
     """
@@ -50,7 +52,10 @@ def of(kernel: Kernel, path: str) -> Usage:
 
 
 def device_size_bytes(kernel: Kernel, device: str) -> int:
-    """The size of a block device, also by its published path. Raises DeviceMissing."""
+    """The size of a block device in bytes; `device` may be the path where it is published.
+
+    Raises DeviceMissing if there is no usable block device at the path.
+    """
     try:
         return kernel.device_size_bytes(device)
     except OSError as error:
@@ -60,7 +65,8 @@ def device_size_bytes(kernel: Kernel, device: str) -> int:
 class Kind(enum.Enum):
     """A kind of problem of a file system.
 
-    Each has a meaning, as a sentence, and says whether a check and a new mount may repair it.
+    Each kind has its meaning, as a sentence, and says whether a check and a new mount may repair
+    the problem.
     """
 
     READ_ONLY = "it takes no writes", True

@@ -41,7 +41,7 @@ class Growth:
     """Part of `mount.kernel.Kernel`: file systems, by the path of a mount."""
 
     def grow_ext4(self, path: str, blocks: int) -> None:
-        """EXT4_IOC_RESIZE_FS: grow an ext4 to a number of its own blocks."""
+        """EXT4_IOC_RESIZE_FS: grow an ext4 to a size of `blocks` blocks of the file system."""
         calls.ioctl(path, _EXT4_RESIZE_FS, struct.pack("=Q", blocks))
 
     def xfs_geometry(self, path: str) -> XfsGeometry:
@@ -53,7 +53,7 @@ class Growth:
         )
 
     def grow_xfs(self, path: str, blocks: int, max_inode_percent: int) -> None:
-        """XFS_IOC_FSGROWFSDATA: grow an xfs to a number of its own blocks."""
+        """XFS_IOC_FSGROWFSDATA: grow an xfs to a size of `blocks` blocks of the file system."""
         calls.ioctl(path, _XFS_FSGROWFSDATA, _XFS_GROWFS.pack(blocks, max_inode_percent))
 
     def grow_btrfs(self, path: str) -> None:
@@ -109,7 +109,7 @@ ATTRIBUTES: Final = {
 }
 # Words of the attributes of access time, of which a mount has one.
 ATIME: Final = frozenset({"noatime", "relatime", "strictatime"})
-# Flags of the superblock for mount(2); the new system calls take them by name.
+# Superblock flags of mount(2), by the words that fsconfig(2), the newer call, takes instead.
 _SUPERBLOCK_MS = {"ro": 1, "sync": 16, "mand": 64, "dirsync": 128, "lazytime": 1 << 25}
 # Flags of a mount that a bind remount would clear unless they are given again, as statvfs(3)
 # reports them: all ST_* equal MS_* except ST_NOSYMFOLLOW of <linux/statfs.h>.
@@ -141,7 +141,7 @@ class Kernel(DiskLoads, Growth):
     def mountinfo(self) -> str:
         """Read the mount table (/proc/self/mountinfo); invalid UTF-8 becomes surrogates."""
         # read_text would turn a carriage return in a path into a newline. The file is opened
-        # without pathlib and without a buffer, as each call reads the table, and either would take
+        # without pathlib and without a buffer, as each RPC reads the table, and either would take
         # longer than the kernel.
         with open("/proc/self/mountinfo", "rb", buffering=0) as file:  # noqa: PTH123
             return file.read().decode("utf-8", "surrogateescape")
@@ -160,8 +160,8 @@ class Kernel(DiskLoads, Growth):
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             with block_io.closing(descriptor):
                 resolved = os.readlink(_descriptor(descriptor))  # noqa: PTH115 - strings all along
-            # A text without a leading slash is of a file outside of the process's root; one with
-            # "(deleted)" is of a file that was removed meanwhile (d_path(9)).
+            # The kernel's path has no leading slash for a file outside of the process's root, and
+            # ends in "(deleted)" for a file that was removed meanwhile (d_path(9)).
             if resolved.startswith("/") and not resolved.endswith(" (deleted)"):
                 return resolved
         return os.path.realpath(path)
@@ -303,7 +303,10 @@ class Kernel(DiskLoads, Growth):
     # Descriptors of paths, and the steps of mounting.
 
     def _at(self, path: str) -> block_io.closing:
-        """A descriptor (O_PATH) of the file at a path; ELOOP for a link in any part of the path."""
+        """A descriptor (O_PATH) of the file at a path.
+
+        Raises OSError (ELOOP) for a symbolic link in any part of the path.
+        """
         try:
             return block_io.closing(self._opened(path))
         except OSError as error:
@@ -396,7 +399,8 @@ def _messages(context: int) -> str:
 
 
 def _set_attributes(tree: int, attributes: Set[str], *, private: bool) -> None:
-    # To set an access-time attribute, all of them must be cleared; else EINVAL (mount_setattr(2)).
+    # To set an access-time attribute, clear all access-time attributes in the same call; otherwise
+    # mount_setattr(2) returns EINVAL.
     clear = _ATTR_ATIME if attributes & ATIME else 0
     propagation = _MS_PRIVATE if private else 0
     attr = struct.pack("=4Q", _bits(attributes), clear, propagation, 0)

@@ -23,12 +23,16 @@ _MARK = "carver:"
 _ATTEMPTS = 16
 # Time limit of a detach that other users of the device delay, in seconds.
 _PATIENCE_SECONDS = 3
-# Number of looks in a second at whether the device is detached.
+# Number of checks per second whether a loop device is detached.
 _LOOKS_A_SECOND = 50
 
 
 def find(kernel: Kernel, file: str) -> str | None:
-    """The path of the loop device attached to `file`, by device and inode; None for none."""
+    """The path of the loop device that is attached to `file`; None if there is none.
+
+    A loop device that is being detached does not count. The device and inode of the file decide.
+    Raises LoopFailed.
+    """
     try:
         file_status = kernel.lstat(kernel.real_path(file))
     except OSError as error:
@@ -41,7 +45,7 @@ def find(kernel: Kernel, file: str) -> str | None:
 
 
 def over(kernel: Kernel, number: DeviceNumber) -> tuple[str, ...]:
-    """The paths of Carver's read-only loop devices over the block device (major, minor).
+    """The paths of Carver's read-only loop devices over the block device `number`.
 
     Other loop devices are left to their makers. For example, kubelet attaches one over each device
     that a pod uses, so that the device cannot be removed (volume_path_handler_linux.go).
@@ -81,7 +85,7 @@ def attach(kernel: Kernel, file: str) -> str:
         return _writable(kernel, file, device)
     device = _configure(kernel, file, read_only=False, name=file)
     # Another process may have attached the same file meanwhile. Writes by two loop devices would
-    # corrupt the file. So both processes look again, and keep the device with the lower number.
+    # corrupt the file. So both processes search again, and keep the device with the lower number.
     first_device = find(kernel, file)
     if first_device is not None and first_device != device:
         detach(kernel, device)
@@ -111,9 +115,12 @@ def detach(
     device: str,
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> None:
-    """Detach a loop device, if it is attached. Raises Busy, LoopFailed.
+    """Detach a loop device, if it is attached.
 
-    A wait for other users of the device takes place within the context manager `waiting`.
+    Raises Busy if the device stays in use, LoopFailed if the kernel refuses.
+
+    Where other users have the device open, this function waits within the context manager
+    `waiting`, for three seconds at most.
     """
     if _status(kernel, device) is None:
         return
@@ -147,7 +154,7 @@ def grow(kernel: Kernel, device: str) -> None:
 
 
 def _own(kernel: Kernel, number: DeviceNumber) -> Iterator[tuple[str, LoopStatus]]:
-    """Yield Carver's read-only loop devices over a block device, by number."""
+    """Yield Carver's read-only loop devices over a block device, with their status."""
     device_number = os.makedev(*number)
     for device in kernel.loop_devices():
         status = _status(kernel, device)
@@ -164,7 +171,7 @@ def _is_on(status: LoopStatus, file: os.stat_result) -> bool:
 
 
 def _status(kernel: Kernel, device: str) -> LoopStatus | None:
-    """The status of a loop device; None if nothing is attached to it (any more)."""
+    """The status of a loop device; None if no file is attached to the device now."""
     try:
         return kernel.loop_status(device)
     except OSError as error:

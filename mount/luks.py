@@ -22,22 +22,23 @@ from mount.block_io import Opened
 from mount.command import Result, Runner
 from mount.kernel import Kernel
 
-# Size of each of the two copies of a header, in bytes: cryptsetup's default, and so Carver's.
+# Size of each of the two copies of a LUKS2 header, in bytes: cryptsetup's default, so Carver's too.
 METADATA_BYTES = 16 << 10
-# Binary part of a copy (struct luks2_hdr_disk, lib/luks2/luks2.h of cryptsetup): magic, version,
-# size, sequence number, label, kind of checksum, salt, UUID, subsystem, offset, padding, checksum.
-# The rest of the copy is JSON.
+# Binary part of a copy of a LUKS2 header (struct luks2_hdr_disk, lib/luks2/luks2.h of cryptsetup):
+# magic, version, size, sequence number, label, kind of checksum, salt, UUID, subsystem, offset,
+# padding, checksum. The rest of the copy is JSON.
 _BINARY = struct.Struct(">6s H Q Q 48s 32s 64s 40s 48s Q 184s 64s")
 _BINARY_BYTES = 4096
-# Position and length of the checksum in a copy.
+# Position and length of the checksum in a copy of a LUKS2 header, in bytes.
 _CHECKSUM_AT, _CHECKSUM_BYTES = 448, 64
-# Magics of the first and of the second copy.
+# Magic texts at the beginning of the first and of the second copy of a LUKS2 header.
 _MAGICS = (b"LUKS\xba\xbe", b"SKUL\xba\xbe")
 _VERSION = 2
-# Number of attempts to read a header of which no copy is whole, and the pause between them.
+# Number of attempts to read a LUKS2 header of which no copy is whole, and the pause between the
+# attempts, in seconds.
 _LOOKS, _LOOK_SECONDS = 10, 0.02
 # Beginning of the requirement in the header of a device that cryptsetup is re-encrypting.
-# cryptsetup itself recognizes such a device by it (LUKS2_reencrypt_status() in its
+# cryptsetup itself recognizes such a device by this requirement (LUKS2_reencrypt_status() in its
 # lib/luks2/luks2_reencrypt.c).
 _REENCRYPTION = "online-reencrypt"
 
@@ -57,14 +58,14 @@ class Header:
     sector_bytes: int
     key_derivation: tuple[str, ...] = ()
     is_reencrypting: bool = False
-    # A digest of all that decides how the ciphertext is decrypted: the segments, and the digests of
-    # their master key, which cryptsetup makes anew for each master key. The key slots, whose
-    # passphrases may change, are not part of it.
+    # A digest of all in the header that decides how the ciphertext is decrypted: the segments, and
+    # the digests of their master key, which cryptsetup makes anew for each master key. The key
+    # slots, whose passphrases may change, are not part of the digest.
     reading: str = ""
 
 
 def read(kernel: Kernel, device: str) -> Header | None:
-    """Read the header from a device, by either of its two copies; None where neither is whole.
+    """Read the LUKS2 header from a device, by the newer whole copy; None if neither is whole.
 
     cryptsetup writes one copy after the other, so a copy may be half written when it is read. If no
     copy is whole, the device is read again up to `_LOOKS` times: a write in progress ends, damage
@@ -97,7 +98,7 @@ def _newest(read: Callable[[int, int], bytes]) -> Header | None:
 
 
 def _copy(data: bytes, expected: bytes) -> tuple[int, Header] | None:
-    """Parse one copy of a header into its sequence number and the header; None if it is damaged."""
+    """Parse one copy of a header into sequence number and header; None for a damaged copy."""
     magic, version, size, sequence, _, kind, _, uuid, *_ = _BINARY.unpack_from(data)
     if (magic, version, size) != (expected, _VERSION, METADATA_BYTES):
         return None
@@ -164,8 +165,8 @@ def _text(field: bytes) -> str:
     return field.partition(b"\0")[0].decode()
 
 
-# Bytes at each end of a device that are zeroed. Signatures that have only a few bytes are within 64
-# KiB of either end (libblkid/src/superblocks).
+# Number of bytes at each end of an encrypted volume that are zeroed. Signatures that have only a
+# few bytes are within 64 KiB of either end of a device (libblkid/src/superblocks).
 _END_BYTES = 256 << 10
 _BLOCK_BYTES = 4096
 _ZEROES = bytes(_BLOCK_BYTES)
@@ -204,7 +205,7 @@ def blank(kernel: Kernel, device: str, offset_bytes: int, mapping: str) -> None:
 def _runs(
     opened_device: Opened, offset_bytes: int, size_bytes: int, *, blank: bool
 ) -> Iterator[tuple[int, int]]:
-    """The runs of zero blocks at both ends of a device, or with `blank` false of other blocks.
+    """The runs of zero blocks (`blank`), or else of other blocks, at both ends of a device.
 
     Each run is its start and its length in bytes, from `offset_bytes` on.
     """
@@ -237,8 +238,8 @@ def _probing(device: str) -> Iterator[None]:
 # Cipher and length of the key: AES-256 in XTS mode, whose key has two parts of 256 bits.
 CIPHER, KEY_BITS = "aes-xts-plain64", 512
 # Parameters of Argon2id: the second choice of RFC 9106, section 4, for little memory; but
-# cryptsetup demands four passes. They are fixed and not measured, so that a header that was made on
-# an idle node can be opened on a busy one, and so that making a header takes no seconds.
+# cryptsetup demands four passes. The parameters are fixed and not measured. So a header that was
+# made on an idle node can be opened on a busy node, and making a header takes no seconds.
 PBKDF_MEMORY_KIB, PBKDF_PASSES, PBKDF_THREADS = 64 << 10, 4, 4
 _PBKDF = (
     *("--pbkdf", "argon2id", "--pbkdf-memory", str(PBKDF_MEMORY_KIB)),
@@ -253,7 +254,8 @@ _SECTOR_BYTES = 512
 # Label of Carver's LUKS2 headers.
 _LABEL = "carver"
 # Numbers of key slots. Two are for the key of the Kubernetes secret: a rotation adds the new key in
-# one before it removes the old key from the other. The third is for a key that only people have.
+# one of these slots before it removes the old key from the other. The third is for a key that only
+# people have.
 SLOTS = USUAL, ROTATED, RECOVERY = (0, 1, 2)
 # Exit codes of cryptsetup(8), "RETURN CODES".
 _NO_PERMISSION, _NO_MEMORY, _IN_USE = 2, 3, 5
@@ -297,7 +299,9 @@ class Cryptsetup:
         read_only: bool = False,
         bypass: Collection[str] = (),
     ) -> None:
-        """Open a device as a dm-crypt device of that name. Raises WrongKey, CryptFailed.
+        """Open a device as a dm-crypt device of that name.
+
+        Raises WrongKey if the key opens no key slot, CryptFailed.
 
         `bypass` may contain "read" and "write": these requests are then processed without the
         kernel's work queues (cryptsetup(8), --perf-no_read_workqueue).
@@ -310,7 +314,7 @@ class Cryptsetup:
         self._with_key("open", device, key, "--type", "luks2", *flags, "--", device, name)
 
     def check(self, device: str, key: bytearray, slot: int | None = None) -> bool:
-        """Whether a key opens a device, by any key slot or by one; the device is not opened."""
+        """Whether a key opens a device, by any key slot or by `slot`; the device is not opened."""
         of_slot = () if slot is None else ("--key-slot", str(slot))
         words = ("--type", "luks2", "--test-passphrase", *of_slot)
         try:
@@ -322,7 +326,7 @@ class Cryptsetup:
     def close(self, name: str) -> None:
         """Close a dm-crypt device, so that the kernel forgets its key.
 
-        Raises CryptBusy, CryptFailed.
+        Raises CryptBusy while the dm-crypt device is open, CryptFailed.
         """
         result = self._run(*self._prefix, "cryptsetup", "close", "--", name)
         if result.exit_code == _IN_USE:
@@ -331,13 +335,16 @@ class Cryptsetup:
             raise mount_errors.CryptFailed("close", name, _said(result))
 
     def grow(self, device: str, key: bytearray, name: str) -> None:
-        """Grow an open dm-crypt device to the size of the device below it. Raises WrongKey."""
+        """Grow an open dm-crypt device to the size of the device below.
+
+        Raises WrongKey if the key opens no key slot, CryptFailed.
+        """
         self._with_key("resize", device, key, "--", name)
 
     def add(self, device: str, key: bytearray, new_key: bytearray, slot: int) -> None:
         """Add the key `new_key` in a key slot, which must be free; `key` must open the device.
 
-        Raises WrongKey, CryptFailed.
+        Raises WrongKey if `key` opens no key slot, CryptFailed.
         """
         words = (
             *("--keyfile-size", str(len(key)), "--new-keyfile", "-"),
@@ -352,7 +359,10 @@ class Cryptsetup:
             both_keys[:] = bytes(len(both_keys))
 
     def kill(self, device: str, key: bytearray, slot: int) -> None:
-        """Remove the key of a slot; `key` must open another slot. Raises WrongKey, CryptFailed."""
+        """Remove the key of a key slot; `key` must open another slot.
+
+        Raises WrongKey if `key` opens no key slot, CryptFailed.
+        """
         self._with_key("luksKillSlot", device, key, "--", device, str(slot))
 
     def back_up(self, device: str, file: str) -> None:
@@ -381,7 +391,10 @@ class Cryptsetup:
 
 @contextmanager
 def _turn(device: str) -> Iterator[None]:
-    """Reserve the memory for one derivation of a key for the `with`. Raises CryptPending."""
+    """Reserve the memory for one derivation of a key within the `with`.
+
+    Raises CryptPending if other derivations have the memory for too long (_PATIENCE_SECONDS).
+    """
     if not _AT_ONCE.acquire(timeout=_PATIENCE_SECONDS):
         raise mount_errors.CryptPending(device)
     try:

@@ -64,7 +64,7 @@ class NoCgroup(MountError):
 
 
 class NotVacant(MountError):
-    """A block device cannot become a group's disk, as it is in use or not blank."""
+    """A block device cannot become a volume group's disk, as it is in use or not blank."""
 
     def __init__(self, device: str, finding: str, remedy: str) -> None:
         super().__init__(f"{device} {finding}; it is left untouched: {remedy}")
@@ -344,7 +344,7 @@ class CommandFailed(CommandError):
 
 
 class BadReport(CommandError):
-    """A report of lvm2's cannot be parsed."""
+    """The output of lvm2 or a tool for thin pools, or a COW store, cannot be parsed."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"lvm2's report is not understood: {problem}")

@@ -16,7 +16,7 @@ from mount.table import DeviceNumber, Mount, Table
 # Error numbers that file systems return for damage: EUCLEAN for the kernel's EFSCORRUPTED, EBADMSG
 # for EFSBADCRC.
 _DAMAGE = (errno.EUCLEAN, errno.EBADMSG)
-# Options in mountinfo that must equal the requested ones. Options of the file system's own are not
+# Options in mountinfo that must equal the requested ones. Options of the file system itself are not
 # compared, as the kernel shows them in other words than were given.
 _COMPARED = {"nosuid", "nodev", "noexec", "noatime", "relatime", "nodiratime", "nosymfollow"}
 
@@ -43,7 +43,8 @@ def ensure_mounted(
     if _is_mounted(mount_table, path, number, expected_options):
         _check_context(mount_table.at(path)[-1], options.context)
         return
-    # The kernel returns a bare EINVAL for a different context, and for any context without SELinux.
+    # Check the SELinux context here: for a different context, and for any context without SELinux,
+    # the kernel returns EINVAL without a reason.
     for mount in mount_table.of_device(number):
         _require_context(mount, options.context)
     if options.context and not kernel.has_selinux():
@@ -145,7 +146,7 @@ def device_number(kernel: Kernel, device: str) -> DeviceNumber:
 
 @contextmanager
 def _undoing(kernel: Kernel, source: str, path: str) -> Iterator[None]:
-    """Unmount a new mount again if the `with` block finds that it is not as requested."""
+    """Unmount a new mount if the `with` block raises MountConflict; then raise MountFailed."""
     try:
         yield
     except mount_errors.MountConflict as error:
@@ -230,7 +231,8 @@ def _is_bound(
         return False
     top_mount = stack[-1]
     is_same_mount = (top_mount.device, top_mount.root) == (holder.device, root)
-    # A node of the same device may be in another devtmpfs, or may have been made anew since.
+    # Compare the nodes' devices: a node of the same device may be in another devtmpfs, or may have
+    # been made anew since.
     if not is_same_mount and node(kernel, path) != (node(kernel, origin) or (-1, -1)):
         raise mount_errors.ForeignMount(path, str(top_mount))
     _check_words(top_mount, expected_options)
@@ -259,7 +261,7 @@ def node(kernel: Kernel, path: str) -> DeviceNumber | None:
 
 
 def _root_of(holder: Mount, path: str) -> str:
-    """The path of `path` within the file system of the mount `holder` that it is in."""
+    """The path of the file at `path` within the file system of its mount, `holder`."""
     path_inside = path[len(holder.path.rstrip("/")) :]
     return (holder.root.rstrip("/") + path_inside) or "/"
 
@@ -306,7 +308,7 @@ def _why(error: OSError) -> str:
 
 
 def bound_nodes(kernel: Kernel, mounts: Table) -> list[tuple[Mount, DeviceNumber]]:
-    """All binds of block device nodes in a mount table, in its order, with the devices' numbers."""
+    """All binds of block device nodes in a mount table, in the table's order, with the numbers."""
     binds = [bind for bind in mounts.of_types(table.NODE_HOLDERS) if bind.root != "/"]
     return [(bind, number) for bind in binds if (number := node(kernel, bind.path)) is not None]
 
@@ -402,7 +404,7 @@ def require_unused(kernel: Kernel, device: str) -> None:
 
 
 def require_blank(kernel: Kernel, device: str) -> None:
-    """Raise NotVacant for a device with any signature. Raises ProbeFailed."""
+    """Raise NotVacant for a device with any signature, ProbeFailed if it cannot be read."""
     if (signature := filesystem.probe(kernel, device)) is not None:
         raise mount_errors.NotVacant(device, f"holds {signature}", _emptied(device))
 

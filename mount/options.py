@@ -31,7 +31,7 @@ _DEFAULTS = {
     "nolazytime": "lazytime",
 }
 
-# Pattern of any option but the SELinux context.
+# Pattern of any mount option but the SELinux context.
 _WORD = re.compile(r"[a-z][a-z0-9_-]*(=[A-Za-z0-9_.:+-]+)?")
 
 # Beginning of the option for the SELinux context.
@@ -45,7 +45,7 @@ _CONTEXT = re.compile(rf"([\w.-]+:[\w.-]+:[\w.-]+)(?::({_LEVEL})(?:-({_LEVEL}))?
 
 @dataclass(frozen=True)
 class Options:
-    """Mount options by where they belong in the kernel.
+    """Mount options, by the part of the kernel to which each option belongs.
 
     `data`, the file system's own options, keep the user's order; `context` is unquoted.
     """
@@ -152,7 +152,7 @@ def _refuse_contradictions(words: Sequence[str]) -> None:
         raise mount_errors.BadOption(atime[0], f"contradicts {atime[1]}; give one of them")
     word_of_stem: dict[str, str] = {}
     for word in words:
-        # `discard` and `nodiscard`, or `commit=5` and `commit=10`.
+        # Refuse options of one stem: `discard` and `nodiscard`, or `commit=5` and `commit=10`.
         name = word.partition("=")[0]
         stem = name.removeprefix("no") if name not in ATTRIBUTES else name
         if stem in word_of_stem:

@@ -33,9 +33,10 @@ from mount.command import (
 # the program is being ended. The terminal does not show that the program has ended, as another
 # process may keep the terminal open.
 _LOOK_SECONDS, _END_SECONDS = 1.0, 0.01
-# The most bytes that one read returns.
+# Maximum number of bytes that one read of a program's output returns.
 _PIECE_BYTES = 1 << 16
-# The most bytes of an answer in a conversation: a report of ten thousand volumes has a tenth.
+# Maximum number of bytes of an answer in a conversation with a program. A report of ten thousand
+# volumes has a tenth of that.
 _MOST_BYTES = 256 << 20
 
 
@@ -57,8 +58,8 @@ class Terminal:
         self._prompt = prompt
         terminal, its_terminal = os.openpty()
         reports, its_reports = os.pipe()
-        # The ends are files and not bare descriptors, as a file can be closed twice. The files are
-        # unbuffered, as poll(2) sees only what is not in a buffer.
+        # The ends of terminal and pipe are files and not bare descriptors, as a file can be closed
+        # twice. The files are unbuffered, as poll(2) sees only what is not in a buffer.
         self._terminal = os.fdopen(terminal, "r+b", buffering=0)
         self._reports = os.fdopen(reports, "rb", buffering=0)
         with (
@@ -74,8 +75,8 @@ class Terminal:
                 _out=theirs,
                 _err=theirs,
                 _pass_fds={its_reports},
-                # The function is called in the child process. So no other program that starts
-                # meanwhile inherits the descriptor.
+                # Make the descriptor inheritable in the child process alone, so that no other
+                # program that starts meanwhile inherits it.
                 _preexec_fn=lambda: os.set_inheritable(its_reports, True),
                 # The program gets a session of its own, so that Ctrl-C at Carver's terminal does
                 # not reach the program.
@@ -102,7 +103,10 @@ class Terminal:
         return reported.decode(errors="backslashreplace")
 
     def is_waiting(self) -> bool:
-        """Whether the program runs and waits at its prompt."""
+        """Whether the program runs and waits at its prompt.
+
+        Output that the program printed unasked is read and dropped, and means that it is not.
+        """
         try:
             unexpected = _read(self._terminal) + _read(self._reports)
         except ConversationOver:
@@ -118,13 +122,13 @@ class Terminal:
         return int(pages) * mmap.PAGESIZE
 
     def end(self, seconds: float) -> bool:
-        """End the program; return whether it ended within so many seconds."""
+        """End the program; return whether it ended within `seconds`."""
         deadline = time.monotonic() + seconds
         if not self._terminal.closed:
             # SIGTERM is sent before the terminal is closed: at the end of its input, the shell
             # would execute the part of a line that it has read. lvm2 blocks SIGTERM while it has a
-            # group's lock, and gives up waiting for a lock; it notices the end of its input only
-            # when its command is done.
+            # volume group's lock, and gives up waiting for a lock; it notices the end of its input
+            # only when its command is done.
             with suppress(ProcessLookupError):
                 self._running.signal(signal.SIGTERM)
             self._terminal.close()
@@ -143,7 +147,7 @@ class Terminal:
         return bool(self._running.is_alive())
 
     def _wait(self, deadline: float | None, *, to_say: bool) -> None:
-        """Wait until there is something to read, or room to write.
+        """Wait until the program has output to read, or its terminal takes more input.
 
         Raises TimeoutError at the deadline, ConversationOver once the program has ended.
         """
@@ -189,7 +193,8 @@ ENVIRONMENT = {
     "LVM_SUPPRESS_FD_WARNINGS": "1",
 }
 
-# Time that a program has to end after SIGTERM, in seconds: lvm2 completes its present step in it.
+# Time that a program has to end after SIGTERM, in seconds. In this time lvm2 completes its present
+# step.
 _GRACE_SECONDS = 10.0
 
 # Command that runs a program in the host's namespaces, with the host's lvm2, udev and locks.
@@ -213,7 +218,7 @@ class Programs:
         """Run a program to its end, and return its result.
 
         Raises ProgramMissing, and CommandTimedOut if the time limit passes before the program ends.
-        If the program even outlasts SIGTERM, that is CommandStuck.
+        Raises CommandStuck if the program does not end after SIGTERM either.
         """
         words = self._with_namespace(words)
         remaining = remaining_seconds()
@@ -276,7 +281,7 @@ def _execute(
 ) -> tuple[Result, bool]:
     """Run a program; return its result, and whether the program ended within the time limit.
 
-    Raises CommandStuck.
+    Raises CommandStuck if the program does not end after SIGTERM.
     """
     if words[0] in ("lvm", HOST_NAMESPACES[0]):
         return _by_sh(words, timeout_seconds)
@@ -292,8 +297,8 @@ def start(
 ) -> "subprocess.Popen[bytes]":
     """Start a program other than lvm2, with pipes for its output and errors.
 
-    If it `reads`, its input is a pipe, else it is empty. If `environment` is None, the program has
-    this process's environment. Raises ProgramMissing, OSError.
+    If `reads`, the program's standard input is a pipe, else it is empty. If `environment` is None,
+    the program has this process's environment. Raises ProgramMissing, OSError.
     """
     try:
         return subprocess.Popen(
@@ -380,7 +385,7 @@ def _ended(
 ) -> tuple[int, bool]:
     """Wait for a program; return its exit code, and whether the program ended in time.
 
-    Sends SIGTERM at the time limit. Raises CommandStuck.
+    Sends SIGTERM at the time limit. Raises CommandStuck if the program does not end after SIGTERM.
     """
     if timeout_seconds is None:
         return _exit_code(running), True
@@ -388,8 +393,8 @@ def _ended(
     try:
         return future.result(timeout_seconds), True
     except TimeoutError:
-        # SIGTERM is safe, as lvm2 blocks it while it has a group's lock. SIGKILL could come between
-        # two writes of metadata.
+        # SIGTERM is safe, as lvm2 blocks it while it has a volume group's lock. SIGKILL could come
+        # between two writes of metadata.
         with suppress(ProcessLookupError):
             running.signal(signal.SIGTERM)
     try:

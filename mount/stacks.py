@@ -1,4 +1,4 @@
-"""The disks below a block device, by sysfs: whether a request or a discard makes them zero.
+"""The disks below a block device, by sysfs: whether a request or a discard zeroes their blocks.
 
 Directories of sysfs are strings here, and are resolved only to find a name: each erase reads the
 stack, and resolving a path takes longer than reading an attribute.
@@ -30,8 +30,8 @@ class Stack:
 
     # Whether each device of the stack accepts REQ_OP_WRITE_ZEROES.
     has_write_zeroes: bool
-    # Whether each block is exactly one block of a disk: the device is no RAID, thin or cached
-    # volume, and has no snapshots.
+    # Whether each block of the device is exactly one block of a disk: the device is no RAID, no
+    # thin or cached volume, and has no snapshots.
     is_plain: bool = True
     # The names of the disks at the bottom.
     disks: frozenset[str] = frozenset()
@@ -82,7 +82,7 @@ def leaves(directory: str) -> Iterator[str]:
 def discard_doubts(directory: Path, file_system: LoopFile) -> Mapping[str, str]:
     """The disks that may not read as zeroes after a discard, by name, each with the reason.
 
-    The disks looked at are those below a logical volume, or the disk itself. A disk is left out
+    The disks are those below a logical volume, or the disk itself. A disk is left out
     only if the kernel's attributes prove that a discard zeroes it.
     """
     directory_path = str(directory)
@@ -156,7 +156,7 @@ def _queue(directory: str, name: str) -> str:
 def _word(directory: str, name: str) -> str:
     try:
         with open(f"{directory}/{name}", "rb", buffering=0) as file:  # noqa: PTH123
-            # An attribute has a page at most (Documentation/filesystems/sysfs.rst).
+            # An attribute of sysfs has a page at most (Documentation/filesystems/sysfs.rst).
             return file.read(4096).decode().strip()
     except (OSError, UnicodeDecodeError):
         return ""

@@ -135,7 +135,7 @@ class Table:
         )
 
     def holding(self, path: str) -> Mount | None:
-        """The mount that a path is in: the topmost one at the path or at its nearest parent."""
+        """The mount that a path is in: the topmost mount at the path or at its nearest parent."""
         while True:
             if mount := self.top(path):
                 return mount
@@ -150,7 +150,7 @@ class Table:
             yield self._mount(text[start : text.index("\n", start)])
 
     def _mount(self, line: str) -> Mount:
-        # Lines are unique, as each begins with its mount's own number.
+        # The lines of mountinfo are unique, as each begins with the id of its mount.
         if (mount := self._parsed.get(line)) is None:
             mount = _parse_line(line)
             if self._device_number is not None and mount.fs_type == "btrfs":
@@ -178,7 +178,7 @@ def _lines_with(text: str, word: str) -> Iterator[int]:
 
 
 def _word(path: str, end: str = " ") -> str:
-    """A text that is in each line with this path: the path, or its longest part without escapes."""
+    """A text in each mountinfo line with this path: the path, or its longest unescaped part."""
     plain = _ESCAPED.split(path)
     return f" {path}{end}" if len(plain) == 1 else max(plain, key=len) or " "
 

@@ -1,4 +1,4 @@
-"""Target paths of mounts: checked, resolved, and their directories and files made and removed.
+"""Check and resolve the target paths of mounts; make and remove their directories and files.
 
 `resolve` resolves the symbolic links of a path once. All other functions of this package take the
 resolved path and follow no symbolic link, so that a link that is put there later is an error and
@@ -26,7 +26,7 @@ _FILE_MODE = 0o640
 
 
 def check(path: str) -> str:
-    """Return a path that is absolute, normalised, printable and short enough; else BadPath."""
+    """Return `path`, or raise BadPath unless it is absolute, normalised, printable and short."""
     if not path.startswith("/"):
         raise mount_errors.BadPath(path, "is not absolute")
     if _CONTROL.search(path):
@@ -100,7 +100,9 @@ def check_directory(kernel: Kernel, path: str) -> None:
 
 
 def ensure_directory(kernel: Kernel, path: str) -> None:
-    """Make a directory at `path` unless there is one. Raises NotADirectory, TargetError.
+    """Make a directory at `path` unless there is one.
+
+    Raises NotADirectory if another file is at the path, TargetError if the kernel refuses.
 
     The parent must exist.
     """
@@ -112,7 +114,8 @@ def ensure_directory(kernel: Kernel, path: str) -> None:
 def ensure_file(kernel: Kernel, path: str) -> None:
     """Make a file at `path`, for the bind of a device node, unless there is one.
 
-    A device node at the path is a bind that exists already. Raises NotAFile, TargetError.
+    A device node at the path is a bind that exists already. Raises NotAFile if a directory or other
+    file is at the path, TargetError if the kernel refuses.
     """
     status = _there(kernel, path, lambda: kernel.make_file(path, _FILE_MODE))
     if status is not None and not (stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)):
@@ -120,7 +123,11 @@ def ensure_file(kernel: Kernel, path: str) -> None:
 
 
 def ensure_absent(kernel: Kernel, path: str) -> None:
-    """Remove the empty directory or empty file at `path`, if any. Raises TargetInUse for others."""
+    """Remove the empty directory or empty file at `path`, if there is one.
+
+    Raises TargetInUse for a directory or file with contents, and for a mount point. Raises
+    TargetError if the kernel refuses.
+    """
     status = _lstat(kernel, path)
     if status is None:
         return

@@ -242,7 +242,7 @@ def _add_header(verbs: Commands) -> None:
 
 
 def add_snapshot(commands: Commands) -> Commands:
-    """Add `carver snapshot` with its subcommands; return the object that takes more of them."""
+    """Add `carver snapshot` with its subcommands; return the object that takes further ones."""
     verbs = noun(
         commands,
         "snapshot",

@@ -57,7 +57,10 @@ class Headers:
         terminal.console().print(grid)
 
     def back_up(self, file: str) -> None:
-        """Back up the header, with its key slots, to a new file. Raises BadField, Reencrypting."""
+        """Back up the header, with its key slots, to a new file.
+
+        Raises BadField if the file exists, Reencrypting while a re-encryption has not ended.
+        """
         self._require_settled(self._header())
         if Path(file).exists():
             raise errors.BadField("FILE", f"{file} exists already")
@@ -67,9 +70,11 @@ class Headers:
     def restore(self, file: str, *, is_open: Callable[[], bool], confirmed: bool) -> None:
         """Restore the header from a backup, if the backup is of this volume's header.
 
-        If the present header is damaged, any backup is accepted; the question to the user warns of
-        a backup with another UUID than this volume's. Raises BadField, VolumeInUse, NotConfirmed,
-        Reencrypting.
+        Also removes the key's name from the volume's tags. If the present header is damaged, any
+        backup is accepted; the question to the user warns of a backup with another UUID than this
+        volume's. Raises BadField for a file that is no backup of this header, VolumeInUse for an
+        open volume, NotConfirmed if the user refuses, and Reencrypting while a re-encryption has
+        not ended.
         """
         warning = self._check_backup(file, is_open)
         question = f"Overwrite the header of {self._name} with that of {file}?{warning}"
@@ -86,7 +91,8 @@ class Headers:
     def _check_backup(self, file: str, is_open: Callable[[], bool]) -> str:
         """Check that a backup of the header may be restored; return a warning to show, if any.
 
-        Raises VolumeInUse, BadField, Reencrypting.
+        Raises VolumeInUse for an open volume, BadField for a file that is no backup of this header,
+        and Reencrypting while a re-encryption has not ended.
         """
         if is_open():
             raise errors.VolumeInUse(self._name, "it is open; unstage it first")
@@ -111,7 +117,12 @@ class Headers:
         return "" if backup.uuid == expected_uuid else " This volume was made with another header."
 
     def rekey(self, key_file: str, new_key_file: str, *, recovery: bool) -> None:
-        """Replace the volume's key by a new key, or set a recovery key beside the volume's key."""
+        """Replace the volume's key by a new key, or set a recovery key beside the volume's key.
+
+        Also renews the backup of the header, if backups are kept, and for a new key removes the
+        old key's name from the volume's tags. Raises BadField for a bad key, HeaderDamaged, and
+        Reencrypting while a re-encryption has not ended.
+        """
         header = self._header()
         self._require_settled(header)
         slots, device = header.slots, self._device.path
@@ -152,7 +163,7 @@ class Headers:
 
 
 def _key(key_name: str, file: str) -> Key:
-    """Read a key from a file, from standard input for `-`, or from the terminal without a file."""
+    """Read a key from a file, from standard input for `-`, or from the terminal if no file."""
     if file:
         return key_in(file, key_name)
     return of_text(key_name, getpass.getpass(f"{key_name[0].upper()}{key_name[1:]}: "))
@@ -161,7 +172,8 @@ def _key(key_name: str, file: str) -> Key:
 def key_in(file: str, key_name: str = "key") -> Key:
     """Read a key: all bytes of a file, or of standard input if the file is `-`.
 
-    Raises BadField, NotReady.
+    Raises BadField for standard input without a key, or with too much. Raises NotReady for a file
+    that cannot be read, has a wrong length, or can be read by another user.
     """
     if file == _STANDARD_INPUT:
         data = bytearray(sys.stdin.buffer.read(MOST_BYTES + 1))

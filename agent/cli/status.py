@@ -1,4 +1,4 @@
-"""The overview of `carver status`: classes, groups, pools, volumes, snapshots.
+"""The overview of `carver status`: classes, volume groups, thin pools, volumes, snapshots.
 
 The overview is read from LVM and the kernel by the service's own modules, so it is correct whether
 or not the service runs. Reading takes one lvm2 command and changes nothing.
@@ -40,8 +40,8 @@ _ANSWER_SECONDS = 2.0
 class Class:
     """A device class. `largest_bytes` is the size of the largest volume that it can have now.
 
-    `largest_bytes` is what GetCapacity reports. It is None where the class's group is not on this
-    node, or the class's pool does not answer.
+    `largest_bytes` is what GetCapacity reports. It is None where the class's volume group is not on
+    this node, or the class's thin pool does not answer.
     """
 
     name: str
@@ -62,9 +62,11 @@ class Group:
     free_bytes: int = 0
     disks: int = 0
     missing_disks: int = 0
-    # Reason why the group is refused, though a group of that name is present; otherwise empty.
+    # Reason why the volume group is refused, though a group of that name is present; otherwise
+    # empty.
     problem: str = ""
-    # Sentences about disks that claim to belong to the group and are ignored, each with the reason.
+    # Sentences about disks that claim to belong to the volume group and are ignored, each with the
+    # reason.
     ignored: tuple[str, ...] = ()
 
 
@@ -117,7 +119,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Pool:
-    """A thin pool in one of Carver's groups.
+    """A thin pool in one of Carver's volume groups.
 
     `data_percent` and `metadata_percent` are the used parts of the pool, and None while the pool is
     inactive.
@@ -153,7 +155,7 @@ class Snapshot:
 class Overview:
     """The overview of a node at one moment.
 
-    `serving` is whether a process answers at the CSI socket, `endpoint`.
+    `serving` is whether a process answers at the CSI socket, whose path is `endpoint`.
     """
 
     node: str
@@ -169,7 +171,11 @@ class Overview:
 
 
 def read(settings: Config, host: Host) -> Overview:
-    """Read the overview of this node; raises NotReady, and the errors of lvm2's report."""
+    """Read the overview of this node.
+
+    Raises NotReady if the file of a volume group has no loop device, and the errors
+    of lvm2's report.
+    """
     node_groups = volume_groups(settings, host)
     reports = Reports(node_groups)
     activator = Activator(node_groups, host.devices, reports)
@@ -219,7 +225,10 @@ def _progress(endpoint: Path) -> Mapping[str, str]:
 
 
 def volume_groups(settings: Config, host: Host) -> VolumeGroups:
-    """Return this node's volume groups, with the same settings as the service; raises NotReady."""
+    """Return this node's volume groups, with the same settings as the service.
+
+    Raises NotReady if the file of a volume group has no loop device.
+    """
     lvm, devices = group_definitions.look(host.run, host.kernel, settings)
     configuration = Configuration(settings)
     return VolumeGroups(
@@ -330,7 +339,8 @@ def _health(found_conditions: Iterable[Condition]) -> Iterator[Health]:
 def _use(kernel: Kernel, volume_mounts: Sequence[Mount]) -> usage.Usage | None:
     """The usage of a volume's file system, by the first place where the volume is mounted.
 
-    None for a volume that is not mounted, and for one whose device is bind-mounted.
+    None for a volume that is not mounted, for a volume whose device is bind-mounted, and for a file
+    system that does not answer.
     """
     if volume_mounts and volume_mounts[0].root == "/":
         with suppress(mount_errors.MountError):  # the volume's health reports a mount that fails

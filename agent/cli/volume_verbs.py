@@ -40,7 +40,7 @@ from proto import csi_pb2 as csi
 _KUBELETS = ("/kubernetes.io~csi/", "/plugins/kubernetes.io/", "/volume-subpaths/")
 T = TypeVar("T")
 
-# Pause, in seconds, before a call is retried that the service could not finish yet. The service
+# Pause, in seconds, before a call that the service could not finish yet is repeated. The service
 # itself waits some seconds, within the call, for a copy.
 _AGAIN_SECONDS = 1.0
 # Number of calls to ask the service for when all calls are needed: more than any service keeps.
@@ -52,7 +52,7 @@ _NOT_YET = (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCod
 
 
 class VolumeVerbs:
-    """The subcommands of `carver` that call the running service; each prints its result.
+    """The subcommands of `carver` that call the running service; each prints its own result.
 
     A subcommand raises an error of the service as grpc.RpcError, which `connected` turns into
     CallRefused.
@@ -174,7 +174,7 @@ class VolumeVerbs:
         print(f"{name} is at {place}")
 
     def unpublish(self, name: str, path: str | None, *, confirmed: bool) -> None:
-        """Unpublish a volume from a path, or from all paths; unstage a volume that is then unused.
+        """Unpublish a volume from a path, or from all; unstage the volume once no path is left.
 
         Without a path, the user is asked before the volume is unpublished from paths of kubelet's,
         that is from a pod.
@@ -198,7 +198,10 @@ class VolumeVerbs:
                 staging.rmdir()
 
     def expand(self, name: str, size_bytes: int, key_file: str = "") -> None:
-        """Grow a volume, and a mounted file system on the volume, and wait until both are grown."""
+        """Grow a volume, and a mounted file system on the volume, and wait until both are grown.
+
+        Raises NotPublished if the volume can grow only in use, and is mounted nowhere.
+        """
         volume = self.find(name)
         places = self._places(volume)
         can_expand = self.caller.can_expand()
@@ -229,7 +232,8 @@ class VolumeVerbs:
     ) -> None:
         """Adopt a logical volume, and print its PersistentVolume and claim for `kubectl apply`.
 
-        `path` is GROUP/LV. The changes are printed to standard error. Raises BadField.
+        `path` is GROUP/LV. The changes are printed to standard error. Raises BadField for a bad
+        path or a bad name of claim or storage class.
         """
         group, name = _group_and_name(path)
         # Check the names of claim and storage class before the service changes anything.
@@ -251,7 +255,7 @@ class VolumeVerbs:
         print(manifest.of(answer.volume), end="")
 
     def undo_adopt(self, path: str, *, dry_run: bool) -> None:
-        """Undo the adoption of the logical volume `path`, GROUP/LV; raises BadField."""
+        """Undo the adoption of the logical volume `path`; raises BadField unless it is GROUP/LV."""
         group, name = _group_and_name(path)
         request = carver.AdoptVolumeRequest(group=group, logical_volume=name, dry_run=dry_run)
         _print_changes(self.caller.undo_adopt(request), dry_run=dry_run)
@@ -273,11 +277,11 @@ class VolumeVerbs:
         return Headers(name, self.host.kernel, self._own(name), program, copies, forget_key)
 
     def is_open(self, name: str) -> bool:
-        """Whether an encrypted volume is open, that is has a dm-crypt device."""
+        """Whether an encrypted volume is open, that is, has a dm-crypt device."""
         return self.host.devices.mapping(self._own(name)) is not None
 
     def _own(self, name: str) -> Device:
-        """The device of a volume's logical volume; raises NotStaged if inactive."""
+        """The device of a volume's logical volume; raises NotStaged if the latter is inactive."""
         volume = self.find(name)
         device = self._device(volume)
         if device is None:
@@ -292,7 +296,7 @@ class VolumeVerbs:
         return self.host.devices.find(logical.group, logical.name)
 
     def modify(self, name: str, parameters: Mapping[str, str]) -> None:
-        """Change mutable parameters of a volume, and print the new values."""
+        """Change mutable parameters of a volume, and print the given values."""
         self.caller.modify(self.find(name).volume_id, parameters)
         print(f"{name}: {', '.join(f'{key}={value}' for key, value in parameters.items())}")
 
@@ -310,7 +314,7 @@ class VolumeVerbs:
 
     @staticmethod
     def _until_done(step: Callable[[], tuple[bool, str]]) -> None:
-        """Repeat `step` until it is done, and print each new message.
+        """Repeat `step` until it reports that the work is done, and print each new message.
 
         If the user interrupts the command, the service goes on with the work.
         """
@@ -342,7 +346,7 @@ class VolumeVerbs:
         print(f"{name} is deleted")
 
     def take(self, volume_name: str, name: str, size: str) -> None:
-        """Take a snapshot; `size` is the size of its COW store, empty for that of the class."""
+        """Take a snapshot; `size` is the COW store's, empty for the default of the device class."""
         volume = self.find(volume_name)
         parameters = {"size": size} if size else {}
         snapshot = self.caller.snapshot(name, volume.volume_id, parameters)
@@ -401,14 +405,14 @@ class VolumeVerbs:
     def find(self, name: str) -> csi.Volume:
         """The volume whose name, logical volume's name or id is `name`.
 
-        Raises NoSuchVolume, and AbsenceNotProved where a missing group may have the volume.
+        Raises NoSuchVolume; AbsenceNotProved if a missing volume group may have the volume.
         """
         return _named(name, self.caller.volumes_here())
 
     def find_snapshot(self, name: str) -> csi.Snapshot:
         """The snapshot whose name, logical volume's name or id is `name`.
 
-        Raises NoSuchSnapshot, and AbsenceNotProved where a missing group may have the snapshot.
+        Raises NoSuchSnapshot; AbsenceNotProved if a missing volume group may have the snapshot.
         """
         logical = names.logical_volume(ids.SNAPSHOT_PREFIX, name)
         listing = self.caller.snapshots_here()
@@ -474,7 +478,7 @@ def _retry_while_aborted(call: Callable[[], T]) -> T:
 
 
 def _print_absent(reasons_by_group: Mapping[str, str]) -> None:
-    """Print, to standard error, why each of the missing groups is missing."""
+    """Print, to standard error, why each of the missing volume groups is missing."""
     for group in sorted(reasons_by_group):
         print(reasons_by_group[group], file=sys.stderr)
 
@@ -482,7 +486,7 @@ def _print_absent(reasons_by_group: Mapping[str, str]) -> None:
 def _named(name: str, listing: carver.VolumesHereResponse) -> csi.Volume:
     """The volume in a list whose name, logical volume's name or id is `name`.
 
-    Raises NoSuchVolume, and AbsenceNotProved where a missing group may have the volume.
+    Raises NoSuchVolume; AbsenceNotProved if a missing volume group may have the volume.
     """
     logical = names.logical_volume(ids.VOLUME_PREFIX, name)
     for volume in listing.entries:
@@ -493,7 +497,7 @@ def _named(name: str, listing: carver.VolumesHereResponse) -> csi.Volume:
 
 
 def _require_all_here(kind: str, name: str, reasons_by_group: Mapping[str, str]) -> None:
-    """Raise AbsenceNotProved if a missing group may have the volume or snapshot `name`."""
+    """Raise AbsenceNotProved if a missing volume group may have the volume or snapshot `name`."""
     volume_id = VolumeId.parse(name)
     reasons = {
         group: why
@@ -507,7 +511,7 @@ def _require_all_here(kind: str, name: str, reasons_by_group: Mapping[str, str])
 def _secrets(key_file: str) -> dict[str, str]:
     """The secrets of a CSI call: the key in a key file, or none without a file.
 
-    Raises BadField, NotReady.
+    Raises BadField for a key that is not UTF-8, and the errors of `encryption.key_in`.
     """
     if not key_file:
         return {}

@@ -55,7 +55,7 @@ class Argument:
         self._flags, self._complete, self._options = flags, complete, options
 
     def add(self, parser: argparse._ActionsContainer) -> None:
-        """Add the argument to a parser, or to a group of exclusive arguments."""
+        """Add the argument to a parser, or to a set of arguments that exclude each other."""
         action = parser.add_argument(*self._flags, **self._options)
         if self._complete:
             # Set the attribute from which shtab takes the shell functions of the completion.

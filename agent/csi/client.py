@@ -60,7 +60,7 @@ def of_volume(volume_id: str) -> csi.VolumeContentSource:
 
 
 class _Channel:
-    """A gRPC channel with a default deadline for unary calls; a call's own timeout overrides it."""
+    """A gRPC channel with a default deadline for unary calls; a timeout of a call overrides it."""
 
     def __init__(self, channel: grpc.Channel, timeout_seconds: float) -> None:
         self._channel = channel
@@ -238,7 +238,7 @@ class Client:
         capability: csi.VolumeCapability | None = None,
         secrets: Mapping[str, str] | None = None,
     ) -> None:
-        """Stage a volume at a path (NodeStageVolume); its file system is mounted by default."""
+        """Stage a volume at a path (NodeStageVolume), by default with a mounted file system."""
         request = csi.NodeStageVolumeRequest(
             volume_id=volume.volume_id,
             staging_target_path=str(staging_path),

@@ -30,9 +30,9 @@ _Rpc = csi.ControllerServiceCapability.RPC
 
 
 def capabilities(*, expand: bool, attach: bool = False) -> csi.ControllerGetCapabilitiesResponse:
-    """The answer to ControllerGetCapabilities.
+    """The response of ControllerGetCapabilities.
 
-    `expand` adds the capability to expand volumes, `attach` those to attach and detach volumes.
+    `expand` adds the capability to expand volumes, `attach` those to attach and to detach volumes.
     """
     types = [
         _Rpc.CREATE_DELETE_VOLUME,
@@ -86,7 +86,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def CreateVolume(
         self, request: csi.CreateVolumeRequest, context: grpc.ServicerContext
     ) -> csi.CreateVolumeResponse:
-        """Create a volume, or return the volume that an earlier call of the same name created."""
+        """Create a volume, or return the volume that an earlier call with the same name created."""
         call = requests.CreateVolume.from_proto(request)
         name = names.logical_volume(ids.VOLUME_PREFIX, call.name)
         sources = [] if call.source is None else [ids.logical_name(call.source.id)]
@@ -133,14 +133,14 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         return csi.ControllerUnpublishVolumeResponse()
 
     def _require_attach(self, call: str) -> None:
-        """Raise NotImplementedError for an RPC of attachment if the setting `attach` is off."""
+        """Raise NotImplementedError if the setting `attach` is off; `call` is the RPC's name."""
         if not self._configuration.now.attach:
             raise NotImplementedError(f"{call} is switched off on this node (setting `attach`)")
 
     def ValidateVolumeCapabilities(
         self, request: csi.ValidateVolumeCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.ValidateVolumeCapabilitiesResponse:
-        """Confirm that a volume has the requested capabilities, or return why it has not."""
+        """Confirm that a volume has the requested capabilities, or return why it lacks one."""
         call = requests.ValidateVolume.from_proto(request)
         volume = self._context.mender.mended_volume(call.volume_id, Call.MANAGE)
         if refusal := call.unsupported or validate.refusal(volume, call):
@@ -235,7 +235,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def CreateSnapshot(
         self, request: csi.CreateSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.CreateSnapshotResponse:
-        """Take a snapshot, or return the snapshot that an earlier call of the same name took."""
+        """Take a snapshot, or return the one that an earlier call with the same name took."""
         call = requests.CreateSnapshot.from_proto(request)
         name = names.logical_volume(ids.SNAPSHOT_PREFIX, call.name)
         with (

@@ -16,7 +16,7 @@ _Rpc = csi.GroupControllerServiceCapability.RPC
 
 
 def capabilities() -> csi.GroupControllerGetCapabilitiesResponse:
-    """The answer to GroupControllerGetCapabilities: all RPCs of group snapshots."""
+    """The response of GroupControllerGetCapabilities: all RPCs of group snapshots."""
     rpc = _Rpc(type=_Rpc.CREATE_DELETE_GET_VOLUME_GROUP_SNAPSHOT)
     return csi.GroupControllerGetCapabilitiesResponse(
         capabilities=[csi.GroupControllerServiceCapability(rpc=rpc)]
@@ -43,7 +43,7 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
     ) -> csi.CreateVolumeGroupSnapshotResponse:
         """Take snapshots of several volumes at one moment.
 
-        Return the snapshots of an earlier call of the same name, if there are any.
+        Return the group snapshot of an earlier call with the same name, if there is one.
         """
         call = requests.CreateGroupSnapshot.from_proto(request)
         sources = map(ids.logical_name, call.source_ids)

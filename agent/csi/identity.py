@@ -21,7 +21,7 @@ _version = cache(version)
 def capabilities(
     optional_services: Iterable[csi.PluginCapability.Service.Type.ValueType] = (),
 ) -> csi.GetPluginCapabilitiesResponse:
-    """The answer to GetPluginCapabilities; extras add the `optional_services`."""
+    """The response of GetPluginCapabilities; extras add the `optional_services`."""
     services = (
         _Service.CONTROLLER_SERVICE,
         _Service.VOLUME_ACCESSIBILITY_CONSTRAINTS,
@@ -43,7 +43,10 @@ class Identity(csi_pb2_grpc.IdentityServicer):
         driver_name: str,
         optional_services: Iterable[csi.PluginCapability.Service.Type.ValueType] = (),
     ) -> None:
-        """Store what the RPCs return; extras add the `optional_services`."""
+        """Store the name, services and readiness that the RPCs return.
+
+        The extras add the `optional_services`.
+        """
         self._readiness = readiness
         self._optional_services = tuple(optional_services)
         self._name = driver_name
@@ -66,7 +69,7 @@ class Identity(csi_pb2_grpc.IdentityServicer):
         return capabilities(self._optional_services)
 
     def Probe(self, request: csi.ProbeRequest, context: grpc.ServicerContext) -> csi.ProbeResponse:
-        """Return whether start-up is complete; raise NotReady if the plugin can serve nothing.
+        """Return whether start-up is complete; raise NotReady if the node can serve nothing.
 
         The function ProbeForever of the sidecars (csi-lib-utils, rpc) retries while start-up is not
         complete, and gives up if the RPC fails.

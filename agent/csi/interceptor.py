@@ -47,7 +47,7 @@ def _strip(message: Message) -> None:
 
 
 def _replace(message: Message, field: FieldDescriptor) -> None:
-    """Remove a secret from a message; of a map keep the keys, which help to find a mistake."""
+    """Remove a secret from a message; of a map the keys stay, as they help to find a mistake."""
     value = getattr(message, field.name)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         for key in value:
@@ -65,7 +65,7 @@ _Behaviour = Callable[[Message, grpc.ServicerContext], Any]
 
 
 class Interceptor(grpc.ServerInterceptor):
-    """Admit, time-limit, trace and log each RPC, and map its error to a gRPC status.
+    """Admit, time-limit, trace and log each RPC, and map the RPC's error to a gRPC status.
 
     The codes are those of agent/core/codes.py. `observe` is called with the trace of each RPC that
     ended. `admission` limits the number of concurrent RPCs. `traces` keeps the last traces.
@@ -191,9 +191,9 @@ class Interceptor(grpc.ServerInterceptor):
         request: Message,
         context: grpc.ServicerContext,
     ) -> Generator[Any, None, None]:
-        """Yield the answers of an RPC, and trace, admit and time-limit the making of each answer.
+        """Yield the responses of a streaming RPC; trace, admit and time-limit the making of each.
 
-        The RPC holds no admission slot, and no time limit runs, while the caller reads an answer.
+        The RPC holds no admission slot, and no time limit runs, while the caller reads a response.
         """
         with ExitStack() as ending:
             answers: Iterator[Any] | None = None
@@ -282,7 +282,7 @@ def _subject_fields(kind: Descriptor) -> Sequence[str]:
 def _group(subject: str, request: Message) -> str | None:
     """The volume group of the volume that a request names.
 
-    Empty for a volume whose group is not known, None for a request that names no volume.
+    Empty for a volume whose volume group is not known, None for a request that names no volume.
     """
     volume_id = VolumeId.parse(subject)
     if volume_id is not None:
@@ -315,7 +315,7 @@ def _write(rpc_trace: Trace, request: Message, message: str) -> None:
 # Fields of requests that name the volume or snapshot of an RPC, in order of precedence.
 _SUBJECTS = ("volume_id", "snapshot_id", "target_snapshot_id", "group_snapshot_id", "name")
 
-# Methods that callers use all day long; an RPC of these that succeeds is logged at debug level.
+# Methods that callers use all day long; a successful RPC of these is logged at debug level.
 ROUTINE = frozenset(
     {
         "Probe",

@@ -58,8 +58,8 @@ def volume(record: Volume, segments: Mapping[str, str]) -> csi.Volume:
 def put_volume(message: csi.Volume, record: Volume, topology: csi.Topology) -> None:
     """Fill in the CSI message of a volume.
 
-    The message may be an entry of a list's answer; protobuf would copy a message that was made
-    apart into the list.
+    The message may be an entry of a list in a response. So no message is made here: protobuf would
+    copy a separate message into the list.
     """
     message.volume_id = str(record.id)
     message.capacity_bytes = record.capacity_bytes

@@ -46,7 +46,7 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeStageVolume(
         self, request: csi.NodeStageVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeStageVolumeResponse:
-        """Activate, format and mount a volume at its staging path, as far as it is not yet."""
+        """Activate, format and mount a volume at its staging path; skip what is done already."""
         call = requests.StageVolume.from_proto(request)
         locks = self._locks.hold(ids.logical_name(call.volume_id), call.staging_path)
         with call.keys.used(), locks:
@@ -118,7 +118,7 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeExpandVolume(
         self, request: csi.NodeExpandVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeExpandVolumeResponse:
-        """Grow a logical volume if it is too small, and in any case the file system on it."""
+        """Grow a logical volume if it is too small, and the file system on the volume, if any."""
         call = requests.ExpandVolume.from_proto(request)
         place = requests.VolumePath.from_proto(request, "volume_path")
         keys = requests.keys_of(request.secrets)

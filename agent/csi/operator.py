@@ -178,7 +178,7 @@ def _progress(progress: Progress) -> carver.Progress:
 
 
 def _keys(volumes_or_snapshots: Iterable[Volume | Snapshot]) -> dict[str, str]:
-    """The name of the encryption key of each encrypted volume or snapshot, by its id."""
+    """The name of the encryption key of each encrypted volume or snapshot, by the latter's id."""
     return {
         str(record.id): records.key_generation(record.own_tags)
         for record in volumes_or_snapshots

@@ -39,7 +39,7 @@ class Extra:
         return {}
 
     def start(self) -> None:
-        """Start the extra's background work; called once a volume group is recovered."""
+        """Start the extra's background work; called once start-up is complete."""
 
     def stop(self) -> None:
         """Stop background work and streams; called before the service waits for RPCs in flight."""

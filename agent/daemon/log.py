@@ -38,7 +38,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(log_format: str, level: str) -> None:
-    """Log to standard error from a level on, in the format "json" or "text"."""
+    """Log to standard error, from `level` on, in the format "json" or "text"."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)

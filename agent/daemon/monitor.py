@@ -86,7 +86,7 @@ class Monitor:
         self._server: _Server | None = None
 
     def start(self) -> int:
-        """Start to serve and return the port; if the address is not free, log it and return 0."""
+        """Start to serve and return the port; if the address is in use, log that and return 0."""
         try:
             server = _Server(self._address, self._pages)
         except OSError as error:
@@ -154,7 +154,11 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _PATIENCE_SECONDS
 
     def do_GET(self) -> None:
-        """Answer with a page, 404 for an unknown path, or 503 for an unhealthy or busy page."""
+        """Answer with a page, or with an error as a page of text.
+
+        The errors are 404 for an unknown path, 503 for an unhealthy or busy page, and 500 for a
+        page that fails.
+        """
         path = self.path.partition("?")[0]
         page = self.server.pages.get(path)
         if page is None:

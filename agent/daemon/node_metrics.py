@@ -1,4 +1,4 @@
-"""Prometheus metrics of a node: RPCs, programs, and the state of groups, volumes and pools.
+"""Prometheus metrics of a node: RPCs, programs, volume groups, volumes and thin pools.
 
 RPCs and programs are counted when they end. All other metrics are measured at each scrape; each of
 these metrics is a row of `OF_PROCESS`, `OF_GROUPS` or `OF_POOLS`.
@@ -166,7 +166,7 @@ def _outcome(words: Sequence[str], result: Result) -> str:
 
 
 class Scrape:
-    """The state that the rows of one scrape share; each property is computed once, when needed."""
+    """The state that all rows of one scrape share; each property is computed once, if needed."""
 
     def __init__(self, service: Service, registration: Registration) -> None:
         self.service, self.registration = service, registration
@@ -216,7 +216,7 @@ class Scrape:
 
 @dataclass(frozen=True)
 class PoolState:
-    """A thin pool and the values of its labels: device class and group.
+    """A thin pool and the values of its labels: device class and volume group.
 
     `status` is the kernel's status of the pool; None while the pool is inactive or does not answer.
     """
@@ -402,7 +402,7 @@ OF_GROUPS: tuple[Row, ...] = (
         ("snapshot",), _snapshots_used),
 )
 
-# Metrics of thin pools, for which the kernel is asked; these are measured last.
+# Metrics of thin pools, for which the kernel is queried; these metrics are measured last.
 OF_POOLS: tuple[Row, ...] = (
     Row("carver_class_available_bytes",
         "The largest volume of the class that can be created, as GetCapacity says.",

@@ -45,7 +45,11 @@ class Reloader:
             _log.info("configuration reloaded: classes %s, volume groups %s", classes, groups)
 
     def _apply(self, old_settings: Config) -> None:
-        """Apply the new configuration to the parts that do not read it at each use."""
+        """Apply the new configuration to the parts that do not read it at each use.
+
+        Also has all disks scanned and all volume groups recovered again, and stops the workers of
+        volume groups that no class names any more.
+        """
         service, settings = self._service, self._service.configuration.now
         if (settings.log_format, settings.log_level) != (
             old_settings.log_format,
@@ -59,9 +63,9 @@ class Reloader:
             if name not in settings.groups:
                 _log.warning("volume group %s: no class names it any more; it is let go of", name)
                 service.volume_groups.workers.let_go(name)
-        # Recover all groups again, without resuming suspended devices of a new group: an RPC that
-        # named the group by a volume's id may have suspended them on purpose. The first RPC in the
-        # group resumes the devices that a killed lvm2 left suspended.
+        # Recover all volume groups again, without resuming suspended devices of a new group: an RPC
+        # that named the group by a volume's id may have suspended them on purpose. The first RPC in
+        # the group resumes the devices that a killed lvm2 left suspended.
         self._recovery.repeat()
         if service.context.admission.is_open:
             for scan in service.looks:

@@ -87,8 +87,8 @@ class Service:
     ) -> None:
         configuration = self.configuration = Configuration(config)
         self.traces = Traces()
-        # The last error of each step of `resume` that failed, by the step and the group. The same
-        # error is not logged again.
+        # The last error of each step of `resume` that failed, by the step and the volume group. The
+        # same error is not logged again.
         self.unrecovered: dict[tuple[str, ...], str] = {}
         # Trace each program and each system call as a step of its RPC.
         lvm = replace(lvm, run=trace.traced_run(lvm.run))
@@ -211,7 +211,7 @@ class Service:
         return self.autoextender.looks, self.auto_repair.looks, self.inline_volumes.looks
 
     def start(self, path: Path) -> None:
-        """Start to serve on a Unix socket that only root can open."""
+        """Serve on a Unix socket that only root can open, and start to sweep inline volumes."""
         # Restrict the mode by the umask: with chmod(2), any user could connect between bind and
         # chmod.
         umask = os.umask(0o177)
@@ -225,8 +225,8 @@ class Service:
     def stop(self) -> None:
         """Stop serving: let RPCs in flight end, then end background work at its next safe point.
 
-        An RPC or a job that does not end in time is abandoned: a disk that hangs must keep neither
-        the process from ending, nor the deferred tags of another group from being written.
+        An RPC or a job that does not end in time is abandoned: a disk that hangs must not keep the
+        process from ending, or the deferred tags of another volume group from being written.
         """
         self.inline_volumes.looks.stop()
         self.context.limiter.task.stop()
@@ -263,8 +263,8 @@ def resume(service: Service, group: str) -> bool:
 
     Return whether all of the work is resumed. If not, as for a group that is absent or refused, the
     caller has to call again later. Raises the errors of reading the group. After an error about one
-    volume, pool or snapshot, the other ones and the next steps are still tried; the error is logged
-    once.
+    volume, thin pool or snapshot, the other ones and the next steps are still tried; the error is
+    logged once.
     """
     try:
         report = service.reports.fresh(group)

@@ -29,7 +29,7 @@ _MAX_AGE_SECONDS = 60.0
 
 
 class Watch:
-    """Background tasks: refresh cached reports, scan disks after udev events, retry groups.
+    """Background tasks: refresh cached reports, scan disks after udev events, retry volume groups.
 
     `retry_groups` is called every two seconds. Like a refresh it has to return at once, and
     therefore starts other threads for work that may hang.
@@ -101,9 +101,15 @@ def startup(
 ) -> PeriodicTask:
     """Return a task that retries `begin` until it succeeds, and then admits RPCs.
 
+<<<<<<< HEAD
     After the admission the task calls `background_work`, again until that succeeds, and ends. While
     `begin` fails, RPCs that need LVM are refused with its error. `begin` checks the state before
     each step, so it may fail, or be killed, at any step.
+=======
+    After the admission the task calls `background_work`, and is not run again. While `begin` fails,
+    RPCs that need LVM are refused with the error of `begin`. `begin` checks the state before each
+    step, so `begin` may fail, or be killed, at any step.
+>>>>>>> words-g
     """
     has_begun = threading.Event()
 
@@ -131,13 +137,13 @@ def startup(
     return task
 
 
-# Time, in seconds, for which start-up waits for all volume groups; afterwards it waits only until
-# some group is recovered.
+# Time, in seconds, for which start-up waits for all volume groups; afterwards start-up waits only
+# until one of the groups is recovered.
 _OTHERS_SECONDS = 3.0
-# Interval, in seconds, at which the recovery of a group that does not answer is retried.
+# Interval, in seconds, at which the recovery of a volume group that does not answer is retried.
 _RETRY_SECONDS = 60.0
-# Interval, in seconds, at which the recovery of a group is retried after a disk was attached,
-# removed or changed.
+# Interval, in seconds, at which the recovery of a volume group is retried after a disk was
+# attached, removed or changed.
 _SOON_SECONDS = 5.0
 
 
@@ -146,15 +152,15 @@ class Recovery:
 
     Recovery is the first job of the group's background worker (agent/work/group_worker.py), and
     finds the worker's other jobs. `recover` returns whether all work of the group is resumed; if
-    not, as for an absent group, the group is retried.
+    not, as for an absent group, the recovery of the group is retried.
     """
 
     def __init__(self, volume_groups: VolumeGroups, recover: Callable[[str], bool]) -> None:
         self._volume_groups = volume_groups
         self._recover = recover
-        # Names of the recovered groups, which are retried only after they stopped answering.
+        # Names of the recovered volume groups, which are retried only after they stopped answering.
         self._recovered: set[str] = set()
-        # Time of the last attempt for each group, in seconds of the monotonic clock.
+        # Time of the last attempt for each volume group, in seconds of the monotonic clock.
         self._tried_at: dict[str, float] = {}
         self.jobs: Jobs[Job] = Jobs(
             volume_groups.workers,
@@ -166,7 +172,7 @@ class Recovery:
         )
 
     def begin(self) -> None:
-        """Try to recover all volume groups, and wait until at least one group is recovered.
+        """Try to recover all volume groups, and wait until at least one attempt has succeeded.
 
         1. Start an attempt for each group.
         2. Wait up to three seconds for the end of all attempts.
@@ -188,12 +194,12 @@ class Recovery:
             raise problems[0]
 
     def repeat(self) -> None:
-        """Have all groups recovered again at the next `step`, as after a configuration reload."""
+        """Have all volume groups recovered again at the next `step`, as after a reload."""
         self._recovered.clear()
         self._tried_at.clear()
 
     def step(self) -> None:
-        """Start the recovery of each group that is not recovered and is due for a retry.
+        """Start the recovery of each volume group that is not recovered and is due for a retry.
 
         While all groups are recovered and answer, no command runs.
         """
@@ -208,13 +214,14 @@ class Recovery:
                 self.jobs.wake(self._job(group.name), 0.0)
 
     def _job(self, name: str) -> Job:
-        # With `on_record=False` the group's worker does not retry a failed job; `step` retries it.
+        # With `on_record=False` the volume group's worker does not retry a failed job; `step`
+        # retries it.
         return Job(name, on_record=False)
 
     def _try(self, job: Job) -> None:
         self._tried_at[job.key] = time.monotonic()
-        # Count the group as recovered before the attempt: if the group stops answering during the
-        # attempt, `step` then has it recovered again.
+        # Count the volume group as recovered before the attempt: if the group stops answering
+        # during the attempt, `step` then has it recovered again.
         self._recovered.add(job.key)
         try:
             with command.stall_limit(_PATIENCE_SECONDS):
@@ -223,6 +230,6 @@ class Recovery:
             self._recovered.discard(job.key)
             raise
         if not is_done:
-            # Have `step` retry the group. The group may have appeared since, and have answered an
-            # RPC, so that `step` would never see it as one that does not answer.
+            # Have `step` retry the volume group. The group may have appeared since, and have
+            # answered an RPC, so that `step` would never see it as one that does not answer.
             self._recovered.discard(job.key)

@@ -53,7 +53,7 @@ def _optional(*allowed: str) -> Callable[[str], str]:
 
 
 def check_mount_options(field: str, flags: Sequence[str], fs_type: str | None = None) -> None:
-    """Raise BadField for mount options that a file system does not have.
+    """Raise BadField for mount options that are malformed, or that a file system does not have.
 
     Without `fs_type` the options of every supported file system are allowed.
     """
@@ -152,8 +152,8 @@ MUTABLE: Sequence[Parameter] = (
 )
 # Parameters of a VolumeSnapshotClass or VolumeGroupSnapshotClass.
 SNAPSHOT: Sequence[Parameter] = (Parameter(SIZE, values.parse_share),)
-# Parameters in a volume_context; each is also kept in a tag of its own. The last row is in the
-# contexts and streams of volumes that versions up to 0.2.0 created, and has no effect any more.
+# Parameters in a volume_context; each is also kept in a tag. The parameter in the last row has no
+# effect any more: it is in the contexts and streams of volumes that versions up to 0.2.0 created.
 IN_CONTEXT = (
     *(row for row in STORAGE_CLASS if row.text is not None),
     Parameter(tag.REENCRYPT, _optional("true"), tag.REENCRYPT, str),
@@ -216,14 +216,17 @@ class Parameters:
 
     @classmethod
     def from_proto(cls, wire: Mapping[str, str], field: str = "parameters") -> Self:
-        """Read the parameters of a StorageClass; raises BadField, also for an unknown parameter."""
+        """Read the parameters of a StorageClass.
+
+        Raises BadField for a parameter that is unknown or has a bad value.
+        """
         return cls(*_of_volume(field, wire, STORAGE_CLASS, _OF_CLAIM))
 
     @classmethod
     def from_pod(cls, wire: Mapping[str, str]) -> Self:
         """Read the attributes of an inline volume, and the keys that kubelet adds.
 
-        Raises BadField, also for an unknown attribute.
+        Raises BadField for an attribute that is unknown or has a bad value.
         """
         return cls(*_of_volume("volume_context", wire, INLINE, _OF_POD))
 
@@ -273,7 +276,7 @@ class Parameters:
         return bool(self.given.get(tag.ENCRYPTION))
 
     def check_for(self, fs_type: str, field: str) -> None:
-        """Check the options of mkfs and mount for a file system; raises BadField."""
+        """Raise BadField for options of mkfs or mount that a file system does not have."""
         try:
             filesystem.check_options(fs_type, self.mkfs_options)
         except mount_errors.BadOption as error:
@@ -316,7 +319,7 @@ class Parameters:
         return replace(self, given={**self.given, key: value})
 
     def own_tags(self) -> dict[str, str]:
-        """The tags that keep the parameters, except tags that hold more (see `Parameter.text`)."""
+        """The tags that keep the parameters, without tags that hold more (see `Parameter.text`)."""
         texts = {
             row.tag: row.text(self.given[row.key])
             for row in IN_CONTEXT
@@ -341,7 +344,7 @@ def snapshot_parameters(
 
     Returns the size of the COW store, if given, and the tags that keep the names of the snapshot's
     objects. `names` has the keys of these tags by the keys of external-snapshotter. Raises
-    BadField.
+    BadField for a parameter that is unknown or has a bad value.
     """
     field = "parameters"
     _check_map(field, wire)
@@ -350,7 +353,11 @@ def snapshot_parameters(
 
 
 def tuning_of(wire: Mapping[str, str]) -> Tuning:
-    """Read the parameters of a VolumeAttributesClass; raises BadField."""
+    """Read the parameters of a VolumeAttributesClass.
+
+    Raises BadField for a parameter that is unknown or has a bad value, and for parameters that
+    lvm2 would refuse together.
+    """
     _check_map(MUTABLE_FIELD, wire)
     parameters = _read(MUTABLE_FIELD, _without_kubernetes(wire), MUTABLE)
     tuning = _tuning(parameters, MUTABLE)
@@ -366,10 +373,11 @@ def _tuning(parsed_values: Mapping[str, Any], rows: Sequence[Parameter]) -> Tuni
 def _of_volume(
     field: str, wire: Mapping[str, str], rows: Sequence[Parameter], names: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Read a volume's parameters; return their values, and the tags for Kubernetes' names.
+    """Read a volume's parameters; return their values, and the tags for names of objects.
 
-    A file system may be named by Carver's key and by Kubernetes' keys, if all name the same file
-    system. Raises BadField.
+    The tags keep the names of Kubernetes objects, such as the claim. A file system may be named by
+    Carver's key and by Kubernetes' keys, if all name the same file system. Raises BadField for a
+    parameter that is unknown or has a bad value.
     """
     _check_map(field, wire)
     texts = _without_kubernetes(wire)

@@ -60,7 +60,7 @@ class Capability:
 
     @classmethod
     def from_proto(cls, wire: csi.VolumeCapability, field: str = "volume_capability") -> Self:
-        """Read and check a VolumeCapability; raises BadField."""
+        """Read and check a VolumeCapability; raises BadField for an invalid field."""
         mode = _mode(wire, field)
         access = wire.WhichOneof("access_type")
         if access is None:
@@ -79,14 +79,14 @@ class Capability:
 
     @classmethod
     def several(cls, wire: Sequence[csi.VolumeCapability]) -> tuple[Self, ...]:
-        """Read and check the field `volume_capabilities` of a request; raises BadField."""
+        """Read and check the field `volume_capabilities`; raises BadField for an invalid one."""
         return tuple(
             cls.from_proto(capability, f"volume_capabilities[{index}]")
             for index, capability in enumerate(wire)
         )
 
     def check_for(self, fs_type: str, field: str) -> None:
-        """Check the mount flags for a file system; raises BadField."""
+        """Raise BadField for mount flags that a file system does not have."""
         check_mount_options(f"{field}.mount.mount_flags", self.mount_flags, fs_type)
 
     @property
@@ -125,7 +125,7 @@ _NOT_IN_A_NAME = re.compile("[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009
 
 
 def required(wire: Message, field: str) -> Any:
-    """The value of a field of a request; raises Missing for an empty value."""
+    """The value of a field of a request; raises Missing if the field is empty."""
     if not (value := getattr(wire, field)):
         raise errors.Missing(field)
     return value
@@ -245,7 +245,7 @@ class SizeRange:
 
     @classmethod
     def from_proto(cls, wire: csi.CapacityRange, field: str = "capacity_range") -> Self:
-        """Read and check a CapacityRange; raises BadField."""
+        """Read and check a CapacityRange; raises BadField for an invalid field."""
         for name in ("required_bytes", "limit_bytes"):
             if getattr(wire, name) < 0:
                 raise errors.BadField(f"{field}.{name}", "must not be negative")
@@ -391,7 +391,7 @@ class ModifyVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.ControllerModifyVolumeRequest) -> Self:
-        """Read and check a ControllerModifyVolume request; raises BadField."""
+        """Read and check a ControllerModifyVolume request; raises BadField for an invalid field."""
         volume_id = required(wire, "volume_id")
         return cls(volume_id, tuning_of(required(wire, MUTABLE_FIELD)))
 
@@ -411,7 +411,7 @@ class ExpandVolume:
     def from_proto(
         cls, wire: csi.ControllerExpandVolumeRequest | csi.NodeExpandVolumeRequest
     ) -> Self:
-        """Read and check a request to expand a volume; raises BadField."""
+        """Read and check a request to expand a volume; raises BadField for an invalid field."""
         volume_id = required(wire, "volume_id")
         read_only = (
             wire.HasField("volume_capability")
@@ -463,7 +463,7 @@ class CreateSnapshot:
 
     @classmethod
     def from_proto(cls, wire: csi.CreateSnapshotRequest) -> Self:
-        """Read and check a CreateSnapshot request; raises BadField."""
+        """Read and check a CreateSnapshot request; raises BadField for an invalid field."""
         _check_name("name", wire.name)
         source_id = required(wire, "source_volume_id")
         size, object_tags = snapshot_parameters(wire.parameters, OF_SNAPSHOT)
@@ -482,7 +482,7 @@ class CreateGroupSnapshot:
 
     @classmethod
     def from_proto(cls, wire: csi.CreateVolumeGroupSnapshotRequest) -> Self:
-        """Read and check a CreateVolumeGroupSnapshot request; raises BadField."""
+        """Read and check a CreateVolumeGroupSnapshot request; BadField for an invalid field."""
         _check_name("name", wire.name)
         field = "source_volume_ids"
         sources = required(wire, field)
@@ -575,7 +575,10 @@ def publish_context(*, read_only: bool) -> Mapping[str, str]:
 def _is_attached_read_only(
     wire: csi.NodeStageVolumeRequest | csi.NodePublishVolumeRequest,
 ) -> bool:
-    """Whether the publish_context of a request says that the volume is attached read-only."""
+    """Whether the publish_context of a request says that the volume is attached read-only.
+
+    Raises NotAllowed for another value than "true" and "false".
+    """
     text = wire.publish_context.get(ATTACHED_READ_ONLY, "false")
     if text not in {"true", "false"}:
         raise errors.NotAllowed(f"publish_context[{ATTACHED_READ_ONLY}]", text, ("true", "false"))
@@ -593,7 +596,7 @@ class AttachVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.ControllerPublishVolumeRequest) -> Self:
-        """Read and check a ControllerPublishVolume request; raises BadField."""
+        """Read and check a ControllerPublishVolume request; BadField for an invalid field."""
         volume_id, node_id = required(wire, "volume_id"), required(wire, "node_id")
         capability = _capability(wire)
         # Check the volume_context before the volume is attached: NodeStageVolume gets the same
@@ -658,7 +661,7 @@ class PublishVolume:
 
     @classmethod
     def from_proto(cls, wire: csi.NodePublishVolumeRequest) -> Self:
-        """Read and check a NodePublishVolume request; raises BadField."""
+        """Read and check a NodePublishVolume request; raises BadField for an invalid field."""
         volume_id = required(wire, "volume_id")
         target_path = _path(wire, "target_path")
         capability = _capability(wire)
@@ -770,7 +773,7 @@ def keys_of(secrets: Mapping[str, str]) -> Keys:
 
 
 def _check_generation(sent: Keys) -> None:
-    """Raise BadField if the name of a key does not fit into a tag, or is the key itself."""
+    """Raise BadField if the name of a key is unfit for a tag, or equals the key itself."""
     field = f"secrets[{secret.GENERATION}]"
     if sent.generation and not _GENERATION.fullmatch(sent.generation):
         raise errors.BadField(

@@ -50,7 +50,7 @@ class Keys:
 
     present: Key | None = None
     previous: Key | None = None
-    # Name of the present key, which is stored unencrypted.
+    # Name of the volume's present key; the name is stored unencrypted.
     generation: str = ""
 
     def digests(self) -> tuple[object, ...]:

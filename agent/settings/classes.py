@@ -24,8 +24,8 @@ ZEROS = (ZERO_FIRST, tag.FULLY)
 REPAIRS = MANUAL, AUTO = ("manual", "auto")
 # Values of `encryption`: the formats of encrypted volumes.
 ENCRYPTIONS = ("luks2",)
-# Values of `erase`: how the data of a deleted encrypted volume are erased, whose header is zeroed
-# in any case: as the setting `wipe` says, not at all, or by a discard.
+# Values of `erase`: how a deleted encrypted volume is erased. Its header is zeroed in any case. The
+# data are erased as the setting `wipe` says (`zero`), left (`crypto`), or discarded (`discard`).
 ERASURES = ERASE_ZERO, ERASE_CRYPTO, ERASE_DISCARD = ("zero", "crypto", "discard")
 # Values of `erase` with which only the header of an encrypted volume is zeroed. Without its header
 # the volume cannot be read.
@@ -42,7 +42,7 @@ BYPASSES: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """A device class, which a StorageClass names: how its volumes are created and treated.
+    """A device class, which a StorageClass names: how the class's volumes are made and treated.
 
     `pool` is set for a class with the layout thin, and None otherwise.
     """
@@ -70,7 +70,7 @@ class DeviceClass:
     discard: bool = False
     # How the data of a deleted encrypted volume are erased.
     erase: str = ERASE_ZERO
-    # File with the key of encrypted volumes, for calls without a key.
+    # File with the key of encrypted volumes, for CSI calls that send no key.
     key_file: Path | None = None
     # Kinds of I/O on encrypted volumes that bypass dm-crypt's work queues.
     bypass_workqueue: str = "none"
@@ -185,7 +185,8 @@ POOL_KEYS: Mapping[str, str] = {
 def _pool(table: dict[str, Any], parsed_layout: Layout) -> thin.Policy | None:
     """Remove the keys of the thin pool from a class's table, and return the pool's policy.
 
-    None for another layout than thin. Raises ValueError.
+    None for another layout than thin. Raises ValueError for keys of a pool with another layout, and
+    for thresholds that contradict each other.
     """
     fields = {field: table.pop(key) for key, field in POOL_KEYS.items() if key in table}
     if not parsed_layout.is_thin:
@@ -202,7 +203,8 @@ def _pool(table: dict[str, Any], parsed_layout: Layout) -> thin.Policy | None:
 def _cache(table: dict[str, Any], parsed_layout: Layout) -> Cache | None:
     """Remove the keys of the cache from a class's table, and return the cache.
 
-    None for a class without a cache. Raises ValueError.
+    None for a class without a cache. Raises ValueError for keys of a cache without a cache, and for
+    a layout that can have none.
     """
     options = {key: table.pop(key) for key in ("cache_mode", "cache_size") if key in table}
     kind = table.pop("cache", None)

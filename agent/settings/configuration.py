@@ -1,4 +1,4 @@
-"""The present configuration of a process: the one object with settings, classes and groups."""
+"""The present configuration of a process: the one object with settings and device classes."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -8,16 +8,16 @@ from agent.settings.settings import SETTINGS, Config
 
 
 class Configuration:
-    """The settings, classes and groups of a process, which a reload of the file replaces.
+    """The settings, classes and volume groups of a process, which a reload of the file replaces.
 
-    Users read `now` at each use and keep no copy of it. Only a call that needs a device class twice
-    may keep the class, which is an immutable record.
+    Users read `now` at each use and keep no copy of the configuration. Only a call that needs a
+    device class twice may keep the class, which is an immutable record.
     """
 
     def __init__(self, config: Config) -> None:
         self._now = config
-        # Whether the last load of the file succeeded, and the time of the last successful load, in
-        # seconds since the epoch.
+        # Whether the last load of the configuration file succeeded, and the time of the last
+        # successful load, in seconds since the epoch.
         self.is_taken, self.taken_seconds = True, time.time()
 
     @property

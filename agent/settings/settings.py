@@ -42,8 +42,8 @@ class GroupDefinition:
     fast: tuple[str, ...] = ()
 
 
-# Type of the limit of a group's background I/O; None for I/O that gives way to other I/O instead
-# (agent/work/pace.py).
+# Type of the limit of a volume group's background I/O; None for I/O that gives way to other I/O
+# instead (agent/work/pace.py).
 Bandwidth = Reserve | None
 _BANDWIDTH = "background_bandwidth"
 
@@ -61,10 +61,10 @@ GROUP_KEYS: Mapping[str, Callable[[Any], Any]] = {
 def parse_groups(
     source: str, tables: object, classes: Sequence[DeviceClass]
 ) -> tuple[tuple[GroupDefinition, ...], Mapping[str, Bandwidth]]:
-    """Parse the tables [[groups]]; raises BadConfig, also for a group that no class uses.
+    """Parse the tables [[groups]]; raises BadConfig for an invalid or unused volume group.
 
-    Returns the definitions of the groups that Carver creates, and the limits of the background I/O
-    of groups, by the groups' names.
+    A group is unused if no class names it. Returns the definitions of the groups that Carver
+    creates, and the limits of the background I/O of groups, by the groups' names.
     """
     used = {device_class.group for device_class in classes}
     definitions: list[GroupDefinition] = []
@@ -405,7 +405,7 @@ SETTINGS: Mapping[str, Setting] = {
 
 @dataclass(frozen=True)
 class Config:
-    """The configuration: settings, device classes, and definitions of the groups to create."""
+    """The configuration: settings, device classes, and definitions of volume groups to create."""
 
     node_id: str
     endpoint: Path
@@ -421,7 +421,7 @@ class Config:
     classes: tuple[DeviceClass, ...]
     definitions: tuple[GroupDefinition, ...] = ()
     background_bandwidth: Bandwidth = None
-    # Limits of background I/O of the groups that have a limit of their own.
+    # Limits of background I/O of the volume groups that have a limit of their own.
     bandwidths: Mapping[str, Bandwidth] = field(default_factory=dict)
     registration: str = "none"
     registration_directory: Path = REGISTRY
@@ -460,11 +460,11 @@ class Config:
         return None
 
     def bandwidth_of(self, group: str) -> Bandwidth:
-        """The limit of the background I/O of a volume group."""
+        """The limit of the background I/O of a volume group; None if it gives way to other I/O."""
         return self.bandwidths.get(group, self.background_bandwidth)
 
     def recovery_bound_kib(self, group: str) -> int:
-        """The bound of RAID recovery in a group, in KiB a second on each disk; 0 for no bound.
+        """The bound of RAID recovery in a volume group, in KiB a second on each disk; 0 for none.
 
         The bound is the limit of background I/O, if that is a number of bytes. A percentage gives
         no bound, because the speed of the disks is not known before it is measured.
@@ -494,7 +494,7 @@ class Config:
 
 
 def add_arguments(parser: argparse.ArgumentParser, keys: Iterable[str] = tuple(SETTINGS)) -> None:
-    """Add the flags of settings to a parser: by default of all settings."""
+    """Add the flags of settings to a parser; by default, the flags of all settings."""
     parser.add_argument("--config", type=Path, metavar="FILE", help=f"default: {DEFAULT_FILE}")
     for key in keys:
         flag = f"--{key.replace('_', '-')}"
@@ -504,7 +504,7 @@ def add_arguments(parser: argparse.ArgumentParser, keys: Iterable[str] = tuple(S
 
 
 def load(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Config:
-    """Load the configuration from flags, environment and file; raises BadConfig.
+    """Load the configuration from flags, environment and file; raises BadConfig if invalid.
 
     A flag takes precedence over an environment variable, and a variable over the file.
     """

@@ -1,4 +1,4 @@
-"""Parsers of values in the configuration and in parameters; each raises ValueError."""
+"""Parsers of values in the configuration and in parameters: each parse_* raises ValueError."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from lvm.layout import NO_RESERVE, Reserve
 
 # Value of a file's size: half of the free space.
 HALF = "half"
-# Value of a limit of background I/O: no limit, but background I/O gives way to other I/O.
+# Value of the setting `background_bandwidth`: no limit, but background I/O gives way to other I/O.
 AUTO = "auto"
 # Maximum length of a node id, in characters: that of a name by RFC 1123, and so of a Kubernetes
 # node. The CSI spec allows 256 bytes (NodeGetInfoResponse).
@@ -57,7 +57,7 @@ def parse_size(value: object) -> int:
 
 
 def parse_file_size(value: object) -> int | None:
-    """Parse the size of a sparse file into bytes; None for `half`, that is of the free space."""
+    """Parse a sparse file's size into bytes; None for `half`, meaning half of the free space."""
     if value == HALF:
         return None
     if (size := parse_size(value)) == 0:
@@ -165,7 +165,7 @@ def parse_grpc_address(value: object) -> Address | None:
 
 
 def parse_node_id(value: object) -> str:
-    """Parse the name of a node, in a form that Kubernetes allows."""
+    """Parse the name of a node: letters, digits, dots, dashes and underscores."""
     text = str(value)
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", text):
         raise ValueError("letters, digits, dots, dashes and underscores, as in a host name")
@@ -194,7 +194,7 @@ def parse_words(value: object) -> tuple[str, ...]:
 
 
 def parse_lvm_name(value: object) -> str:
-    """Parse the name of a volume group or a device class, in a form that lvm(8) allows."""
+    """Parse the name of a volume group or device class, in a form that lvm(8) allows."""
     text = str(value)
     if not re.fullmatch(r"[A-Za-z0-9_+.][A-Za-z0-9_+.-]*", text) or text in {".", ".."}:
         raise ValueError("a name as lvm(8) allows it: letters, digits and _ + . -")
@@ -250,7 +250,7 @@ def parse_read_ahead(value: object) -> int | Literal["auto"]:
 
 
 def parse_rate(value: object) -> int:
-    """Parse a rate of RAID recovery, given as a size a second, into KiB a second; 0: no limit."""
+    """Parse a rate of RAID recovery, a size a second, into KiB a second; 0 for no limit."""
     size = parse_size(value)
     if size > tuning.MOST_RECOVERY_KIB << 10 or size % 1024:
         raise ValueError(f"whole KiB a second, up to {tuning.MOST_RECOVERY_KIB}KiB; 0 for no limit")
@@ -270,7 +270,7 @@ def parse_iops(value: object) -> int:
 
 
 def parse_bandwidth(value: object) -> int:
-    """Parse a bandwidth limit, a size with or without `/s`, into bytes a second; 0: no limit."""
+    """Parse a bandwidth limit, such as `10MiB/s`, into bytes a second; 0 for no limit."""
     size = parse_size(str(value).removesuffix("/s"))
     return _limit(size, tuning.LEAST_BANDWIDTH_BYTES, tuning.MOST_BANDWIDTH_BYTES)
 
@@ -336,7 +336,8 @@ def read(
     """Parse a list of tables, such as [[classes]]; yield each table with its position as text.
 
     A position is, for example, `classes[0]`. `required` are keys that each table must have.
-    `removed` has the keys of earlier versions, each with the text of the error. Raises BadConfig.
+    `removed` has the keys of earlier versions, each with the text of the error. Raises BadConfig
+    for a key that is unknown, removed, missing or invalid.
     """
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise errors.BadConfig(source, name, f"is a list of tables: [[{name}]]")
