@@ -260,14 +260,9 @@ def _counted(host: Host, metrics: "Metrics") -> Host:
 def _start_background(service: Service, parts: list[Callable[[], object]]) -> None:
     """Start the parts that work in the background, and log what `carver doctor` would find.
 
-<<<<<<< HEAD
     Each part is removed from the list once it is started, so a call after an error goes on where
-    the earlier call failed. A failed check does not stop the service here; Probe returns an error
-    where nothing can be served.
-=======
-    Also reports to systemd that the service is ready. A failed check does not stop the service
-    here; Probe returns an error where nothing can be served.
->>>>>>> words-g
+    the earlier call failed. Also reports to systemd that the service is ready. A failed check does
+    not stop the service here; Probe returns an error where nothing can be served.
     """
     while parts:
         parts[0]()

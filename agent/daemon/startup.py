@@ -101,15 +101,9 @@ def startup(
 ) -> PeriodicTask:
     """Return a task that retries `begin` until it succeeds, and then admits RPCs.
 
-<<<<<<< HEAD
     After the admission the task calls `background_work`, again until that succeeds, and ends. While
-    `begin` fails, RPCs that need LVM are refused with its error. `begin` checks the state before
-    each step, so it may fail, or be killed, at any step.
-=======
-    After the admission the task calls `background_work`, and is not run again. While `begin` fails,
-    RPCs that need LVM are refused with the error of `begin`. `begin` checks the state before each
-    step, so `begin` may fail, or be killed, at any step.
->>>>>>> words-g
+    `begin` fails, RPCs that need LVM are refused with the error of `begin`. `begin` checks the
+    state before each step, so `begin` may fail, or be killed, at any step.
     """
     has_begun = threading.Event()
 
