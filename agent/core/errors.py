@@ -225,7 +225,10 @@ class GroupAwaited(AgentError):
 
 
 class PerhapsOnAnotherNode(AgentError):
-    """Raised when the group or source of a new volume cannot be used here, but may be elsewhere."""
+    """Raised when a volume cannot be created on this node, but perhaps on another node.
+
+    The volume group or the source of the volume cannot be used on this node.
+    """
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"cannot create the volume on this node: {problem}")
@@ -764,7 +767,7 @@ class BadToken(AgentError):
 
 
 class Starting(AgentError):
-    """Raised before lvm2 has reported, for the first time since Carver's start, what is here."""
+    """Raised after Carver's start, before lvm2 has first reported what is on this node."""
 
     def __init__(self, seconds: float, problem: Exception | None) -> None:
         why = "it has not answered yet" if problem is None else str(problem)

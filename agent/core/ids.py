@@ -67,7 +67,10 @@ class VolumeId:
 
     @classmethod
     def of(cls, group: Group, name: str) -> Self:
-        """Return the id of the volume, snapshot or group snapshot with this name in a group."""
+        """Return the id of the object with this name in a volume group.
+
+        The object is a volume, a snapshot or a group snapshot.
+        """
         return cls(group.name, start_of(group.uuid), name)
 
     @classmethod

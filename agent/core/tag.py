@@ -55,7 +55,8 @@ ENCRYPTION = "encryption"
 HEADER = "header"
 # Key of the tag with the UUID in an encrypted volume's LUKS2 header, once the header is written.
 SEALED = "sealed"
-# Key of the tag with the name of an encrypted volume's only valid key, recovery keys not counted.
+# Key of the tag with the name of an encrypted volume's present encryption key: the only key that
+# opens the volume, apart from recovery keys.
 KEY_GENERATION = "keyGeneration"
 # Key of the tag of an encrypted volume whose key is being changed. The tag is written before the
 # change, and removed when the new key is proved to open the volume.

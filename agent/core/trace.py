@@ -114,7 +114,7 @@ _current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("trace",
 
 @contextmanager
 def within(trace: Trace) -> Iterator[None]:
-    """Add the steps that the current thread makes within the `with` to a trace."""
+    """Within the `with`, add the steps of the current thread to a trace."""
     token = _current.set(trace)
     try:
         yield

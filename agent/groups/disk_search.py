@@ -61,7 +61,7 @@ class Location:
     # The system id of the node that owns the group (lvmsystemid(7)); empty if any node may use the
     # group.
     system_id: str = ""
-    # The UUIDs of `disks`, in the same order.
+    # The UUIDs of the volume group's present disks, in the order of `disks`.
     disk_uuids: tuple[str, ...] = ()
     # The paths of disks that claim to be the group's but are ignored, each with the reason.
     ignored: tuple[tuple[str, str], ...] = field(default=(), compare=False)
@@ -70,7 +70,7 @@ class Location:
     attached: Mapping[str, _Attached] = field(default_factory=dict, compare=False)
 
     def has(self, path: str, label: PhysicalLabel) -> bool:
-        """Whether the disk at `path` is the same disk of the group as when the group was located.
+        """Whether the disk at `path` is the same as when the volume group was located.
 
         The path, the UUID, the sequence number and the kind of the disk must be the same.
         """
@@ -79,7 +79,7 @@ class Location:
         return is_at and self.attached.get(label.uuid, now) == now
 
     def kind_of(self, uuid: str) -> Kind:
-        """Return who may have written a disk of the group, by the disk's UUID.
+        """Return who may have written a disk of the volume group, by the disk's UUID.
 
         For a disk that was never present, it is the least trusted kind among the group's disks.
         """
@@ -111,7 +111,7 @@ def claims(scanned_disks: Mapping[str, Found], name: str) -> Iterator[tuple[str,
 def unknown(
     scanned_disks: Mapping[str, Found], uuids: Collection[str], own_paths: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the disks that may hold volumes of Carver's in a group that Carver does not use here.
+    """Yield the disks that may hold volumes of Carver's in a volume group that is not in use here.
 
     Each disk is a pair: the disk's path, and the reason. Disks that cannot be read are included.
     `uuids` are the UUIDs of the volume groups in use. `own_paths` are the paths of disks that are
@@ -141,7 +141,7 @@ def unknown(
 
 
 def _unknown_group(label: PhysicalLabel, uuids: Collection[str], members: Collection[str]) -> str:
-    """Return why a disk may be in a group of Carver's that is not in use; empty if it is not.
+    """Return why a disk may be in a volume group of Carver's that is not in use; empty if not.
 
     A volume group is in use if its UUID is in `uuids`. `members` are the UUIDs of all disks that
     the metadata on some disk list as disks of a group.
@@ -195,8 +195,8 @@ def locate(
     disks = labels.disks(group)
     missing = frozenset(group.disk_uuids) - set(disks.values())
     was_missing = last_location is not None and missing <= last_location.missing
-    # If the same disks were missing before, the silent disks belong to other groups, unless a
-    # silent disk was one of this group's.
+    # Assume that the disks which do not answer belong to other groups, if the same disks of this
+    # group were missing before, unless a disk of this group is among those that do not answer.
     is_known_silent = last_location is not None and not set(silent).isdisjoint(last_location.disks)
     if missing and silent and (is_known_silent or not was_missing):
         raise errors.GroupSilent(name, silent)
@@ -227,7 +227,7 @@ _TRUST = 3
 
 
 class _Labels:
-    """The labels of scanned disks, each ranked by how well the disk is proved to be one group's."""
+    """The labels of scanned disks, each ranked by the proofs that the disk is a volume group's."""
 
     def __init__(
         self,
@@ -315,7 +315,7 @@ class _Labels:
                 )
 
     def disks(self, group: Group) -> Mapping[str, str]:
-        """Return the UUIDs of the group's present disks, by the disks' paths.
+        """Return the UUIDs of the volume group's present disks, by the disks' paths.
 
         Raises GroupRefused if two disks are copies of each other and equally well proved. If the
         group was located before and has other disks, such disks are left out instead.
@@ -339,7 +339,10 @@ class _Labels:
         return dict(sorted(present.items()))
 
     def ignored(self, group: Group, disks: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-        """Yield the disks that claim to be in the group but are not in `disks`, each with why."""
+        """Yield the disks that claim to be the volume group's but are not in `disks`.
+
+        Each disk is a pair: the disk's path, and the reason.
+        """
         paths = {uuid: path for path, uuid in disks.items()}
         for path, label in self._labels.items():
             if path in disks:
@@ -355,7 +358,9 @@ class _Labels:
                 yield path, f"is of another group of that name ({label.group.uuid})"
 
     def attached(self, group: Group, disks: Mapping[str, str]) -> Mapping[str, _Attached]:
-        """Return the kind, sequence number and path of each disk of the group, by the disk's UUID.
+        """Return kind, sequence number and path of each disk of a volume group, by the disk's UUID.
+
+        The kind says who may have written the disk.
 
         For a missing disk, they are those of the time when the disk was last present.
         """
@@ -369,7 +374,7 @@ class _Labels:
         }
 
     def _claims(self, uuid: str, group: Group) -> tuple[str, ...]:
-        """Return the paths of the best proved disks that may be the group's physical volume `uuid`.
+        """Return the paths of the best proved disks that may be the physical volume `uuid`.
 
         There are several if disks are copies of each other, and none if the disk is missing.
         """
@@ -388,7 +393,7 @@ class _Labels:
         return tuple(path for path in best_paths if self._texts.get(path) == group) or best_paths
 
     def _may_be_of(self, group: Group, path: str) -> bool:
-        """Whether a disk may be in the group, by the disk's label and how the disk is connected.
+        """Whether a disk may be in the volume group, by its label and how it is connected.
 
         A disk with newer metadata than the group's is refused, unless the group was not located
         before and the disk is no guest's. This node writes to all present disks of the group, so
@@ -406,11 +411,11 @@ class _Labels:
 
     @property
     def _before(self) -> Collection[str]:
-        """UUIDs of the group's disks when the group was last located, missing disks included."""
+        """UUIDs of the volume group's disks at its last location, missing disks included."""
         return () if self._known is None else {*self._known.disk_uuids, *self._known.missing}
 
     def _may_return(self, path: str) -> bool:
-        """Whether a disk may be one of the group's disks that was missing and came back.
+        """Whether a disk may be one of the volume group's disks that was missing and came back.
 
         The disk's kind must not be less trusted than before. If the known disk with this UUID is
         still connected and cannot be read, the disk must have been connected after the known disk.
@@ -427,7 +432,7 @@ class _Labels:
     def _rank(
         self, path: str, label: PhysicalLabel, uuids: Collection[str], backup_uuid: str
     ) -> _Rank:
-        """Return the rank of a disk: how well the disk is proved to be the group's.
+        """Return the rank of a disk: how well the disk is proved to be the volume group's.
 
         `uuids` are the UUIDs of all groups of this name, `backup_uuid` is the one in lvm2's backup.
         """
@@ -537,7 +542,7 @@ _FILTER = "(`global_filter` in lvm.conf(5), or lvmdevices(8))"
 def _unreadable(
     scanned_disks: Mapping[str, Found], last_location: Location, sequences: Mapping[str, str]
 ) -> frozenset[str]:
-    """Return the UUIDs of the group's disks that are still connected but cannot be read now.
+    """Return the UUIDs of the volume group's disks that are still connected but cannot be read now.
 
     `sequences` has the present sequence number of each disk, by the disk's path.
     """
@@ -560,7 +565,7 @@ def _was_given_up(
     last_location: Location,
     sequences: Mapping[str, str],
 ) -> bool:
-    """Whether the disks of a group's last location prove that the group was renamed or removed.
+    """Whether the disks of a volume group's last location prove that it was renamed or removed.
 
     1. A disk of the location that bears the group's UUID decides: the group was renamed if it has
        another name there.

@@ -62,7 +62,7 @@ class GroupDefinitions:
 
     @property
     def pending(self) -> Mapping[str, GroupDefinition]:
-        """The definitions, by the group's name, of the groups for which `create` has yet to end.
+        """The definitions of the volume groups for which `create` has yet to end, by their names.
 
         A definition that was changed since `create` ended is included.
         """
@@ -98,10 +98,10 @@ class GroupDefinitions:
         return group
 
     def require_meant(self, group: report.Group) -> None:
-        """Raise GroupRefused if a volume group only has the name of a group that Carver creates.
+        """Raise GroupRefused for a volume group that is not the one which Carver creates.
 
-        Such a group has no listed disk, and lacks the tag of groups that Carver creates. Groups
-        that the configuration does not define pass.
+        The group has the name of a group that Carver creates, but no listed disk, and not the tag
+        of groups that Carver created. Groups that the configuration does not define pass.
         """
         if group.name in self.devices and not self._is_meant(group):
             disks = ", ".join(disk.name for disk in group.disks)
@@ -136,8 +136,8 @@ def on_node(run: Run, config: Config) -> Lvm:
     root = config.lvm_root
     settings = (*lvm2.without_udev(), *lvm2.without_dbus(root), *lvm2.without_archives(root))
     if config.lvm != "host":
-        # With `lvm = "host"` this setting is left out: the host's lvm2 reads its own /etc/lvm,
-        # which says whether lvm2 uses a devices file.
+        # Say whether lvm2 uses a devices file, except with `lvm = "host"`: the host's lvm2 reads
+        # that from its own /etc/lvm.
         settings += lvm2.with_devices_file(root)
     return Lvm(run, (), settings, root)
 
@@ -243,13 +243,13 @@ def _note(
 
 
 def _confine(definitions: GroupDefinitions, volume_groups: VolumeGroups) -> None:
-    """Confine lvm2 to the devices of all groups, unless lvm.conf(5) decides (`_confined`)."""
+    """Confine lvm2 to the volume groups' devices, unless lvm.conf(5) decides (`_confined`)."""
     config = definitions.configuration.now
     volume_groups.node.devices = _confined(definitions.kernel, config, definitions.devices)
 
 
 def look(run: Run, kernel: Kernel, config: Config) -> tuple[Lvm, Mapping[str, Sequence[str]]]:
-    """Return lvm2 as the service uses it, and the devices of the groups that Carver creates.
+    """Return lvm2 as the service uses it, and the devices of the volume groups that Carver creates.
 
     lvm2 is confined to devices as by `create`. No volume group, file or loop device is created.
     Raises NotReady if the file of a group has no loop device.
@@ -260,7 +260,7 @@ def look(run: Run, kernel: Kernel, config: Config) -> tuple[Lvm, Mapping[str, Se
 
 @contextmanager
 def _noted(failures: dict[str, str], name: str) -> Iterator[None]:
-    """Log an error of the body, keep it in `failures` as the group's, and suppress it.
+    """Log an error of the body, keep it in `failures` as the volume group's, and suppress it.
 
     An earlier error of the group is removed. OutcomeUnknown and GroupSilent are raised instead:
     they mean that lvm2 or a disk did not answer, which proves nothing about the group.
@@ -308,7 +308,7 @@ def _make(
 
 
 def _require_equal_blocks(kernel: Kernel, devices: Sequence[str]) -> None:
-    """Raise NotReady if the devices of a group differ in the size of their logical blocks.
+    """Raise NotReady if the devices of a volume group differ in the size of their logical blocks.
 
     lvm2 refuses such a group as well. A file system with smaller blocks than its disk's cannot be
     mounted (lvm.conf(5), devices/allow_mixed_block_sizes).

@@ -140,17 +140,17 @@ class MetadataCache:
         return self._lvm_at(self._location)
 
     def lvm_with(self, disk: str) -> Lvm:
-        """Return lvm2 confined to this group's disks and to the disk that is to join the group."""
+        """Return lvm2 confined to the volume group's disks and to the disk that is to join."""
         disks = self._location.disks if self._location is not None else ()
         return replace(self.lvm, devices=(*disks, disk))
 
     def has(self, disk: str) -> bool:
-        """Whether a disk, by its path, was one of the group's when the group was located last."""
+        """Whether the disk with this path was in the volume group when it was last located."""
         return self._location is not None and disk in self._location.disks
 
     @property
     def attached(self) -> Mapping[str, str]:
-        """The kernel's sequence number of each disk of the group, by the disk's path.
+        """The kernel's sequence number of each disk of the volume group, by the disk's path.
 
         These are the numbers when the group was located last (`Disks.sequences`). For a missing
         disk, number and path are those of the time when the disk was last present.
@@ -159,7 +159,7 @@ class MetadataCache:
         return {path: sequence for _, sequence, path in attachments}
 
     def forget(self) -> None:
-        """Drop the cached report; let a report that is being read not be cached either.
+        """Drop the cached report of the volume group; do not cache one that is being read either.
 
         Called after a command whose effect on the volume group is unknown.
         """
@@ -188,11 +188,11 @@ class MetadataCache:
             fingerprint = self._fingerprint(cached.location)
             if (unchanged := self._kept(cached, fingerprint)) is not None:
                 return unchanged
-            # lvm2 sees only the disks known so far. If a commit added or removed disks, the report
-            # differs from the location, and the disks are scanned below.
+            # Have lvm2 report on the disks known so far. If a commit added or removed disks, the
+            # report differs from the location, and all disks are scanned below.
             group = None if fingerprint is None else self._shown(cached.location)
-            # lvm2 also shows a group that was exported since. Such a group is located anew below,
-            # where the labels of its disks say whose it is.
+            # Use the report only if the group is this node's alone: lvm2 also shows a group that
+            # was exported meanwhile. Such a group is located anew below, and refused there.
             if group is not None and group.is_one_node_s and _is_whole_on(group, cached.location):
                 return self._remembered(group, cached.location, fingerprint, generation)
         location = self._locate()
@@ -205,8 +205,8 @@ class MetadataCache:
                 return unchanged
         group = self._shown(location)
         if group is None and self._renew and not is_refused:
-            # The group is on the disks, but lvm2 did not show it. A new shell of lvm2's is asked
-            # before the group counts as hidden.
+            # Ask a new shell of lvm2's before the group counts as hidden: the group is on the
+            # disks, but lvm2 did not show it.
             self._renew()
             group = self._shown(location)
         if group is None:
@@ -214,7 +214,7 @@ class MetadataCache:
         return self._remembered(group, location, fingerprint, generation)
 
     def _may_have_moved(self, cached: _Known) -> bool:
-        """Whether disks of the group may have been connected or disconnected since the last scan.
+        """Whether disks of the volume group may have come or gone since the last scan.
 
         True also if the last scan is a minute old, or if a disk of the group is missing.
         """
@@ -222,7 +222,7 @@ class MetadataCache:
         return self.is_outdated or is_old or bool(cached.location.missing)
 
     def _kept(self, cached: _Known, fingerprint: Fingerprint | None) -> report.Group | None:
-        """Return the cached group, and keep it in the cache, if it is still true; else return None.
+        """Return the cached volume group if it is still true, and keep it cached; else return None.
 
         The cached group is not used if the fingerprint of its disks has changed, if the report is
         ten minutes old, or if the kernel has no status of a copy-on-write snapshot, as for an
@@ -297,7 +297,7 @@ class MetadataCache:
         return location
 
     def _ignore(self, ignored_disks: Iterable[tuple[str, str]]) -> None:
-        """Keep the disks that claim to be the group's but are ignored, and log each new one.
+        """Keep the disks that claim to be the volume group's but are ignored, and log each new one.
 
         A disk is logged again if the reason is another one than before.
         """
@@ -325,7 +325,7 @@ class MetadataCache:
         fingerprint: Fingerprint | None,
         generation: object,
     ) -> report.Group:
-        """Cache a group that lvm2 has just reported, if that is safe; return the group.
+        """Return a volume group that lvm2 has just reported; also cache it if it is proved true.
 
         The group is cached only if its fingerprint is the same before and after the report, and no
         device of the group is suspended.

@@ -87,7 +87,7 @@ class VolumeGroups:
         listed: Callable[[str], Sequence[str]] = lambda _name: (),
     ) -> None:
         self.configuration = configuration
-        # The threads that do the background work of the groups, one loop for each group.
+        # The background loops of the volume groups, one for each group.
         self.workers = GroupWorkers()
         self.node = node
         self._disks = disks
@@ -104,11 +104,11 @@ class VolumeGroups:
         return self.configuration.now.groups
 
     def __iter__(self) -> Iterator[VolumeGroup]:
-        """Iterate over the VolumeGroup objects of the groups in the configuration."""
+        """Iterate over the VolumeGroup objects of the volume groups in the configuration."""
         return map(self._ensure, self.names)
 
     def of(self, name: str) -> VolumeGroup | None:
-        """Return the VolumeGroup of a name; None for an unconfigured group that no disk here bears.
+        """Return the VolumeGroup of a name; None if no such volume group is configured or present.
 
         A group in the configuration, or one that was found before, has a VolumeGroup even while the
         group is absent. For any other name the disks are scanned: a volume id may name a group that
@@ -248,7 +248,7 @@ class VolumeGroups:
             held_groups.release()
 
     def unknown_disks(self) -> Sequence[tuple[str, str]]:
-        """Return the disks that may hold volumes of a group that Carver does not use here.
+        """Return the disks that may hold volumes of a volume group that Carver does not use here.
 
         Each disk is a pair: the disk's path, and the reason. Disks that cannot be read are
         included, and disks that are not in lvm2's devices file (lvmdevices(8)), such as a disk that

@@ -94,7 +94,8 @@ class VolumeGroup:
         # seconds).
         self.last_seen: report.Group | None = None
         self.last_seen_seconds = 0.0
-        # The time of the last attempt to read the state, with or without success (epoch, seconds).
+        # The time of the last attempt to read the group's state, with or without success (epoch,
+        # seconds).
         self.tried_seconds = 0.0
         self.problem: Exception | None = None
         # The time since which no read of the state has had an answer: the start of the first such
@@ -102,10 +103,11 @@ class VolumeGroup:
         self._unanswered_since: float | None = None
         self._run = metadata.node.run
         metadata.node = replace(metadata.node, run=self._watched)
-        # Lock for reads of the state: one thread at a time reads.
+        # Lock for reads of the group's state: one thread at a time reads.
         self._readers = GroupLock(f"volume group {name}", MOST_READING)
         self._guard = threading.Lock()
-        # The next refresh, which has not begun yet; None if none is queued.
+        # The future of the next refresh of the group, which has not begun yet; None if there is
+        # none.
         self._next: Future[report.Group | None] | None = None
         # Commands of lvm2's that hang, the oldest first.
         self._stuck: tuple[_Stuck, ...] = ()
@@ -166,7 +168,7 @@ class VolumeGroup:
 
     @property
     def silent_seconds(self) -> float:
-        """Time for which reads of the volume group have had no answer, in seconds.
+        """Time for which reads of the volume group got no answer of lvm2 or the disks, in seconds.
 
         0 if the last read had an answer; an error of lvm2's is an answer. While a read is in
         progress after one that had an answer, it is the time since the start of that read.
@@ -185,7 +187,10 @@ class VolumeGroup:
             return self._read()
 
     def _read(self) -> report.Group | None:
-        """Read the group's state, and note the result or the error; the caller holds `_readers`."""
+        """Read the volume group's state, and note the result or the error.
+
+        The caller holds `_readers`.
+        """
         previous_status, self._changed = self.status, False
         if self._unanswered_since is None:
             self._unanswered_since = time.monotonic()
@@ -217,7 +222,7 @@ class VolumeGroup:
         return self.cached
 
     def refresh(self) -> "Future[report.Group | None]":
-        """Read the group's state in a background thread; return a future of the result.
+        """Read the volume group's state in a background thread; return a future of the result.
 
         The read begins after this call. Callers share a read that has not begun yet. Raises
         RuntimeError if no thread can be started.
@@ -228,7 +233,7 @@ class VolumeGroup:
             return self._next
 
     def _refresh(self) -> report.Group | None:
-        """Read the group's state once no other thread reads it; runs in the background thread."""
+        """Read the volume group's state once no other thread does; runs in a background thread."""
         with command.time_limit(_BACKGROUND_SECONDS), ExitStack() as lock:
             try:
                 lock.enter_context(self._readers.hold())
@@ -239,11 +244,11 @@ class VolumeGroup:
 
     @property
     def _may_lack(self) -> bool:
-        """Whether the group has no cached state, or one that may lack changes by Carver."""
+        """Whether the volume group has no cached state, or one that may lack changes by Carver."""
         return self.cached is None or self._is_stale
 
     def _begin(self, complete: bool) -> "Future[report.Group | None] | None":
-        """Begin the refresh of the group for `begin_states`; return None if none is to be awaited.
+        """Begin to refresh the volume group for `begin_states`; None if no refresh is needed.
 
         In the minute after a wait in vain, a refresh is begun only if a complete state is needed
         and the cached state may lack changes by Carver. While another thread reads the state, a
@@ -252,15 +257,15 @@ class VolumeGroup:
         if time.monotonic() < self._rests_until:
             needs_refresh = complete and self._may_lack
         else:
-            # While another thread reads the state, a further read is begun only if one is needed:
-            # the read in progress may be older than a change that the caller's decision is about.
+            # While another thread reads the state, begin a further read only if the caller needs
+            # it: the read in progress may be older than a change that matters to the caller.
             needs_refresh = complete or not self._readers.is_taken or not self.has_own_changes
         return self.refresh() if needs_refresh else None
 
     def _end(
         self, refreshing: "Future[report.Group | None] | None", complete: bool
     ) -> report.Group | None:
-        """Return the group's state after the wait of `begin_states`: the new or the cached one.
+        """Return the volume group's new or cached state, after the wait of `begin_states`.
 
         If the refresh failed or has not ended, the next callers do not wait for the group for a
         minute. If a complete state is needed, raises the error of a failed refresh. But if the
@@ -306,7 +311,7 @@ class VolumeGroup:
         self.wake()
 
     def refresh_later(self) -> None:
-        """Refresh the group in the background if Carver changed it since the last read began.
+        """Refresh the volume group in the background if Carver changed it since the last read.
 
         So the next call need not wait for a read.
         """
@@ -314,11 +319,11 @@ class VolumeGroup:
             self.wake()
 
     def wake(self) -> None:
-        """Make the group's deferred work due soon (`run_deferred`), in the background."""
+        """Make the volume group's deferred work due soon (`run_deferred`), in the background."""
         self._deferred.wake(Job(self.name), _SOON_SECONDS)
 
     def _deferred_steps(self, job: Job) -> Steps:
-        """Do the group's deferred work in one step, each time the job is woken."""
+        """Do the volume group's deferred work in one step, each time the job is woken."""
         while True:
             with command.stall_limit(_BACKGROUND_SECONDS):
                 self.run_deferred(self._workers.is_ending)
@@ -326,7 +331,7 @@ class VolumeGroup:
             yield math.inf
 
     def run_deferred(self, is_ending: bool = False) -> None:
-        """Write the tags of `add_tags_later` to the metadata, and refresh the group's state.
+        """Write the tags of `add_tags_later` to the metadata, and refresh the volume group's state.
 
         The refresh is left out if another caller changes or reads the group, or if the service
         stops. Raises as `state` does, and an ExceptionGroup of the errors of tags that were not
@@ -369,7 +374,7 @@ class VolumeGroup:
                         del self._unwritten_tags[uuid]
 
     def _report(self) -> report.Group | None:
-        """Return the group's state by its metadata cache; None if the group is absent.
+        """Return the volume group's state by its metadata cache; None if the group is absent.
 
         Raises GroupAwaited for an absent group that Carver has yet to create.
         """
@@ -379,7 +384,7 @@ class VolumeGroup:
         return group
 
     def _log_change(self, previous_status: Status) -> None:
-        """Log that the group has become absent or refused, or is back, by its previous status."""
+        """Log that the volume group has become absent or refused, or is back."""
         match previous_status, self.status:
             case "absent" | "refused", "ready" | "partial":
                 _log.warning("volume group %s is on this node again", self.name)
@@ -393,7 +398,7 @@ class VolumeGroup:
                 _log.error("%s", self.problem)
 
     def _watched(self, *words: str) -> Result:
-        """Run a command of lvm2's on the group, and note that the command may have changed it.
+        """Run a command of lvm2's on the volume group, and note that it may have changed the group.
 
         After a command of unknown outcome, and after a failed command that changes the group, the
         metadata cache is dropped. A command that hangs is noted. Raises StillRunning or
@@ -492,7 +497,7 @@ def begin_states(
 def _with_tags(
     group: report.Group | None, unwritten: Mapping[str, frozenset[str]]
 ) -> report.Group | None:
-    """Return the group with the unwritten tags added to its volumes.
+    """Return the volume group with the unwritten tags added to its volumes.
 
     `unwritten` has these tags by the UUIDs of the volumes.
     """

@@ -241,7 +241,7 @@ class Activator:
             self._devices.close_leftovers(device)
 
     def active_ids(self, prefix: str, group: str) -> Iterator[VolumeId]:
-        """Yield the ids of the active volumes of a group whose names have a prefix.
+        """Yield the ids of the active volumes of a volume group whose names have a prefix.
 
         Runs no command and reads no report, so the group may be one that does not answer. Each id
         is built from the names of the group and of the logical volume: it is the id of a volume

@@ -50,7 +50,7 @@ def is_own_pool(pool: report.LogicalVolume) -> bool:
 
 
 def is_half_made_pool(pool: report.LogicalVolume) -> bool:
-    """Whether a logical volume is a thin pool whose creation ended when lvm2 was killed.
+    """Whether a logical volume is a thin pool that lvm2 was creating when lvm2 was killed.
 
     lvm2 first commits the pool, with its tags, as a linear volume. Such a pool has no data.
     """
@@ -137,7 +137,7 @@ def full(group: report.Group, added_count: int = 1) -> str:
 
 
 def _of_policy(group: report.Group) -> str:
-    """Return a text for error messages: how the group's allocation policy limits free space.
+    """Return a text for error messages: how the volume group's allocation policy limits free space.
 
     Empty if it does not: only `contiguous` and the `cling` policies keep a volume on one disk.
     """
@@ -164,7 +164,7 @@ class ThickAllocator:
     kept_extents: Kept
 
     def maximum_bytes(self, group: report.Group) -> int:
-        """Return the size, in bytes, of the largest volume that can be created in the group now."""
+        """Return the size of the largest volume that can be created in a volume group, in bytes."""
         if closed_to_new(group) or self.full(group):
             return 0
         return layout.maximum_bytes(self.room(group), self.layout)
@@ -229,7 +229,7 @@ class ThickAllocator:
 
 @dataclass(frozen=True)
 class Cached(ThickAllocator):
-    """Allocator of volumes on a group's slow disks, each with a cache on the group's fast disks."""
+    """Allocator of volumes on slow disks of a volume group, each with a cache on fast disks."""
 
     cache: Cache
 
@@ -687,7 +687,7 @@ class Allocators:
         )
 
     def promised_extents(self, group: report.Group, excluded_class: str = "") -> int:
-        """Return how many extents a group's pools have promised to volumes and do not have yet.
+        """Return how many extents a volume group's thin pools have promised and do not have yet.
 
         The pool of the device class `excluded_class` is left out.
         """

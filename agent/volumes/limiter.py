@@ -256,7 +256,8 @@ class Limiter:
                     continue
                 device = self._activator.device(entry.backing)
                 if device is None or device.number != entry.number:
-                    # The volume is not active any more, and its number may be another device's.
+                    # Forget the volume: it is not active any more, and another device may have its
+                    # number.
                     del self._limited[entry.number]
                     continue
                 self._kept = None
@@ -283,7 +284,7 @@ class Limiter:
         )
 
     def _of(self, volume: Backing) -> Sequence[Limited]:
-        """Return a list of the record of a volume's limits; empty if the volume has no limits.
+        """Return the record of a volume's I/O limits, in a list; an empty list if there are none.
 
         The record is found by the volume's device number, because the backing of an inline volume
         may have no group.

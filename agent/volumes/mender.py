@@ -54,7 +54,7 @@ class Mender:
         return replace(state, problems=problems | unmade)
 
     def mended_volume(self, volume_id: str, call: Call) -> Volume:
-        """Repair what a killed lvm2 left in a volume's group; return the volume.
+        """Repair what a killed lvm2 left in the volume group of a volume; return the volume.
 
         Raises as `mend`; as `Fresh.usable` if the volume is absent or the call may not use it; and
         NoSuchVolume for an id without a volume group.

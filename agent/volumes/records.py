@@ -491,7 +491,7 @@ def every(group: report.Group) -> Iterator[report.LogicalVolume]:
 
 
 def usable(group: report.Group) -> Iterator[report.LogicalVolume]:
-    """Return the logical volumes and thin pools of a group that this version of Carver may change.
+    """Return the logical volumes and thin pools of a volume group that this version may change.
 
     These have tags of Carver's, without faults, and no property that this version does not know.
     """

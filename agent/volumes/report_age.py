@@ -26,7 +26,7 @@ from lvm import names, report
 
 
 class Contents(report.Report):
-    """A report of volume groups, fresh or old, with the volumes and snapshots of Carver's in it."""
+    """A report of volume groups, fresh or old; its methods find Carver's volumes and snapshots."""
 
     def volumes(self) -> Iterator[Volume]:
         """Yield the volumes that this version of Carver may use, also those being erased."""
@@ -252,7 +252,7 @@ class EveryGroup(Current):
     unread: frozenset[str] = frozenset()
 
     def named(self, name: str, prefix: str = ids.VOLUME_PREFIX) -> Volume | None:
-        """Return the volume that the CO calls `name`, in whatever group; None if there is none.
+        """Return the volume that the CO calls `name`, in any volume group; None if there is none.
 
         Raises NeedsOther or TagsDamaged if this version must not use the volume, and the error of a
         failed repair of the volume.
@@ -280,7 +280,7 @@ class EveryGroup(Current):
             raise errors.VolumeInUse(source_id, f"{', '.join(copies)} is copied from it")
 
     def is_known_unused(self, bridge: Snapshot) -> bool:
-        """Whether certainly no volume in a `silent` group is copied from a temporary snapshot.
+        """Whether certainly no volume in a silent volume group is copied from a temporary snapshot.
 
         `bridge` is the snapshot, from which no volume in the report is copied. The snapshot's tag
         COPY names the group of the volume that was to be copied from it.
@@ -288,7 +288,7 @@ class EveryGroup(Current):
         return not self.unanswered(*_groups_of_copy(bridge))
 
     def require_known_unused(self, bridge: Snapshot) -> None:
-        """Raise GroupBusy if a volume in a `silent` group may be copied from a temporary snapshot.
+        """Raise GroupBusy if a volume in a silent group may be copied from a temporary snapshot.
 
         `bridge` is the snapshot (`is_known_unused`).
         """
@@ -302,7 +302,7 @@ class EveryGroup(Current):
         return self.silent & set(groups) if groups else self.silent
 
     def require_answered(self, *groups: str) -> None:
-        """Raise GroupBusy while changes by Carver in one of these groups may be missing.
+        """Raise GroupBusy while changes by Carver in one of these volume groups may be missing.
 
         If no group is named, all groups count.
         """
@@ -340,7 +340,7 @@ Known = Fresh | EveryGroup
 
 
 def fresh(groups: Iterable[report.Group]) -> Fresh:
-    """Return a report of groups that the caller has just read; the caller holds their locks."""
+    """Return a report of volume groups that the caller has just read, and whose locks it holds."""
     by_name = {group.name: group for group in groups}
     return Fresh(by_name, asked=frozenset(by_name))
 

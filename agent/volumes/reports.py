@@ -54,7 +54,7 @@ class Reports:
         return self._volume_groups.names
 
     def fresh(self, *groups: str) -> Fresh:
-        """Return a report with the state of these groups as it is now, or of all configured groups.
+        """Return a report of these volume groups as they are now, or of all configured groups.
 
         Groups that are not on this node are left out of the report. Runs one command for each group
         that was written to since its last read. Admits the call of this thread (`locks.enter`),
@@ -77,7 +77,7 @@ class Reports:
         )
 
     def every_group(self, state: Fresh) -> EveryGroup:
-        """Return a report of all groups: those of `state`, and the others with changes by Carver.
+        """Return a report of all volume groups: those of `state`, and others as Carver left them.
 
         A group that Carver did not change since its last read is not read here, so an idle group
         that hangs delays no call on another group. A group that Carver changed, or that was never
@@ -98,7 +98,7 @@ class Reports:
         )
 
     def await_others(self, *groups: str) -> None:
-        """Read the groups that `every_group` would read, but for `groups`.
+        """Read the volume groups that `every_group` would read, but for `groups`.
 
         Callers do so before they take the locks of `groups`. So no caller holds the lock of a
         volume group while it waits for another group. A group that does not answer in three seconds
@@ -109,7 +109,7 @@ class Reports:
         begin_states(filter(_is_to_be_read, other_groups))()
 
     def lists(self) -> EveryGroup:
-        """Return a report of all groups, for RPCs that list objects.
+        """Return a report of all volume groups, for RPCs that list objects.
 
         The state of each group is fresh or, if the read takes long, cached with all changes by
         Carver (`begin_states`). Raises GroupBusy, GroupSilent or GroupAwaited if the cached state
@@ -120,7 +120,7 @@ class Reports:
         return EveryGroup(self._present(begin_states(self._volume_groups, complete=True)()))
 
     def hint(self) -> Seen:
-        """Return a report of all groups: fresh, or cached for a group whose read fails or is slow.
+        """Return a report of all volume groups; from the cache where a read fails or is slow.
 
         A read is slow if it takes more than three seconds. Raises TooManyCalls or Starting.
         """
@@ -141,7 +141,7 @@ class Reports:
         return next(filter(matches, self.fresh().volumes()), None)
 
     def group(self, state: report.Report, name: str) -> report.Group:
-        """Return the group called `name` in a report, if Carver may create volumes in it.
+        """Return the volume group called `name` in a report, if Carver may create volumes in it.
 
         Raises GroupMissing if the group is absent, and GroupRefused if Carver could not create it
         or if another group has its name.
@@ -149,7 +149,7 @@ class Reports:
         return self._definitions.group(state, name)
 
     def require_groups(self, state: report.Report) -> None:
-        """Raise GroupMissing or GroupRefused if one of the configured groups cannot be used."""
+        """Raise GroupMissing or GroupRefused if a configured volume group cannot be used."""
         for name in self._groups:
             self.group(state, name)
 
@@ -231,7 +231,7 @@ class Reports:
         )
 
     def _away(self, all_groups: EveryGroup, members: Sequence[Snapshot]) -> set[str]:
-        """Return the names of absent volume groups that may have more snapshots of a group snapshot.
+        """Return the names of absent volume groups that may have snapshots of a group snapshot.
 
         They are the groups that the id and the tags of the group snapshot's snapshots name and that
         are not in the report. A group with the same name and another UUID counts as absent.
@@ -251,7 +251,7 @@ class Reports:
         return absent_groups
 
     def seen(self, max_age_seconds: float) -> Seen:
-        """Return the cached state of all groups, after groups of which it is too old were read.
+        """Return the cached state of all volume groups, after a refresh where it is too old.
 
         It is too old after `max_age_seconds`. Each group is read at most once in that time, however
         many callers ask, and not at all if calls read the group anyway. The wait is five seconds at
@@ -298,11 +298,11 @@ class Reports:
         return None
 
     def _cached(self) -> Seen:
-        """Return a report of all groups with their cached states."""
+        """Return a report of all volume groups with their cached states."""
         return Seen(self._present({group.name: group.cached for group in self._volume_groups}))
 
     def keep_fresh(self) -> None:
-        """Note that a caller uses the cached state of all groups, so that `refresh` renews it."""
+        """Note that the cached state of all groups is in use, so that `refresh` renews it."""
         self._in_use.update(self._groups)
 
     def outdate(self, written_path: str | None = None) -> None:
@@ -310,7 +310,9 @@ class Reports:
         self._volume_groups.outdate(written_path)
 
     def refresh(self, max_age_seconds: float) -> "list[Future[report.Group | None]]":
-        """Begin to read each group whose cached state is in use and too old; return the futures.
+        """Begin to read each volume group whose cached state is in use and too old.
+
+        Returns the futures of the reads.
 
         A cached state is in use if `keep_fresh` was called since the last such read, and too old
         `max_age_seconds` after the last read. A read that failed counts as a read, so that it is
@@ -328,7 +330,7 @@ class Reports:
 
     @property
     def time_seconds(self) -> float:
-        """Time of the read of the oldest cached state of a group, in seconds since the epoch.
+        """Time of the read of the volume groups' oldest cached state, in seconds since the epoch.
 
         Groups that were never read do not count; 0 if none was read.
         """
@@ -337,7 +339,7 @@ class Reports:
 
     @property
     def refused(self) -> Mapping[str, errors.GroupRefused]:
-        """The errors that say why groups are refused, by the groups' names.
+        """The errors that say why volume groups are refused, by the groups' names.
 
         They are those of the groups' last reads.
         """
@@ -350,7 +352,7 @@ class Reports:
 
     @property
     def ignored(self) -> Mapping[str, Sequence[str]]:
-        """Messages about disks that claim to be in a group but are ignored, by the groups' names.
+        """Messages about ignored disks that claim to be in a volume group, by the groups' names.
 
         They are by the last search for the groups' disks.
         """
@@ -363,7 +365,7 @@ class Reports:
 
     @property
     def problem(self) -> Exception | None:
-        """The error of the first group whose last read failed; None if all succeeded.
+        """The error of the first volume group whose last read failed; None if all succeeded.
 
         Runs no command.
         """
@@ -372,7 +374,7 @@ class Reports:
         )
 
     def _present(self, states: Mapping[str, report.Group | None]) -> dict[str, report.Group]:
-        """Return those of these groups that are present, by their names.
+        """Return those of these volume groups that are present, by their names.
 
         Configured groups come first, in the order of the configuration.
         """
@@ -381,5 +383,8 @@ class Reports:
 
 
 def _is_to_be_read(volume_group: VolumeGroup) -> bool:
-    """Whether a group's cached state may lack changes by Carver, and the group is not refused."""
+    """Whether a volume group may have changes by Carver that its cached state lacks.
+
+    False for a refused group, of which a read shows nothing.
+    """
     return not volume_group.has_own_changes and volume_group.status != "refused"

@@ -109,8 +109,8 @@ def require_unused(kernel: Kernel, activator: Activator, volume: Volume) -> None
         raise errors.VolumeInUse(str(volume.id), f"it is mounted at {', '.join(sorted(paths))}")
     if not activator.is_open(volume):
         return
-    # A device that is open is checked for two seconds: udev reads a device after each close by a
-    # writer, such as the last unmount.
+    # Check a device that is open for two seconds: udev reads a device after each close by a writer,
+    # such as the last unmount.
     end = time.monotonic() + command.patience_seconds(OPEN_SECONDS)
     with trace.step(trace.WAIT, "udev"):
         while activator.is_open(volume):

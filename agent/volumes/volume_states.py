@@ -293,7 +293,7 @@ _TAGGED = {str(state): state for state, row in STATES.items() if row.has_tag}
 # Keys of tags, beside FROM, that prove for a volume in the state COPYING that it is filled from a
 # volume or a snapshot, and not only zeroed.
 _OF_COPIES = frozenset({tag.BRIDGE, tag.FORMATTED, tag.SEALED, tag.SHARED_KEY})
-# Keys of tags of volumes that are created or removed in several steps.
+# Keys of tags that mark a volume as one that is created or removed in several steps.
 _IN_STEPS = frozenset(
     {
         tag.FROM,
@@ -446,9 +446,10 @@ def tags_for(ender: EndedBy) -> Mapping[str, str]:
 
 
 def hand_over(lvm: Lvm, group: str, name: str, own_tags: Mapping[str, str], ender: EndedBy) -> None:
-    """Change the tag `state` of a logical volume to the state that `ender` ends, by one command.
+    """Change the state that a logical volume's tag `state` records, by one command.
 
-    `own_tags` are the present tags of the logical volume.
+    The new state is the one that is ended by `ender` (see `EndedBy`). `own_tags` are the present
+    tags of the logical volume.
     """
     old_tags = {tag.STATE: str(by_tag(own_tags))}
     volumes.mark(lvm, group, name, old=old_tags, new=tags_for(ender))

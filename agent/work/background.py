@@ -83,8 +83,8 @@ def _begun(name: str, work: Callable[[], object]) -> Future[object]:
     try:
         return command.begin(f"end {name}", work)
     except RuntimeError as error:
-        # Without a thread the function is not run: in the present thread it could hang, and delay
-        # the other functions.
+        # Do not run the function in the present thread, although no other thread can be started:
+        # the function could hang, and delay the other functions.
         future = Future[object]()
         future.set_exception(error)
         return future
@@ -125,7 +125,7 @@ class PeriodicTask:
         self._thread: threading.Thread | None = None
         # The number of runs in a row that failed, and the message of the last failure.
         self._in_a_row, self._problem = 0, ""
-        # Time until the next retry after a failure, in seconds.
+        # Time until the retry after the next failure of the task, in seconds.
         self._pause_seconds = self._retry_seconds
 
     @property

@@ -513,7 +513,7 @@ class GroupWorker:
         self._turns, self._numbers = count(), count()
 
     def add(self, kind: Jobs[J], job: J) -> None:
-        """Add a job, and start a thread for it if need be; the caller holds `guard`.
+        """Add a background job, and start a thread for it if need be; the caller holds `guard`.
 
         Raises RuntimeError, with nothing added, if no thread can be started. While the service
         ends, the job is not added, but ended with Stopping.
@@ -563,7 +563,7 @@ class GroupWorker:
         job.end(Stopping(job.key))
 
     def replace_hanging_threads(self) -> None:
-        """Start another thread for the loop if one is needed.
+        """Start another thread for the volume group's background loop, if one is needed.
 
         That is if there are jobs and no thread runs the loop, or if the step in progress takes long
         and another step is due. If no thread can be started, nothing is done.
@@ -574,7 +574,7 @@ class GroupWorker:
             self._relieve()
 
     def halt(self) -> None:
-        """Cancel all jobs except those of kinds with `survives_halt`; let no job begin.
+        """Cancel the volume group's jobs, except those with `survives_halt`; let no job begin.
 
         The jobs that remain are due at once, unless they wait for a wake.
         """
@@ -683,7 +683,8 @@ class GroupWorker:
                 self._under_way.remove(task.kind.kind)
                 if is_called_off := task.job.cancelled.is_set():
                     task.job.due_seconds = math.inf
-                # Wake the leader, which may be another thread by now, and may wait for this job.
+                # Wake the thread that runs the loop. It may be another thread by now, and may wait
+                # for this job.
                 self.guard.notify_all()
             if is_called_off:
                 task.job.end(Stopping(task.job.key))
@@ -761,7 +762,7 @@ class GroupWorkers:
         return self._is_ending
 
     def of(self, group: str) -> GroupWorker:
-        """Return the loop of a volume group, made at its first use.
+        """Return the background loop of a volume group, made at its first use.
 
         The group need not be one that a device class of the configuration names.
         """
@@ -788,7 +789,7 @@ class GroupWorkers:
             return list(self._workers.values())
 
     def replace_hanging_threads(self) -> None:
-        """Start another thread for each loop that needs one (`GroupWorker`).
+        """Start another thread for each volume group whose background loop needs one.
 
         That is a loop with jobs and no thread, or a loop whose step takes long while another step
         is due. The service has to call this every few seconds.
@@ -797,7 +798,7 @@ class GroupWorkers:
             worker.replace_hanging_threads()
 
     def halt(self) -> None:
-        """Cancel all jobs at their next safe points, except those of a kind with `survives_halt`.
+        """Cancel all background jobs at their next safe points, but those with `survives_halt`.
 
         Those jobs are done when the service ends (see `Jobs`).
         """

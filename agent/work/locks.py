@@ -84,8 +84,8 @@ class Slots:
         with self._guard:
             self.free_slots += 1
             self.taken.subtract(groups)
-            # Remove the volume groups without slots, since callers may send ids with arbitrary
-            # names of groups.
+            # Remove the entries of volume groups without slots, since callers may send ids with
+            # arbitrary names of groups.
             self.taken = +self.taken
 
 
@@ -215,7 +215,7 @@ class Admission:
             raise errors.Starting(time.monotonic() - self._closed_at, self.problem)
 
     def leave(self, groups: Iterable[str] = ()) -> None:
-        """Give back the admission slot of a call that counts among the calls on these groups."""
+        """Give back the admission slot of a call, which counts for each of these volume groups."""
         self.places.give_back(groups)
 
 
@@ -230,7 +230,10 @@ class _Call:
     groups: set[str] = field(default_factory=set)
 
     def leave(self) -> None:
-        """Give the call's admission slot back, if any; a later use of a group needs a new slot."""
+        """Give the call's admission slot back, if any.
+
+        A later use of a volume group needs a new slot.
+        """
         if self.admitted:
             self.admission.leave(self.groups)
         self.admitted = False

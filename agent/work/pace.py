@@ -68,8 +68,8 @@ _ALONE_PART, _ALONE_SECONDS = 1 / 16, 0.01
 _HANGING_SECONDS = 2.0
 # Time of a piece of background I/O if the setting limits the bandwidth, in seconds (rule 6).
 _LIMITED_SECONDS = 0.1
-# Time between two reads of the disks' load that show whether there is other I/O, in seconds, if the
-# load was not read recently (rule 7).
+# Time between two reads of the disks' load that show whether there is other I/O, in seconds. Two
+# reads are needed if the load was not read since Carver last changed the volume group (rule 7).
 _FIRST_SECONDS = 0.002
 # Time for which other I/O counts as present after it was seen, in seconds (rule 8). The time is
 # less than the second after which dm-thin commits its metadata by itself (COMMIT_PERIOD,
@@ -190,7 +190,7 @@ class _Rule(Protocol):
 
 
 class _GivingWay:
-    """The rule for `background_bandwidth = auto`: give way to other I/O (rules 7 to 10)."""
+    """Pacing rule for `background_bandwidth = auto`: give way to other I/O (rules 7 to 10)."""
 
     def __init__(
         self, kernel: Kernel, clock: Callable[[], float], changed_at: Callable[[], float]
@@ -304,7 +304,7 @@ class _GivingWay:
 
 
 class _Limited:
-    """The rule for a limit in bytes a second, or in percent of the best measured rate (rule 6)."""
+    """Pacing rule for a limit in bytes a second, or in percent of the best rate (rule 6)."""
 
     def __init__(self, bandwidth: Reserve, clock: Callable[[], float]) -> None:
         self.bandwidth, self._clock = bandwidth, clock
@@ -338,7 +338,7 @@ class _Limited:
 
 
 class _Unlimited:
-    """The rule for `background_bandwidth = 0`: no pauses, and no limit on a piece (rule 5)."""
+    """Pacing rule for `background_bandwidth = 0`: no pauses, and no limit on a piece (rule 5)."""
 
     def begin(self, _work: Work, _pause: Callable[[float], None]) -> int:
         """Return at once; the returned maximum size is larger than any piece."""
@@ -381,7 +381,7 @@ class Pace:
         sleep: Callable[[float], None] = time.sleep,
         changed_at: Callable[[], float] = lambda: -math.inf,
     ) -> None:
-        """Make the pace of a volume group.
+        """Make the queue for the I/O slots of one volume group.
 
         `bandwidth` returns the present value of the setting `background_bandwidth`. `changed_at`
         returns the time at which Carver itself last changed the group, by `clock`.
@@ -538,7 +538,7 @@ class Pace:
             shared.workers -= 1
             if shared.workers:
                 return
-            # From now on no worker may join the slot.
+            # From now on no worker may join the I/O slot.
             shared.joined_until = -math.inf
         try:
             if shared.done_bytes:
