@@ -59,7 +59,7 @@ class BadSize(AgentError):
 
 
 class NoSuchVolume(AgentError):
-    """Raised when this node certainly has no volume with an id.
+    """Raised when a volume that a call names certainly does not exist on this node.
 
     Its absence is proved, the id is none of Carver's, or the volume is deleted and only has to be
     erased.
@@ -70,7 +70,7 @@ class NoSuchVolume(AgentError):
 
 
 class NoSuchSnapshot(AgentError):
-    """Raised when this node certainly has no snapshot with an id that callers may use.
+    """Raised when a snapshot that a call names certainly does not exist on this node.
 
     Temporary snapshots, and the snapshots of an incomplete group snapshot, count as absent.
     """
@@ -93,7 +93,7 @@ class AbsenceNotProved(AgentError):
 
 
 class NoSuchGroupSnapshot(AgentError):
-    """Raised when this node certainly has no group snapshot with an id."""
+    """Raised when a group snapshot that a call names certainly does not exist on this node."""
 
     def __init__(self, group_snapshot_id: str) -> None:
         super().__init__(f"there is no group snapshot {group_snapshot_id!r} on this node")
@@ -291,7 +291,7 @@ class WouldBeLost(AgentError):
 
 
 class NotRepairable(AgentError):
-    """Raised when a RAID volume, a thin pool or a disk cannot be repaired or replaced.
+    """Raised when a RAID volume or a thin pool cannot be repaired, or a disk cannot be replaced.
 
     Nothing was changed, unless the message says that a pool is damaged even after the repair.
     """

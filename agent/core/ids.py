@@ -38,7 +38,7 @@ _UUID_CHARACTERS = 8
 # Maximum length of a topology segment, in characters (CSI spec, Topology). Kubernetes keeps
 # topology segments as the values of node labels.
 _MOST_SEGMENT_CHARACTERS = 63
-# Number of hexadecimal digits of a digest at the end of a shortened name.
+# Number of hexadecimal digits of the digest at the end of a node's name that was shortened.
 _DIGEST_CHARACTERS = 16
 # Pattern of the name of a volume group or logical volume. lvm2 takes at most 127 characters.
 _NAME = r"[A-Za-z0-9_+.][A-Za-z0-9_+.-]{0,126}"

@@ -76,7 +76,8 @@ class _Known:
     location: Location
     fingerprint: Fingerprint
     time_seconds: float
-    # The cache's generation (`MetadataCache.forget`) when the read of the report began.
+    # The generation of the metadata cache (`MetadataCache.forget`) when the read of the report
+    # began. In a later generation the report is not used.
     generation: object
     # The number of device-mapper events of each copy-on-write snapshot, by the snapshot's name, at
     # the last check that found that the snapshot's COW store had not overflowed.

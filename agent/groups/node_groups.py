@@ -166,7 +166,7 @@ class VolumeGroups:
         return ""
 
     def unconfigured_group_of(self, name: str) -> str | None:
-        """Return the name of a present volume group that had a logical volume and is unconfigured.
+        """Return the name of an unconfigured volume group on this node that had a logical volume.
 
         `name` is the name of the logical volume; lvm2's backups of metadata say which groups had
         it. None if no present group that the configuration does not name had the volume. Raises
@@ -408,8 +408,8 @@ def _trusted(disk: Found, kind: Kind) -> Found:
 
 
 def _is_listed(disk: Found, listed_uuids: frozenset[str]) -> bool:
-    """Whether a scanned disk is in the node's devices file (lvmdevices(8)), by its UUID.
+    """Whether a scanned disk is, or may be, in the node's devices file (lvmdevices(8)).
 
-    True also for a disk whose label is unknown, which may be in the file.
+    The file lists the UUIDs of physical volumes. A disk without a known UUID may be in the file.
     """
     return not isinstance(disk, PhysicalLabel) or disk.uuid.replace("-", "") in listed_uuids

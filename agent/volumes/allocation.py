@@ -394,7 +394,7 @@ class ThinAllocator:
                 raise errors.NoRoom(group.name, extent, 0, f"more in its full pool {name}")
 
     def extend_data(self, lvm: Lvm, room: Room, percent: float) -> int | None:
-        """Extend the data of the pool, which are `percent` full; return the number of added bytes.
+        """Extend the data of the thin pool, which are `percent` full; return the added bytes.
 
         Returns 0 if the pool cannot grow. Returns None for a pool without volumes: such a pool is
         full only because it is being zeroed before its removal. The reserve of the device class
@@ -415,7 +415,7 @@ class ThinAllocator:
         return more_extents * extent
 
     def extend_metadata(self, lvm: Lvm, room: Room, percent: float) -> int | None:
-        """Extend the metadata of the pool, which are `percent` full; return the added bytes.
+        """Extend the metadata of the thin pool, which are `percent` full; return the added bytes.
 
         Returns 0 if the metadata cannot grow. Returns None for a pool without volumes, which is
         being zeroed before its removal. The reserve of the device class stays free.

@@ -50,8 +50,9 @@ class Purpose(enum.Enum):
 
 
 class ErasePolicy:
-    """Decides how deleted data is erased, and erases it; reads the setting `wipe` for all others.
+    """Policy of how deleted data is erased, by the setting `wipe`; its methods also erase devices.
 
+    No other class reads the setting.
     The values of the setting are in settings.WIPES. There is one object for a process: a disk that
     was proved to zero by itself need not be proved again by other work.
 
@@ -245,8 +246,9 @@ class ErasePolicy:
         self._kernel.zero_out(device, offset, length, allow_in_use=is_held, method=way)
 
     def prove(self, device: str, size_bytes: int) -> None:
-        """Test whether a device zeroes by itself, before a copy onto it relies on that for holes.
+        """Test whether a device zeroes by itself, before a copy onto it relies on that.
 
+        The copy zeroes the parts of the device that are holes in the source.
         The first bytes of the device, which the copy overwrites later, are zeroed, and sampled
         blocks of these are read. Nothing is done for a device that is not zeroed by itself, or
         whose disks were proved before. Disks that did not zero are never again asked to.

@@ -46,9 +46,9 @@ class Holds:
         self._held: dict[str, _Lease] = {}
 
     def check(self, call: Call, volume_id: str) -> None:
-        """Raise Receiving or Moved if a note or a lease of the volume excludes the call.
+        """Raise Receiving or Moved if a call may not use a volume, by the notes in memory.
 
-        Runs no command.
+        A temporary hold (`hold`) counts as well. Runs no command.
         """
         with self._guard:
             note = self._why.get(volume_id)

@@ -413,7 +413,10 @@ def _by_tags(own_tags: Mapping[str, str]) -> set[State]:
 
 
 def meets(call: Call, volume: Recorded, expected: Outcome) -> bool:
-    """Whether the outcome of a call is `expected` by one of the volume's states, as recorded."""
+    """Whether the table has the outcome `expected` for a call, in one of a volume's states.
+
+    The states are those of the volume's record.
+    """
     return any(STATES[state].calls[call] is expected for state in of(volume))
 
 

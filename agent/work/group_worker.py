@@ -99,8 +99,8 @@ class Job:
     progress: Progress = field(default_factory=Progress, init=False)
     cancelled: threading.Event = field(default_factory=threading.Event, init=False)
     ended: Future[None] = field(default_factory=Future, init=False)
-    # The remaining fields are used by the loop of the volume group alone. `due_seconds` is the time
-    # at which the job's next step is due, or after a failure the retry (monotonic, seconds).
+    # The time at which the job's next step is due, or after a failure the retry (monotonic,
+    # seconds). This field and the next ones are used by the volume group's background loop alone.
     due_seconds: float = field(default=math.inf, init=False)
     # The steps of the job, once the first step has begun.
     steps: Steps | None = field(default=None, init=False)

@@ -438,7 +438,7 @@ class GroupLock:
 
     @contextmanager
     def hold(self) -> Iterator[bool]:
-        """Hold the lock for the duration of the `with`; yield whether the caller had to wait.
+        """Hold the volume group's lock within the `with`; yield whether the caller had to wait.
 
         Raises GroupBusy at the RPC's deadline, or if too many callers wait already.
         """

@@ -397,7 +397,7 @@ class Pace:
 
     @property
     def _rule(self) -> _Rule:
-        """The rule for the next I/O slot, by the present setting `background_bandwidth`."""
+        """Pacing rule for the next I/O slot, by the present setting `background_bandwidth`."""
         bandwidth = self._bandwidth()
         if bandwidth is None:
             return self._giving_way
@@ -517,7 +517,9 @@ class Pace:
         return first_slot
 
     def _begin(self, own_slot: _Shared, length_bytes: int) -> None:
-        """Begin the use of a slot that has become the first, with the maximum size of its piece.
+        """Begin the use of an I/O slot that has become the first in the queue.
+
+        `length_bytes` is the maximum size of the slot's piece.
 
         If the workers may share the slot and no other I/O is seen, others may join from now on.
         """
@@ -549,7 +551,7 @@ class Pace:
             self._remove(shared)
 
     def _remove(self, own_slot: _Shared) -> None:
-        """Remove a slot from the queue, if it is there, and wake the waiting workers."""
+        """Remove an I/O slot from the queue, if it is in the queue; wake the waiting workers."""
         with self._moved:
             with suppress(ValueError):  # its piece hung, or no worker waits with the setting 0
                 self._queue.remove(own_slot)
