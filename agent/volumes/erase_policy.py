@@ -52,9 +52,8 @@ class Purpose(enum.Enum):
 class ErasePolicy:
     """Policy of how deleted data is erased, by the setting `wipe`; its methods also erase devices.
 
-    No other class reads the setting.
-    The values of the setting are in settings.WIPES. There is one object for a process: a disk that
-    was proved to zero by itself need not be proved again by other work.
+    No other class reads the setting. Its values are in settings.WIPES. There is one object for a
+    process: a disk that was proved to zero by itself need not be proved again by other work.
 
     | setting `wipe`       | a volume, thin pool or free extent    | an encrypted volume           |
     | -------------------- | ------------------------------------- | ----------------------------- |
@@ -248,11 +247,11 @@ class ErasePolicy:
     def prove(self, device: str, size_bytes: int) -> None:
         """Test whether a device zeroes by itself, before a copy onto it relies on that.
 
-        The copy zeroes the parts of the device that are holes in the source.
-        The first bytes of the device, which the copy overwrites later, are zeroed, and sampled
-        blocks of these are read. Nothing is done for a device that is not zeroed by itself, or
-        whose disks were proved before. Disks that did not zero are never again asked to.
-        `size_bytes` is the number of bytes that the copy overwrites.
+        The copy has the device zero blocks where the source has zeroes. The first bytes of the
+        device, which the copy overwrites later, are zeroed, and sampled blocks of these are read.
+        Nothing is done for a device that does not zero by itself, or whose disks were proved
+        before. A disk that did not zero is never again asked to. `size_bytes` is the number of
+        bytes that the copy overwrites.
         """
         stack, way = self._kernel.stack(device), By.HOLE
         disks = stack.disks
