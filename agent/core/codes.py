@@ -8,9 +8,9 @@ import mount.mount_errors
 
 Code = grpc.StatusCode
 
-# Table of the gRPC code of each error class. The first class that an error is an instance of gives
-# the code, so a class stands before its base classes. A class with the same code as its base class
-# is left out, unless that code is INTERNAL.
+# Table of the gRPC code of each error class. An error has the code of the first class that it is an
+# instance of, so a class stands before its base classes. A class with the same code as its base
+# class is left out, unless that code is INTERNAL.
 TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.BadField, Code.INVALID_ARGUMENT),
     (agent.core.errors.BadConfig, Code.FAILED_PRECONDITION),
@@ -125,7 +125,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (lvm.lvm_errors.BeingMoved, Code.FAILED_PRECONDITION),
     (lvm.lvm_errors.PoolDamaged, Code.FAILED_PRECONDITION),
     (lvm.lvm_errors.NotArchived, Code.FAILED_PRECONDITION),
-    # UNAVAILABLE for a lack on the node that ends soon.
+    # UNAVAILABLE for LockTaken and SemaphoresUsedUp: both conditions of the node end soon.
     (lvm.lvm_errors.LockTaken, Code.UNAVAILABLE),
     (lvm.lvm_errors.SemaphoresUsedUp, Code.UNAVAILABLE),
     (lvm.lvm_errors.NoDeviceMapper, Code.FAILED_PRECONDITION),
@@ -178,7 +178,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
 )
 
 
-# Maximum length of an error's message, in bytes.
+# Maximum length of an error message in an RPC's status, in bytes.
 _MOST_MESSAGE_BYTES = 2000
 # Codes after which an operation may still be in progress: callers repeat the call, or undo the
 # operation. agent/operations/leftovers.py has the table of the objects that a failed call leaves,
@@ -193,29 +193,32 @@ _OF_REQUEST = (
 
 
 def is_final(error: Exception) -> bool:
-    """Whether callers take a failed call for finished, by the code of its error.
+    """Whether kubelet takes a call that failed with this error for finished.
 
-    After such a code kubelet forgets the call, and may never undo the operation (isFinalError of
+    If so, kubelet forgets the call, and may never undo the operation (isFinalError of
     pkg/volume/csi/csi_client.go).
     """
     return code_of(error) not in (*_IN_PROGRESS, Code.RESOURCE_EXHAUSTED)
 
 
 def ends_create_volume(error: Exception) -> bool:
-    """Whether the external-provisioner ends a CreateVolume on this node after an error.
+    """Whether the external-provisioner ends a CreateVolume call on this node after an error.
 
-    The provisioner then gives the volume up, or has the volume made on another node.
+    If so, the provisioner gives the volume up, or has the volume created on another node.
     """
     return code_of(error) not in _IN_PROGRESS
 
 
 def is_of_request(error: Exception) -> bool:
-    """Whether an error says that the request itself is wrong, whatever an earlier request made."""
+    """Whether an error's code says that the request itself is wrong (`_OF_REQUEST`).
+
+    Such a request created nothing; an object that exists was created by another request.
+    """
     return code_of(error) in _OF_REQUEST
 
 
 def cut(message: str) -> str:
-    """Return an error's message, cut to the length that a gRPC client accepts.
+    """Cut an error message to a length that each gRPC client accepts; return a shorter one as is.
 
     With headers above 8 KiB a client of gRPC's C core drops the error, and puts RESOURCE_EXHAUSTED
     in its place. gRPC encodes a byte that is not printable ASCII as three bytes.

@@ -1,17 +1,17 @@
-"""Errors that Carver itself decides on; agent/core/codes.py gives each its gRPC code."""
+"""Errors that Carver itself raises; agent/core/codes.py gives each its gRPC status code."""
 
 from collections.abc import Iterable
 
 from lvm.groups import VGEXTEND
 
-# Advice in error messages on how to have a volume unstaged. A rollout is not enough: the new pod
-# starts before the old pod is gone, so kubelet does not unstage the volume.
+# Advice in error messages: how a user has a volume unstaged. A rollout of the Deployment is not
+# enough: the new pod starts before the old pod is gone, so kubelet does not unstage the volume.
 UNSTAGE = (
     "scale what uses it to 0 and wait until it is unstaged (by hand: `carver volume unpublish`)"
 )
-# Advice in error messages on how to have an encrypted volume opened again. The key comes with
-# NodeStageVolume, and with other calls only if the volume's StorageClass names a secret for these
-# calls.
+# Advice in error messages: how a user has an encrypted volume opened again. Kubelet passes the key
+# with NodeStageVolume, and with other calls only if the volume's StorageClass names a secret for
+# these calls.
 STAGE_WITH_KEY = (
     f"{UNSTAGE}; it is staged with its key next. Volumes of a StorageClass that names a secret for"
     " publishing, too (csi.storage.k8s.io/node-publish-secret-name and -namespace), are opened by"
@@ -20,11 +20,11 @@ STAGE_WITH_KEY = (
 
 
 class AgentError(Exception):
-    """Base class of all errors that Carver itself decides on."""
+    """Base class of the errors in this module."""
 
 
 class BadConfig(AgentError):
-    """Raised when the configuration is invalid; nothing was started."""
+    """Raised when the configuration, a file that it names, or an option of a command is invalid."""
 
     def __init__(self, source: str, key: str, problem: str) -> None:
         super().__init__(f"{source}: {key}: {problem}")
@@ -47,7 +47,7 @@ class Missing(BadField):
 
 
 class NotAllowed(BadField):
-    """Raised when the value of a request's field is not among the values of its enumeration."""
+    """Raised when the value of a request's field is not one of the field's allowed values."""
 
     def __init__(self, field: str, value: object, allowed: Iterable[object]) -> None:
         allowed_values = ", ".join(str(value) for value in allowed)
@@ -59,23 +59,30 @@ class BadSize(AgentError):
 
 
 class NoSuchVolume(AgentError):
-    """Raised when a volume does not exist, as a report of its volume group proves."""
+    """Raised when a volume that a call names certainly does not exist on this node.
+
+    Its absence is proved, the id is none of Carver's, or the volume is deleted and only has to be
+    erased.
+    """
 
     def __init__(self, volume_id: str) -> None:
         super().__init__(f"there is no volume {volume_id!r} on this node")
 
 
 class NoSuchSnapshot(AgentError):
-    """Raised when a snapshot does not exist, as a report of its volume group proves."""
+    """Raised when a snapshot that a call names certainly does not exist on this node.
+
+    Temporary snapshots, and the snapshots of an incomplete group snapshot, count as absent.
+    """
 
     def __init__(self, snapshot_id: str) -> None:
         super().__init__(f"there is no snapshot {snapshot_id!r} on this node")
 
 
 class AbsenceNotProved(AgentError):
-    """Raised when no present volume group has an object, but a missing group may have it.
+    """Raised by the command line when a volume or snapshot may be in a missing volume group.
 
-    The object is a volume or a snapshot; its absence is not proved.
+    No present volume group has the volume or snapshot, but its absence is not proved.
     """
 
     def __init__(self, kind: str, name: str, reasons: Iterable[str]) -> None:
@@ -86,14 +93,17 @@ class AbsenceNotProved(AgentError):
 
 
 class NoSuchGroupSnapshot(AgentError):
-    """Raised when a group snapshot does not exist, as a report of each volume group proves."""
+    """Raised when a group snapshot that a call names certainly does not exist on this node."""
 
     def __init__(self, group_snapshot_id: str) -> None:
         super().__init__(f"there is no group snapshot {group_snapshot_id!r} on this node")
 
 
 class NotWhole(AgentError):
-    """Raised when snapshots of a group snapshot are not on this node, but may exist elsewhere."""
+    """Raised when a group snapshot is not complete on this node.
+
+    Its other snapshots may be in volume groups that are missing now, or were deleted one by one.
+    """
 
     def __init__(self, group_snapshot_id: str, problem: str) -> None:
         super().__init__(f"group snapshot {group_snapshot_id!r} is not whole here: {problem}")
@@ -125,7 +135,10 @@ class AttachedOtherwise(Incompatible):
 
 
 class NoSuchNode(AgentError):
-    """Raised when a volume is to be attached to a node that this service does not know."""
+    """Raised when a volume is to be attached to a node that this service does not know.
+
+    A node's service knows its own node only.
+    """
 
     def __init__(self, node_id: str, known_nodes: str) -> None:
         super().__init__(f"node_id: there is no node {node_id!r}: {known_nodes}")
@@ -169,7 +182,7 @@ class ExcludedByTopology(AgentError):
 
 
 class GroupBusy(AgentError):
-    """Raised when a volume group's lock cannot be taken in time, or the group's commands hang."""
+    """Raised when a call needs a volume group that is locked for too long or does not answer."""
 
     def __init__(self, lock_name: str, problem: str) -> None:
         super().__init__(f"{lock_name}: {problem}; call again")
@@ -186,9 +199,9 @@ class GroupSilent(AgentError):
 
 
 class PoolSilent(AgentError):
-    """Raised when the kernel does not report how full a thin pool is.
+    """Raised when the kernel does not report in time how full a thin pool is.
 
-    Carver then promises no space in the pool to new volumes.
+    No volume is created in the pool then.
     """
 
     def __init__(self, group: str, pool: str, seconds: float) -> None:
@@ -199,7 +212,10 @@ class PoolSilent(AgentError):
 
 
 class GroupAwaited(AgentError):
-    """Raised after the start, while a volume group is being created or its file attached."""
+    """Raised while Carver has yet to create a volume group, or to attach the loop device below it.
+
+    Carver does both after its start, and after each reload of its configuration.
+    """
 
     def __init__(self, group: str) -> None:
         super().__init__(
@@ -209,14 +225,21 @@ class GroupAwaited(AgentError):
 
 
 class PerhapsOnAnotherNode(AgentError):
-    """Raised when the group or source of a new volume is not here, but may be on another node."""
+    """Raised when a volume cannot be created on this node, but perhaps on another node.
+
+    The volume group or the source of the volume cannot be used on this node.
+    """
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"cannot create the volume on this node: {problem}")
 
 
 class NoRoom(AgentError):
-    """Raised when a volume group has too few free extents."""
+    """Raised when a volume group cannot allocate what is requested now.
+
+    The group has too few free extents, or takes no new volume, for instance while a disk is
+    missing.
+    """
 
     def __init__(self, group: str, asked_bytes: int, available_bytes: int, purpose: str) -> None:
         super().__init__(
@@ -226,7 +249,7 @@ class NoRoom(AgentError):
 
 
 class NoSuchDisk(AgentError):
-    """Raised when a disk is a physical volume of no configured volume group."""
+    """Raised when a disk that a request names is in no configured volume group."""
 
     def __init__(
         self, disk: str, present_disks: Iterable[str], missing_disks: Iterable[str]
@@ -268,7 +291,10 @@ class WouldBeLost(AgentError):
 
 
 class NotRepairable(AgentError):
-    """Raised when a RAID volume cannot be repaired; nothing was changed."""
+    """Raised when a RAID volume or a thin pool cannot be repaired, or a disk cannot be replaced.
+
+    Nothing was changed, unless the message says that a pool is damaged even after the repair.
+    """
 
     def __init__(self, volume: str, why: str) -> None:
         super().__init__(f"cannot repair {volume}: {why}")
@@ -287,7 +313,7 @@ class InlineTotal(AgentError):
 
 
 class TooLarge(AgentError):
-    """Raised when there are too few free extents for a volume to grow."""
+    """Raised when the volume group has no room for a volume to grow."""
 
     def __init__(self, volume_id: str, problem: str) -> None:
         self.problem = problem
@@ -298,7 +324,10 @@ class TooLarge(AgentError):
 
 
 class CannotGrow(AgentError):
-    """Raised when a volume in use, its file system or its LUKS mapping cannot grow."""
+    """Raised when a volume in use, its file system or its LUKS mapping cannot grow.
+
+    The volume is used with its present size.
+    """
 
     def __init__(self, volume_id: str, problem: str) -> None:
         super().__init__(
@@ -309,28 +338,34 @@ class CannotGrow(AgentError):
 
 
 class VolumeInUse(AgentError):
-    """Raised when a volume is open, mounted or published on this node."""
+    """Raised when a volume is open, mounted or published on this node, or is being copied."""
 
     def __init__(self, volume_id: str, users: str) -> None:
         super().__init__(f"volume {volume_id!r} is in use: {users}")
 
 
 class NotOverwritten(AgentError):
-    """Raised when part of a deleted volume cannot be overwritten yet; the volume is kept."""
+    """Raised when deleted data cannot be overwritten yet; its extents are kept, and not reused.
+
+    The extents are those of a deleted volume, or are reserved for the growth of a volume.
+    """
 
     def __init__(self, volume_id: str, why: str) -> None:
         super().__init__(f"cannot overwrite all of volume {volume_id!r}: {why}")
 
 
 class FreeExtentsNotErased(AgentError):
-    """Raised when a volume group's free extents cannot be overwritten yet, and so not allocated."""
+    """Raised when a volume group's free extents cannot be overwritten yet.
+
+    These extents cannot be allocated before that.
+    """
 
     def __init__(self, group: str, why: str) -> None:
         super().__init__(f"cannot overwrite the free extents of volume group {group} yet: {why}")
 
 
 class HasSnapshots(AgentError):
-    """Raised when lvm2 refuses an operation on a volume because of its copy-on-write snapshots."""
+    """Raised when an operation is refused while the volume has copy-on-write snapshots."""
 
     def __init__(self, volume_id: str, snapshots: Iterable[str], problem: str) -> None:
         super().__init__(
@@ -355,7 +390,7 @@ class GrowsLater(AgentError):
 
 
 class NotSnapshotted(AgentError):
-    """Raised when the layout or state of a volume does not allow a snapshot."""
+    """Raised when lvm2 cannot take a snapshot of a volume, because of the volume's cache."""
 
     def __init__(self, volume_id: str, why: str) -> None:
         super().__init__(f"cannot take a snapshot of volume {volume_id!r}: {why}")
@@ -372,7 +407,7 @@ class PartOfGroup(AgentError):
 
 
 class NotTogether(AgentError):
-    """Raised when several volumes cannot be quiesced together."""
+    """Raised when one of several volumes cannot be quiesced together with the others."""
 
     def __init__(self, volume_id: str, why: str) -> None:
         super().__init__(
@@ -396,7 +431,7 @@ class QuiesceOver(AgentError):
 
 
 class NotStaged(AgentError):
-    """Raised when a volume must be staged before the requested operation."""
+    """Raised when a volume must be staged, or be staged anew, before the requested operation."""
 
     def __init__(self, volume_id: str, problem: str, remedy: str) -> None:
         super().__init__(f"volume {volume_id!r} is not staged: {problem}; {remedy}")
@@ -438,7 +473,7 @@ class KeyMissing(AgentError):
 
 
 class HeaderDamaged(AgentError):
-    """Raised when a volume's LUKS2 header is missing or is another volume's.
+    """Raised when a volume's LUKS2 header is missing, incomplete or another volume's.
 
     No new header is written.
     """
@@ -467,7 +502,7 @@ class GrowsWithKey(AgentError):
 
 
 class OperationPending(AgentError):
-    """Raised when another call on the same volume or path is in progress."""
+    """Raised when another call, or background work, on the same volume or path is in progress."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"another call on {name!r} is in progress")
@@ -477,7 +512,8 @@ class StillAtWork(OperationPending):
     """Raised when the mkfs or fsck that an earlier call started is still running."""
 
     def __init__(self, volume_id: str, task: str, seconds: float) -> None:
-        # The message of the base class is not used: it says that another call is in progress.
+        # Skip the constructor of OperationPending: its message says that another call is in
+        # progress.
         AgentError.__init__(
             self,
             f"{task} of volume {volume_id!r} has run for {seconds:.0f} s and goes on; call again",
@@ -485,7 +521,11 @@ class StillAtWork(OperationPending):
 
 
 class Copying(AgentError):
-    """Raised when a new volume cannot be used yet because its contents are being copied."""
+    """Raised when a volume cannot be used, or cannot grow, because a copy is in progress.
+
+    The volume's contents are being copied, or are being zeroed; or the volume is the source of a
+    copy.
+    """
 
     def __init__(self, volume_id: str, progress: str) -> None:
         super().__init__(f"volume {volume_id!r} is being copied: {progress}; call again")
@@ -507,9 +547,10 @@ class Reencrypting(AgentError):
 
 
 class Unfinished(AgentError):
-    """Raised when a call failed after it made part of an object.
+    """Raised when a call failed after it created, or may have created, part of an object.
 
-    The part is kept; only a further call completes the object.
+    The object is a volume or a snapshot. The part is kept; only a further call completes the
+    object.
     """
 
     def __init__(self, operation: str, why: str) -> None:
@@ -530,14 +571,17 @@ class Overwriting(AgentError):
 
 
 class SourceLost(AgentError):
-    """Raised when the source of a new volume can never be read again."""
+    """Raised when a snapshot that is to be copied, sent or compared has lost its data.
+
+    Also raised when the temporary snapshot that a volume is copied from is gone.
+    """
 
     def __init__(self, source_id: str, problem: str) -> None:
         super().__init__(f"cannot create a volume from {source_id!r}: {problem}")
 
 
 class Receiving(AgentError):
-    """Raised when a volume cannot be used before its reception as a stream is finished."""
+    """Raised when a volume cannot be used yet because it is being received as a stream."""
 
     def __init__(self, volume_id: str) -> None:
         super().__init__(
@@ -558,7 +602,7 @@ class NotReceived(AgentError):
 
 
 class NeedsOther(AgentError):
-    """Raised when an object has properties that only a newer version of Carver knows."""
+    """Raised when a volume, snapshot or pool has properties that only a newer Carver knows."""
 
     def __init__(self, identity: str, unknown: Iterable[str]) -> None:
         super().__init__(
@@ -569,9 +613,9 @@ class NeedsOther(AgentError):
 
 
 class TagsDamaged(AgentError):
-    """Raised when an object's tags are in a combination that no version of Carver writes.
+    """Raised when the tags of a volume or snapshot are such as no version of Carver writes.
 
-    The object is a volume or a snapshot.
+    Tags were lost, or changed by hand.
     """
 
     def __init__(self, identity: str, faults: Iterable[str]) -> None:
@@ -582,8 +626,8 @@ class TagsDamaged(AgentError):
         )
 
 
-# Errors after which Carver leaves a volume or snapshot alone, until a person mends its tags or
-# another version of Carver runs.
+# Errors that say that Carver must not use a volume or snapshot, until a person mends its tags or a
+# newer version of Carver runs.
 MUST_NOT_USE = (NeedsOther, TagsDamaged)
 
 
@@ -665,7 +709,11 @@ class StreamEnded(BadStream):
 
 
 class NotComparable(AgentError):
-    """Raised when two snapshots are not of one volume, or are given in the wrong order."""
+    """Raised when the changes between two snapshots cannot be listed.
+
+    The snapshots are of different volumes, or the base was taken later or is larger than the
+    target.
+    """
 
     def __init__(self, base_id: str, target_id: str, why: str) -> None:
         super().__init__(f"cannot compare {base_id!r} with {target_id!r}: {why}")
@@ -682,7 +730,7 @@ class BlocksUnknown(AgentError):
 
 
 class OffsetOutOfRange(AgentError):
-    """Raised when the starting offset in a request is outside the snapshot."""
+    """Raised when the starting offset in a request is negative, or beyond the snapshot's end."""
 
     def __init__(self, offset_bytes: int, size_bytes: int | None = None) -> None:
         allowed = (
@@ -703,7 +751,7 @@ class MetadataReserved(AgentError):
 
 
 class NotWanted(AgentError):
-    """Raised when the caller of an RPC has gone."""
+    """Raised when the caller of an RPC no longer waits for the response."""
 
     def __init__(self, operation: str) -> None:
         super().__init__(f"the caller no longer waits for {operation}")
@@ -719,7 +767,7 @@ class BadToken(AgentError):
 
 
 class Starting(AgentError):
-    """Raised after the start, before lvm2 has first reported what is on this node."""
+    """Raised after Carver's start, before lvm2 has first reported what is on this node."""
 
     def __init__(self, seconds: float, problem: Exception | None) -> None:
         why = "it has not answered yet" if problem is None else str(problem)
@@ -729,9 +777,9 @@ class Starting(AgentError):
 
 
 class TooManyCalls(AgentError):
-    """Raised when the calls in progress occupy all threads that a volume group may have.
+    """Raised when as many calls are in progress as the limit for a volume group allows.
 
-    With `group` empty, it is all threads that all volume groups together may have.
+    With `group` empty, the limit is that for all volume groups together.
     """
 
     def __init__(self, places: int, group: str = "") -> None:
@@ -743,11 +791,17 @@ class TooManyCalls(AgentError):
 
 
 class NotReady(AgentError):
-    """Raised when the node lacks a requirement of Carver's."""
+    """Raised when something that Carver needs on the node is missing or unusable.
+
+    Examples are a device, a key file, and the directory of a file below a volume group.
+    """
 
 
 class GroupRefused(NotReady):
-    """Raised when a volume group could not be created, or is another node's."""
+    """Raised when a volume group must not be used, or could not be created.
+
+    For instance, the group is another node's, or there are several groups of its name.
+    """
 
     def __init__(self, group: str, why: str) -> None:
         super().__init__(f"volume group {group} is not used: {why}")
@@ -755,7 +809,10 @@ class GroupRefused(NotReady):
 
 
 class SocketTaken(AgentError):
-    """Raised when another process serves Carver's Unix socket."""
+    """Raised when Carver cannot serve its Unix socket.
+
+    Another process serves the socket, or a file that is no socket is at the path.
+    """
 
 
 class SocketGone(AgentError):
@@ -795,7 +852,7 @@ class CallRefused(AgentError):
 
 
 class NotPublished(AgentError):
-    """Raised by the command line when a volume that can grow only in use is not published."""
+    """Raised by the command line when a volume is not in use, and volumes grow only in use."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -805,9 +862,10 @@ class NotPublished(AgentError):
 
 
 class ClusterSilent(AgentError):
-    """Raised when the API server did not list all objects, so that no object's absence is proved.
+    """Raised when the cluster's objects, or its nodes' volumes, could not all be listed.
 
-    `is_refusal` tells whether the API server answered with a refusal, which it would repeat.
+    The absence of an object is not proved then. `is_refusal` tells whether the API server answered
+    with a refusal, which it would repeat.
     """
 
     def __init__(self, request: str, problem: str, *, is_refusal: bool = False) -> None:
@@ -841,14 +899,17 @@ class NotRebound(AgentError):
 
 
 class NoOrphan(AgentError):
-    """Raised when an object to be deleted is no orphan, or not yet for the grace period."""
+    """Raised when an object that a command is to delete is not proved to be an orphan.
+
+    The object is in use, or it has not been an orphan for the whole grace period.
+    """
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"cannot delete {name!r}: {why}")
 
 
 class NotConfirmed(AgentError):
-    """Raised when the user did not confirm a deletion, or the use of a disk."""
+    """Raised when the user of a command did not confirm its action, such as a deletion."""
 
     def __init__(self, name: str, action: str = "deleted") -> None:
         super().__init__(f"{name!r} is not {action}: not confirmed; answer yes, or give --yes")

@@ -16,7 +16,10 @@ NAMES = ("changed_blocks", "transfer", "kubernetes", "orphans", "controller")
 
 
 def modules(name: str) -> Iterator[tuple[str, ModuleType]]:
-    """Import the module `X_name` from each extra X that is installed and has one."""
+    """Import a module from each installed extra; yield the extra's name and the module.
+
+    The module of an extra X is called `X_` and the given `name`. Extras without it are left out.
+    """
     for extra in NAMES:
         path = f"agent.extras.{extra}.{extra}_{name}"
         if _exists(path):
@@ -27,5 +30,5 @@ def _exists(path: str) -> bool:
     try:
         return find_spec(path) is not None
     except ModuleNotFoundError:
-        # Either the folder of this extra is not installed, or the folder of all extras.
+        # The folder of this extra, or the folder agent/extras as a whole, is not installed.
         return False

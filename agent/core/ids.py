@@ -33,12 +33,12 @@ GROWTH_PREFIX = "grow"
 # has the rest of its name in common with the volume.
 BRIDGE_PREFIX = "copy"
 
-# Number of characters of a volume group's LVM UUID that an id has.
+# Number of characters of a volume group's LVM UUID, from its start, that a volume id has.
 _UUID_CHARACTERS = 8
 # Maximum length of a topology segment, in characters (CSI spec, Topology). Kubernetes keeps
 # topology segments as the values of node labels.
 _MOST_SEGMENT_CHARACTERS = 63
-# Number of hexadecimal digits of a digest at the end of a shortened name.
+# Number of hexadecimal digits of the digest at the end of a node's name that was shortened.
 _DIGEST_CHARACTERS = 16
 # Pattern of the name of a volume group or logical volume. lvm2 takes at most 127 characters.
 _NAME = r"[A-Za-z0-9_+.][A-Za-z0-9_+.-]{0,126}"
@@ -53,10 +53,12 @@ _IS_SHORTENED = re.compile(
 
 @dataclass(frozen=True)
 class VolumeId:
-    """Id of a volume: its volume group's name, the start of that group's LVM UUID, its LV's name.
+    """Id of a volume, snapshot or group snapshot.
 
-    The UUID tells groups of the same name on different nodes apart. So a call that arrives at the
-    wrong node is never answered "already gone".
+    The id consists of the volume group's name, the first characters of the group's LVM UUID, and a
+    name in the group. For a volume and a snapshot, `name` is the logical volume's name at creation.
+    The UUID tells volume groups of the same name on different nodes apart. So a DeleteVolume call
+    that arrives at the wrong node is never answered with OK, as for a volume that is gone.
     """
 
     group: str
@@ -65,7 +67,10 @@ class VolumeId:
 
     @classmethod
     def of(cls, group: Group, name: str) -> Self:
-        """Return the id of the volume with this name in a volume group."""
+        """Return the id of the object with this name in a volume group.
+
+        The object is a volume, a snapshot or a group snapshot.
+        """
         return cls(group.name, start_of(group.uuid), name)
 
     @classmethod
@@ -75,7 +80,7 @@ class VolumeId:
         return None if match is None else cls(match["group"], match["uuid"], match["name"])
 
     def is_of(self, group_uuid: str) -> bool:
-        """Whether the id's volume group has this LVM UUID, written with or without dashes."""
+        """Whether this id is of the volume group with this LVM UUID, with or without dashes."""
         return start_of(group_uuid) == self.group_uuid
 
     def __str__(self) -> str:
@@ -88,7 +93,10 @@ def is_name(text: str) -> bool:
 
 
 def group_of(volume_id: str) -> str:
-    """Return the name of the volume group in a volume id; raise NoSuchVolume for an invalid id."""
+    """Return the name of the volume group in a volume id.
+
+    Raises NoSuchVolume for an id that has no volume group: an invalid id, or an inline volume's.
+    """
     parsed = VolumeId.parse(volume_id)
     if parsed is None:
         raise errors.NoSuchVolume(volume_id)
@@ -96,26 +104,38 @@ def group_of(volume_id: str) -> str:
 
 
 def logical_name(volume_id: str) -> str:
-    """Return the name of the logical volume of a volume id. Calls on one volume lock this name."""
+    """Return the name of the logical volume that a volume was created with, by the volume's id.
+
+    Calls on one volume lock this name. The CO chooses the id of an inline volume, and the logical
+    volume's name is derived from that id.
+    """
     parsed = VolumeId.parse(volume_id)
     return names.logical_volume(INLINE_PREFIX, volume_id) if parsed is None else parsed.name
 
 
 def readable_name(volume_id: str) -> str:
-    """Return the name of a volume that people are shown, for a volume id.
+    """Return the name under which people are shown the volume with this id.
 
-    It is the logical volume's name without its prefix, or with the prefix if the name has a digest.
+    The result is the logical volume's name without the prefix VOLUME_PREFIX. A name that contains a
+    digest, or that has another prefix, is returned unchanged.
     """
     return names.readable(VOLUME_PREFIX, logical_name(volume_id))
 
 
 def is_inline(volume_id: str) -> bool:
-    """Whether the id is that of an inline volume; the CO chooses such ids."""
+    """Whether a volume id is that of an inline volume.
+
+    The CO chooses the ids of inline volumes. So an id that is not of the form of Carver's ids
+    counts as an inline volume's.
+    """
     return names.is_of(INLINE_PREFIX, logical_name(volume_id))
 
 
 def group_member(name: str, source_id: str) -> str:
-    """Return the name of the LV that is a source's snapshot in the group snapshot called `name`."""
+    """Return the logical volume's name for the snapshot of one source in a group snapshot.
+
+    `name` is the name that the CO gave the group snapshot, `source_id` the id of the volume.
+    """
     return names.logical_volume(SNAPSHOT_PREFIX, f"{name}\0{source_id}")
 
 
@@ -147,5 +167,8 @@ def topology(node_id: str, driver_name: str) -> dict[str, str]:
 
 
 def start_of(uuid: str) -> str:
-    """Return the first characters of a volume group's LVM UUID, as volume ids contain them."""
+    """Return the first characters of a volume group's LVM UUID, as in volume ids.
+
+    `uuid` is written with or without dashes; the result has no dashes.
+    """
     return uuid.replace("-", "")[:_UUID_CHARACTERS]

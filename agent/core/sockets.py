@@ -7,7 +7,8 @@ from pathlib import Path
 def is_stale(path: Path) -> bool:
     """Whether the path is a Unix socket that no process serves.
 
-    Raises PermissionError if this process may not connect, so that the answer is unknown.
+    Raises PermissionError if this process may not connect to the socket: whether a process serves
+    the socket is then unknown.
     """
     if not path.is_socket():
         return False
@@ -22,7 +23,7 @@ def is_stale(path: Path) -> bool:
 
 
 def is_served(path: Path) -> bool:
-    """Whether a process serves the Unix socket at the path."""
+    """Whether a process serves a Unix socket at the path. Raises PermissionError as `is_stale`."""
     return path.is_socket() and not is_stale(path)
 
 

@@ -1,4 +1,4 @@
-"""Keys of Carver's own LVM tags, and the values of those that are an enumeration."""
+"""Keys of Carver's own LVM tags, and the values of the tags that have a fixed set of values."""
 
 from agent.core import errors
 from lvm import report, tags
@@ -6,7 +6,7 @@ from lvm import report, tags
 # Key of the tag with the name that the CO gave a volume or snapshot. Each volume and snapshot of
 # Carver's has this tag; logical volumes of other programs have none.
 NAME = "name"
-# Key of the tag with the state of a volume or pool; its values are at the end of this list.
+# Key of the tag with the state of a volume or thin pool. The values are READY to MOVED, below.
 STATE = "state"
 # Key of the tag with the size, in bytes, that a volume or a snapshot was created with.
 SIZE = "size"
@@ -27,14 +27,14 @@ EPHEMERAL = "ephemeral"
 TARGET = "target"
 # Key of the tag with a volume's layout, such as raid1.
 LAYOUT = "layout"
-# Keys of the tags with the parameters that a volume was created with, as is ENCRYPTION
-# (agent/requests/parameters.py).
+# Keys of the tags with the parameters of the StorageClass that a volume was created with
+# (agent/requests/parameters.py). The tag ENCRYPTION, below, has another such parameter.
 CLASS = "class"
 FS_TYPE = "fsType"
 MKFS_OPTIONS = "mkfsOptions"
 MOUNT_OPTIONS = "mountOptions"
-# Keys of the tags with the names of a volume's claim and pod, or of a snapshot, as Kubernetes gave
-# these names. The name of a snapshot's VolumeSnapshotContent is in CONTENT.
+# Keys of the tags with the names of the Kubernetes objects that a volume or snapshot belongs to,
+# such as the volume's claim and pod. The name of a snapshot's VolumeSnapshotContent is in CONTENT.
 SNAPSHOT = "snapshot"
 GROUP_SNAPSHOT_NAME = "groupSnapshotName"
 PV = "pv"
@@ -55,7 +55,8 @@ ENCRYPTION = "encryption"
 HEADER = "header"
 # Key of the tag with the UUID in an encrypted volume's LUKS2 header, once the header is written.
 SEALED = "sealed"
-# Key of the tag with the name of an encrypted volume's only valid key, recovery keys not counted.
+# Key of the tag with the name of an encrypted volume's present encryption key: the only key that
+# opens the volume, apart from recovery keys.
 KEY_GENERATION = "keyGeneration"
 # Key of the tag of an encrypted volume whose key is being changed. The tag is written before the
 # change, and removed when the new key is proved to open the volume.
@@ -68,7 +69,7 @@ REENCRYPT = "reencrypt"
 # Key of a tag that versions up to 0.2.0 wrote: the copy still has its source's master key, and was
 # to be re-encrypted before its first use. The tag is removed when the copy is opened.
 SHARED_KEY = "sharedKey"
-# Key of the tag of a copied btrfs volume whose file system has got a UUID of its own.
+# Key of the tag of a copied volume whose btrfs has got a new UUID, other than its source's.
 RENEWED = "renewed"
 # Key of the tag of a volume whose file system failed. Where the volume is staged, its file system
 # is to be unmounted, checked and mounted again before the next use.
@@ -83,12 +84,12 @@ FROM = "from"
 BRIDGE = "bridge"
 # Key of the tag of a temporary snapshot, with the id of the volume that is copied from it.
 COPY = "copy"
-# Key of the tag of a volume that could not grow by ControllerExpandVolume, with the size to grow
-# to, in bytes.
+# Key of the tag of a volume that could not grow while it was in use. The value is the size, in
+# bytes, to which the volume is to grow when it is staged next.
 WANTED = "wanted"
-# Key of the tag with the size, in bytes, of an expansion that failed and is not retried when the
-# volume is staged. If the logical volume has that size, its file system or its open LUKS mapping is
-# still smaller.
+# Key of the tag with the size, in bytes, of a volume's last expansion, which failed and is not
+# retried when the volume is staged. If the logical volume has that size, only its file system or
+# its open LUKS mapping is still smaller.
 REFUSED = "refused"
 # Key of the tag of a snapshot with the name of its source's logical volume.
 SOURCE = "source"
@@ -149,9 +150,9 @@ KNOWN_NEEDS: frozenset[str] = frozenset()
 # A disk is unclean if its free extents must be overwritten before they are allocated; lvm.report
 # derives that from these tags.
 SWEEP, SWEEP_DISKS, BETWEEN = report.SWEEP, report.SWEEP_DISKS, report.BETWEEN
-# Key of the tag of a volume group while one of its disks is replaced, if no earlier move left data
-# on the new disk. The value is the UUIDs of both disks, and the number of extents that are
-# allocated on the new disk once all of the old disk's extents lie there.
+# Key of the tag of a volume group while one of its disks is replaced. The value is the UUIDs of
+# both disks, and the number of extents that are allocated on the new disk once all of the old
+# disk's extents lie there. The tag is written only if no earlier move left data on the new disk.
 FILLED = "filled"
 
 # Values of the tag STATE, the state of a volume or thin pool (agent/volumes/volume_states.py).
@@ -176,6 +177,9 @@ METADATA_SNAPSHOT = "metadataSnapshot"
 
 
 def require_fits(field: str, key: str, text: str) -> None:
-    """Raise BadField, naming `field`, if a tag with this key and text is too long for LVM."""
+    """Raise BadField if the tag with this key and value, `text`, would be too long for LVM.
+
+    `field` is the name of the request's field that the error names.
+    """
     if not tags.fits(key, text):
         raise errors.BadField(field, "is too long to be kept in an LVM tag")

@@ -1,4 +1,4 @@
-"""The trace of a call: each of its steps and waits, with their times.
+"""Traces of RPCs: the steps and waits of each call, with their durations.
 
 A step is a program, an operation of the kernel (mount(2), ioctl(2), sysfs), or a wait:
 
@@ -35,23 +35,24 @@ R = TypeVar("R", bound=Run)
 # Kinds of steps.
 WAIT, PROGRAM, KERNEL = "wait", "program", "kernel"
 KINDS = (WAIT, PROGRAM, KERNEL)
-# Minimum duration of a step that a trace lists, in seconds. A list with shorter steps, such as
-# reading a file in sysfs, would be hard to read.
+# Minimum duration of a step that a trace lists, in seconds. Shorter steps, such as reading a file
+# in sysfs, would make the list hard to read.
 _SHORTEST_SECONDS = 0.0005
 # Maximum number of steps that a trace lists. For a call that retries for minutes only the first
 # steps are listed; the sums by kind include all steps.
 _MOST_STEPS = 64
-# Number of the most recent calls whose traces are kept.
+# Maximum number of kept traces: those of the calls that ended last.
 _MOST_CALLS = 256
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a call.
+    """One step of a call: a program, an operation of the kernel, or a wait.
 
-    `kind` is one of KINDS, `what` the name of the program or operation. The fields have
-    the names of the fields of the message TracedStep (carver.proto). `after_seconds` is the time
-    between the start of the call and the start of the step; `seconds` is the duration of the step.
+    `kind` is one of KINDS, `what` the name of the program, of the operation or of the wait. The
+    fields have the names of the fields of the message TracedStep (carver.proto). `after_seconds` is
+    the time between the start of the call and the start of the step; `seconds` is the duration of
+    the step.
     """
 
     kind: str
@@ -85,14 +86,14 @@ class Trace:
 
 
 class Traces:
-    """The traces of the most recent calls that ended."""
+    """The traces of the calls that ended last; calls without a step are left out."""
 
     def __init__(self) -> None:
         self._ended: deque[Trace] = deque(maxlen=_MOST_CALLS)
         self._guard = threading.Lock()
 
     def end(self, trace: Trace, code: str) -> None:
-        """Keep the trace of a call that ended with this code, if the trace has any steps."""
+        """Keep the trace of a call that ended with this gRPC code, if the trace has any steps."""
         trace.seconds, trace.code = time.monotonic() - trace.began_seconds, code
         if trace.steps:
             with self._guard:
@@ -113,7 +114,7 @@ _current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("trace",
 
 @contextmanager
 def within(trace: Trace) -> Iterator[None]:
-    """Add the steps of the current thread to a trace while the context is entered."""
+    """Within the `with`, add the steps of the current thread to a trace."""
     token = _current.set(trace)
     try:
         yield
@@ -122,7 +123,7 @@ def within(trace: Trace) -> Iterator[None]:
 
 
 class step:  # noqa: N801 - it is called like a function
-    """Context manager that times its body as a step of the call of the current thread, if any.
+    """Context manager that times its body, and adds the time to the current call's trace, if any.
 
     It is a class and not a generator for speed: a call has some thirty steps, and most are short.
     """
@@ -162,7 +163,10 @@ def traced_observer(observe: Callable[[Finished], None]) -> Callable[[Finished],
 
 
 def traced(interface: T) -> T:
-    """Wrap an interface to the kernel: each call of a method is a step of the current call."""
+    """Wrap an object, so that each call of one of its methods is a kernel step of the current RPC.
+
+    The object is an interface to the kernel, such as mount.kernel.Kernel.
+    """
     return cast(T, _Traced(interface))
 
 

@@ -45,14 +45,14 @@ from lvm.candidate_devices import Excluded, Why
 from lvm.disk_reader import Found, Unanswered, Unreadable
 from lvm.labels import Damaged, Group, Kind, PhysicalLabel
 
-# How a disk is connected: who may have written the disk, the kernel's sequence number of the disk
-# (`lvm.disk_reader.Disks.sequences`), and the path of the disk.
+# Type of how a disk is connected: who may have written the disk, the kernel's sequence number of
+# the disk (`lvm.disk_reader.Disks.sequences`), and the disk's path.
 _Attached = tuple[Kind, str, str]
 
 
 @dataclass(frozen=True)
 class Location:
-    """Location of a volume group: its UUID, and the paths of its disks that are present."""
+    """Location of a volume group: the group's UUID, and the paths of the group's present disks."""
 
     uuid: str
     disks: tuple[str, ...]
@@ -61,23 +61,27 @@ class Location:
     # The system id of the node that owns the group (lvmsystemid(7)); empty if any node may use the
     # group.
     system_id: str = ""
-    # The UUIDs of `disks`, in the same order.
+    # The UUIDs of the volume group's present disks, in the order of `disks`.
     disk_uuids: tuple[str, ...] = ()
     # The paths of disks that claim to be the group's but are ignored, each with the reason.
     ignored: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-    # How each disk of the group is connected, or was when it was last present, by the disk's UUID.
+    # Who may have written each disk of the group, the disk's sequence number and its path, by the
+    # disk's UUID. For a missing disk, these are of the time when the disk was last present.
     attached: Mapping[str, _Attached] = field(default_factory=dict, compare=False)
 
     def has(self, path: str, label: PhysicalLabel) -> bool:
-        """Whether this physical volume is at the same device as when the group was located."""
+        """Whether the disk at `path` is the same as when the volume group was located.
+
+        The path, the UUID, the sequence number and the kind of the disk must be the same.
+        """
         now = (label.kind, label.sequence, path)
         is_at = (path, label.uuid) in zip(self.disks, self.disk_uuids, strict=False)
         return is_at and self.attached.get(label.uuid, now) == now
 
     def kind_of(self, uuid: str) -> Kind:
-        """Return who may have written a disk of the group, by the disk's UUID.
+        """Return who may have written a disk of the volume group, by the disk's UUID.
 
-        For an unknown disk it is the least trusted kind among the group's other disks.
+        For a disk that was never present, it is the least trusted kind among the group's disks.
         """
         kinds = {disk_uuid: kind for disk_uuid, (kind, _, _) in self.attached.items()}
         return kinds.get(uuid, max(kinds.values(), default=Kind.FOREIGN))
@@ -91,9 +95,9 @@ def names_of(scanned_disks: Mapping[str, Found]) -> set[str]:
 
 
 def claims(scanned_disks: Mapping[str, Found], name: str) -> Iterator[tuple[str, str]]:
-    """Return the disks that claim to be in a volume group that `locate` did not find, and why.
+    """Yield the disks whose labels name a volume group that `locate` did not find.
 
-    Each disk is a pair: its path, and what its label says.
+    Each disk is a pair: the disk's path, and a text for the log that says what is wrong with it.
     """
     for path, label in _labels(scanned_disks).items():
         if label.group is not None and label.group.name == name:
@@ -107,13 +111,14 @@ def claims(scanned_disks: Mapping[str, Found], name: str) -> Iterator[tuple[str,
 def unknown(
     scanned_disks: Mapping[str, Found], uuids: Collection[str], own_paths: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """Return the disks that may hold volumes of Carver's in a group that is not in use, and why.
+    """Yield the disks that may hold volumes of Carver's in a volume group that is not in use here.
 
-    `uuids` are the UUIDs of the groups in use. `own_paths` are the paths of disks that are known to
-    be in one of these groups, whatever their labels say now.
+    Each disk is a pair: the disk's path, and the reason. Disks that cannot be read are included.
+    `uuids` are the UUIDs of the volume groups in use. `own_paths` are the paths of disks that are
+    known to be in one of these groups, although their labels may not say so now.
 
     Left out are disks of groups without Carver's tags, which are the operator's, and disks of
-    guests and other drivers (Kind.FOREIGN), on which no group is ever looked for.
+    guests and other drivers (Kind.FOREIGN), on which Carver never searches for a group.
     """
     labels = {
         path: label
@@ -136,10 +141,10 @@ def unknown(
 
 
 def _unknown_group(label: PhysicalLabel, uuids: Collection[str], members: Collection[str]) -> str:
-    """Return why a disk may be in an unknown group of Carver's; empty if it is not.
+    """Return why a disk may be in a volume group of Carver's that is not in use; empty if not.
 
-    A group is known if its UUID is in `uuids`. `members` are the UUIDs of the disks that some group
-    names as its own.
+    A volume group is in use if its UUID is in `uuids`. `members` are the UUIDs of all disks that
+    the metadata on some disk list as disks of a group.
     """
     if (group := label.group) is not None:
         is_known = group.uuid in uuids or not group.has_own_tags
@@ -165,8 +170,9 @@ def locate(
     `lvm.disk_reader.Disks.sequences`. `backed_up` returns the UUID of the group of that name in
     lvm2's backups.
 
-    Raises GroupRefused if the group may not be used, and GroupSilent if a disk that may be one of
-    the group's does not answer.
+    Raises GroupRefused if the group must not be used: it is exported or shared, or several groups
+    or disks are equally well proved. Raises GroupSilent if the group, or one of its disks, was not
+    found, and a disk that may be the group's does not answer.
     """
     silent = sorted(path for path, disk in scanned_disks.items() if isinstance(disk, Unanswered))
     unreadable = frozenset[str]()
@@ -189,8 +195,8 @@ def locate(
     disks = labels.disks(group)
     missing = frozenset(group.disk_uuids) - set(disks.values())
     was_missing = last_location is not None and missing <= last_location.missing
-    # If the same disks were missing before, the silent disks belong to other groups, unless a
-    # silent disk was one of this group's.
+    # Assume that the disks which do not answer belong to other groups, if the same disks of this
+    # group were missing before, unless a disk of this group is among those that do not answer.
     is_known_silent = last_location is not None and not set(silent).isdisjoint(last_location.disks)
     if missing and silent and (is_known_silent or not was_missing):
         raise errors.GroupSilent(name, silent)
@@ -213,15 +219,15 @@ def _labels(scanned_disks: Mapping[str, Found]) -> dict[str, PhysicalLabel]:
     }
 
 
-# How well a disk is proved to be a group's: one element for each proof in this module's docstring.
-# A lower rank is a better proof.
+# Type of a disk's rank: how well the disk is proved to be the group's. A rank has one element for
+# each proof in this module's docstring. A lower rank is a better proof.
 _Rank = tuple[bool, bool, Kind, bool, bool, bool]
-# Number of the first elements of a rank that say who may have written the metadata.
+# Number of elements at the start of a rank that say who may have written the disk's metadata.
 _TRUST = 3
 
 
 class _Labels:
-    """The labels that mention one volume group, each ranked by how well it is proved."""
+    """The labels of scanned disks, each ranked by the proofs that the disk is a volume group's."""
 
     def __init__(
         self,
@@ -240,7 +246,7 @@ class _Labels:
         self._texts = {
             path: label.group
             for path, label in labels.items()
-            # The disk counts only if its own UUID is among the disks in its copy of the metadata.
+            # Count a disk only if its own UUID is among the disks in its copy of the metadata.
             if label.group and label.group.name == name and label.uuid in label.group.disk_uuids
         }
         uuids = {label.uuid for label in self._texts.values()}
@@ -256,10 +262,10 @@ class _Labels:
         self._bearers = {uuid: self._best(paths) for uuid, paths in bearers.items()}
 
     def group(self) -> Group | None:
-        """Return the volume group by the metadata of its best proved disks, or None.
+        """Return the volume group by the newest metadata of its best proved disks.
 
-        None means that no disk is trusted. Raises GroupRefused if several groups are equally well
-        proved.
+        None if no disk may be the group's. Raises GroupRefused if several groups are equally well
+        proved, or if the metadata of trusted disks contradict each other (`_require_agreed`).
         """
         families = [family for family in self._families() if self._is_believed(family)]
         if not families:
@@ -280,8 +286,8 @@ class _Labels:
                 f" meant (`vgrename UUID NAME`), detach its disks, or keep lvm2 from them"
                 f" {_FILTER}",
             )
-        # The newest metadata count, since a disk that was missing may bear older metadata. Among
-        # disks with equally new metadata the best proved counts.
+        # Take the newest metadata, since a disk that was missing may bear older metadata. Among
+        # disks with equally new metadata, take the best proved disk's.
         newest = min(trusted, key=lambda path: (-self._texts[path].seqno, self._ranks[path], path))
         if self._known is None and best_rank[_TRUST - 1] > Kind.LOCAL:
             self._require_agreed(newest, trusted)
@@ -290,9 +296,10 @@ class _Labels:
     def _require_agreed(self, newest: str, trusted: Iterable[str]) -> None:
         """Raise GroupRefused if the metadata of one of these disks contradict the newest metadata.
 
-        Metadata contradict the newest if they differ and do not list the disk that bears the
-        newest. The check is left out for local disks, which only this node writes: there the newest
-        metadata count, as for lvm2.
+        Metadata contradict the newest if they differ, unless they are older and list the disk that
+        bears the newest. The caller leaves the check out for local disks, which only this node
+        writes, and for a group that was located before: there the newest metadata count, as for
+        lvm2.
         """
         newest_text = self._texts[newest]
         for path in trusted:
@@ -308,10 +315,10 @@ class _Labels:
                 )
 
     def disks(self, group: Group) -> Mapping[str, str]:
-        """Return the UUIDs of the group's present disks by their paths.
+        """Return the UUIDs of the volume group's present disks, by the disks' paths.
 
-        Raises GroupRefused if two disks are copies of each other and equally well proved, unless
-        the group is in use already and has other disks.
+        Raises GroupRefused if two disks are copies of each other and equally well proved. If the
+        group was located before and has other disks, such disks are left out instead.
         """
         present, unclear = dict[str, str](), dict[str, tuple[str, ...]]()
         for uuid in group.disk_uuids:
@@ -320,7 +327,7 @@ class _Labels:
                 present[paths[0]] = uuid
             elif paths:
                 unclear[uuid] = paths
-        # A group that is in use already is not refused because of a doubtful disk.
+        # Do not refuse a group that was located before because of a doubtful disk.
         if unclear and (self._known is None or not present):
             uuid, paths = next(iter(unclear.items()))
             raise errors.GroupRefused(
@@ -332,7 +339,10 @@ class _Labels:
         return dict(sorted(present.items()))
 
     def ignored(self, group: Group, disks: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-        """Return the disks that claim to be in the group but are not in `disks`, and why."""
+        """Yield the disks that claim to be the volume group's but are not in `disks`.
+
+        Each disk is a pair: the disk's path, and the reason.
+        """
         paths = {uuid: path for path, uuid in disks.items()}
         for path, label in self._labels.items():
             if path in disks:
@@ -348,7 +358,12 @@ class _Labels:
                 yield path, f"is of another group of that name ({label.group.uuid})"
 
     def attached(self, group: Group, disks: Mapping[str, str]) -> Mapping[str, _Attached]:
-        """Return how each disk of the group is connected, or was last, by the disk's UUID."""
+        """Return kind, sequence number and path of each disk of a volume group, by the disk's UUID.
+
+        The kind says who may have written the disk.
+
+        For a missing disk, they are those of the time when the disk was last present.
+        """
         last_attached = {} if self._known is None else self._known.attached
         members_attached = {
             uuid: attached for uuid, attached in last_attached.items() if uuid in group.disk_uuids
@@ -359,7 +374,10 @@ class _Labels:
         }
 
     def _claims(self, uuid: str, group: Group) -> tuple[str, ...]:
-        """Return the paths of the best proved disks that may be the physical volume `uuid`."""
+        """Return the paths of the best proved disks that may be the physical volume `uuid`.
+
+        There are several if disks are copies of each other, and none if the disk is missing.
+        """
         bearers = [path for path, label in self._labels.items() if label.uuid == uuid]
         candidates = [path for path in bearers if self._may_be_of(group, path)]
         if not candidates:
@@ -370,15 +388,16 @@ class _Labels:
             self._texts.get(path) == group for path in uncopied_paths
         ):
             return best_paths
-        # Disks with the group's present metadata are the originals: they were written together with
-        # the group's other disks, and a copy was not.
+        # Prefer the disks with the group's present metadata. They are the originals: they were
+        # written together with the group's other disks, and a copy was not.
         return tuple(path for path in best_paths if self._texts.get(path) == group) or best_paths
 
     def _may_be_of(self, group: Group, path: str) -> bool:
-        """Whether a disk may be in the group, by the disk's label and how the disk is connected.
+        """Whether a disk may be in the volume group, by its label and how it is connected.
 
-        lvm2 would believe the newest metadata that it sees. This node writes to all present disks
-        of the group, so metadata that are newer than the group's were written elsewhere.
+        A disk with newer metadata than the group's is refused, unless the group was not located
+        before and the disk is no guest's. This node writes to all present disks of the group, so
+        newer metadata were written elsewhere; lvm2 would believe the newest metadata that it sees.
         """
         label, text = self._labels[path], self._labels[path].group
         if self._known is not None and self._known.has(path, label):
@@ -392,15 +411,15 @@ class _Labels:
 
     @property
     def _before(self) -> Collection[str]:
-        """UUIDs of the group's disks, missing ones included, when the group was last located."""
+        """UUIDs of the volume group's disks at its last location, missing disks included."""
         return () if self._known is None else {*self._known.disk_uuids, *self._known.missing}
 
     def _may_return(self, path: str) -> bool:
-        """Whether a disk may be one of the group's disks that was missing and came back.
+        """Whether a disk may be one of the volume group's disks that was missing and came back.
 
-        Its kind must not be less trusted than before. If the known disk is still connected and
-        cannot be read, the returning disk must have been connected later. A disk that was present
-        earlier is a copy, or lies below a device that failed.
+        The disk's kind must not be less trusted than before. If the known disk with this UUID is
+        still connected and cannot be read, the disk must have been connected after the known disk.
+        A disk that was connected earlier is a copy, or lies below a device that failed.
         """
         label = self._labels[path]
         if self._known is None or label.kind > self._known.kind_of(label.uuid):
@@ -413,7 +432,10 @@ class _Labels:
     def _rank(
         self, path: str, label: PhysicalLabel, uuids: Collection[str], backup_uuid: str
     ) -> _Rank:
-        """Return the rank of a disk: how well it is proved to be the group's."""
+        """Return the rank of a disk: how well the disk is proved to be the volume group's.
+
+        `uuids` are the UUIDs of all groups of this name, `backup_uuid` is the one in lvm2's backup.
+        """
         group = label.group
         return (
             self._known is None or not self._known.has(path, label),
@@ -425,14 +447,15 @@ class _Labels:
         )
 
     def _best(self, paths: Sequence[str]) -> tuple[str, ...]:
-        """Return the paths with the best rank."""
+        """Return those of the paths whose disks have the best rank."""
         best_rank = min(self._ranks[path] for path in paths)
         return tuple(path for path in paths if self._ranks[path] == best_rank)
 
     def _families(self) -> list[set[str]]:
-        """Group the disks that name the volume group into sets.
+        """Divide the disks that bear the volume group's name into families, that is, sets of disks.
 
-        Two disks are in the same set if their metadata list a physical volume in common.
+        Two disks are in the same family if their metadata are of the same group UUID and list a
+        physical volume in common, or if a third disk of the family links them so.
         """
         families: list[tuple[set[str], set[tuple[str, str]]]] = []
         for paths in self._bearers.values():
@@ -449,15 +472,18 @@ class _Labels:
         return [family[0] for family in families]
 
     def _is_believed(self, family: Collection[str]) -> bool:
-        """Whether a set of disks may belong to the volume group at all.
+        """Whether a family of disks may belong to the volume group at all.
 
-        That depends on where the group was found before, on what the operator listed, and on who
-        may have written the disks.
+        1. A family with a disk that the operator listed may.
+        2. If the group was located before, a family may if it has one of the disks known from then,
+           or a known disk that was missing and came back.
+        3. Otherwise a family may if it has a disk of a trusted kind: a local disk, or if the
+           operator listed no disk, also a file or network disk.
         """
         if any(path in self._listed for path in family):
             return True
         if self._known is not None:
-            # Only disks known from before count: the group's name on other disks may be another
+            # Count only disks known from before: the group's name on other disks may be another
             # group's, or written by a tenant.
             return any(
                 self._known.has(path, self._labels[path])
@@ -472,15 +498,15 @@ class _Labels:
         return any(self._labels[path].kind <= worst_kind for path in family)
 
     def _rank_of(self, family: Collection[str]) -> _Rank:
-        """Return the rank of a set of disks: for each proof, the best rank among the disks."""
+        """Return the rank of a family of disks: for each proof, the best among the disks."""
         ranks = [self._ranks[path] for path in family]
         was_known, listed, kind, active, backed_up, has_tags = zip(*ranks, strict=True)
         return (min(was_known), min(listed), min(kind), min(active), min(backed_up), min(has_tags))
 
     def _trusted(self, family: Collection[str]) -> list[str]:
-        """Return the disks of a set whose metadata count.
+        """Return the disks of a family whose metadata are trusted.
 
-        A tenant may have forged metadata that make a disk one of the set, so:
+        A tenant may have forged metadata that make a disk one of the family, so:
 
         1. Take the disks that are best proved by who may have written their metadata.
         2. If these are local disks without copies, they are the result.
@@ -508,7 +534,7 @@ class _Labels:
         )
 
 
-# Advice in messages about a disk that is ignored, and left unchanged.
+# Advice in messages about a disk that Carver ignores, and leaves unchanged.
 REMEDY = "detach it, or keep lvm2 from it (`global_filter` in lvm.conf(5), or lvmdevices(8))"
 _FILTER = "(`global_filter` in lvm.conf(5), or lvmdevices(8))"
 
@@ -516,7 +542,10 @@ _FILTER = "(`global_filter` in lvm.conf(5), or lvmdevices(8))"
 def _unreadable(
     scanned_disks: Mapping[str, Found], last_location: Location, sequences: Mapping[str, str]
 ) -> frozenset[str]:
-    """Return the UUIDs of the group's disks that are still connected but cannot be read now."""
+    """Return the UUIDs of the volume group's disks that are still connected but cannot be read now.
+
+    `sequences` has the present sequence number of each disk, by the disk's path.
+    """
     return frozenset(
         uuid
         for uuid, (_, sequence, path) in last_location.attached.items()
@@ -526,7 +555,7 @@ def _unreadable(
 
 
 def _number(sequence: str) -> int:
-    """Return a disk's sequence number as an integer; 0 if the kernel has none."""
+    """Return a disk's sequence number as an integer; 0 if the kernel has no number for the disk."""
     return int(sequence) if sequence.isdigit() else 0
 
 
@@ -536,11 +565,13 @@ def _was_given_up(
     last_location: Location,
     sequences: Mapping[str, str],
 ) -> bool:
-    """Whether the group's disks are all still present but no longer the group's.
+    """Whether the disks of a volume group's last location prove that it was renamed or removed.
 
-    Disks are no longer the group's after the group was renamed or removed by hand, or after the
-    disks were removed from the group. A blank disk proves this as well; an unreadable or missing
-    disk does not.
+    1. A disk of the location that bears the group's UUID decides: the group was renamed if it has
+       another name there.
+    2. If no disk bears the UUID, the group was removed by hand, or the disks were removed from the
+       group. That is proved only if all the disks are still connected and can be read. A blank disk
+       counts as one that can be read.
     """
     labels, is_any_away = _labels(scanned_disks), False
     for path, uuid in zip(last_location.disks, last_location.disk_uuids, strict=False):
@@ -552,7 +583,7 @@ def _was_given_up(
         label = labels.get(path)
         if label is None or label.group is None or label.group.uuid != last_location.uuid:
             continue
-        # The metadata on a disk of the group have the group's present name.
+        # Decide by this disk: its metadata have the group's present name.
         return label.group.name != name
     return not is_any_away
 

@@ -1,9 +1,9 @@
-"""Create the defined volume groups, on block devices or in a file, if they are missing.
+"""Create the volume groups that the configuration defines, on block devices or in a file.
 
-Each step first checks whether it is done already, so the same code serves the first start and a
-start after a crash or a reboot. One command creates a group on all of its disks, and only if each
-disk is vacant. Otherwise the service starts without the group, and logs why. Groups do not wait for
-each other.
+Groups that exist are left as they are. Each step first checks whether it is done already, so the
+same code serves the first start and a start after a crash or a reboot. One command creates a group
+on all of its disks, and only if each disk is vacant. Otherwise the service starts without the
+group, and logs why. Groups do not wait for each other.
 """
 
 import logging
@@ -34,10 +34,10 @@ _log = logging.getLogger(__name__)
 _MINIMUM_BYTES = 64 << 20
 # Size of one write when the start of a volume group's new file is filled, in bytes.
 _PIECE_BYTES = 1 << 20
-# Path of a device that is no disk. lvm2 confined to this device sees no disk at all.
+# Path of a device that is no disk. lvm2 that is confined to this device sees no disk at all.
 _NO_DISK = "/dev/null"
 
-# Tag of a volume group that Carver created.
+# LVM tag of each volume group that Carver created.
 _MADE = {"made": "yes"}
 
 
@@ -45,9 +45,10 @@ _MADE = {"made": "yes"}
 class GroupDefinitions:
     """The devices of the volume groups that Carver creates, and why some could not be created.
 
-    All other groups are the operator's. `begin` and `create` fill in the fields; `create` runs in a
-    thread for each group. `devices` has the devices of each defined group by the group's name,
-    `failures` the errors by the group's name.
+    These are the groups that the configuration defines; all others are the operator's. `begin` and
+    `create` fill in the fields; `create` runs in a thread for each group. `devices` has the devices
+    of each defined group, `failures` the error of each group that could not be created, both by the
+    group's name.
     """
 
     configuration: Configuration
@@ -61,7 +62,10 @@ class GroupDefinitions:
 
     @property
     def pending(self) -> Mapping[str, GroupDefinition]:
-        """The definitions of the groups for which `create` has yet to end."""
+        """The definitions of the volume groups for which `create` has yet to end, by their names.
+
+        A definition that was changed since `create` ended is included.
+        """
         definitions = {
             definition.group: definition for definition in self.configuration.now.definitions
         }
@@ -72,10 +76,12 @@ class GroupDefinitions:
         }
 
     def group(self, state: report.Report, name: str) -> report.Group:
-        """Return the volume group called `name` from a report; raise GroupRefused or GroupMissing.
+        """Return the volume group called `name` from a report, if it is the one that is meant.
 
-        Raises GroupRefused if the group could not be created, or is not the defined one. The check
-        is made on each call, so that a group that appears or is repaired needs no restart.
+        Raises GroupRefused if the group is not in the report because it could not be created, or
+        if it is not the group that the configuration defines. Raises GroupMissing if the group is
+        not in the report for another reason. The check is made on each call, so that a group that
+        appears or is repaired needs no restart.
         """
         if name not in state.groups and name in self.failures:
             raise errors.GroupRefused(
@@ -92,7 +98,11 @@ class GroupDefinitions:
         return group
 
     def require_meant(self, group: report.Group) -> None:
-        """Raise GroupRefused for a volume group that has a defined group's name, but is another."""
+        """Raise GroupRefused for a volume group that is not the one which Carver creates.
+
+        The group has the name of a group that Carver creates, but no listed disk, and not the tag
+        of groups that Carver created. Groups that the configuration does not define pass.
+        """
         if group.name in self.devices and not self._is_meant(group):
             disks = ", ".join(disk.name for disk in group.disks)
             raise errors.GroupRefused(
@@ -102,11 +112,11 @@ class GroupDefinitions:
             )
 
     def listed(self, group: str) -> Sequence[str]:
-        """Return the devices of a defined volume group; none for other groups."""
+        """Return the devices of a volume group that Carver creates; none for other groups."""
         return self.devices.get(group, ())
 
     def absent(self, group: report.Group) -> list[str]:
-        """Return the listed devices of a volume group that are not among its disks."""
+        """Return the devices that are listed for a volume group and are not among its disks."""
         present = _numbers(self.kernel, (disk.name for disk in group.disks))
         return [
             device
@@ -122,21 +132,22 @@ class GroupDefinitions:
 
 
 def on_node(run: Run, config: Config) -> Lvm:
-    """Return lvm2 as called on this node, not yet confined to devices."""
+    """Return lvm2 with the settings for this node, not yet confined to any devices."""
     root = config.lvm_root
     settings = (*lvm2.without_udev(), *lvm2.without_dbus(root), *lvm2.without_archives(root))
     if config.lvm != "host":
-        # With `lvm = "host"` this setting is left out: the host's lvm2 reads its own /etc/lvm,
-        # which says whether lvm2 uses a devices file.
+        # Say whether lvm2 uses a devices file, except with `lvm = "host"`: the host's lvm2 reads
+        # that from its own /etc/lvm.
         settings += lvm2.with_devices_file(root)
     return Lvm(run, (), settings, root)
 
 
 def begin(definitions: GroupDefinitions, volume_groups: VolumeGroups) -> None:
-    """Confine lvm2 to the configured devices, and note which groups are to be created.
+    """Confine lvm2 to the configured devices, and note which volume groups are to be created.
 
-    Runs no command. Called at the start and after each reload of the configuration. From then on a
-    definition is pending if it is new, changed, or failed before.
+    Runs no command. Called at the start and after each reload of the configuration. From then on
+    the definition of a group is pending if it is new or changed, or if its creation failed before.
+    Groups that are defined no longer are forgotten.
     """
     config = definitions.configuration.now
     for name in list(definitions.failures):
@@ -168,11 +179,13 @@ def begin(definitions: GroupDefinitions, volume_groups: VolumeGroups) -> None:
 
 
 def create(definitions: GroupDefinitions, volume_groups: VolumeGroups, name: str) -> None:
-    """Create a defined volume group if it is missing, once for each definition of the group.
+    """Create a volume group that the configuration defines, if it is missing.
 
-    Runs one lvm2 command if the group exists, and none for a group that is not defined. A failure
-    is logged and kept in `failures`. Raises CommandError or GroupSilent if lvm2 or a disk does not
-    answer; the caller has to call `create` again then.
+    Does nothing for a group that is not defined, or whose present definition was dealt with before.
+    If the group exists, runs one lvm2 command, marks the configured fast disks, and logs the listed
+    devices that are not in the group. A failure is logged and kept in `failures`. Raises
+    CommandError or GroupSilent if lvm2 or a disk does not answer; the caller has to call `create`
+    again then.
     """
     volume_group, definition = volume_groups.known(name), definitions.pending.get(name)
     if definition is None or volume_group is None:
@@ -207,10 +220,10 @@ def create(definitions: GroupDefinitions, volume_groups: VolumeGroups, name: str
 
 
 def _seeing(lvm: Lvm, kernel: Kernel, devices: Iterable[str]) -> Lvm:
-    """Return lvm2 confined to these devices, since other devices may not answer.
+    """Return lvm2 confined to those of these devices that exist: other devices may not answer.
 
-    On a node with a devices file (lvmdevices(8)) lvm2 is not confined: it adds the disks of a new
-    group to that file.
+    On a node with a devices file (lvmdevices(8)) lvm2 is not confined, so that it adds the disks of
+    a new volume group to that file.
     """
     if lvm.root is not None and lvm2.listed_disks(lvm.root) is not None:
         return lvm
@@ -224,22 +237,26 @@ def _note(
     definition: GroupDefinition,
     devices: Sequence[str],
 ) -> None:
-    """Note the devices of a defined volume group, and confine lvm2 to the devices of all groups."""
+    """Note the devices of a volume group that Carver creates, and confine lvm2 anew.
+
+    lvm2 is confined to the devices of all such groups, unless lvm.conf(5) decides (`_confined`).
+    """
     with definitions.guard:
         definitions.devices = {**definitions.devices, definition.group: devices}
         _confine(definitions, volume_groups)
 
 
 def _confine(definitions: GroupDefinitions, volume_groups: VolumeGroups) -> None:
-    """Confine lvm2 to the devices of all defined volume groups."""
+    """Confine lvm2 to the volume groups' devices, unless lvm.conf(5) decides (`_confined`)."""
     config = definitions.configuration.now
     volume_groups.node.devices = _confined(definitions.kernel, config, definitions.devices)
 
 
 def look(run: Run, kernel: Kernel, config: Config) -> tuple[Lvm, Mapping[str, Sequence[str]]]:
-    """Return lvm2 confined as by `create`, and the devices of each defined volume group.
+    """Return lvm2 as the service uses it, and the devices of the volume groups that Carver creates.
 
-    Creates nothing. Raises NotReady if the file of a group has no loop device.
+    lvm2 is confined to devices as by `create`. No volume group, file or loop device is created.
+    Raises NotReady if the file of a group has no loop device.
     """
     devices = {definition.group: _found(kernel, definition) for definition in config.definitions}
     return replace(on_node(run, config), devices=_confined(kernel, config, devices)), devices
@@ -247,10 +264,10 @@ def look(run: Run, kernel: Kernel, config: Config) -> tuple[Lvm, Mapping[str, Se
 
 @contextmanager
 def _noted(failures: dict[str, str], name: str) -> Iterator[None]:
-    """Log and keep an error of the body, and go on.
+    """Log an error of the body, keep it in `failures` as the volume group's, and suppress it.
 
-    OutcomeUnknown and GroupSilent are raised instead: they mean that lvm2 or a disk did not answer,
-    which proves nothing about the group.
+    An earlier error of the group is removed. OutcomeUnknown and GroupSilent are raised instead:
+    they mean that lvm2 or a disk did not answer, which proves nothing about the group.
     """
     failures.pop(name, None)
     try:
@@ -267,7 +284,9 @@ def _make(
 ) -> None:
     """Create a volume group on its devices if each device is vacant.
 
-    Raises NotReady, NotVacant, ProbeFailed.
+    A device that is a physical volume without a group counts as vacant. Raises NotReady if two
+    devices are the same or differ in their blocks, NotVacant if a device has contents or is in use,
+    and ProbeFailed if the contents cannot be determined.
     """
     name, kernel = definition.group, definitions.kernel
     devices = definitions.devices[name]
@@ -278,22 +297,22 @@ def _make(
     _require_equal_blocks(kernel, devices)
     sizes = [kernel.device_size_bytes(device) for device in devices]
     metadata_bytes = groups.suitable_metadata_bytes(sum(sizes))
-    # Devices that are physical volumes without a group are taken without a check: a killed vgcreate
-    # leaves such devices.
+    # Take devices that are physical volumes without a group without a check of their contents: a
+    # killed vgcreate leaves such devices.
     orphans = _numbers(kernel, state.orphans)
     for device in devices:
         if not _numbers(kernel, [device]) & orphans:
             mounts.require_blank(kernel, device)
             if definition.file is not None:
                 _fill(kernel, device, groups.LABEL_BYTES + metadata_bytes)
-    # lvm2 gets the paths of device nodes, since lvm2 does not know each symbolic link.
+    # Pass the paths of device nodes to lvm2, since lvm2 does not know each symbolic link.
     paths = [kernel.real_path(device) for device in devices]
     groups.create(lvm, name, paths, _MADE, metadata_bytes)
     _log.info("made volume group %s on %s", name, ", ".join(devices))
 
 
 def _require_equal_blocks(kernel: Kernel, devices: Sequence[str]) -> None:
-    """Raise NotReady if the devices of a group differ in the size of their logical blocks.
+    """Raise NotReady if the devices of a volume group differ in the size of their logical blocks.
 
     lvm2 refuses such a group as well. A file system with smaller blocks than its disk's cannot be
     mounted (lvm.conf(5), devices/allow_mixed_block_sizes).
@@ -322,7 +341,7 @@ def _fill(kernel: Kernel, device: str, size_bytes: int) -> None:
 
 
 def _log_absent(definitions: GroupDefinitions, group: report.Group) -> None:
-    """Log the listed devices that a volume group lacks.
+    """Log the devices that are listed for a volume group and are not among its disks.
 
     Carver does not add such a device to the group, because that is hard to undo: the operator
     decides.
@@ -341,9 +360,10 @@ def _log_absent(definitions: GroupDefinitions, group: report.Group) -> None:
 
 
 def _found(kernel: Kernel, definition: GroupDefinition) -> Sequence[str]:
-    """Return the devices of a defined volume group: for a group in a file, the file's loop device.
+    """Return the devices of a volume group that Carver creates, without creating any device.
 
-    Raises NotReady if the file has no loop device.
+    For a group in a file, this is the file's loop device. Raises NotReady if the file has no loop
+    device.
     """
     if definition.file is None:
         return definition.devices
@@ -358,16 +378,17 @@ def _found(kernel: Kernel, definition: GroupDefinition) -> Sequence[str]:
 
 
 def _devices(kernel: Kernel, definition: GroupDefinition) -> Sequence[str]:
-    """Return the devices of a defined volume group: for a group in a file, the file's loop device.
+    """Return the devices of a volume group that Carver creates; create the file of a group in one.
 
-    Creates the file and attaches the loop device if they are missing. Raises NotReady.
+    For a group in a file, this is the file's loop device. The file is created, and the loop device
+    attached, if they are missing. Raises NotReady if the file cannot be created.
     """
     if definition.file is None:
         return definition.devices
     file = definition.file
     try:
         file.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # The file is opened without truncating it: an existing file holds volumes, whatever size is
+        # Open the file without truncating it: an existing file holds volumes, whatever size is
         # configured now.
         with open(file.path, "ab", opener=_private) as opened:
             if opened.seek(0, os.SEEK_END) == 0:
@@ -380,10 +401,10 @@ def _devices(kernel: Kernel, definition: GroupDefinition) -> Sequence[str]:
 
 
 def _planned_bytes(file: BackingFile) -> int:
-    """Return the size of a new volume group's file, in bytes.
+    """Return the size of the file of a new volume group, in bytes.
 
-    The size is at most the free space of the file system, or writes to volumes would fail later.
-    Raises NotReady if the file does not fit.
+    The size is the configured one, or half of the file system's free space. Raises NotReady if it
+    is more than the free space, since writes to volumes would fail later, or below the minimum.
     """
     status = os.statvfs(file.path.parent)
     free_bytes = status.f_bavail * status.f_frsize
@@ -406,8 +427,9 @@ def _confined(
 ) -> tuple[str, ...]:
     """Return the paths of the devices that lvm2 is confined to; none if lvm.conf(5) decides.
 
-    lvm2 is confined by the setting `devices`, or if all groups are in files of Carver's. To other
-    groups an operator may have added disks that Carver does not know.
+    lvm2 is confined if the setting `devices` names devices, or if all volume groups are in files
+    that Carver made. Otherwise an operator may have added disks to a group that Carver does not
+    know. `devices` has the devices of each group that Carver creates.
     """
     on_files = {
         definition.group for definition in config.definitions if definition.file is not None
@@ -422,7 +444,7 @@ def _confined(
 
 
 def _numbers(kernel: Kernel, paths: Iterable[str]) -> set[DeviceNumber]:
-    """Return the device numbers of the paths that exist."""
+    """Return the device numbers (major, minor) of the devices at these paths, if they exist."""
     numbers = set()
     for path in paths:
         with suppress(OSError):

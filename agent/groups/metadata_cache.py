@@ -55,40 +55,41 @@ from mount import command
 
 _log = logging.getLogger(__name__)
 
-# Maximum age of a cached report, in seconds. A problem that leaves no trace in the metadata is
-# found that late.
+# Maximum age of a cached report of lvm2's, in seconds. A problem that leaves no trace in the
+# metadata is found after this time at the latest.
 _LASTS_SECONDS = 600.0
-# Interval of scans of the disks' labels without an event of udev's, in seconds.
+# Maximum time between two scans of the disks' labels if udev reports no event, in seconds.
 _BLIND_SECONDS = 60.0
 # Default size of lvm2's memory for reads and writes (global/io_memory_size in lvm.conf(5)), and the
 # part of that memory which lvm2 needs beside the metadata text; both in bytes. lvm2 can neither
 # read nor write metadata that do not fit.
 _IO_BYTES, _BESIDE_TEXT_BYTES = 8 << 20, 2 << 20
-# Path of a device that is no disk. lvm2 confined to this device sees no group.
+# Path of a device that is no disk. lvm2 confined to this device sees no volume group.
 _NO_DISK = "/dev/null"
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A report of the volume group, and the proof by which the report is still true."""
+    """A cached report of the volume group, and what proves that the report is still true."""
 
     group: report.Group
     location: Location
     fingerprint: Fingerprint
     time_seconds: float
-    # The cache's generation (`MetadataCache.forget`) when the read of the report began.
+    # The generation of the metadata cache (`MetadataCache.forget`) when the read of the report
+    # began. In a later generation the report is not used.
     generation: object
-    # The number of device-mapper events of each copy-on-write snapshot, up to the last check that
-    # found the snapshot's COW store not overflowed.
+    # The number of device-mapper events of each copy-on-write snapshot, by the snapshot's name, at
+    # the last check that found that the snapshot's COW store had not overflowed.
     snapshot_events: dict[str, Events] = field(default_factory=dict)
 
 
 class MetadataCache:
-    """The cached state of one volume group; callers must read it in one thread at a time.
+    """The cached state of one volume group; at most one thread at a time may call `state`.
 
-    `node` is lvm2 as called for the group. `scan` reads the labels of the node's disks. `renew`
-    restarts the session with lvm2, if there is one. `listed` returns the disks that the operator
-    named for the group.
+    `node` is lvm2 as called for the group, before it is confined to the group's disks. `scan` reads
+    the labels of the node's disks. `renew` restarts the session with lvm2, if there is one.
+    `listed` returns the disks that the operator named for the group.
     """
 
     def __init__(
@@ -101,8 +102,8 @@ class MetadataCache:
         renew: Callable[[], None] | None = None,
         listed: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        # Whether a disk may have been connected, disconnected or moved. If so, the next read scans
-        # all disks.
+        # Whether a disk may have been connected or disconnected. If so, the next read of the state
+        # scans the labels of all disks.
         self.is_outdated = True
         self.name = name
         self.node = node
@@ -112,10 +113,11 @@ class MetadataCache:
         self._renew = renew
         self._listed = listed
         self._location: Location | None = None
-        # The group's location when the group was last present. Another group of the same name is
-        # recognized by it.
+        # The group's location when the group was last present. By this location another group of
+        # the same name is recognized.
         self._before: Location | None = None
-        # The paths of disks that claim to be the group's but are not, each with the reason.
+        # The paths of disks whose labels claim that they are the group's but which do not count as
+        # the group's, each with the reason.
         self.ignored: Sequence[tuple[str, str]] = ()
         # The time when the group's disks were last located (monotonic, seconds).
         self._located = 0.0
@@ -124,13 +126,13 @@ class MetadataCache:
         # The device-mapper events of the group's devices, read before the last report.
         self._events: Mapping[str, Events] = {}
         self._known: _Known | None = None
-        # Generation of the cache: a token that `forget` replaces. A report that was read in an
+        # Generation of the cache: a token that `forget` replaces. A report whose read began in an
         # earlier generation is not used again.
         self._generation = object()
 
     @property
     def uuid(self) -> str:
-        """UUID of the volume group that was located last; empty if no group was located."""
+        """UUID of the volume group by its last location; empty if the group was not found then."""
         return self._location.uuid if self._location is not None else ""
 
     @property
@@ -139,38 +141,41 @@ class MetadataCache:
         return self._lvm_at(self._location)
 
     def lvm_with(self, disk: str) -> Lvm:
-        """Return lvm2 that sees this group's disks and the disk that is to join the group."""
+        """Return lvm2 confined to the volume group's disks and to the disk that is to join."""
         disks = self._location.disks if self._location is not None else ()
         return replace(self.lvm, devices=(*disks, disk))
 
     def has(self, disk: str) -> bool:
-        """Whether the path was that of a disk of the group when the group was located last."""
+        """Whether the disk with this path was in the volume group when it was last located."""
         return self._location is not None and disk in self._location.disks
 
     @property
     def attached(self) -> Mapping[str, str]:
-        """The kernel's sequence number of each disk of the group, by the disk's path.
+        """The kernel's sequence number of each disk of the volume group, by the disk's path.
 
-        These are the numbers of when the group was located last (`Disks.sequences`).
+        These are the numbers when the group was located last (`Disks.sequences`). For a missing
+        disk, number and path are those of the time when the disk was last present.
         """
         attachments = self._location.attached.values() if self._location is not None else ()
         return {path: sequence for _, sequence, path in attachments}
 
     def forget(self) -> None:
-        """Drop the cached report, and any report that is being read.
+        """Drop the cached report of the volume group; do not cache one that is being read either.
 
-        Called after a command that may have changed anything.
+        Called after a command whose effect on the volume group is unknown.
         """
         self._generation = object()
 
     def state(self, *, is_refused: bool) -> report.Group | None:
         """Return the volume group as it is now; None if the group is not on this node.
 
-        Runs one command if the last report may be outdated, else none. `is_refused` tells that the
-        last read raised GroupRefused. Raises CommandError, GroupRefused, GroupSilent.
+        Runs one command if the last report may be outdated, else none; in rare cases two commands.
+        `is_refused` tells that the last read raised GroupRefused. Raises GroupRefused if the group
+        must not be used or lvm2 hides it, GroupSilent if a disk that may be the group's does not
+        answer, and CommandError.
 
         1. If no disk can have changed and the fingerprint of the group's disks is that of the last
-           report, the cached group is returned.
+           report, the cached group is returned, unless it is too old (`_kept`).
         2. If no disk can have changed, lvm2 is asked for a report of the disks known so far. The
            report counts if it shows the group, whole and for this node alone.
         3. Otherwise all disks are scanned and the group is located anew. If that proves the cached
@@ -184,11 +189,11 @@ class MetadataCache:
             fingerprint = self._fingerprint(cached.location)
             if (unchanged := self._kept(cached, fingerprint)) is not None:
                 return unchanged
-            # lvm2 sees only the disks known so far. If a commit added or removed disks, the report
-            # differs from the location, and the disks are scanned below.
+            # Have lvm2 report on the disks known so far. If a commit added or removed disks, the
+            # report differs from the location, and all disks are scanned below.
             group = None if fingerprint is None else self._shown(cached.location)
-            # lvm2 also shows a group that was exported since. Such a group is located anew below,
-            # where the labels of its disks say whose it is.
+            # Use the report only if the group is this node's alone: lvm2 also shows a group that
+            # was exported meanwhile. Such a group is located anew below, and refused there.
             if group is not None and group.is_one_node_s and _is_whole_on(group, cached.location):
                 return self._remembered(group, cached.location, fingerprint, generation)
         location = self._locate()
@@ -201,8 +206,8 @@ class MetadataCache:
                 return unchanged
         group = self._shown(location)
         if group is None and self._renew and not is_refused:
-            # The group is on the disks, but lvm2 did not show it. A new shell of lvm2's is asked
-            # before the group counts as hidden.
+            # Ask a new shell of lvm2's before the group counts as hidden: the group is on the
+            # disks, but lvm2 did not show it.
             self._renew()
             group = self._shown(location)
         if group is None:
@@ -210,17 +215,20 @@ class MetadataCache:
         return self._remembered(group, location, fingerprint, generation)
 
     def _may_have_moved(self, cached: _Known) -> bool:
-        """Whether disks of the group may have been connected or disconnected since the report."""
+        """Whether disks of the volume group may have come or gone since the last scan.
+
+        True also if the last scan is a minute old, or if a disk of the group is missing.
+        """
         is_old = time.monotonic() - self._located >= _BLIND_SECONDS
         return self.is_outdated or is_old or bool(cached.location.missing)
 
     def _kept(self, cached: _Known, fingerprint: Fingerprint | None) -> report.Group | None:
-        """Return the cached group if it is still true, else None.
+        """Return the cached volume group if it is still true, and keep it cached; else return None.
 
-        The group may be outdated because of the fingerprint of its disks, because of its age, or
-        because the kernel has no status of a copy-on-write snapshot, as for inactive ones.
-        Snapshots whose COW store overflowed since the report, which takes no commit, are marked in
-        the result.
+        The cached group is not used if the fingerprint of its disks has changed, if the report is
+        ten minutes old, or if the kernel has no status of a copy-on-write snapshot, as for an
+        inactive one. Snapshots whose COW store overflowed since the report are marked in the
+        result: an overflow changes no metadata, and so no fingerprint.
         """
         is_old = time.monotonic() - cached.time_seconds >= _LASTS_SECONDS
         overflowed = None if fingerprint != cached.fingerprint or is_old else self._lost(cached)
@@ -236,8 +244,9 @@ class MetadataCache:
     def _lost(self, cached: _Known) -> list[str] | None:
         """Return the names of the copy-on-write snapshots that overflowed since the report.
 
-        The result is None if the kernel has no status of a snapshot. One ioctl reads the events of
-        all devices, and one more ioctl the status of each snapshot that had an event.
+        The result is None if the kernel has no status of one of the snapshots. One ioctl reads the
+        numbers of events of all devices, and one more ioctl the status of each snapshot that had an
+        event.
         """
         if not cached.group.readable_copy_on_write:
             return []
@@ -257,9 +266,13 @@ class MetadataCache:
         return overflowed
 
     def _locate(self) -> Location | None:
-        """Scan all disks and locate the volume group anew; return None if the group is absent."""
-        # The flag is cleared before the scan, because the scan may miss a change that happens
-        # during it.
+        """Scan all disks and locate the volume group anew; return None if the group is absent.
+
+        Logs disks that are ignored. After an error, which is raised as by `locate`, the next read
+        scans all disks again.
+        """
+        # Clear the flag before the scan, because the scan may miss a change that happens during the
+        # scan.
         self.is_outdated, self._located = False, time.monotonic()
         try:
             disks = self._scan()
@@ -277,27 +290,30 @@ class MetadataCache:
         except BaseException:
             self.is_outdated = True
             raise
-        # The location is replaced in one assignment: commands that begin during the scan see the
-        # disks as they were before.
+        # Replace the location in one assignment: commands that begin during the scan see the disks
+        # of the earlier location.
         self._location = location
         self._ignore(claims(disks, self.name) if location is None else location.ignored)
         self._before = location or self._before
         return location
 
     def _ignore(self, ignored_disks: Iterable[tuple[str, str]]) -> None:
-        """Log each disk that claims to be the group's but is not, once for each reason."""
+        """Keep the disks that claim to be the volume group's but are ignored, and log each new one.
+
+        A disk is logged again if the reason is another one than before.
+        """
         logged, self.ignored = set(self.ignored), tuple(ignored_disks)
         for path, why in self.ignored:
             if (path, why) not in logged:
                 _log.warning("volume group %s: %s is ignored: it %s", self.name, path, why)
 
     def _shown(self, location: Location) -> report.Group | None:
-        """Return lvm2's report of the volume group on these disks.
+        """Run lvm2's report on the disks of this location, and return the volume group.
 
         The result is None if lvm2 shows no group of the name, or a group with another UUID.
         """
-        # The events are read before the report. A snapshot that overflows during the report is
-        # either reported as overflowed, or has one more event at the next check.
+        # Read the numbers of events before the report. So a snapshot that overflows during the
+        # report is either reported as overflowed, or has one more event at the next check.
         self._events = self._devices.events(self.name)
         node_report = report.read(self._lvm_at(location), self._devices.overflowed)
         group = node_report.groups.get(self.name)
@@ -310,13 +326,17 @@ class MetadataCache:
         fingerprint: Fingerprint | None,
         generation: object,
     ) -> report.Group:
-        """Cache the group if lvm2 committed nothing while it was read; return the group."""
+        """Return a volume group that lvm2 has just reported; also cache it if it is proved true.
+
+        The group is cached only if its fingerprint is the same before and after the report, and no
+        device of the group is suspended.
+        """
         if group.missing_disks != len(location.missing):
-            # Scan again at the next read: either the labels were read during a write, or lvm2
-            # misses more disks than the scan of the labels did.
+            # Scan again at the next read: the labels were read during a write, or lvm2 found other
+            # disks missing than the scan of the labels did.
             self.is_outdated = True
-        # A group with a suspended device is not cached: a resume writes no metadata, so the cache
-        # would not notice it.
+        # Do not cache a group with a suspended device: a resume writes no metadata, so the cache
+        # would not notice the resume.
         is_suspended = any(volume.suspended for volume in group.volumes.values())
         if (
             fingerprint is not None
@@ -334,7 +354,10 @@ class MetadataCache:
         return group
 
     def _fingerprint(self, location: Location) -> Fingerprint | None:
-        """Read the fingerprint of the metadata on the group's disks, and note the text's length."""
+        """Read the fingerprint of the metadata on the disks of this location; None if unknown.
+
+        Also notes the length of the metadata text, for the memory that lvm2 is given.
+        """
         remaining = command.remaining_seconds()
         patience = PATIENCE_SECONDS if remaining is None else remaining
         fingerprint = self._disks.fingerprint(location.disks, patience)
@@ -343,7 +366,10 @@ class MetadataCache:
         return fingerprint
 
     def _lvm_at(self, location: Location | None) -> Lvm:
-        """Return lvm2 confined to the disks of this location, with memory for the metadata text."""
+        """Return lvm2 confined to the disks of this location; to no disk if it is None.
+
+        lvm2 gets enough memory for the metadata text of the volume group.
+        """
         disks = (_NO_DISK,) if location is None else location.disks
         return replace(
             self.node, devices=disks, settings=(*self.node.settings, *_memory(self._text_bytes))
@@ -351,10 +377,11 @@ class MetadataCache:
 
 
 def _memory(text_bytes: int) -> tuple[str, ...]:
-    """Return lvm.conf(5) settings with which lvm2 can handle metadata text of this length.
+    """Return lvm.conf(5) settings that give lvm2 memory for metadata text of this length, in bytes.
 
-    The text may double in length until the next report. The memory is a power of two, so that the
-    setting changes rarely: lvm2's shell is restarted for another setting.
+    None are needed as long as lvm2's default is enough. The text may double in length until the
+    next report. The memory is a power of two, so that the setting changes rarely: lvm2's shell is
+    restarted for another setting.
     """
     needed_bytes, memory_bytes = 2 * text_bytes + _BESIDE_TEXT_BYTES, _IO_BYTES
     while memory_bytes < needed_bytes:
@@ -363,14 +390,15 @@ def _memory(text_bytes: int) -> tuple[str, ...]:
 
 
 def _is_whole_on(group: report.Group, location: Location) -> bool:
-    """Whether lvm2 shows the volume group on all disks of the location and on no others."""
+    """Whether lvm2's report of the volume group has as many disks as the location, none missing."""
     return not group.missing_disks and len(group.disks) == len(location.disks)
 
 
 def _why_hidden(location: Location) -> str:
-    """Return why lvm2 may hide a volume group whose disks are present, by the group's system id.
+    """Return a text for error messages: why lvm2 may hide a volume group whose disks are present.
 
-    This node's own system id has five sources (lvmsystemid(7)), some of them outside a container.
+    A group with the system id of another node is hidden. This node's own system id is not compared:
+    it has five sources (lvmsystemid(7)), some of them outside a container.
     """
     if not location.system_id:
         bearers = ", ".join(location.disks)

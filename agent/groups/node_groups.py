@@ -27,7 +27,7 @@ from lvm.lvm2 import Lvm
 from lvm.session import Session
 from mount import command
 
-# Time limit for the end of lvm2's shells when the service stops, in seconds.
+# Time limit of the wait for the end of lvm2's shells when the service stops, in seconds.
 _CLOSING_SECONDS = 5.0
 
 
@@ -42,15 +42,18 @@ class HeldGroups:
         self._kept: defaultdict[str, list[Future[None]]] = defaultdict(list)
 
     def take(self, volume_group: VolumeGroup) -> None:
-        """Take the lock of a volume group. Raises GroupBusy."""
+        """Take the lock of a volume group. Raises GroupBusy if it cannot be taken in time.
+
+        When the lock is released, a group that was changed is refreshed in the background.
+        """
         releases = self._of[volume_group.name] = ExitStack()
-        # The refresh begins after the release of the lock: an ExitStack runs its callbacks in
-        # reverse order.
+        # Register the refresh first, so that it begins after the release of the lock: an ExitStack
+        # runs its callbacks in reverse order.
         releases.callback(volume_group.refresh_later)
         releases.enter_context(volume_group.lock.hold())
 
     def enter(self, group: str, context: AbstractContextManager[None]) -> None:
-        """Enter a context that ends when the lock of a volume group is released."""
+        """Enter a context, and leave it when the lock of a volume group is released."""
         self._of[group].enter_context(context)
 
     def keep(self, group: str, future: Future[None]) -> None:
@@ -61,16 +64,17 @@ class HeldGroups:
         self._kept[group].append(future)
 
     def release(self) -> None:
-        """Release all locks, without waiting for those that `keep` delays."""
+        """Release all locks now, except those that `keep` delays, which are released later."""
         for group, releases in reversed(self._of.items()):
             _when_done(self._kept[group], releases)
 
 
 class VolumeGroups:
-    """The VolumeGroup objects of this node, for the configured groups and those that ids name.
+    """The VolumeGroup objects of this node, one for each volume group.
 
-    `session` makes a group's session with lvm2. `listed` returns the devices of a group that Carver
-    creates, by the group's name.
+    There is one for each group in the configuration, and for each group that a volume id named and
+    that a disk bears. `session` makes a group's session with lvm2. `listed` returns the devices of
+    a group that Carver creates, by the group's name.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class VolumeGroups:
         listed: Callable[[str], Sequence[str]] = lambda _name: (),
     ) -> None:
         self.configuration = configuration
-        # The threads that do the background work of the groups, one loop for each group.
+        # The background loops of the volume groups, one for each group.
         self.workers = GroupWorkers()
         self.node = node
         self._disks = disks
@@ -100,52 +104,57 @@ class VolumeGroups:
         return self.configuration.now.groups
 
     def __iter__(self) -> Iterator[VolumeGroup]:
-        """Iterate over the volume groups in the configuration."""
+        """Iterate over the VolumeGroup objects of the volume groups in the configuration."""
         return map(self._ensure, self.names)
 
     def of(self, name: str) -> VolumeGroup | None:
-        """Return a volume group by its name; None if no disk on this node has such a group.
+        """Return the VolumeGroup of a name; None if no such volume group is configured or present.
 
-        The disks are scanned for a group that no device class of the configuration names: a volume
-        id may still name such a group.
+        A group in the configuration, or one that was found before, has a VolumeGroup even while the
+        group is absent. For any other name the disks are scanned: a volume id may name a group that
+        is configured no longer.
         """
         volume_group = self.known(name)
         return self._ensure(name) if volume_group is None and self.has(name) else volume_group
 
     def known(self, name: str) -> VolumeGroup | None:
-        """Return a volume group by its name, without a scan of disks.
+        """Return the VolumeGroup of a name, without a scan of disks.
 
-        The result is None for a group that no device class of the configuration names and that `of`
-        has not found yet.
+        The result is None for a group that is not in the configuration and that `of` has not found
+        yet.
         """
         volume_group = self._volume_groups.get(name)
         return self._ensure(name) if volume_group is None and name in self.names else volume_group
 
     def changed_at(self, name: str) -> float:
-        """Return the time of Carver's last change of a volume group (monotonic, seconds).
+        """Return the time at which Carver may last have changed a volume group.
 
-        The result is the present time while the group's lock is held, and minus infinity for an
-        unknown group.
+        It is the time at which the group's lock was last held (monotonic, seconds): the present
+        time while the lock is held, and minus infinity for a group that was never locked.
         """
         volume_group = self.known(name)
         return -math.inf if volume_group is None else volume_group.lock.held_at
 
     def has(self, name: str) -> bool:
-        """Whether a disk of this node bears a volume group of that name, configured or not."""
+        """Whether the label of a disk of this node names the volume group, configured or not.
+
+        Reads the labels of all disks that lvm2 may see.
+        """
         return name in names_of(self.scan())
 
     def was_in(self, group: str, name: str) -> bool:
-        """Whether a volume group had a logical volume when lvm2 last wrote the group's metadata.
+        """Whether a volume group had the logical volume `name` when lvm2 last wrote its metadata.
 
-        lvm2's own backup of the metadata says so (vgcfgbackup(8)).
+        The source is lvm2's own backup of the group's metadata (vgcfgbackup(8)).
         """
         return lvm2.is_backed_up(self.node.root, group, name)
 
     def why_unsure(self, silent: Collection[str], name: str) -> str:
-        """Return why a logical volume may be in one of these unresponsive groups; empty if in none.
+        """Return why one of the volume groups `silent`, which do not answer, may have a volume.
 
-        A group may have the volume if the volume is active, or if the volume was in the group when
-        lvm2 last wrote the group's metadata.
+        `name` is the name of the logical volume. A group may have it if it is active, or if it was
+        in the group when lvm2 last wrote the group's metadata. The result is empty if neither is
+        true of any of the groups.
         """
         for group in sorted(silent):
             is_active = self._devices.find(group, name) or self._devices.status(group, name)
@@ -157,10 +166,11 @@ class VolumeGroups:
         return ""
 
     def unconfigured_group_of(self, name: str) -> str | None:
-        """Return the name of a volume group that had a logical volume and is no longer configured.
+        """Return the name of an unconfigured volume group on this node that had a logical volume.
 
-        `name` is the name of the logical volume. None if no such group had the volume. Raises
-        GroupBusy if the group may be on disks that cannot be read. Runs no command.
+        `name` is the name of the logical volume; lvm2's backups of metadata say which groups had
+        it. None if no present group that the configuration does not name had the volume. Raises
+        GroupBusy if such a group may be on disks whose group is not known. Runs no command.
         """
         for group in sorted(lvm2.backed_up_groups(self.node.root) - {*self.names}):
             if not self.was_in(group, name):
@@ -174,22 +184,23 @@ class VolumeGroups:
         return None
 
     def uuids(self) -> Mapping[str, str]:
-        """Return the UUIDs of the volume groups that were present when last located, by name."""
+        """Return the UUID of each volume group that was present when last located, by its name."""
         groups = list(self._volume_groups.values())
         return {group.name: group.metadata.uuid for group in groups if group.metadata.uuid}
 
     def lvm(self, name: str) -> Lvm:
-        """Return lvm2 for one volume group.
+        """Return lvm2 confined to the disks of one volume group.
 
-        If the group is not on this node, lvm2 sees no disk of the group.
+        For a configured group that is absent, lvm2 sees no disk at all. For another group that no
+        disk bears, return lvm2 as called for the whole node.
         """
         volume_group = self.of(name)
         return volume_group.lvm if volume_group is not None else self.node
 
     def lvm_with(self, name: str, disk: str) -> Lvm:
-        """Return lvm2 for one volume group that also sees a disk which is to join the group.
+        """Return lvm2 confined to the disks of one volume group and to a disk that is to join it.
 
-        On a node with a devices file (lvmdevices(8)), return lvm2 as called for the whole node:
+        On a node with a devices file (lvmdevices(8)), return lvm2 as called for the whole node, so
         that lvm2 adds the disk to the devices file.
         """
         volume_group = self.of(name)
@@ -199,9 +210,11 @@ class VolumeGroups:
         )
 
     def allows(self, disk: str) -> bool:
-        """Whether lvm2 may see a disk, by the configuration or by lvm.conf(5).
+        """Whether lvm2 may see a disk, by the setting `devices` or by the filters of lvm.conf(5).
 
-        A disk that a filter of lvm.conf rejects would be missing from its group at the next read.
+        A disk that the operator named for a group passes the filters, and so does each disk on a
+        node with a devices file. A disk that lvm2 may not see would be missing from its group at
+        the next read.
         """
         path = os.path.realpath(disk)
         if allowed := {os.path.realpath(device) for device in self.node.devices}:
@@ -214,10 +227,12 @@ class VolumeGroups:
 
     @contextmanager
     def hold(self, *names: str) -> Iterator[HeldGroups]:
-        """Hold the locks of several volume groups; all callers take locks in the same order.
+        """Hold the locks of several volume groups within the `with`.
 
-        The body must do nothing that may hang, except lvm2's commands (`locks.require_none_held`).
-        Raises GroupBusy, TooManyCalls, Starting.
+        All callers take locks in the same order, by the groups' names. Groups that are not on this
+        node, and not configured, are left out. The call of this thread is admitted first
+        (`locks.enter`). The body must do nothing that may hang, except lvm2's commands
+        (`locks.require_none_held`). Raises GroupBusy, TooManyCalls, Starting.
         """
         locks.require_none_held(f"volume group {', '.join(names)} is waited for")
         locks.enter(*names)
@@ -233,11 +248,12 @@ class VolumeGroups:
             held_groups.release()
 
     def unknown_disks(self) -> Sequence[tuple[str, str]]:
-        """Return the disks that may hold volumes in a group that is not in use here, and why.
+        """Return the disks that may hold volumes of a volume group that Carver does not use here.
 
-        Included are disks that only lack an entry in the devices file (lvmdevices(8)), such as a
-        disk that was just connected. Left out are disks that the setting `devices` or filters of
-        lvm.conf hide from lvm2.
+        Each disk is a pair: the disk's path, and the reason. Disks that cannot be read are
+        included, and disks that are not in lvm2's devices file (lvmdevices(8)), such as a disk that
+        was just connected. Left out are disks that the setting `devices` or filters of lvm.conf
+        hide from lvm2.
         """
         disks = self.scan(with_unlisted=True)
         groups = list(self._volume_groups.values())
@@ -249,12 +265,12 @@ class VolumeGroups:
         return list(unknown(disks, set(self.uuids().values()), unmoved))
 
     def scan(self, *, with_unlisted: bool = False) -> Mapping[str, Found]:
-        """Read the labels of the disks that lvm2 may see on this node.
+        """Read the labels of the disks that lvm2 may see on this node; return them by path.
 
-        With `with_unlisted`, also of the disks that lvm2 would see if its devices file listed them.
+        With `with_unlisted`, labels of disks that are not in lvm2's devices file are read as well.
         """
-        # The time limit is half of the time to the caller's deadline, so that an unresponsive disk
-        # leaves time for the rest of the call.
+        # Wait at most half of the time to the caller's deadline for an unresponsive disk, so that
+        # there is time for the rest of the call.
         patience = command.patience_seconds(PATIENCE_SECONDS, 0.5)
         paths = {os.path.realpath(device) for device in self.node.devices}
         disks = self._disks.scan(patience, paths)
@@ -264,8 +280,8 @@ class VolumeGroups:
         if root is None:
             return disks
         if (listed_uuids := lvm2.listed_disks(root)) is not None:
-            # With a devices file lvm2 ignores filters. A listed disk is trusted less than a disk of
-            # the setting `devices`, since a copy of the disk has the listed UUID as well.
+            # Apply no filters: with a devices file lvm2 ignores them. Trust a listed disk less than
+            # a disk of the setting `devices`, since a copy of the disk has the listed UUID as well.
             listed_paths = {path for path, disk in disks.items() if _is_listed(disk, listed_uuids)}
             chosen = {
                 path: disk for path, disk in disks.items() if with_unlisted or path in listed_paths
@@ -282,9 +298,9 @@ class VolumeGroups:
         }
 
     def _every_listed(self) -> frozenset[str]:
-        """Return the paths of the disks that the operator named for any volume group.
+        """Return the paths of the disks that the operator named for any configured volume group.
 
-        Filters of lvm.conf(5) do not apply to these disks.
+        Filters of lvm.conf(5) do not apply to these disks. Symbolic links are resolved.
         """
         return frozenset[str]().union(*map(self.listed, self.names))
 
@@ -296,7 +312,10 @@ class VolumeGroups:
         return frozenset(os.path.realpath(device) for device in self._listed(name))
 
     def add_tags_later(self, group: str, name: str, own_tags: Mapping[str, str]) -> None:
-        """Add tags to a volume soon, in the background (`VolumeGroup.add_tags_later`)."""
+        """Add tags to a volume soon, in the background (`VolumeGroup.add_tags_later`).
+
+        Raises GroupMissing if the group is not known on this node.
+        """
         if (volume_group := self.of(group)) is None:
             raise lvm_errors.GroupMissing(group)
         volume_group.add_tags_later(name, own_tags)
@@ -307,19 +326,19 @@ class VolumeGroups:
             volume_group.run_deferred()
 
     def catch_up(self) -> None:
-        """Start background threads that could not be started before, and replace hanging ones.
+        """Start another thread for the jobs of a volume group whose thread is missing or hangs.
 
-        The loop of a group gets a new thread if it has jobs and no thread, or if its thread is in a
-        step that takes long.
+        A thread is missing if it could not be started before. It counts as hanging if its step
+        takes long and another step is due.
         """
         self.workers.replace_hanging_threads()
 
     def outdate(self, written_path: str | None = None) -> None:
-        """Have all disks scanned at the next read of each group.
+        """Make the next read of each volume group scan the labels of all disks.
 
         Called when a disk was, or may have been, connected or disconnected, or when the disk with
-        the path `written_path` got other contents. A disk of a group is an exception: the group
-        itself notices a write to its own disks at its next read.
+        the path `written_path` got other contents. If that disk is in a group already, nothing is
+        done: the group notices a write to its own disks at its next read.
         """
         groups = list(self._volume_groups.values())
         if written_path is not None and any(group.metadata.has(written_path) for group in groups):
@@ -328,28 +347,29 @@ class VolumeGroups:
             group.metadata.is_outdated = True
 
     def stop(self) -> None:
-        """Stop the background work at its next safe points, after a last run of the deferred work.
+        """Stop the background work of all volume groups at its next safe points.
 
-        A group that hangs is not waited for.
+        Deferred work that is due is done before. The wait has a time limit, so a group that hangs
+        does not keep the service from ending.
         """
         self.workers.stop()
 
     def rest(self) -> None:
-        """Have idle sessions with lvm2 release the memory that earlier work took."""
+        """Make idle sessions with lvm2 release the memory that earlier commands took."""
         for session in list(self._sessions):
             session.rest()
 
     def close(self) -> None:
-        """End the sessions with lvm2; a session that hangs is left to end by itself."""
+        """End the sessions with lvm2; do not wait longer than five seconds for one that hangs."""
         works = {
             f"lvm2's shell {number}": session.close for number, session in enumerate(self._sessions)
         }
         run_all(works, _CLOSING_SECONDS)
 
     def _ensure(self, name: str) -> VolumeGroup:
-        """Return the VolumeGroup object of a name, created at the first use.
+        """Return the VolumeGroup object of a name; create the object at its first use.
 
-        The object stays for the life of the process, because its lock must not be replaced.
+        The object is kept for the life of the process, because its lock must not be replaced.
         """
         if (volume_group := self._volume_groups.get(name)) is None:
             with self._guard:
@@ -378,12 +398,18 @@ def _when_done(futures: Sequence[Future[None]], releases: ExitStack) -> None:
 
 
 def _trusted(disk: Found, kind: Kind) -> Found:
-    """Return a scanned disk that the operator allowed, with a kind no worse than `kind`."""
+    """Return a scanned disk that the operator allowed, trusted at least as much as `kind`.
+
+    A disk without a label is returned unchanged.
+    """
     if not isinstance(disk, PhysicalLabel):
         return disk
     return replace(disk, kind=min(disk.kind, kind))
 
 
 def _is_listed(disk: Found, listed_uuids: frozenset[str]) -> bool:
-    """Whether a scanned disk is, or may be, in the node's devices file (lvmdevices(8))."""
+    """Whether a scanned disk is, or may be, in the node's devices file (lvmdevices(8)).
+
+    The file lists the UUIDs of physical volumes. A disk without a known UUID may be in the file.
+    """
     return not isinstance(disk, PhysicalLabel) or disk.uuid.replace("-", "") in listed_uuids

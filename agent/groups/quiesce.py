@@ -31,12 +31,14 @@ from mount import command
 
 _log = logging.getLogger(__name__)
 
-# Time limit of the cleanup after a kill, in seconds. Then the volumes are resumed in any case.
+# Time limit of the cleanup after a kill, in seconds, while volumes stay suspended. After this time
+# the volumes are resumed in any case.
 _LEFT_SECONDS = 10.0
-# Time limit of the wait for a resume, in seconds. A resume takes milliseconds.
+# Time limit of the wait until suspended volumes are resumed, in seconds. A resume takes
+# milliseconds.
 _RESUME_SECONDS = 1.0
 
-# A suspended volume: the names of its volume group and of the logical volume.
+# Type of a suspended volume: the names of its volume group and of its logical volume.
 Held = tuple[str, str]
 
 
@@ -49,7 +51,7 @@ class Resumer:
         self._under_way: dict[Held, Future[None]] = {}
 
     def resume(self, suspended: Iterable[Held]) -> Mapping[Held, Future[None]]:
-        """Begin to resume volumes, and return a future for each volume.
+        """Begin to resume suspended volumes; return a future for each volume.
 
         The future is done when the volume is resumed, or when the resume has failed; a failure is
         logged. A volume that lvm2 has resumed meanwhile is no error.
@@ -57,7 +59,10 @@ class Resumer:
         return {volume: self._begin(volume) for volume in suspended}
 
     def _begin(self, volume: Held) -> Future[None]:
-        """Begin to resume one volume, or join the resume that is in progress."""
+        """Begin to resume one volume; return the future of this resume, or of one in progress.
+
+        If no thread can be started, the volume is resumed in the present thread.
+        """
         with self._guard:
             under_way = self._under_way.get(volume)
             if under_way is not None and not under_way.done():
@@ -65,8 +70,8 @@ class Resumer:
             with suppress(RuntimeError):
                 future = self._under_way[volume] = command.begin("hold", partial(self._do, volume))
                 return future
-        # Without a thread for the resume, the volume is resumed in the present thread: otherwise
-        # the users of the volume would wait for ever.
+        # Resume the volume in the present thread, since no thread could be started: otherwise the
+        # users of the volume would wait for ever.
         self._do(volume)
         future = Future[None]()
         future.set_result(None)
@@ -82,7 +87,10 @@ class Resumer:
 
 
 class Quiesce:
-    """Context manager that suspends volumes until its end, but at most for `seconds` seconds."""
+    """Context manager within which volumes are suspended (`suspend`), for `seconds` at most.
+
+    All volumes are resumed at the end of the `with`, or by a timer when the time is over.
+    """
 
     def __init__(self, devices: Devices, seconds: float) -> None:
         self._devices = devices
@@ -91,7 +99,7 @@ class Quiesce:
         self._until = time.monotonic() + seconds
         self._guard = threading.Lock()
         self._held: list[Held] = []
-        # For each volume a future that is done when the volume is no longer suspended.
+        # For each volume, a future that is done when the volume is no longer suspended.
         self._free: dict[Held, Future[None]] = {}
         self._over = False
         self._timer = threading.Timer(seconds, self._end)
@@ -109,14 +117,18 @@ class Quiesce:
 
     @property
     def free(self) -> Mapping[Held, Future[None]]:
-        """A future for each volume, done when the volume is resumed for good or not suspended."""
+        """A future for each volume that was to be suspended.
+
+        It is done when the volume has been resumed for good, or could not be suspended.
+        """
         return dict(self._free)
 
     def suspend(self, group: str, name: str) -> None:
-        """Suspend an active volume. Raises QuiesceOver, and OSError as device-mapper does.
+        """Suspend an active volume until the end of the quiesce.
 
-        Raises QuiesceOver if a disk that hangs delays the suspend beyond the time for which the
-        other volumes may be suspended.
+        Raises QuiesceOver if the volumes were resumed already, or if a disk that hangs delays the
+        suspend beyond the time for which the other volumes may be suspended; all volumes are then
+        resumed. Raises the OSError of device-mapper if the suspend fails.
         """
         self.check()
         volume = (group, name)
@@ -134,7 +146,7 @@ class Quiesce:
         self.check()
 
     def check(self) -> None:
-        """Raise QuiesceOver unless all volumes have been suspended until now."""
+        """Raise QuiesceOver if the volumes have been resumed, because their time was over."""
         if self._over:
             raise errors.QuiesceOver(self._seconds)
 
@@ -149,12 +161,12 @@ class Quiesce:
             self._held.append(volume)
             is_over = self._over
         if is_over:
-            # The timer has resumed the other volumes before this volume was suspended, so no other
-            # thread resumes this one.
+            # Resume this volume here: the timer resumed the other volumes before this one was
+            # suspended, so no other thread resumes it.
             self._end()
 
     def _end(self) -> None:
-        """Resume all volumes, and let no more be suspended."""
+        """Begin to resume all volumes, and let no further volume be suspended."""
         with self._guard:
             self._over = True
             suspended, self._held = self._held, []
@@ -168,10 +180,11 @@ def resume_left(
 ) -> Iterator[list[Held]]:
     """Resume volumes that a killed process left suspended: after the body, or after ten seconds.
 
-    In the body, the caller removes half-made snapshots: nothing has been written to a volume since
-    the kill while the volume is still suspended. Runs no command; needs two ioctls for each
-    suspended volume, and one for each other volume. A disk that hangs is not waited for. A caller
-    that retries passes the same `resumer` each time.
+    Yields these volumes. In the body, the caller removes half-made snapshots: as long as a volume
+    is suspended, nothing has been written to it since the kill. Runs no command; needs two ioctls
+    for each suspended volume, and one for each other volume. Waits one second at most for the
+    resumes, so a disk that hangs delays nothing. A caller that retries passes the same `resumer`
+    each time.
     """
     suspended = list(_held(devices, groups))
     if not suspended:
@@ -193,7 +206,10 @@ def resume_left(
 
 
 def _held(devices: Devices, groups: Sequence[str]) -> Iterator[Held]:
-    """Return the volumes in these groups that are suspended."""
+    """Yield the suspended volumes in these volume groups.
+
+    Snapshots are left out, and inline volumes, of which Carver takes no snapshots.
+    """
     for group in groups:
         for name in devices.active(group):
             if names.is_of(ids.VOLUME_PREFIX, name) and devices.is_suspended(group, name):

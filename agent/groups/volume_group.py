@@ -31,33 +31,36 @@ _log = logging.getLogger(__name__)
 
 Status = Literal["unknown", "ready", "partial", "absent", "refused"]
 
-# Time limit of the wait of `begin_states` for groups, in seconds.
+# Time limit of the wait of `begin_states` for all volume groups together, in seconds.
 _SHORT_WAIT_SECONDS = 3.0
-# Factor by which the time limit of the wait of `begin_states` is multiplied if the caller needs a
-# fresh state.
+# Factor by which the time limit of the wait of `begin_states` is multiplied for volume groups whose
+# cached state may lack changes by Carver, if the caller needs a complete state.
 _NEEDED_WAIT_TIMES = 5
-# Time, in seconds, for which `begin_states` does not wait again for a group that was waited for in
-# vain.
+# Time, in seconds, for which `begin_states` does not wait again for a volume group that did not
+# answer within the time limit.
 _REST_SECONDS = 60.0
-# Errors that prove nothing about a group, since the group may answer at the next attempt.
+# Errors of a read that prove nothing about a volume group, since the next read may succeed.
 _SILENCE = (
     *(errors.GroupBusy, errors.GroupSilent, errors.GroupAwaited),
     mount_errors.OutcomeUnknown,
 )
-# Errors of a read to which neither lvm2 nor the disks had an answer.
+# Errors of a read of a volume group that lvm2, or a disk, did not answer.
 _NO_ANSWER = (errors.GroupSilent, mount_errors.OutcomeUnknown)
-# Time limit of a read in the background, and of a stall of deferred work, in seconds.
+# Time limit of a read of a volume group in the background, and of a stall of the group's deferred
+# work, in seconds.
 _BACKGROUND_SECONDS = 60.0
-# Delay of deferred work, in seconds. The call that asked for the work is answered first, and the
-# requests of other calls by then, such as twenty volumes staged at once, are served together.
+# Delay of a volume group's deferred work, in seconds. The call that asked for the work is answered
+# first. The requests of all calls in this time, such as twenty volumes staged at once, are served
+# together.
 _SOON_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class _Stuck:
-    """A command of lvm2's that does not end.
+    """A command of lvm2's that hangs.
 
-    While it hangs, no command that changes the group is run, and no report beside a hanging report.
+    While such a command hangs, no command that changes the volume group is run. While a report
+    hangs, no further report is run either.
     """
 
     words: tuple[str, ...]
@@ -66,12 +69,16 @@ class _Stuck:
 
     @property
     def seconds(self) -> float:
-        """Time since the command was given up as hanging, in seconds."""
+        """Time since the caller of the command stopped waiting for its end, in seconds."""
         return time.monotonic() - self.since_seconds
 
 
 class VolumeGroup:
-    """A volume group, by its metadata cache; each lvm2 command on the group goes through here."""
+    """A volume group: its cached state, its lock, and its deferred work.
+
+    Each lvm2 command on the group is run by `_watched`, which notes what the command may have
+    changed.
+    """
 
     def __init__(self, metadata: MetadataCache, workers: GroupWorkers) -> None:
         self.metadata = metadata
@@ -80,25 +87,27 @@ class VolumeGroup:
         # The state that was read last, and the time of that read (epoch, seconds).
         self.cached: report.Group | None = None
         self.time_seconds = 0.0
-        # Whether Carver has yet to create the group or to attach its loop device. An absent group
-        # is then GroupAwaited.
+        # Whether Carver has yet to create the group or to attach its loop device. A read of an
+        # absent group then raises GroupAwaited.
         self.is_awaited = False
         # The last state in which the group was on this node, and the time of its read (epoch,
         # seconds).
         self.last_seen: report.Group | None = None
         self.last_seen_seconds = 0.0
-        # The time of the last attempt to read the state, with or without success (epoch, seconds).
+        # The time of the last attempt to read the group's state, with or without success (epoch,
+        # seconds).
         self.tried_seconds = 0.0
         self.problem: Exception | None = None
-        # The start of the first of the latest reads that all had no answer (monotonic, seconds).
-        # None if the last read had an answer.
+        # The time since which no read of the state has had an answer: the start of the first such
+        # read (monotonic, seconds). None if the last read had an answer.
         self._unanswered_since: float | None = None
         self._run = metadata.node.run
         metadata.node = replace(metadata.node, run=self._watched)
-        # The lock that the one thread which reads the state holds.
+        # Lock for reads of the group's state: one thread at a time reads.
         self._readers = GroupLock(f"volume group {name}", MOST_READING)
         self._guard = threading.Lock()
-        # The next refresh, which has not begun yet; None if none is queued.
+        # The future of the next refresh of the group, which has not begun yet; None if there is
+        # none.
         self._next: Future[report.Group | None] | None = None
         # Commands of lvm2's that hang, the oldest first.
         self._stuck: tuple[_Stuck, ...] = ()
@@ -116,7 +125,7 @@ class VolumeGroup:
         )
         # Whether a command that changes the group has ended since the last read began.
         self._changed = False
-        # Whether `cached` may lack changes by such a command. True before the first read.
+        # Whether `cached` may lack changes by Carver's commands. True before the first read.
         self._is_stale = True
         # The time until which `begin_states` does not wait for the group (monotonic, seconds).
         self._rests_until = 0.0
@@ -137,28 +146,32 @@ class VolumeGroup:
 
     @property
     def answers(self) -> bool:
-        """Whether the volume group was present and usable at the last read."""
+        """Whether the last read succeeded and found the volume group; disks may be missing."""
         return self.problem is None and self.status in ("ready", "partial")
 
     @property
     def is_changed(self) -> bool:
-        """Whether the volume group may have changed since its last successful read."""
+        """Whether Carver may have changed the volume group since its last successful read.
+
+        Changes by others, such as an operator, are not noticed. True also if the last read failed.
+        """
         return self._changed or bool(self._stuck) or self.problem is not None
 
     @property
     def has_own_changes(self) -> bool:
         """Whether the cached state has all changes that Carver's commands made until now.
 
-        False before the first successful read: an earlier process may have left any change.
+        False before the first successful read, since an earlier process may have left any change;
+        while a command of lvm2's hangs; and while the group is refused.
         """
         return not (self._is_stale or self._stuck)
 
     @property
     def silent_seconds(self) -> float:
-        """Time for which reads of the volume group have had no answer, in seconds.
+        """Time for which reads of the volume group got no answer of lvm2 or the disks, in seconds.
 
-        0 if the last read had an answer; an error of lvm2's is an answer. The time also counts
-        while the first of these reads is in progress.
+        0 if the last read had an answer; an error of lvm2's is an answer. While a read is in
+        progress after one that had an answer, it is the time since the start of that read.
         """
         since = self._unanswered_since
         return 0.0 if since is None else time.monotonic() - since
@@ -167,24 +180,29 @@ class VolumeGroup:
         """Return the volume group as it is now; None if the group is not on this node.
 
         Runs one command if the group's metadata may have changed since the last read, else none.
-        Raises CommandError, GroupRefused, GroupSilent, GroupAwaited, GroupBusy.
+        Waits for a read by another thread. Raises as `MetadataCache.state`; GroupAwaited if Carver
+        has yet to create the group; and GroupBusy at the deadline, or if too many callers wait.
         """
         with self._readers.hold():
             return self._read()
 
     def _read(self) -> report.Group | None:
-        """Read the state, and note the result in this object; the caller holds `_readers`."""
+        """Read the volume group's state, and note the result or the error.
+
+        The caller holds `_readers`.
+        """
         previous_status, self._changed = self.status, False
         if self._unanswered_since is None:
             self._unanswered_since = time.monotonic()
-        # The unwritten tags are copied before the read. Tags that are written during the read are
-        # in the result of the read, in this copy, or in both.
+        # Copy the unwritten tags before the read. So tags that are written during the read are in
+        # the result of the read, in this copy, or in both.
         unwritten = dict(self._unwritten_tags)
         try:
             self.cached = _with_tags(self._report(), unwritten)
         except errors.GroupRefused as error:
             self.cached, self.problem, self.time_seconds = None, error, time.time()
-            # A refused group has no state, although changes by Carver may be on its disks.
+            # Count a refused group as stale: it has no state, although changes by Carver may be on
+            # its disks.
             self._is_stale, self._unanswered_since = True, None
             raise
         except Exception as error:
@@ -204,10 +222,10 @@ class VolumeGroup:
         return self.cached
 
     def refresh(self) -> "Future[report.Group | None]":
-        """Read the state in a background thread; return a future of a read that begins after now.
+        """Read the volume group's state in a background thread; return a future of the result.
 
-        Callers share a read that has not begun yet. Raises RuntimeError if no thread can be
-        started.
+        The read begins after this call. Callers share a read that has not begun yet. Raises
+        RuntimeError if no thread can be started.
         """
         with self._guard:
             if self._next is None:
@@ -215,7 +233,7 @@ class VolumeGroup:
             return self._next
 
     def _refresh(self) -> report.Group | None:
-        """Read the state once no other thread reads it; runs in the background thread."""
+        """Read the volume group's state once no other thread does; runs in a background thread."""
         with command.time_limit(_BACKGROUND_SECONDS), ExitStack() as lock:
             try:
                 lock.enter_context(self._readers.hold())
@@ -226,26 +244,33 @@ class VolumeGroup:
 
     @property
     def _may_lack(self) -> bool:
-        """Whether the cached state may lack changes by Carver, or does not exist."""
+        """Whether the volume group has no cached state, or one that may lack changes by Carver."""
         return self.cached is None or self._is_stale
 
     def _begin(self, complete: bool) -> "Future[report.Group | None] | None":
-        """Begin the refresh that `begin_states` waits for; None if the cached state suffices."""
+        """Begin to refresh the volume group for `begin_states`; None if no refresh is needed.
+
+        In the minute after a wait in vain, a refresh is begun only if a complete state is needed
+        and the cached state may lack changes by Carver. While another thread reads the state, a
+        refresh is begun only if one of the two is the case.
+        """
         if time.monotonic() < self._rests_until:
             needs_refresh = complete and self._may_lack
         else:
-            # While another thread reads the state, a further read is begun only if one is needed:
-            # the read in progress may be older than a change that the caller's decision is about.
+            # While another thread reads the state, begin a further read only if the caller needs
+            # it: the read in progress may be older than a change that matters to the caller.
             needs_refresh = complete or not self._readers.is_taken or not self.has_own_changes
         return self.refresh() if needs_refresh else None
 
     def _end(
         self, refreshing: "Future[report.Group | None] | None", complete: bool
     ) -> report.Group | None:
-        """Return the state after the wait of `begin_states`.
+        """Return the volume group's new or cached state, after the wait of `begin_states`.
 
-        If the refresh has not ended, the next callers do not wait for the group for a minute.
-        Raises if a complete state is needed and the cached state may lack changes.
+        If the refresh failed or has not ended, the next callers do not wait for the group for a
+        minute. If a complete state is needed, raises the error of a failed refresh. But if the
+        refresh has not ended, or failed because the group does not answer (`_SILENCE`), raises
+        `silence`, and only if the cached state may lack changes by Carver.
         """
         if refreshing is None:
             return self.cached
@@ -259,17 +284,21 @@ class VolumeGroup:
 
     @property
     def silence(self) -> Exception:
-        """The error that says why the volume group does not answer."""
+        """The error for a caller that needs a volume group which does not answer.
+
+        It is the error of the last read, or GroupBusy if there is none or its outcome is unknown.
+        """
         if self.problem is None or isinstance(self.problem, mount_errors.OutcomeUnknown):
             why = str(self.problem or "it has not answered")
             return errors.GroupBusy(f"volume group {self.name}", why)
         return self.problem.with_traceback(None)
 
     def add_tags_later(self, name: str, own_tags: Mapping[str, str]) -> None:
-        """Add tags to a volume: to the cached state at once, and to the metadata soon.
+        """Add tags to a volume soon, in the background; each read from now on has the tags.
 
         The caller holds the volume's lock. The tags are lost if the process is killed before they
-        are written. Reads the state if the volume was created since the last read.
+        are written to the metadata. Reads the state if the volume was created since the last read.
+        Raises VolumeMissing if the group has no logical volume of this name.
         """
         volume = self.cached.volumes.get(name) if self.cached is not None else None
         if volume is None and (group := self.state()) is not None:
@@ -282,16 +311,19 @@ class VolumeGroup:
         self.wake()
 
     def refresh_later(self) -> None:
-        """Refresh a changed volume group in the background, so that the next call need not."""
+        """Refresh the volume group in the background if Carver changed it since the last read.
+
+        So the next call need not wait for a read.
+        """
         if self._changed:
             self.wake()
 
     def wake(self) -> None:
-        """Have the group's background loop do the deferred work soon."""
+        """Make the volume group's deferred work due soon (`run_deferred`), in the background."""
         self._deferred.wake(Job(self.name), _SOON_SECONDS)
 
     def _deferred_steps(self, job: Job) -> Steps:
-        """Do the deferred work each time the job is woken, as steps of the group's loop."""
+        """Do the volume group's deferred work in one step, each time the job is woken."""
         while True:
             with command.stall_limit(_BACKGROUND_SECONDS):
                 self.run_deferred(self._workers.is_ending)
@@ -299,25 +331,28 @@ class VolumeGroup:
             yield math.inf
 
     def run_deferred(self, is_ending: bool = False) -> None:
-        """Write the tags that are still to be written, and refresh the group.
+        """Write the tags of `add_tags_later` to the metadata, and refresh the volume group's state.
 
         The refresh is left out if another caller changes or reads the group, or if the service
-        stops. Raises as `state` does, and an ExceptionGroup of the tags that were not written.
+        stops. Raises as `state` does, and an ExceptionGroup of the errors of tags that were not
+        written; such tags are kept for the next attempt.
         """
         if self._unwritten_tags:
             with self.lock.hold():
                 self._write_tags()
-        # A caller that changes or reads the group refreshes the state anyway.
+        # Refresh only if no other caller is at work: one that changes or reads the group refreshes
+        # the state anyway.
         is_free = not self.lock.is_taken and not self._readers.is_taken
         if is_free and not is_ending:
             self.state()
 
     def _write_tags(self) -> None:
-        """Write the tags that are still to be written, equal tags of several volumes together.
+        """Write the tags of `add_tags_later`, by one command for all volumes with equal new tags.
 
-        Volumes are found by their UUIDs, since a name may be another volume's by now. Tags that
-        lvm2 refuses do not keep the other tags from being written: at the end an ExceptionGroup of
-        the refusals is raised.
+        The caller holds the group's lock. Volumes are found by their UUIDs, since another volume
+        may have the name by now; tags of volumes that are gone are dropped. Tags that lvm2 refuses
+        do not keep the other tags from being written: at the end an ExceptionGroup of the refusals
+        is raised.
         """
         unwritten = dict(self._unwritten_tags)
         if (group := self.state()) is None:
@@ -339,14 +374,17 @@ class VolumeGroup:
                         del self._unwritten_tags[uuid]
 
     def _report(self) -> report.Group | None:
-        """Read the group by its metadata cache; raise GroupAwaited if it is still to be created."""
+        """Return the volume group's state by its metadata cache; None if the group is absent.
+
+        Raises GroupAwaited for an absent group that Carver has yet to create.
+        """
         group = self.metadata.state(is_refused=isinstance(self.problem, errors.GroupRefused))
         if group is None and self.is_awaited:
             raise errors.GroupAwaited(self.name)
         return group
 
     def _log_change(self, previous_status: Status) -> None:
-        """Log a change of the group's status between the previous read and the last one."""
+        """Log that the volume group has become absent or refused, or is back."""
         match previous_status, self.status:
             case "absent" | "refused", "ready" | "partial":
                 _log.warning("volume group %s is on this node again", self.name)
@@ -360,10 +398,11 @@ class VolumeGroup:
                 _log.error("%s", self.problem)
 
     def _watched(self, *words: str) -> Result:
-        """Run a command of lvm2's on the group, and note what it may have changed.
+        """Run a command of lvm2's on the volume group, and note that it may have changed the group.
 
         After a command of unknown outcome, and after a failed command that changes the group, the
-        metadata cache is dropped.
+        metadata cache is dropped. A command that hangs is noted. Raises StillRunning or
+        CommandStuck if an earlier command hangs (`_require_none_stuck`), and the runner's errors.
         """
         self._require_none_stuck(words)
         is_change = not is_report(words)
@@ -378,21 +417,21 @@ class VolumeGroup:
             self.metadata.forget()
             raise
         else:
-            # A failed command may have stopped half way, before a commit or after a device was
-            # suspended.
+            # Drop the cache after a failed command: the command may have stopped half way, before a
+            # commit or after a device was suspended.
             if result.exit_code and is_change:
                 self.metadata.forget()
             if not result.exit_code:
                 command.progressed()
             return result
         finally:
-            # The flags are set after the command, since a read during the command may have seen the
+            # Set the flags after the command, since a read during the command may have seen the
             # earlier state.
             if is_change:
                 self._changed = self._is_stale = True
 
     def _require_none_stuck(self, command_words: tuple[str, ...]) -> None:
-        """Raise StillRunning or CommandStuck if a command that hangs forbids this command.
+        """Raise StillRunning or CommandStuck if this command must wait for one that hangs.
 
         A command that changes the group is refused with StillRunning while any command hangs. A
         report is refused with CommandStuck while another report hangs: the new report would hang as
@@ -415,14 +454,15 @@ def begin_states(
 ) -> Callable[[], dict[str, report.Group | None]]:
     """Begin to refresh volume groups; return a function that waits and returns their states.
 
-    The function waits for all groups together, until three seconds after the call of
-    `begin_states`, or for half of the time to the caller's deadline if that is less. A group that
-    takes longer is returned with its cached state, and is not waited for again for a minute.
+    The returned function waits for all groups together, until three seconds after the call of
+    `begin_states`, or for half of the time to the caller's deadline if that is less. A group whose
+    refresh fails or takes longer is returned with its cached state, and is not waited for again for
+    a minute.
 
     With `complete`, a group whose cached state may lack changes by Carver is waited for until
-    fifteen seconds have passed, since no other state will do. The function then raises GroupBusy,
-    GroupSilent or GroupAwaited for a group that was never read, or not since Carver changed the
-    group; and GroupRefused or CommandError if a read failed so.
+    fifteen seconds have passed, since no other state will do. For such a group the function then
+    raises GroupBusy, GroupSilent or GroupAwaited. With `complete`, it also raises GroupRefused or
+    CommandError if the read of a group failed with that error.
     """
     groups = tuple(volume_groups)
     began = time.monotonic()
@@ -438,8 +478,8 @@ def begin_states(
             wait_for(
                 (future for _, future in pending_states if future is not None), _SHORT_WAIT_SECONDS
             )
-            # Staleness is checked after the first wait, since a change may have ended during that
-            # wait.
+            # Check after the first wait which cached states lack changes, since a change may have
+            # ended during that wait.
             needed_futures = [
                 future
                 for volume_group, future in pending_states
@@ -457,7 +497,10 @@ def begin_states(
 def _with_tags(
     group: report.Group | None, unwritten: Mapping[str, frozenset[str]]
 ) -> report.Group | None:
-    """Return the group with the tags that are still to be written, by their volumes' UUIDs."""
+    """Return the volume group with the unwritten tags added to its volumes.
+
+    `unwritten` has these tags by the UUIDs of the volumes.
+    """
     if group is None or not unwritten:
         return group
     changed = {

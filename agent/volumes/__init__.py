@@ -1,1 +1,1 @@
-"""The contents of a volume group: volumes, snapshots, their states, devices, users, free space."""
+"""Contents of volume groups: volumes, snapshots, their states, devices, users, and free space."""

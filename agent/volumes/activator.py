@@ -1,7 +1,7 @@
 """Activate logical volumes, find their devices, and read their device-mapper status.
 
-The only command that `Activator` runs is lvchange(8), to activate a volume, or to deactivate what
-keeps lvm2 from activating one.
+The only command that `Activator` runs beside lvm2's reports is lvchange(8): to activate a volume,
+to deactivate it again, or to deactivate devices that keep lvm2 from activating one.
 """
 
 import logging
@@ -42,16 +42,16 @@ class Activator:
         self._reports = reports
         self._pools: Probes[ThinPool | None] = Probes()
         self._guard = threading.Lock()
-        # The volumes that are suspended on purpose, by the names of their group and of their
-        # logical volume.
+        # The volumes that Carver itself keeps suspended, by the names of the volume group and of
+        # the logical volume.
         self._held: frozenset[tuple[str, str]] = frozenset()
 
     def device(self, volume: Backing) -> active_devices.Device | None:
         """Return the device of an active volume, without a command.
 
-        The result None does not prove that the volume is inactive. For an open encrypted
-        volume it is the dm-crypt device. For a closed encrypted volume it is the logical volume's
-        device, which callers must not publish.
+        For an open encrypted volume, the result is the dm-crypt device. For a closed encrypted
+        volume it is the logical volume's device, which callers must not publish. None does not
+        prove that the volume is inactive.
         """
         devices = (self._devices.find(group, volume.name) for group in self._groups_of(volume))
         device = next(filter(None, devices), None)
@@ -60,34 +60,44 @@ class Activator:
         return self._devices.mapping(device) or device
 
     def _groups_of(self, volume: Backing) -> Sequence[str]:
-        """Return the names of the volume groups that may have a volume."""
+        """Return the names of the volume groups that may have a volume, by its backing.
+
+        If the backing names no group, these are all configured groups.
+        """
         return (volume.group,) if volume.group else self._volume_groups.names
 
     def require_same(self, volume: Volume, device: active_devices.Device) -> None:
-        """Raise NoSuchVolume if the device of a volume is no longer the given one."""
+        """Raise NoSuchVolume unless the volume's device is still that of the same logical volume.
+
+        `device` was found before. The logical volumes are compared by their UUIDs.
+        """
         present = self.device(volume.backing)
         if present is None or present.logical.uuid != device.logical.uuid:
             raise errors.NoSuchVolume(str(volume.id))
 
     def activate(self, volume: Volume, *, partial: bool = False) -> active_devices.Device:
-        """Return a volume's device; run a command only if the volume is inactive. Raises Inactive.
+        """Return a volume's device; activate the volume if it is inactive (`ensure_active`).
 
-        `partial` activates what is left of a volume with missing disks.
+        With `partial`, a volume with missing disks is activated as far as possible. Raises Inactive
+        if there is no device after the activation.
         """
         return self.ensure_active(volume.group.name, volume.name, partial=partial)
 
     def ensure_active(
         self, group: str, name: str, activated_name: str = "", *, partial: bool = False
     ) -> active_devices.Device:
-        """Return the device of any logical volume; run a command only if the volume is inactive.
+        """Return the device of any logical volume; activate the volume if it is inactive.
 
-        1. An active volume whose disk was disconnected and is back is deactivated.
-        2. An inactive volume is activated. `activated_name` names another volume whose activation
-           activates this one. `partial` activates what is left of a volume with missing disks.
-        3. If lvm2 fails, the parts of RAIDs and pools that a killed lvm2 left active are
-           deactivated, and the activation is retried once.
+        1. If the volume is active and unused, and its disk was disconnected and is back, deactivate
+           the volume.
+        2. If the volume is inactive, activate it. `activated_name` names another volume whose
+           activation activates this one. With `partial`, a volume with missing disks is activated
+           as far as possible.
+        3. If lvm2 fails, deactivate the parts of RAIDs and pools that a killed lvm2 left active,
+           and retry the activation once; if there are none, raise lvm2's error.
 
-        Raises Inactive.
+        Runs no command for any other active volume. Raises Inactive if there is no device after the
+        activation.
         """
         device = self._devices.find(group, name)
         if device is not None and not self._deactivate_stranded(group, activated_name or name):
@@ -105,12 +115,12 @@ class Activator:
 
     @contextmanager
     def activated(self, group: str, name: str) -> Iterator[active_devices.Device]:
-        """Keep a logical volume active in the context; at the end, restore its earlier state.
+        """Keep a logical volume active within the `with`, and yield its device.
 
-        Yields the volume's device. A volume that was inactive is deactivated at the end. The caller
-        holds the volume's lock; the volume must have no snapshot that may be used meanwhile. The
-        group's lock is held to activate and to deactivate the volume, but not in the context, where
-        the volume's disk may hang.
+        A volume that was inactive is deactivated at the end. The caller holds the volume's lock;
+        the volume must have no snapshot that may be used meanwhile. The lock of the volume group is
+        held to activate and to deactivate the volume, but not during the body, in which the
+        volume's disk may hang.
         """
         was_active = True
         try:
@@ -124,23 +134,24 @@ class Activator:
                     volumes.deactivate(self._volume_groups.lvm(group), group, name)
 
     def activate_snapshot(self, snapshot: Snapshot) -> active_devices.Device:
-        """Return a snapshot's device; activate the snapshot if need be. Raises Inactive.
+        """Return a snapshot's device; activate the snapshot if it is inactive.
 
-        A copy-on-write snapshot is active whenever its source is.
+        A copy-on-write snapshot is active whenever its origin is, and is activated together with
+        the origin. Raises Inactive if there is no device after the activation.
         """
-        # A copy-on-write snapshot is activated by its origin's name. By the snapshot's name, lvm2
-        # would ask whether to activate the origin as well.
+        # Activate a copy-on-write snapshot by its origin's name. By the snapshot's name, lvm2 would
+        # ask whether to activate the origin as well.
         activated_name = "" if snapshot.is_thin else snapshot.origin
         return self.ensure_active(snapshot.group.name, snapshot.name, activated_name)
 
     def _deactivate_stranded(self, group: str, name: str) -> bool:
-        """Deactivate a volume that uses the old device of a disk that went away and came back.
+        """Deactivate an active volume whose disk was disconnected and is back, if it is unused.
 
-        Returns whether the volume is inactive now. To the kernel a disk that comes back is another
+        Returns whether the volume was deactivated. To the kernel a disk that comes back is another
         device. lvm2 takes the volume for active and does nothing, while each read and write of the
-        volume fails. Thin volumes use the device of their pool, and are deactivated together with
-        the pool. A volume that is in use is left unchanged, and so is a volume on a disk that is
-        not back. Runs no command for any other volume.
+        volume fails. Thin volumes use the device of their pool, and all of the pool are deactivated
+        together with the pool. A volume that is in use is left unchanged, and so is a volume on a
+        disk that is not back. Runs no command for a volume whose disks were not disconnected.
         """
         if not self._devices.has_lost_disk(group, name):
             return False
@@ -164,9 +175,9 @@ class Activator:
     def deactivate_parts(self, group: report.Group) -> bool:
         """Deactivate parts of inactive RAIDs and pools that a killed lvm2 left active.
 
-        Returns whether there were any. lvm2 refuses to activate a RAID or pool while one of its
-        parts is active by itself. Runs one ioctl if the group has a RAID or pool, and a command
-        only if a part is active.
+        Returns whether there were such parts. lvm2 refuses to activate a RAID or pool while one of
+        its parts is active by itself. Runs one ioctl if the volume group has a RAID or pool, and a
+        command only if such a part is active. An error of that command is ignored.
         """
         whole_names = {
             logical.name
@@ -177,7 +188,7 @@ class Activator:
             return False
         active = set(self._devices.active(group.name))
         parts = {name: report.whole(name) for name in active if names.is_part(name)}
-        # The status is read as well, since a pool may be active without a device of its own name.
+        # Read the status as well, since a pool may be active without a device of its own name.
         leftovers = [
             part
             for part, whole_name in sorted(parts.items())
@@ -186,7 +197,7 @@ class Activator:
         ]
         if not leftovers:
             return False
-        # An error is ignored: lvm2 refuses to deactivate a part of a volume that was activated
+        # Ignore an error: lvm2 refuses to deactivate a part of a volume that was activated
         # meanwhile.
         with suppress(mount_errors.CommandError):
             volumes.deactivate(self._volume_groups.lvm(group.name), group.name, *leftovers)
@@ -197,24 +208,27 @@ class Activator:
         return bool(self._devices.find(group, name) or self._devices.status(group, name))
 
     def is_open(self, volume: Volume) -> bool:
-        """Whether a program or a device has the device of an active volume open. Runs no command.
+        """Whether a program or another device has a volume's device open. Runs no command.
 
-        For an encrypted volume, whether its dm-crypt device is open.
+        For an encrypted volume that is open, the device is the dm-crypt device.
         """
         if volume.is_encrypted and (mapping := self.mapping(volume)) is not None:
             return self._devices.is_mapping_open(mapping)
         return self._devices.is_open(volume.group.name, volume.name)
 
     def is_closed(self, volume: Backing) -> bool:
-        """Whether it is certain that nothing, not even a dm-crypt device, has a volume open.
+        """Whether certainly no program and no device, such as dm-crypt's, has a volume open.
 
-        Needs one ioctl. False for an inline volume whose group is unknown because no report was
-        read.
+        Needs one ioctl. False for an inline volume whose volume group is unknown because no report
+        was read.
         """
         return bool(volume.group) and self._devices.is_closed(volume.group, volume.name)
 
     def mapping(self, volume: Volume) -> active_devices.Device | None:
-        """Return the dm-crypt device over an encrypted volume that is open. Runs no command."""
+        """Return the dm-crypt device of an encrypted volume; None if it has none now.
+
+        Runs no command.
+        """
         device = self._devices.find(volume.group.name, volume.name)
         return None if device is None else self._devices.mapping(device)
 
@@ -227,10 +241,11 @@ class Activator:
             self._devices.close_leftovers(device)
 
     def active_ids(self, prefix: str, group: str) -> Iterator[VolumeId]:
-        """Yield the ids of active volumes whose names have a prefix, even in a group never read.
+        """Yield the ids of the active volumes of a volume group whose names have a prefix.
 
-        Runs no command and reads no report: each id is built from the names of the group and of the
-        logical volume, so it is the id that the volume was created with.
+        Runs no command and reads no report, so the group may be one that does not answer. Each id
+        is built from the names of the group and of the logical volume: it is the id of a volume
+        whose data are in the logical volume with which the volume was created.
         """
         for name in self._devices.active(group):
             device = self._devices.find(group, name) if names.is_of(prefix, name) else None
@@ -246,9 +261,10 @@ class Activator:
         return self._devices.status(group, name)
 
     def status_of(self, volume: Backing) -> tuple[active_devices.Status, ...]:
-        """Return device-mapper's status of an active volume by its backing.
+        """Return device-mapper's status of an active volume, by its backing.
 
-        The backing may lack the group, as of an inline volume.
+        If the backing names no volume group, as that of an inline volume, all groups are searched.
+        Empty if the volume is inactive.
         """
         statuses = (self.status(group, volume.name) for group in self._groups_of(volume))
         return next(filter(None, statuses), ())
@@ -256,8 +272,8 @@ class Activator:
     def pool_status(self, group: str, name: str) -> ThinPool | None:
         """Return device-mapper's status of a thin pool; None if the pool is inactive.
 
-        Waits until the caller's deadline, but at most five seconds. Does not wait if the kernel has
-        already kept earlier callers waiting for so long. Raises PoolSilent.
+        Waits at most five seconds, or until the caller's deadline; less if an earlier caller waits
+        already (`Probes`). Raises PoolSilent if the kernel has not reported the status by then.
         """
         path = f"{group}/{name}"
         until = time.monotonic() + command.patience_seconds(_POOL_SECONDS)
@@ -269,7 +285,10 @@ class Activator:
         return result.value
 
     def has_overflowed(self, snapshot: Snapshot) -> bool:
-        """Whether the COW store of an active snapshot has overflowed. Runs no command."""
+        """Whether the COW store of an active snapshot has overflowed, or failed.
+
+        Runs no command.
+        """
         status = self._devices.own_status(snapshot.group.name, snapshot.name)
         return devicemapper.has_overflowed(status)
 
@@ -282,10 +301,10 @@ class Activator:
 
     @contextmanager
     def keep_suspended(self, volumes: Iterable[tuple[str, str]]) -> Iterator[None]:
-        """Keep `Mender.mend` from resuming volumes that are suspended on purpose.
+        """Within the `with`, keep `Mender.mend` from resuming volumes that the caller suspends.
 
-        Each volume is a pair: the names of its volume group and of its logical volume. No two calls
-        may have the same volume at the same time.
+        Each volume is a pair: the names of its volume group and of its logical volume. No two
+        callers may name the same volume at the same time.
         """
         suspended = frozenset(volumes)
         with self._guard:
@@ -297,5 +316,5 @@ class Activator:
                 self._held -= suspended
 
     def is_kept_suspended(self, group: str, name: str) -> bool:
-        """Whether a logical volume is suspended on purpose (`keep_suspended`)."""
+        """Whether a caller of `keep_suspended` keeps a logical volume suspended."""
         return (group, name) in self._held

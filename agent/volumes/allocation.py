@@ -1,8 +1,9 @@
 """Allocate volumes from a volume group: thick, or thin from a pool, each with or without a cache.
 
-Free space is computed by the same rules as volumes are created and extended. A thin pool promises
-extents to its volumes: as many as they can fill, within the limit of over-provisioning. The extents
-that a pool has promised and does not have yet are kept free in the group.
+The free space that Carver reports is computed by the rules by which volumes are created and
+extended. A thin pool promises extents to its volumes: as many as the volumes can fill, within the
+limit of over-provisioning. The extents that a pool has promised and does not have yet are kept free
+in the volume group.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from lvm.room import Room
 from lvm.thin import Policy, Pool
 from lvm.volumes import New
 
-# Function that returns the number of a volume group's extents that must stay free.
+# Type of a function that returns how many extents of a volume group must stay free.
 Kept = Callable[[report.Group], int]
 
 
@@ -41,43 +42,49 @@ def wipe_name(device_class: str) -> str:
 
 
 def is_own_pool(pool: report.LogicalVolume) -> bool:
-    """Whether Carver made a thin pool, by the pool's tags and layout; a name proves nothing."""
+    """Whether a logical volume is a thin pool of Carver's in which volumes may be created.
+
+    The tags and the layout decide; a name alone proves nothing.
+    """
     return _is_tagged_as_pool(pool) and {"thin", "pool"} <= pool.layout
 
 
 def is_half_made_pool(pool: report.LogicalVolume) -> bool:
-    """Whether lvm2 died while it created a thin pool; such a pool has no data.
+    """Whether a logical volume is a thin pool that lvm2 was creating when lvm2 was killed.
 
-    lvm2 first commits the pool, with its tags, as a linear volume.
+    lvm2 first commits the pool, with its tags, as a linear volume. Such a pool has no data.
     """
     is_ready = volume_states.is_recorded(pool.own_tags, EndedBy.CALLER)
     return is_ready and _is_tagged_as_pool(pool) and pool.layout == {"linear"}
 
 
 def _is_tagged_as_pool(pool: report.LogicalVolume) -> bool:
-    """Whether a logical volume has the tags of a pool of Carver's, and the name they imply."""
+    """Whether a logical volume has the tags of a thin pool of Carver's, and the name by its class.
+
+    False also if this version of Carver must not use the pool.
+    """
     is_usable = bool(chunk_bytes(pool)) and not records.unknown_needs(pool)
-    # A pool with faulty tags does not count: it is zeroed by its chunk size, and of two values of
-    # that tag none can be chosen.
+    # Leave out a pool with faulty tags: it is zeroed by its chunk size, and if that tag has two
+    # values, none can be chosen.
     is_usable = is_usable and not records.faults(pool)
     return is_usable and pool.name == pool_name(pool.own_tags.get(tag.CLASS, ""))
 
 
 def is_pool(pool: report.LogicalVolume) -> bool:
-    """Whether Carver made a thin pool, even if some of its tags are lost, changed or unknown.
+    """Whether a logical volume is a thin pool of Carver's, even if some of its tags are faulty.
 
-    The extents that such a pool has promised stay reserved, and the pool grows, since writers of
-    its volumes wait for that. New volumes are created only in a pool for which `is_own_pool` is
-    true.
+    The name of the pool, a tag of Carver's and the layout decide. The extents that such a pool has
+    promised stay reserved, and the pool is extended, since writers of its volumes wait for that.
+    New volumes are created only in a pool for which `is_own_pool` is true.
     """
     is_called_so = names.is_of(ids.POOL_PREFIX, pool.name) and bool(pool.own_tags)
     return is_called_so and {"thin", "pool"} <= pool.layout
 
 
 def chunk_bytes(pool: report.LogicalVolume) -> int:
-    """Return the chunk size of a thin pool by its tag, in bytes; 0 for an invalid size.
+    """Return the chunk size of a thin pool by its tag, in bytes.
 
-    The sizes that lvm2 allows are in lvmthin(7).
+    0 if the tag is missing, or has a size that lvm2 does not allow (lvmthin(7)).
     """
     size_bytes = tags.number(pool.own_tags.get(tag.CHUNK, "")) or 0
     is_in_range = pools.LEAST_CHUNK_BYTES <= size_bytes <= pools.MOST_CHUNK_BYTES
@@ -87,8 +94,9 @@ def chunk_bytes(pool: report.LogicalVolume) -> int:
 def closed(room: Room) -> str:
     """Return why nothing can be created or extended in a volume group now; empty if it can.
 
-    lvm2 refuses both while a disk is missing ("Cannot change VG while PVs are missing"), also on
-    the disks that are present.
+    There are two reasons. While a disk is missing, lvm2 refuses both, also on the disks that are
+    present ("Cannot change VG while PVs are missing"). And while all free extents hold deleted data
+    that is being overwritten, only allocations that may use such extents are possible.
     """
     if not room.group.missing_disks:
         is_closed = room.is_unclean and not room.takes_unclean
@@ -100,9 +108,10 @@ def closed(room: Room) -> str:
 
 
 def closed_to_new(group: report.Group) -> str:
-    """Return why no volume can be created, or expanded by request; empty if it can.
+    """Return why no volume can be created or expanded in a volume group now; empty if it can.
 
-    Thin pools and COW stores are extended nevertheless, since writers wait for that.
+    Beside the reasons of `closed`, the reason is a metadata area that is nearly full. Thin pools
+    and COW stores are extended even then, since writers wait for that.
     """
     if not (why := closed(Room(group))) and groups.is_text_full(group):
         return (
@@ -113,10 +122,10 @@ def closed_to_new(group: report.Group) -> str:
 
 
 def full(group: report.Group, added_count: int = 1) -> str:
-    """Return why a group may not get further logical volumes; empty if it may get them.
+    """Return why a volume group has too many logical volumes for more of them; empty if it has not.
 
-    `added_count` is the number of further logical volumes. The reason is the number of logical
-    volumes, not a lack of free extents.
+    `added_count` is the number of further logical volumes. The group's max_lv sets the limit. Free
+    extents do not matter here.
     """
     if group.may_add(added_count):
         return ""
@@ -128,7 +137,10 @@ def full(group: report.Group, added_count: int = 1) -> str:
 
 
 def _of_policy(group: report.Group) -> str:
-    """Return how a group's allocation policy limits free space; empty if it does not."""
+    """Return a text for error messages: how the volume group's allocation policy limits free space.
+
+    Empty if it does not: only `contiguous` and the `cling` policies keep a volume on one disk.
+    """
     if not group.keeps_to_one_disk:
         return ""
     piece = "in one piece" if group.policy == report.CONTIGUOUS else "on one disk"
@@ -143,34 +155,38 @@ class ThickAllocator:
     """Allocator of volumes that have all their extents from the start.
 
     `layout` is the layout of the volumes. `kept_extents` returns the number of extents that must
-    stay free in a group. Sizes are in bytes, of whole extents. For `create` and `extend` the caller
-    holds the group's lock, and has read the report under that lock. `finish` completes a volume
-    whose `create` was killed.
+    stay free in a volume group. All sizes are multiples of the extent size, in bytes. For `create`
+    and `extend` the caller holds the group's lock, and has read the report under that lock.
+    `finish` completes a volume whose `create` was killed.
     """
 
     layout: Layout
     kept_extents: Kept
 
     def maximum_bytes(self, group: report.Group) -> int:
-        """Return the size of the largest volume that can be created now."""
+        """Return the size of the largest volume that can be created in a volume group, in bytes."""
         if closed_to_new(group) or self.full(group):
             return 0
         return layout.maximum_bytes(self.room(group), self.layout)
 
     def room(self, group: report.Group) -> Room:
-        """Return the free space of a volume group that the device class may use."""
+        """Return the free space of a volume group, of which `kept_extents` must stay free."""
         return Room(group, self.kept_extents(group))
 
     def full(self, group: report.Group, further_count: int = 0) -> str:
         """Return why a group has too many logical volumes for another volume; empty if it has not.
 
-        `further_count` is the number of other logical volumes that are created together with the
-        volume.
+        `further_count` is the number of other logical volumes that are to be created together with
+        the volume.
         """
         return full(group, 1 + further_count)
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
-        """Return the number of bytes by which a volume can grow, on its own disks."""
+        """Return the number of bytes by which a volume can grow now.
+
+        A linear volume may grow onto any slow disk, a volume of another layout only on the disks
+        that it has.
+        """
         group, logical = volume.group, volume.group.volume(volume.name)
         if closed_to_new(group):
             return 0
@@ -195,13 +211,17 @@ class ThickAllocator:
         volumes.create(lvm, group.name, new_volume, layout=self.layout, disks=disks)
 
     def extend(self, lvm: Lvm, volume: Volume, size_bytes: int) -> None:
-        """Extend a volume on its own disks, by one command."""
+        """Extend a volume to a size in bytes, by one command.
+
+        A linear volume grows on any slow disks, a volume of another layout only on the disks that
+        it has.
+        """
         group = volume.group
         disks = layout.growth_placement(Room(group), group.volume(volume.name), self.layout)
         volumes.extend(lvm, group.name, volume.name, size_bytes=size_bytes, disks=disks)
 
     def finish(self, lvm: Lvm, volume: Volume) -> None:
-        """Do nothing: one command creates a whole volume."""
+        """Do nothing: `create` makes a whole volume by one command, or nothing."""
 
     def make_room(self, lvm: Lvm, group: report.Group) -> None:
         """Do nothing: a thick volume has all its extents."""
@@ -209,23 +229,23 @@ class ThickAllocator:
 
 @dataclass(frozen=True)
 class Cached(ThickAllocator):
-    """Allocator of volumes on a group's slow disks, each with a cache on the group's fast disks."""
+    """Allocator of volumes on slow disks of a volume group, each with a cache on fast disks."""
 
     cache: Cache
 
     def maximum_bytes(self, group: report.Group) -> int:
-        """Return the size of the largest volume for which slow and fast disks have extents.
+        """Return the size of the largest volume that has room on the disks now, in bytes.
 
-        The volume lies on the slow disks, its cache on the fast disks.
+        The volume needs free extents on the slow disks, its cache on the fast disks.
         """
         if closed_to_new(group) or self.full(group):
             return 0
         return caches.maximum_bytes(self.room(group), self.cache)
 
     def full(self, group: report.Group, further_count: int = 0) -> str:
-        """Return why a group has too many logical volumes for another volume and its cache, or "".
+        """Return why a group has too many logical volumes for another volume; empty if it has not.
 
-        Until the cache is attached, it is a logical volume of its own.
+        The volume's cache counts as well: until it is attached, it is a logical volume of its own.
         """
         return full(group, 2 + further_count)
 
@@ -244,7 +264,7 @@ class Cached(ThickAllocator):
         caches.create(lvm, group, new_volume, self.cache)
 
     def finish(self, lvm: Lvm, volume: Volume) -> None:
-        """Attach a volume's cache if it is missing.
+        """Create and attach the cache of a volume that has none.
 
         A volume with copy-on-write snapshots gets no cache here: it was in use without one.
         """
@@ -257,9 +277,11 @@ class Cached(ThickAllocator):
 
 @dataclass(frozen=True)
 class ThinAllocator:
-    """Allocator of volumes that get their extents from their device class's pool on first write.
+    """Allocator of thin volumes, in the thin pool of their device class in one volume group.
 
-    Has all methods of `ThickAllocator`. Methods that need the pool's status raise PoolSilent.
+    A thin volume gets extents from the pool when it is first written to. The class has all methods
+    of `ThickAllocator`. Methods that need the pool's status raise PoolSilent if the kernel does not
+    report it in time.
     """
 
     device_class: str
@@ -269,7 +291,7 @@ class ThinAllocator:
     activator: Activator
 
     def pool(self, group: report.Group) -> Pool:
-        """Return the device class's pool as it is, or as it will be created."""
+        """Return the thin pool of the device class as it is, or as it would be created."""
         name = pool_name(self.device_class)
         existing = group.volumes.get(name)
         if existing is None or not is_pool(existing):
@@ -278,38 +300,45 @@ class ThinAllocator:
         return pools.find(group, name, size_bytes, wipe_name(self.device_class))
 
     def outstanding_extents(self, group: report.Group) -> int:
-        """Return the extents that the pool has promised to its volumes and does not have yet."""
+        """Return how many extents the pool has promised to its volumes and does not have yet."""
         return pools.outstanding_extents(group, self.pool(group), self.policy)
 
     def maximum_bytes(self, group: report.Group) -> int:
         """Return the size of the largest thin volume that can be created, in bytes.
 
-        It is the number of bytes that the pool may still promise to volumes; 0 while the pool is
-        too full.
+        It is the number of bytes that the pool may still promise to volumes. 0 if the volume group
+        or the pool takes no new volume now, for instance while the pool is too full.
         """
         return 0 if self.full(group) else self._maximum_bytes(group)
 
     def full(self, group: report.Group, further_count: int = 0) -> str:
         """Return why a group has too many logical volumes for another volume; empty if it has not.
 
-        The pool counts as well if it is missing. `further_count` is as for `ThickAllocator.full`.
+        If the pool is missing, it is to be created and counts as well. `further_count` is as for
+        `ThickAllocator.full`.
         """
         return full(
             group, further_count + (1 if pool_name(self.device_class) in group.volumes else 2)
         )
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
-        """Return the bytes by which a thin volume can grow: what its pool may still promise."""
+        """Return the number of bytes by which a thin volume can grow now.
+
+        It is the number of bytes that the volume's pool may still promise to volumes.
+        """
         return self._maximum_bytes(volume.group)
 
     def _maximum_bytes(self, group: report.Group) -> int:
-        """Return the bytes that the pool may still promise to volumes; 0 if it takes no volume."""
+        """Return how many bytes the pool may still promise to volumes.
+
+        0 if the pool takes no new volume now (`_refusal`).
+        """
         if self._refusal(group):
             return 0
         return pools.maximum_bytes(self.room(group), self.pool(group), self.policy)
 
     def room(self, group: report.Group) -> Room:
-        """Return the free space of a volume group that the device class may use."""
+        """Return the free space of a volume group, of which `kept_extents` must stay free."""
         return Room(group, self.kept_extents(group))
 
     def purpose(self, group: report.Group) -> str:
@@ -320,30 +349,35 @@ class ThinAllocator:
         return f"for thin volumes: {why or times}"
 
     def create(self, lvm: Lvm, group: report.Group, new_volume: New) -> None:
-        """Create a volume by one command, and the pool by another one if it is missing."""
+        """Create a thin volume by one command; first create the pool if it is missing."""
         pool = self.pool(group)
         self._ensure_made(lvm, group, pool)
         thin.create(lvm, group.name, pool.name, new_volume)
 
     def extend(self, lvm: Lvm, volume: Volume, size_bytes: int) -> None:
-        """Extend a volume by one command; first extend the pool if it is too full.
+        """Extend a thin volume to a size in bytes, by one command.
 
-        Otherwise the pool is extended in the background, when it fills.
+        First, a pool that is too full is extended. Otherwise the pool is extended in the background
+        when it fills.
         """
         with suppress(errors.NoRoom):
             self.make_room(lvm, volume.group)
         volumes.extend(lvm, volume.group.name, volume.name, size_bytes=size_bytes)
 
     def finish(self, lvm: Lvm, volume: Volume) -> None:
-        """Do nothing: the next volume of the class uses a pool that has no volumes yet."""
+        """Do nothing: `create` makes a whole volume by one command, or only an empty pool.
+
+        The next volume of the device class is created in that pool.
+        """
 
     def make_room(self, lvm: Lvm, group: report.Group) -> None:
         """Extend a pool that is too full, before a command that suspends one of its volumes.
 
-        A suspend waits for the volume's writes, and writes to a full pool wait for more extents.
-        Nothing else can extend the pool while the caller holds the group's lock, so both would wait
-        for ever. Runs no command if the pool is not too full. Raises PoolSilent, and NoRoom if the
-        pool is full and cannot grow.
+        A pool is too full above `autoextend_threshold`. A suspend waits for the volume's writes,
+        and writes to a full pool wait for more extents. Nothing else can extend the pool while the
+        caller holds the group's lock, so both would wait for ever. Runs no command if the pool is
+        not too full, or inactive. Raises PoolSilent if the kernel does not report the pool's
+        status, and NoRoom if the pool is full and cannot grow.
         """
         name = pool_name(self.device_class)
         if (status := self.activator.pool_status(group.name, name)) is None:
@@ -360,10 +394,11 @@ class ThinAllocator:
                 raise errors.NoRoom(group.name, extent, 0, f"more in its full pool {name}")
 
     def extend_data(self, lvm: Lvm, room: Room, percent: float) -> int | None:
-        """Extend the data of a pool that is `percent` full; return the number of bytes, 0 if none.
+        """Extend the data of the thin pool, which are `percent` full; return the added bytes.
 
-        The class's reserve is kept free, beside what `room` keeps free. Returns None for a pool
-        without volumes, which is full only because it is being zeroed before its removal.
+        Returns 0 if the pool cannot grow. Returns None for a pool without volumes: such a pool is
+        full only because it is being zeroed before its removal. The reserve of the device class
+        stays free.
         """
         group, extent = room.group, room.group.extent_size_bytes
         if not (pool := self.pool(group)).promised_bytes:
@@ -380,10 +415,10 @@ class ThinAllocator:
         return more_extents * extent
 
     def extend_metadata(self, lvm: Lvm, room: Room, percent: float) -> int | None:
-        """Extend the metadata of a pool that is `percent` full; return the bytes, 0 if none.
+        """Extend the metadata of the thin pool, which are `percent` full; return the added bytes.
 
-        The class's reserve is kept free, beside what `room` keeps free. Returns None for a pool
-        without volumes, which is being zeroed before its removal.
+        Returns 0 if the metadata cannot grow. Returns None for a pool without volumes, which is
+        being zeroed before its removal. The reserve of the device class stays free.
         """
         group, extent = room.group, room.group.extent_size_bytes
         if not (pool := self.pool(group)).promised_bytes:
@@ -401,7 +436,10 @@ class ThinAllocator:
         return more_extents * extent
 
     def _ensure_made(self, lvm: Lvm, group: report.Group, pool: Pool) -> None:
-        """Create the class's pool if it is missing; remove a half-made pool first."""
+        """Create the thin pool of the device class if it is missing.
+
+        A pool that lvm2 was creating when it was killed (`is_half_made_pool`) is removed first.
+        """
         if pool.data_extents:
             return
         existing = group.volumes.get(pool.name)
@@ -425,11 +463,11 @@ class ThinAllocator:
         )
 
     def _cache_tags(self, _group: report.Group) -> Mapping[str, str]:
-        """Return the tags of the pool's cache; a pool without a cache has none."""
+        """Return the tags that describe the pool's cache: none, since this pool has no cache."""
         return {}
 
     def _refusal(self, group: report.Group) -> str:
-        """Return why the pool takes no volume; empty if it does."""
+        """Return why the pool, or its volume group, takes no new volume now; empty if it does."""
         if why := closed_to_new(group):
             return why
         pool = self.pool(group)
@@ -449,23 +487,28 @@ class ThinAllocator:
 class CachedThin(ThinAllocator):
     """Allocator of thin volumes whose pool, on slow disks, has a cache of its data on fast disks.
 
-    The pool is created first, then its cache, then a volume. If the process is killed in between,
-    the pool is empty. Then the next call completes the pool, or the next start removes it.
+    The pool is created first, then its cache, then the volume. If the process is killed before the
+    volume exists, an empty pool is left. The next call completes that pool, or the next start of
+    Carver removes it.
     """
 
     cache: Cache
 
     def maximum_bytes(self, group: report.Group) -> int:
-        """Return the size of the largest thin volume that can be created, in bytes.
+        """Return the size of the largest thin volume that can be created now, in bytes.
 
-        0 if the pool has no cache and the fast disks have no room for one.
+        0 if the pool has no cache and the fast disks have no room for one. Otherwise it is as for
+        `ThinAllocator.maximum_bytes`.
         """
         if not caches.has_room(group, pool_name(self.device_class), self.cache):
             return 0
         return super().maximum_bytes(group)
 
     def purpose(self, group: report.Group) -> str:
-        """Return a text for error messages: the pool's limit, or the space that its cache needs."""
+        """Return a text for error messages: the pool's limit, or the space that its cache needs.
+
+        The second is returned if the fast disks have too little room for the pool's cache.
+        """
         if closed_to_new(group) or caches.has_room(group, pool_name(self.device_class), self.cache):
             return super().purpose(group)
         wanted_extents, free_extents = self.cache.of_pool(group), Room(group).fast_extents
@@ -476,7 +519,7 @@ class CachedThin(ThinAllocator):
         )
 
     def _ensure_made(self, lvm: Lvm, group: report.Group, pool: Pool) -> None:
-        """Create the class's pool and its cache if they are missing."""
+        """Create the thin pool of the device class, and the pool's cache, if they are missing."""
         super()._ensure_made(lvm, group, pool)
         existing = group.volumes.get(pool.name)
         if existing is not None and caches.is_cached(existing):
@@ -486,14 +529,14 @@ class CachedThin(ThinAllocator):
         caches.attach(lvm, group, pool.name, self.cache, self.cache.of_pool(group))
 
     def _tag_cache(self, lvm: Lvm, group: report.Group, pool: report.LogicalVolume) -> None:
-        """Tag a pool with the cache that is about to be attached."""
+        """Tag an existing pool with the cache that is about to be attached to it."""
         own_tags, new_tags = pool.own_tags, self._cache_tags(group)
         old_tags = {key: own_tags[key] for key in new_tags if key in own_tags}
         if old_tags != new_tags:
             volumes.mark(lvm, group.name, pool.name, old=old_tags, new=new_tags)
 
     def _cache_tags(self, group: report.Group) -> Mapping[str, str]:
-        """Return the tag of the pool's cache, with the size that the cache will have."""
+        """Return the tag that describes the pool's cache, with the size that it will have."""
         extent = group.extent_size_bytes
         return {tag.CACHE: self.cache.tag_value(Room(group).planned_extents * extent, extent)}
 
@@ -537,9 +580,10 @@ class Allocators:
         raise AssertionError(device_class)  # pragma: no cover - there is no other class
 
     def of_volume(self, volume: Volume) -> Allocator:
-        """Return the allocator that extends a volume, without limits if its device class is gone.
+        """Return the allocator that extends a volume, by the volume's layout and device class.
 
-        A thin volume is extended in the pool in which lvm2 reports it, whatever its tags say.
+        If the device class is gone, default settings apply: no reserve stays free. A thin volume is
+        extended in the pool in which lvm2 reports it, whatever its tags say. Raises LayoutUnknown.
         """
         logical = volume.group.volumes.get(volume.name)
         pool = volume.group.volumes.get(logical.pool) if logical is not None else None
@@ -551,25 +595,25 @@ class Allocators:
                 device_class.name == volume.own_tags.get(tag.CLASS)
                 and (device_class.pool is not None) == shape.is_thin
             ):
-                # The allocator has no cache: only the volume's data grow, on slow disks.
+                # Return an allocator without a cache: only the volume's data grow, on slow disks.
                 return self.of(replace(device_class, layout=shape, cache=None))
         policy = Policy() if shape.is_thin else None
         class_name = volume.own_tags.get(tag.CLASS, "")
         return self.of(DeviceClass(class_name, volume.group.name, layout=shape, pool=policy))
 
     def thin(self, group: report.Group) -> list[ThinAllocator]:
-        """Return the allocators of the pools in a volume group, whatever the present classes say.
+        """Return an allocator for each thin pool of Carver's in a volume group.
 
-        A pool's device class may be gone, or have no pool by now, or another group: the pool's
-        volumes stay in use.
+        The pool's device class may be gone, or have no pool by now, or be in another volume group:
+        the pool's volumes stay in use.
         """
         return [self._of_pool(class_name, group.name) for class_name in self._pooled(group)]
 
     def growing(self, group: str, last_state: report.Group | None) -> list[ThinAllocator]:
-        """Return the allocators of the pools of a group that may have to grow.
+        """Return an allocator for each thin pool of a volume group that may have to grow.
 
         These are the pools in `last_state`, a state of the group that may be old, and the pools of
-        the group's classes, which may be newer than that state.
+        the group's device classes, which may have been created since.
         """
         class_names = {
             device_class.name
@@ -585,9 +629,11 @@ class Allocators:
         yield from filter(None, map(self._called, filter(is_pool, records.every(group))))
 
     def _called(self, pool: report.LogicalVolume) -> str | None:
-        """Return the device class of a pool by the pool's name; None if no class has such a pool.
+        """Return the name of the device class whose pool has this pool's name; None if unknown.
 
-        The pool's tag CLASS alone does not decide: it may be lost, or have two values.
+        The classes in the pool's tags are tried first, then the configured classes, then the rest
+        of the pool's name. The pool's tag CLASS alone does not decide: it may be lost, or have two
+        values.
         """
         tagged = tags.values(pool.tags, tag.CLASS)
         configured = (device_class.name for device_class in self._classes)
@@ -597,7 +643,10 @@ class Allocators:
         )
 
     def _of_pool(self, name: str, group: str) -> ThinAllocator:
-        """Return the allocator of a device class's pool, with defaults if the class is gone."""
+        """Return the allocator of a device class's pool; with default settings for a missing class.
+
+        `name` is the name of the device class, which may be gone or have no pool by now.
+        """
         matching = (
             configured
             for configured in self._classes
@@ -613,9 +662,10 @@ class Allocators:
         )
 
     def beside_bytes(self, room: Room, device_class: str) -> int:
-        """Return the bytes that are available for snapshots of a device class's volumes.
+        """Return how many bytes are available for the COW stores of a device class's snapshots.
 
-        The class's reserve, and the extents that pools have promised, are not available.
+        The class's reserve, and the extents that pools have promised, are not available. 0 if
+        nothing can be allocated in the volume group now (`closed`).
         """
         group = room.group
         if closed(room):
@@ -627,7 +677,7 @@ class Allocators:
         return layout.maximum_bytes(room.keeping(kept_extents))
 
     def _kept(self, device_class: DeviceClass, group: report.Group) -> int:
-        """Return the extents that a device class leaves free in a volume group.
+        """Return how many extents of a volume group volumes of a device class must leave free.
 
         These are the class's reserve, and the extents that the pools of other classes have promised
         to volumes and do not have yet.
@@ -637,7 +687,7 @@ class Allocators:
         )
 
     def promised_extents(self, group: report.Group, excluded_class: str = "") -> int:
-        """Return the extents that a group's pools have promised to volumes and do not have yet.
+        """Return how many extents a volume group's thin pools have promised and do not have yet.
 
         The pool of the device class `excluded_class` is left out.
         """

@@ -1,4 +1,4 @@
-"""The logical volume that backs a volume, that is, holds its data, whatever the volume's id is."""
+"""The backing of a volume: the logical volume that holds its data, whatever the volume's id is."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,9 @@ from lvm import names, report
 
 @dataclass(frozen=True)
 class Backing:
-    """Names of a volume's logical volume and of its volume group, by which its device is found.
+    """Names of the logical volume that holds a volume's data, and of the logical volume's group.
+
+    By these names the volume's device is found.
 
     `group_uuid` is the start of the group's LVM UUID, as in volume ids. `group` and `group_uuid`
     are empty for an inline volume for which no report was read: the volume may be in any of
@@ -34,10 +36,10 @@ def of(group: report.Group, name: str) -> Backing:
 def of_id(volume_id: str) -> Backing:
     """Return the backing of a volume or snapshot of which only the id is known.
 
-    This is for calls that read no report, such as publish and unpublish (invariant 5 of
+    It is for calls that read no report of LVM, such as publish and unpublish (invariant 5 of
     docs/design.md). Other code takes the backing from the volume's record. No other code may derive
-    a device from an id: an id stays the same for the life of the volume, while the data may come to
-    lie in another logical volume.
+    a device from an id: an id stays the same for the life of the volume, while the data may later
+    be in another logical volume.
     """
     parsed = VolumeId.parse(volume_id)
     if parsed is None:

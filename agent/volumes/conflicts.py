@@ -1,9 +1,10 @@
-"""Conflicts between a call and background work of this process, by agent/volumes/volume_states.py.
+"""Conflicts between a call and background work of this process.
 
-Work that is recorded by tags may be in progress without a job of this process, for instance after a
-restart. In that case the operation finds the work in the report, and answers by the same table.
-Work that failed and is not recorded is over. No call conflicts with such work, unless it left the
-volume partly erased.
+The table in agent/volumes/volume_states.py says what happens in each case. Work that is recorded by
+tags may be in progress without a job of this process, for instance after a restart. In that case
+the operation finds the work in the report, and answers by the same table. Work that failed and is
+not recorded is over. No call conflicts with such work, unless the work left the volume partly
+erased.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,17 +19,18 @@ from agent.volumes.volume_states import Call, EndedBy, Outcome, Recorded, Work
 from agent.work.background import DetachedTasks
 from agent.work.group_worker import Job, Jobs
 
-# Function that returns the error of a call which is ABORTED because of a job.
+# Type of a function that returns the error of a call which is ABORTED because of a job.
 Aborted = Callable[[Any], errors.AgentError]
 
 
 @dataclass(frozen=True)
 class _Queue:
-    """Where to find the jobs of one kind of work, by the subject of a call.
+    """How to find the jobs of one kind of background work that concern a call.
 
-    `find` returns an object with `goes_on` and `on_record`. `jobs` are the jobs that can be halted,
-    or None. `key_of` returns the key of a job, from the id of the call's volume or the name of its
-    group. `aborted` makes the error of a call that is ABORTED.
+    `key_of` returns the key of the job from the call's subject: the id of its volume, or the name
+    of its volume group. `find` returns the job with a key, an object with `goes_on` and
+    `on_record`, or None. `jobs` are the jobs if they can be halted, else None. `aborted` makes the
+    error of a call that is ABORTED because of the job.
     """
 
     find: Callable[[str], Any]
@@ -38,16 +40,15 @@ class _Queue:
 
 
 def _pending(job: Job) -> errors.AgentError:
-    """Return the error of a call that is ABORTED because of a job."""
+    """Return the error of a call that is ABORTED because of a job; it names the job's progress."""
     return errors.OperationPending(f"{job.key} ({job.progress})")
 
 
 class Conflicts:
-    """Decides whether a call conflicts with the jobs and the holds of this process.
+    """Decides whether a call conflicts with background jobs and holds of this process.
 
-    The decision follows the table in agent/volumes/volume_states.py.
-
-    The `subject` of a call is the id of a volume, or for Call.GROW the name of a volume group.
+    The decision follows the table in agent/volumes/volume_states.py. The `subject` of a call is the
+    id of its volume, or for Call.GROW the name of its volume group.
     """
 
     def __init__(self, holds: Holds) -> None:
@@ -62,14 +63,16 @@ class Conflicts:
         key_of: Callable[[str], str] = str,
         aborted: Aborted = _pending,
     ) -> None:
-        """Register the queue of jobs that do a kind of work: to end a state, or other work.
+        """Register the jobs of one kind of background work, so that conflicts with them are found.
 
-        `key_of` returns the key of a job from the subject of a call.
+        `work` is the kind: the end of a state of a volume, or other work. `key_of` returns the key
+        of a job from the subject of a call: a volume's id, or for Call.GROW a volume group's name.
+        `aborted` returns the error of a call that is ABORTED because of a job.
         """
         self._queues[work] = _Queue(jobs.of, jobs, key_of, aborted)
 
     def add_mkfs(self, detached_tasks: DetachedTasks) -> None:
-        """Register the mkfs processes that outlive their calls."""
+        """Register the mkfs processes that may outlive their calls, as Work.FORMAT."""
         self._queues[Work.FORMAT] = _Queue(
             detached_tasks.mkfs_of, None, str, lambda task: task.problem()
         )
@@ -77,7 +80,8 @@ class Conflicts:
     def require(self, call: Call, volume: Recorded) -> None:
         """Raise an error if a call must not use a volume now.
 
-        The reason is the volume's record, or background work or a hold of this process.
+        The reason is the state in the volume's record, background work of this process, or a hold.
+        Raises as `volume_states.require` and `check`. Runs no command.
         """
         volume_states.require(call, volume)
         self.check(call, str(volume.id))
@@ -85,15 +89,19 @@ class Conflicts:
     def check(self, call: Call, subject: str) -> None:
         """Raise an error if background work or a hold excludes a call now. Runs no command.
 
-        Raises NoSuchVolume, Receiving, Moved, or an error that says that work is in progress.
+        `subject` is the id of the call's volume, or for Call.GROW the volume group's name. Raises
+        NoSuchVolume for a volume that is deleted, Receiving, Moved, or an error that says that work
+        is in progress.
         """
         self._holds.check(call, subject)
         self.check_jobs(call, subject)
 
     def check_jobs(self, call: Call, subject: str) -> None:
-        """Raise an error if background work excludes a call now; ignore holds.
+        """Raise an error if background work excludes a call now; ignore holds (`Holds`).
 
-        A volume that is held may not exist, or may be about to be created anew.
+        `subject` is the id of the call's volume, or for Call.GROW the volume group's name.
+        CreateVolume ignores holds: the volume that is held may not exist, or may be about to be
+        created anew.
         """
         for work, queue in self._queues.items():
             outcome = volume_states.outcome(call, work)
@@ -102,18 +110,20 @@ class Conflicts:
             job = queue.find(queue.key_of(subject))
             if job is None or not job.goes_on:
                 continue
-            # While a deletion is not on record, the volume counts as present: the deletion may
-            # fail.
+            # Count the volume as present while its deletion is not recorded by tags: the deletion
+            # may fail.
             is_absent = outcome is Outcome.ABSENT and job.on_record
             raise errors.NoSuchVolume(subject) if is_absent else queue.aborted(job)
 
     @contextmanager
     def enter(self, call: Call, subject: str) -> Iterator[None]:
-        """Halt the work that conflicts with a call and that the table says to halt.
+        """Within the `with`, halt the background work that the table says to halt for a call.
 
-        In the context, such work does not begin again. Raises as `check_jobs`, and Stopping if a
-        job does not end within ten seconds. The caller must hold no lock of a volume group when the
-        context is entered.
+        Such work is ended at its next safe point, and does not begin again before the end of the
+        `with`. `subject` is the id of the call's volume, or for Call.GROW the volume group's name.
+        Raises as `check_jobs` for other work that excludes the call, and Stopping if a job does not
+        end within ten seconds. The caller must hold no lock of a volume group when the context is
+        entered.
         """
         self.check_jobs(call, subject)
         with ExitStack() as halted:

@@ -1,4 +1,4 @@
-"""Dependencies that all operations share."""
+"""Objects that all operations share, such as the configuration and the volume groups."""
 
 from dataclasses import dataclass, field
 
@@ -49,7 +49,7 @@ class Context:
 
     @property
     def config(self) -> Config:
-        """The configuration as it is now. Ask at each use: a reload replaces it."""
+        """The present configuration. Callers must read it at each use: a reload replaces it."""
         return self.configuration.now
 
     @property

@@ -1,4 +1,4 @@
-"""How deleted data is erased, by the setting `wipe` and by the abilities of the disks."""
+"""Policy of how deleted data is erased, by the setting `wipe` and by the abilities of the disks."""
 
 import enum
 import logging
@@ -25,34 +25,35 @@ _log = logging.getLogger(__name__)
 # LUKS header says how long the header is.
 LONGEST_HEADER_BYTES = 128 << 20
 
-# Numbers of sampled blocks, of 4 KiB each, that prove that a device zeroes by itself: so many
-# blocks of the first piece, and so many of all pieces. The second number is for disks that were
-# proved before; it does not apply to discards, of which a disk may ignore some. A sampled block is
-# read twice, and written once if it was zero before.
+# Number of sampled blocks, of 4 KiB each, by which a device is proved to zero by itself, without
+# the data being written: so many blocks of the first piece, and so many of the whole range. The
+# second number is for disks that were proved before; it does not apply to discards, since a disk
+# may ignore some of these. A sampled block is read twice, and written once if it was zero before.
 _SAMPLE, _SAMPLE_AGAIN = 16, 2
-# Number of bytes that are zeroed to prove that a device zeroes by itself, when no data has to be
-# zeroed.
+# Number of bytes that are zeroed on a device, at most, only to prove that the device zeroes by
+# itself (`ErasePolicy.prove`).
 PROVED_BYTES = 1 << 20
 
 
 class Purpose(enum.Enum):
     """Why a device is zeroed."""
 
-    # A new volume, or the extents that a volume grows by, must read as zeroes.
+    # Purpose: a new volume, or the extents that a volume grows by, must read as zeroes.
     NEW = enum.auto()
-    # A volume, thin pool or free extent was deleted.
+    # Purpose: a volume or a thin pool was deleted, or free extents hold deleted data.
     DELETED = enum.auto()
-    # A volume with encrypted data was deleted. No setting has such a volume discarded.
+    # Purpose: an encrypted volume was deleted. It is zeroed, and never discarded by `wipe`.
     ENCRYPTED = enum.auto()
-    # A volume with missing disks was deleted. The extents that can be reached are found by writes.
+    # Purpose: a volume with missing disks was deleted. It is overwritten by plain writes, which
+    # show which extents can be reached.
     PARTIAL = enum.auto()
 
 
 class ErasePolicy:
-    """How deleted data is erased; the only reader of the setting `wipe` (settings.WIPES).
+    """Policy of how deleted data is erased, by the setting `wipe`; its methods also erase devices.
 
-    There is one for a process, so that a disk which was seen to zero need not be proved again by
-    other work.
+    No other class reads the setting. Its values are in settings.WIPES. There is one object for a
+    process: a disk that was proved to zero by itself need not be proved again by other work.
 
     | setting `wipe`       | a volume, thin pool or free extent    | an encrypted volume           |
     | -------------------- | ------------------------------------- | ----------------------------- |
@@ -64,16 +65,16 @@ class ErasePolicy:
     | discard-unguaranteed | discarded                             | as with zero                  |
     | none                 | left as it is                         | header zeroed                 |
 
-    Only blocks that are blocks of disks, one for one, are discarded: dm-raid passes on only part of
-    a discard, and a thin pool keeps its chunks' data. `_ways` chooses among the kernel's ways to
-    zero a device, and `overwrite` proves them.
+    A device is discarded only if each of its blocks is a block of a disk: dm-raid passes on only
+    part of a discard, and a thin pool keeps the data of its chunks. `_ways` chooses among the
+    kernel's ways to zero a device, and `overwrite` proves that a way did zero.
 
     Each piece ends with fsync(2) (agent/work/pace.py). So a power loss after the extents are free
     does not bring the data back, and a piece is on the disk before the next piece begins.
 
     Extents on a missing disk are erased when that disk is back. If an operator gives the disk up
-    (tag `givenUp`), the volume group is tagged instead, and its free extents are zeroed before they
-    are reused (mark_for_erase).
+    (tag `givenUp`), the volume group is tagged instead, so that its free extents are zeroed before
+    they are reused.
 
     A LUKS header is zeroed first, whatever the setting, and read back as a whole
     (agent/volumes/luks_mappings.py).
@@ -81,7 +82,7 @@ class ErasePolicy:
 
     def __init__(self, configuration: Configuration, kernel: Kernel) -> None:
         self._configuration, self._kernel = configuration, kernel
-        # The disks that were seen to zero, each with the kernel's way to do so.
+        # The disks that were proved to zero by themselves, each with the kernel's way to do so.
         self._proved: set[tuple[str, By]] = set()
 
     @property
@@ -91,23 +92,33 @@ class ErasePolicy:
 
     @property
     def zeroes(self) -> bool:
-        """Whether the setting `wipe` demands that deleted data are zeroed, even encrypted data."""
+        """Whether the setting `wipe` demands that deleted data are erased; false for `none`."""
         return self._wipe.zeroes
 
     def erases(self, deleted: Volume | Snapshot) -> bool:
-        """Whether a deleted volume or snapshot is overwritten, all of it or only a LUKS header."""
+        """Whether a deleted volume or snapshot is erased, as a whole or only its LUKS header.
+
+        An encrypted one always is.
+        """
         return self.zeroes or deleted.is_encrypted
 
     def erases_any(self, logical_volumes: Iterable[report.LogicalVolume]) -> bool:
-        """Whether the extents of any of these logical volumes must be zeroed before their reuse."""
+        """Whether the extents of any of these logical volumes must be erased before their reuse.
+
+        True if the setting `wipe` demands it, or if one of the volumes is encrypted.
+        """
         return self.zeroes or any(is_encrypted(logical.own_tags) for logical in logical_volumes)
 
     def method(self, volume: Volume) -> str:
-        """Return how a deleted volume is erased (one of classes.ERASURES).
+        """Return the method by which a deleted volume is erased, one of classes.ERASURES.
 
-        A deleted encrypted volume is zeroed as a whole if it has or had a cache, or if it was a
-        snapshot. The cache, even one that was removed by hand, and the snapshot may hold a copy of
-        the header.
+        1. A volume that is not encrypted is zeroed as a whole.
+        2. An encrypted volume is zeroed as a whole if it has or had a cache, or if it was a
+           snapshot: the cache, even one that was removed by hand, and the snapshot may hold a copy
+           of the header.
+        3. With `wipe = none`, only the header of another encrypted volume is zeroed.
+        4. Otherwise the setting `erase` of the volume's device class decides. If the class is gone,
+           the volume is zeroed as a whole.
         """
         is_volume = any(
             names.is_of(prefix, volume.name) for prefix in (ids.VOLUME_PREFIX, ids.INLINE_PREFIX)
@@ -128,23 +139,23 @@ class ErasePolicy:
     def zeroed_bytes(self, volume: Volume, size_bytes: int) -> int:
         """Return how many bytes of a deleted volume are zeroed, from its beginning.
 
-        These are all bytes, or only the LUKS header.
+        They are all of its `size_bytes`, or only the LUKS header, by `method`.
         """
         if self.method(volume) in classes.ERASE_HEADER_ONLY:
             return min(size_bytes, volume.header_bytes or LONGEST_HEADER_BYTES)
         return size_bytes
 
     def purpose(self, volume: Volume) -> Purpose:
-        """Return why a deleted volume is zeroed."""
+        """Return for which purpose a deleted volume is zeroed; missing disks count first."""
         if volume.missing_disks:
             return Purpose.PARTIAL
         return Purpose.ENCRYPTED if volume.is_encrypted else Purpose.DELETED
 
     def _ways(self, device: str, stack: Stack, purpose: Purpose) -> Sequence[By]:
-        """Return the kernel's ways to zero a device, each to be tried if the one before failed.
+        """Return the kernel's ways to zero a device, in the order in which they are to be tried.
 
-        Only WRITES overwrites for certain. With the other ways, a device may just forget the
-        blocks.
+        Each way is tried if the device was not zero after the one before. A way that is not proved
+        may leave data: the device may report success and do nothing. By.WRITES always overwrites.
         """
         if purpose is Purpose.PARTIAL:
             return [By.WRITES]
@@ -154,7 +165,11 @@ class ErasePolicy:
         return [By.DISCARD, *ways] if is_discarded else ways
 
     def _is_discarded(self, device: str, stack: Stack) -> bool:
-        """Whether deleted data on a device is discarded; log disks on which it must not be."""
+        """Whether deleted data on a device is discarded, by the setting `wipe` and the disks.
+
+        With `wipe = discard`, disks that are not certain to return zeroes after a discard are
+        logged, and from then on not discarded.
+        """
         if not self._wipe.discards:
             return False
         if not stack.is_plain or self._kernel.is_distrusted(stack, By.DISCARD):
@@ -176,18 +191,17 @@ class ErasePolicy:
         zero: Callable[[int, int, By], None] | None = None,
         within: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> Steps:
-        """Zero a device, one piece in each step.
+        """Zero a range of a device, one piece in each step of a background job.
 
-        1. The ways to zero the device are tried in turn (`_ways`). A device that zeroes by itself
-           or discards has to be proved: sampled blocks that are zero are first written with other
-           data.
-        2. All pieces are zeroed.
-        3. The sampled blocks are read after the first piece and after the last (`_SAMPLE`: 64 reads
-           in total, and up to 32 writes; 8 reads and 4 writes on disks that were proved before).
-        4. If a sampled block is not zero, the disks are never asked again to zero in that way, and
-           all pieces are zeroed again by the next way.
+        1. Take the next way to zero the device (`_ways`). A way in which the device zeroes by
+           itself, or discards, has to be proved: write other data to sampled blocks that are zero.
+        2. Zero all pieces of the range in that way.
+        3. Read the sampled blocks after the first piece and after the last (`_SAMPLE`: 64 reads in
+           total, and up to 32 writes; 8 reads and 4 writes on disks that were proved before).
+        4. If a sampled block is not zero, never use that way on the disks again, and begin again
+           with step 1.
 
-        Each operation on the device is done in the context `within`. `zero` is called with a
+        Each operation on the device is done within the context `within`. `zero` is called with a
         piece's offset and length in bytes, and the way; the default is Kernel.zero_out. With
         `is_held`, the device may be in use by another device of device-mapper, such as a thin pool.
         """
@@ -231,10 +245,13 @@ class ErasePolicy:
         self._kernel.zero_out(device, offset, length, allow_in_use=is_held, method=way)
 
     def prove(self, device: str, size_bytes: int) -> None:
-        """Prove that a device zeroes by itself, before a copy onto the device leaves holes.
+        """Test whether a device zeroes by itself, before a copy onto it relies on that.
 
-        The copy overwrites `size_bytes` of the device. Blocks at the beginning are sampled, once
-        for the device's disks. Disks that do not zero are distrusted from then on.
+        The copy has the device zero blocks where the source has zeroes. The first bytes of the
+        device, which the copy overwrites later, are zeroed, and sampled blocks of these are read.
+        Nothing is done for a device that does not zero by itself, or whose disks were proved
+        before. A disk that did not zero is never again asked to. `size_bytes` is the number of
+        bytes that the copy overwrites.
         """
         stack, way = self._kernel.stack(device), By.HOLE
         disks = stack.disks
@@ -261,14 +278,17 @@ class ErasePolicy:
 
     @staticmethod
     def waits_for_disk(volume: Volume) -> bool:
-        """Whether part of a volume may come back with a missing disk that was not given up."""
+        """Whether a deleted volume has a missing disk that the operator has not given up.
+
+        Part of the volume's data may come back with that disk.
+        """
         return bool(volume.missing_disks) and tag.GIVEN_UP not in volume.own_tags
 
 
 def sample(begin_bytes: int, end_bytes: int, blocks: int = _SAMPLE) -> Sequence[int]:
-    """Return the offsets of `blocks` blocks in a range, from its first to its last block.
+    """Return the offsets, in bytes, of blocks that are spread evenly over a range.
 
-    The blocks are spread evenly over the range.
+    The first and the last of the `blocks` blocks are those of the range. A short range has fewer.
     """
     last_block = (end_bytes - begin_bytes) // SAMPLE_BYTES - 1
     steps = min(blocks - 1, last_block)
@@ -278,10 +298,11 @@ def sample(begin_bytes: int, end_bytes: int, blocks: int = _SAMPLE) -> Sequence[
 
 
 def way_on(config: Config, kernel: Kernel, disk: str) -> tuple[By | None, str]:
-    """Return the first way to zero plain volumes on a disk; None if such volumes are not erased.
+    """Return the way in which deleted linear volumes on a disk are zeroed first, and doubts.
 
-    The second result is why the disk may not be discarded, if the setting asks for discards; else
-    it is empty.
+    The way is None if the setting `wipe` has deleted volumes left as they are. The doubts say why
+    a discard of the disk may leave data; empty if there are none, or if the setting asks for no
+    discards.
     """
     wipe_setting = WIPES[config.wipe]
     if not wipe_setting.zeroes:

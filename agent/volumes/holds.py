@@ -1,6 +1,7 @@
-"""Holds: volumes that may not be used now, and why; known before a report has their tags.
+"""Notes in memory of volumes that calls may not use now, for calls that read no report of LVM.
 
-A call never waits for the end of a hold: it is refused.
+Such volumes are being received, were moved to another node, or are held for the last phase of a
+move. A call on such a volume is refused at once.
 """
 
 import secrets
@@ -21,8 +22,8 @@ class _Lease:
 
     `secret` is what the holder presents to renew the hold, `until_seconds` is the end of the hold
     (monotonic), and `why` is the error of a call that is refused. `logical_uuids` has the LVM UUIDs
-    of the logical volumes that the group had when the held volume was known to be unused; it is
-    None before the held volume was known to be unused.
+    of the logical volumes that the volume group had when the held volume was first known to be
+    unused; None before that.
     """
 
     secret: str
@@ -32,10 +33,11 @@ class _Lease:
 
 
 class Holds:
-    """Notes of volumes that calls may not use: volumes being received or moved, and leased ones.
+    """Notes of volumes that calls may not use: volumes being received, moved volumes, and leases.
 
-    The notes of received and moved volumes are made from tags. A lease (`hold`) lasts as long as
-    this process lives and the holder renews it. After the lease, the volume may be used again.
+    At the start, the notes of received and moved volumes are made from tags (`resume`). A lease is
+    a temporary note (`hold`): it ends when the holder no longer renews it, and with this process.
+    After that, the volume may be used again.
     """
 
     def __init__(self) -> None:
@@ -44,7 +46,10 @@ class Holds:
         self._held: dict[str, _Lease] = {}
 
     def check(self, call: Call, volume_id: str) -> None:
-        """Raise Receiving or Moved if a call may not use the volume. Runs no command."""
+        """Raise Receiving or Moved if a call may not use a volume, by the notes in memory.
+
+        A temporary hold (`hold`) counts as well. Runs no command.
+        """
         with self._guard:
             note = self._why.get(volume_id)
             if note is None and (lease := self._lease(volume_id)) is not None:
@@ -53,21 +58,21 @@ class Holds:
             raise note[1].with_traceback(None)
 
     def receiving(self, volume_id: str) -> None:
-        """Note that a volume is being received as a stream."""
+        """Note that a volume is being received as a stream, so that calls are refused."""
         self._note(volume_id, EndedBy.RECEIVER, {})
 
     def moved(self, volume_id: str, node: str) -> None:
-        """Note that a volume was moved to another node."""
+        """Note that a volume was moved to another node, so that calls are refused."""
         self._note(volume_id, EndedBy.MOVER, {tag.MOVE_TO: node})
 
     def _note(self, volume_id: str, ender: EndedBy, own_tags: Mapping[str, str]) -> None:
-        """Note why calls may not use a volume, by the state that `ender` ends."""
+        """Note that calls may not use a volume, because of the state that is ended by `ender`."""
         why = volume_states.row_of(ender).problem(volume_id, own_tags)
         with self._guard:
             self._why[volume_id] = ender, why
 
     def allow(self, volume_id: str) -> None:
-        """Note that a volume belongs to this node and is complete."""
+        """Remove the note of a volume that now belongs to this node and is complete."""
         with self._guard:
             self._why.pop(volume_id, None)
 
@@ -75,7 +80,9 @@ class Holds:
         """Hold a volume for `seconds`, or renew its hold; return the secret that renews the hold.
 
         `secret` is what an earlier call returned for the hold to renew, or empty for a new hold.
-        Raises Receiving or Moved if the volume is held already, or if the hold to renew has ended.
+        `node` is the node in the error of refused calls. Raises Moved if the volume is held by
+        another secret, or if the hold to renew has ended; and Receiving or Moved if the volume has
+        a note.
         """
         why = errors.Moved(volume_id, node, "is being sent for the last time")
         with self._guard:
@@ -96,17 +103,22 @@ class Holds:
                 del self._held[volume_id]
 
     def note(self, volume_id: str, secret: str, logical_uuids: frozenset[str]) -> None:
-        """Note that a held volume is unused, and the LVM UUIDs of its group's logical volumes."""
+        """Note, once for each hold, that a held volume is unused.
+
+        `logical_uuids` are the present LVM UUIDs of the logical volumes of its volume group. Does
+        nothing if the volume has no hold with this secret.
+        """
         with self._guard:
             lease = self._lease(volume_id, secret)
             if lease is not None and lease.logical_uuids is None:
                 self._held[volume_id] = replace(lease, logical_uuids=logical_uuids)
 
     def has_all(self, volume_id: str, secret: str, snapshot_uuid: str) -> bool:
-        """Whether a snapshot was taken during an uninterrupted hold of a volume.
+        """Whether a snapshot has all writes to a held volume.
 
-        The snapshot must be missing among the group's logical volumes that `note` recorded. Times
-        are not compared, because clocks may be set.
+        It has if it was taken after `note`, in the present, uninterrupted hold with this secret:
+        the snapshot is then not among the logical volumes that `note` recorded. Times are not
+        compared, because clocks may be set.
         """
         with self._guard:
             lease = self._lease(volume_id, secret)
@@ -115,10 +127,11 @@ class Holds:
             return snapshot_uuid not in lease.logical_uuids
 
     def resume(self, reports: Reports, *groups: str) -> int:
-        """Note which volumes calls may not use, by their tags; return the number of such volumes.
+        """Note which volumes are being received or were moved, by their tags; return their number.
 
-        Called after a start and a reload, for these volume groups or for all. The caller holds the
-        groups' locks: the state of a volume must not change between the report and the note.
+        Reads the fresh state of these volume groups, or of all. Called after a start and a reload.
+        The caller holds the groups' locks: the state of a volume must not change between the report
+        and the note.
         """
         number = 0
         for volume in reports.fresh(*groups).volumes():
@@ -130,9 +143,9 @@ class Holds:
         return number
 
     def _lease(self, volume_id: str, secret: str | None = None) -> _Lease | None:
-        """Return the present hold of a volume, or None if the volume is not held.
+        """Return the lease of a volume that has not ended; None if the volume is not held.
 
-        If `secret` is given, only the hold with that secret is returned.
+        If `secret` is given, a lease with another secret counts as none.
         """
         lease = self._held.get(volume_id)
         if (

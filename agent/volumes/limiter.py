@@ -1,9 +1,10 @@
-"""Limits of a volume's I/O: kept as tags, set for all pods together while the volume is in use.
+"""I/O limits of volumes: kept as tags, set for all pods together while the volume is in use.
 
 The limits are set in the cgroup of all pods, for the device that the pods use: the dm-crypt device
 of an encrypted volume, else the logical volume. The kernel forgets the limits with the device.
 
-Crash points: whatever was set before a kill, the next start sets what the tags say (`resume`).
+Crash points: after a kill, the next start sets the limits that the tags say (`resume`), and removes
+others.
 
 Kubelet or systemd may remove the cgroup's I/O controller at any time, and with it all limits. So
 the limits are checked periodically.
@@ -36,10 +37,10 @@ from mount.table import DeviceNumber
 
 _log = logging.getLogger(__name__)
 
-# Interval of checks of the limits, in seconds. systemd removes the I/O controller when it reloads,
-# and when the units end that needed the controller.
+# Interval of the checks that the I/O limits are still set, in seconds. systemd removes the I/O
+# controller when systemd reloads, and when the units end that needed the controller.
 _CHECK_SECONDS = 10.0
-# Part of a limit above which the pods' I/O counts as limited.
+# Part of an I/O limit from which on the pods' I/O counts as having reached the limit.
 _NEARLY = 0.95
 
 
@@ -47,8 +48,9 @@ _NEARLY = 0.95
 class Limited:
     """A volume whose I/O is limited; `volume_id` is shown to people.
 
-    `number` is the device number that the volume's backing had when the limits were set. By now
-    another device may have this number. `limited_seconds` is the time for which the pods' I/O
+    `number` is the number that the volume's device had when the limits were set. By now another
+    device may have this number. `count` is the pods' I/O until the last measurement, made at
+    `counted_seconds` (monotonic). `limited_seconds` is the total time for which the pods' I/O
     reached a limit.
     """
 
@@ -97,11 +99,12 @@ class Limiter:
         # The lock for writes to cgroupfs. Such writes wait for no disk.
         self._guard = threading.Lock()
         self._limited: dict[DeviceNumber, Limited] = {}
-        # The number of callers that want a device without limits for a moment. The number is not a
-        # field of `Limited`, because that record may be replaced meanwhile.
+        # The number of callers that want a device to have no limits for a moment, by the device's
+        # number. It is not a field of `Limited`, because that record may be replaced meanwhile.
         self._lifted: Counter[DeviceNumber] = Counter()
-        # The kernel's limits when all were as they should be; None if unknown. Comparing the limits
-        # of 200 volumes each time would take more than a percent of a core.
+        # The kernel's limits when they were last found to be as they should be; None if limits were
+        # set since. If the kernel's limits are the same object again, they are not compared:
+        # comparing the limits of 200 volumes each time would take more than a percent of a core.
         self._kept: Mapping[DeviceNumber, IoMax] | None = None
         # The pods' I/O at the last check.
         self._counts: Mapping[DeviceNumber, IoCount] | None = None
@@ -111,19 +114,20 @@ class Limiter:
 
     @property
     def limited(self) -> Sequence[Limited]:
-        """The volumes that are limited now."""
+        """The volumes that have I/O limits now."""
         return list(self._limited.values())
 
     def require(self, tuning: Tuning) -> None:
-        """Raise NoCgroup if limits are wanted and the node cannot set any."""
+        """Raise NoCgroup if `tuning` has I/O limits and this node cannot set any."""
         if tuning.is_limited:
             self._cgroups.prepare()
 
     def apply(self, volume: Volume, tuning: Tuning | None = None) -> None:
-        """Limit a volume, if it is in use, by its tags, or by the mutable parameters `tuning`.
+        """Set a volume's I/O limits if the volume is in use: those of its tags, or of `tuning`.
 
-        Writes nothing if the volume has these limits already. A failure to set limits must not make
-        the volume unusable: it is logged, and the periodic check tries again.
+        `tuning` are mutable parameters that are not in the tags yet. Writes nothing if the volume
+        has these limits already. A failure to set limits must not make the volume unusable: it is
+        logged, and the periodic check tries again.
         """
         requested = limits(volume.own_tags) if tuning is None else tuning
         if not requested.is_limited and not self._limited:
@@ -148,7 +152,10 @@ class Limiter:
                 self._set_own(new_limits)
 
     def grown(self, volume: Backing, size_bytes: int) -> None:
-        """Adapt the limits of a volume to its new size, in bytes as its users see the size."""
+        """Adapt the I/O limits of a volume to its new size.
+
+        `size_bytes` is the size as users see it, without a LUKS2 header.
+        """
         with self._guard:
             for limited in self._of(volume):
                 if limited.size_bytes != size_bytes:
@@ -157,10 +164,10 @@ class Limiter:
 
     @contextmanager
     def leaving(self, volume: Backing, *, is_last: bool) -> Iterator[None]:
-        """Let the caller unmount a volume in the context, then remove the limits of an unused one.
+        """After the body, which unmounts a volume, remove the volume's limits if it is unused.
 
-        With `is_last` the volume has no limits in the context: the last unmount writes the data
-        that is still in memory.
+        With `is_last` the volume has no limits during the body either: the last unmount writes the
+        data that is still in memory.
         """
         with self.lifted(*[volume] * is_last):
             try:
@@ -169,7 +176,7 @@ class Limiter:
                 self._forget_unused(volume)
 
     def _forget_unused(self, volume: Backing) -> None:
-        """Remove the limits of a volume that is not in use any more."""
+        """Remove the I/O limits of a volume, if the volume is not mounted or published any more."""
         for limited in self._of(volume):
             if not self._is_used(self._activator.device(volume)):
                 with self._guard:
@@ -178,11 +185,11 @@ class Limiter:
 
     @contextmanager
     def lifted(self, *volumes: Backing) -> Iterator[None]:
-        """Lift the limits of volumes while the context lasts.
+        """Lift the I/O limits of volumes within the `with`.
 
-        Contexts may overlap: the limits of a volume are set again when its last context ends. Used
-        for snapshots: a snapshot makes the file system write all data that is in memory, while the
-        volume group waits.
+        Several callers may lift the limits of a volume at the same time: the limits are set again
+        when the last of these callers is done. Used for snapshots: a snapshot makes the file system
+        write all data that is in memory, while other calls wait for the volume group.
         """
         with self._guard:
             limited = [entry for volume in volumes for entry in self._of(volume)]
@@ -200,10 +207,11 @@ class Limiter:
                 self._lifted = +self._lifted
 
     def resume(self, *groups: str) -> int:
-        """Limit the volumes in use of these groups, or of all groups, by their tags.
+        """Set the I/O limits of volumes in use by their tags, in these volume groups or in all.
 
-        Returns the number of limited volumes. Called after a start, and when a group is back.
-        Limits that a killed process set, and that no tag has, are removed.
+        Returns the number of limited volumes. Called after a start, and when a volume group is
+        back. Limits that a killed process set, and that no tag has, are removed. Reads the fresh
+        state of the groups; raises an ExceptionGroup of the errors for single volumes.
         """
         present = list(self._reports.fresh(*groups).volumes())
         with Attempts() as attempts:
@@ -230,9 +238,10 @@ class Limiter:
                     self._set(leftover, UNLIMITED)
 
     def check(self) -> None:
-        """Set limits again that other programs removed, and measure which volumes are at a limit.
+        """Set I/O limits again that other programs removed, and measure which volumes reached one.
 
-        Raises NoCgroup.
+        Volumes that are no longer active are forgotten. Raises NoCgroup if the limits cannot be
+        read or set.
         """
         if not self._limited:
             return
@@ -247,7 +256,8 @@ class Limiter:
                     continue
                 device = self._activator.device(entry.backing)
                 if device is None or device.number != entry.number:
-                    # The volume is not active any more, and its number may be another device's.
+                    # Forget the volume: it is not active any more, and another device may have its
+                    # number.
                     del self._limited[entry.number]
                     continue
                 self._kept = None
@@ -260,7 +270,7 @@ class Limiter:
         """Measure for each limited volume whether its I/O since the last check reached a limit."""
         now, counts = time.monotonic(), self._cgroups.counts()
         for limited in self.limited:
-            # An unchanged object means that the pods had no I/O since the last check.
+            # Count no I/O if the counts are the same object as before: the pods had none since.
             if limited.counted_seconds and counts is self._counts:
                 limited.counted_seconds = now
             else:
@@ -274,9 +284,10 @@ class Limiter:
         )
 
     def _of(self, volume: Backing) -> Sequence[Limited]:
-        """Return the record of a volume if it is limited, as a list of at most one element.
+        """Return the record of a volume's I/O limits, in a list; an empty list if there are none.
 
-        The record is found by the volume's device number, because a backing may lack its group.
+        The record is found by the volume's device number, because the backing of an inline volume
+        may have no group.
         """
         device = self._activator.device(volume) if self._limited else None
         limited = None if device is None else self._limited.get(device.number)
@@ -288,7 +299,7 @@ class Limiter:
             self._set(limited, limited.io_max)
 
     def _set(self, limited: Limited, io_max: IoMax) -> None:
-        """Set limits for the device of a volume; a failure is only logged."""
+        """Set these I/O limits for the device of a volume; a failure is only logged."""
         self._kept = None
         try:
             self._cgroups.limit(limited.number, io_max)

@@ -31,10 +31,10 @@ class HeaderCopies:
         self._cryptsetup = program
 
     def keep(self, device: Device, *, overwrite: bool = False) -> None:
-        """Back up a volume's LUKS2 header; runs one command at most.
+        """Back up a volume's LUKS2 header; run one command at most. Failures are only logged.
 
-        An existing backup is kept unless `overwrite` is set. `overwrite` is set after a change of
-        keys, because the earlier backup opens by the old key. Failures are only logged.
+        An existing backup is kept, unless `overwrite` is true. Callers set `overwrite` after a
+        change of keys, because the earlier backup opens by the old key.
         """
         if self._directory is None:
             return
@@ -46,8 +46,8 @@ class HeaderCopies:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             unfinished.unlink(missing_ok=True)
             self._cryptsetup.back_up(device.logical.path, str(unfinished))
-            # The file is flushed before it is renamed. So a backup with its final name is complete,
-            # even after a power loss.
+            # Flush the file before it is renamed. So a backup with its final name is complete, even
+            # after a power loss.
             _flush(unfinished)
             unfinished.replace(file)
             _flush(self._directory)
@@ -55,7 +55,10 @@ class HeaderCopies:
             _log.error("no copy of the header of %s is kept: %s", device.logical.path, error)
 
     def forget(self, uuid: str) -> None:
-        """Remove the backup for a logical volume by its UUID, written with or without dashes."""
+        """Remove the backup of the LUKS2 header of a logical volume, if there is one.
+
+        `uuid` is the logical volume's UUID, with or without dashes.
+        """
         if self._directory is not None:
             (self._directory / f"{uuid.replace('-', '')}.luks").unlink(missing_ok=True)
 
@@ -69,15 +72,15 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-# Namespace of the UUIDs of headers (RFC 4122, version 5), chosen at random.
+# Namespace of the UUIDs of LUKS2 headers (RFC 4122, version 5), chosen at random.
 _NAMESPACE = uuid.UUID("5b9f7f0a-6b0e-4d5c-9d27-0f0f8c1f6c3e")
-# Maximum percentage of a thin pool's data up to which headers are overwritten. A fuller pool may
-# have no chunk left for an overwritten header.
+# Percentage of a thin pool's data from which the LUKS2 headers of its volumes are not overwritten.
+# Such a pool may have no chunk left for an overwritten header.
 _FULL_PERCENT = 99.0
 
 
 class Mappings:
-    """Closes and erases encrypted volumes; agent/operations/encrypt.py opens them."""
+    """Closes encrypted volumes and erases their headers; agent/operations/encrypt.py opens them."""
 
     def __init__(self, context: Context) -> None:
         self._kernel = context.kernel
@@ -89,7 +92,7 @@ class Mappings:
 
     @property
     def copies(self) -> HeaderCopies:
-        """The backups of LUKS2 headers, in the directory of the configuration."""
+        """The backups of LUKS2 headers, in the directory that the configuration names now."""
         return HeaderCopies(self._configuration.now.header_backups, self.cryptsetup)
 
     def is_used(self, mapping: Device) -> bool:
@@ -99,9 +102,11 @@ class Mappings:
         return bool(parts or users.places(self._kernel, mounts, mapping))
 
     def close_unused(self, volume: Backing) -> None:
-        """Close the dm-crypt device of a volume if it is open and unused; one command at most.
+        """Close the dm-crypt device of a volume, unless it is mounted or published.
 
-        Raises CryptBusy, which names the users of a device that is still open.
+        Also removes dm-crypt devices that a killed cryptsetup left on the volume. Does nothing for
+        an inactive volume, and runs one command at most. Raises CryptBusy if a program has the
+        dm-crypt device open; the error names the program.
         """
         device = self._activator.device(volume)
         if device is None:
@@ -114,9 +119,9 @@ class Mappings:
                 raise CryptBusy(device.name, users.holders(self._kernel, device)) from error
 
     def ensure_closed(self, volume: Volume) -> None:
-        """Close the dm-crypt device of a volume; raise VolumeInUse if the device is in use.
+        """Close the dm-crypt device of a volume, if there is one.
 
-        In use means mounted or published.
+        Raises VolumeInUse if the device is mounted or published.
         """
         mapping = self._activator.mapping(volume)
         if mapping is None:
@@ -130,10 +135,11 @@ class Mappings:
 
         1. Activate the volume, by one command if it is inactive.
         2. Remove the backup of the header.
-        3. In a thin pool that is full or read-only, stop: the header cannot be overwritten, and is
-           discarded with its chunk.
-        4. Zero the header and read all of it back. If it is not zero, overwrite it by writes: the
-           header would open whatever else is left of the volume.
+        3. If the volume is in a thin pool that is full or read-only, log that and return: the
+           header cannot be overwritten, and is discarded with its chunk.
+        4. Zero the header and read all of it back. If it is not zero, overwrite it by writes:
+           otherwise the header would open what is left of the volume's data.
+        5. Flush the device.
         """
         active = self._activator.activate(volume)
         self.copies.forget(active.logical.uuid)
@@ -151,9 +157,9 @@ class Mappings:
         self._kernel.flush(device)
 
     def _found_bytes(self, path: str) -> int:
-        """Return the length of a LUKS2 header by the header itself, in bytes.
+        """Return the length of the LUKS2 header on a device, as the header says, in bytes.
 
-        Used if the tag with the length is lost. If there is no whole header, returns
+        Used if the tag with the length is lost. If the device has no whole header, the result is
         LONGEST_HEADER_BYTES.
         """
         luks_header = luks.read(self._kernel, path)
@@ -161,15 +167,16 @@ class Mappings:
 
 
 def own_uuid(device: Device) -> str:
-    """Return the UUID of a LUKS2 header that was made on this volume.
+    """Return the UUID that Carver gives to a LUKS2 header that it makes on this volume.
 
-    A header that was copied from another volume has that volume's UUID instead.
+    It is derived from the UUID of the logical volume. A header that was copied from another volume
+    has the UUID of that volume's header instead.
     """
     return str(uuid.uuid5(_NAMESPACE, device.logical.uuid))
 
 
 def header(kernel: Kernel, path: str, volume_id: str) -> Header:
-    """Return the LUKS2 header of a volume by its device; raise HeaderDamaged if it is not whole."""
+    """Read the LUKS2 header of a volume from its device; raise HeaderDamaged if it is not whole."""
     luks_header = luks.read(kernel, path)
     if luks_header is None:
         raise errors.HeaderDamaged(volume_id, "its header is not whole")

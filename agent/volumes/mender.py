@@ -1,7 +1,7 @@
-"""Repair devices and thin volumes that lvm2 left half done when it was killed.
+"""Repair devices and thin volumes that lvm2 left in an intermediate state when it was killed.
 
-Only `Mender.mend` does that, by lvchange(8) and lvremove(8). A call that only reads uses
-`Reports.fresh` instead.
+Calls that change a volume group do so first, by `Mender.mend`, which runs lvchange(8) and
+lvremove(8). A call that only reads uses `Reports.fresh` instead, which repairs nothing.
 """
 
 import logging
@@ -22,7 +22,8 @@ from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-# Errors of repairs that failed, by the names of the group and of the logical volume.
+# Type of the errors of repairs that failed, by the names of the volume group and the logical
+# volume.
 _Problems = dict[tuple[str, str], Exception]
 
 
@@ -37,12 +38,12 @@ class Mender:
         self._logged: dict[tuple[str, str], str] = {}
 
     def mend(self, *groups: str) -> Fresh:
-        """Repair what a killed lvm2 left in these groups, or in all; return their fresh state.
+        """Repair what a killed lvm2 left in these volume groups, or in all; return a fresh report.
 
-        Resumes devices that lvm2 left suspended, and removes thin volumes that lvm2 recorded and
-        did not create. Runs one command for each such device or volume; usually there is none. If
-        lvm2 refuses to repair a volume, only calls about that volume fail. Raises as
-        `Reports.fresh`.
+        Deactivates parts of RAIDs and pools that lvm2 left active, resumes devices that lvm2 left
+        suspended, and removes thin volumes that lvm2 recorded and did not create. Runs one command
+        for each; usually there is none. If lvm2 refuses to repair a volume, the error is in the
+        report's `problems`, and only calls about that volume fail. Raises as `Reports.fresh`.
         """
         state = self._reports.fresh(*groups)
         present = list(state.groups.values())
@@ -53,21 +54,21 @@ class Mender:
         return replace(state, problems=problems | unmade)
 
     def mended_volume(self, volume_id: str, call: Call) -> Volume:
-        """Repair what a killed lvm2 left in a volume's group; return the volume.
+        """Repair what a killed lvm2 left in the volume group of a volume; return the volume.
 
-        Raises NoSuchVolume, and as `mend` and `Fresh.usable`: the latter if the call may not use
-        the volume.
+        Raises as `mend`; as `Fresh.usable` if the volume is absent or the call may not use it; and
+        NoSuchVolume for an id without a volume group.
         """
         return self.mend(ids.group_of(volume_id)).usable(volume_id, call)
 
     def _resume(self, groups: Collection[report.Group]) -> _Problems:
-        """Resume devices that lvm2 left suspended, by one command for each.
+        """Resume devices that lvm2 left suspended, by one command for each; return the errors.
 
         lvm2 suspends a device while it changes the device's table. If lvm2 is killed meanwhile
         (SIGKILL), the device stays suspended, and reads and writes wait for ever. A report is made
-        under lvm2's lock of the group, so a device that a report shows as suspended is a leftover,
-        and is not being changed at present. Returns the errors of the devices that could not be
-        resumed.
+        under lvm2's lock of the group, so no command is changing a device that a report shows as
+        suspended. Devices that Carver itself keeps suspended are left out. First, the parts of
+        RAIDs and pools that a killed lvm2 left active are deactivated.
         """
         for group in groups:
             self._activator.deactivate_parts(group)
@@ -84,7 +85,7 @@ class Mender:
     def _remove_unmade(self, groups: Collection[report.Group]) -> tuple[bool, _Problems]:
         """Remove thin volumes that lvm2 recorded in its metadata and did not create in the pool.
 
-        Returns whether there were any, and the errors of the volumes that could not be removed.
+        Returns whether there were such volumes, and the errors of those that were not removed.
 
         lvm2 creates a thin volume in three steps: it commits its metadata, has the kernel create
         the volume in the pool, and then counts one transaction both in its metadata and in the pool
@@ -105,11 +106,13 @@ class Mender:
         return bool(unmade), self._each(unmade, "remove", volumes.remove)
 
     def _is_unmade(self, group: report.Group, logical: report.LogicalVolume) -> bool:
-        """Whether the kernel's thin pool lacks the transaction that creates a thin volume.
+        """Whether lvm2 recorded a thin volume and was killed before it created it in the pool.
 
-        The pool is asked only for an inactive volume that was the last to be created in the pool.
-        An inactive pool is activated first: lvm2 may have been killed before it activated the pool.
-        If lvm2 then fails to activate the volume, it deactivates the pool again.
+        The transaction number of the kernel's thin pool shows that. The pool is asked only for an
+        inactive volume that was the last to be recorded in the pool, and that has no tag of a used
+        volume. An inactive pool is activated first: lvm2 may have been killed before it activated
+        the pool, and it deactivates the pool when it fails to activate such a volume. False if the
+        kernel does not report a usable pool.
         """
         pool = group.volumes.get(logical.pool)
         if logical.active or pool is None or logical.transaction_id is None:
@@ -137,10 +140,10 @@ class Mender:
         action: str,
         repair: Callable[[Lvm, str, str], object],
     ) -> _Problems:
-        """Repair each of these volumes; return the errors of those that lvm2 refuses to repair.
+        """Repair each of these volumes; log and return the errors of repairs that lvm2 refuses.
 
-        An error that means that the group does not answer is raised: the other volumes cannot be
-        repaired then either.
+        An error that leaves the outcome unknown is raised: the group does not answer, so the other
+        volumes cannot be repaired either.
         """
         problems: _Problems = {}
         for key in volume_names:

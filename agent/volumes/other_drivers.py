@@ -15,7 +15,10 @@ _TOPOLVM_NAME, _OPENEBS_NAME = re.compile(_UUID), re.compile(f"pvc-{_UUID}")
 
 
 def maker(name: str, tags: Collection[str]) -> str:
-    """Return the name of the driver that made a logical volume; empty if it is none of DRIVERS."""
+    """Return the name of the CSI driver that made a logical volume, by the volume's name and tags.
+
+    The result is one of DRIVERS, or empty if none of these made the volume.
+    """
     if _CSI_DRIVER_LVM_TAG in tags:
         return _CSI_DRIVER_LVM
     if _TOPOLVM_NAME.fullmatch(name):

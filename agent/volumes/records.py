@@ -1,4 +1,4 @@
-"""Records of volumes and snapshots, each made from LVM's report and Carver's own tags."""
+"""Records of volumes and snapshots, each made from lvm2's report and Carver's own tags."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,19 +13,19 @@ from agent.volumes.volume_states import EndedBy
 from lvm import caches, layout, names, report, tags
 from lvm.layout import Layout
 
-# Name that stands for a snapshot's source if neither the snapshot's tags nor lvm2 have the source.
-# No logical volume has this name.
+# Name that stands for the source of a snapshot if neither the snapshot's tags nor lvm2's report say
+# what it is. No logical volume has this name.
 UNKNOWN = "unknown"
 
-# Words in the tag ATTACHED for a volume that is attached read-only, or for reading and writing.
+# Words in the tag ATTACHED: for a volume that is attached read-only, and for reading and writing.
 _READ_ONLY, _READ_WRITE = "ro", "rw"
 
 
 @dataclass(frozen=True)
 class Attachment:
-    """How a volume is attached (ControllerPublishVolume): access type, access mode, node.
+    """Record that a volume is attached to a node by ControllerPublishVolume, and for which access.
 
-    No device is connected: an attachment is only a record, which ControllerUnpublishVolume removes.
+    No device is connected: an attachment is only a tag, which ControllerUnpublishVolume removes.
     """
 
     access: str
@@ -48,11 +48,11 @@ class Attachment:
 
 @dataclass(frozen=True)
 class Volume:
-    """A volume that Carver made. `own_tags` are decoded; sizes are in bytes.
+    """Record of a volume that Carver made, or adopted. `own_tags` are decoded; sizes are in bytes.
 
     `id` is the name by which callers know the volume, for its whole life. `backing` is the logical
-    volume that holds the data now: devices are found by it, and commands name it. Both are put
-    together where a record is made, and no other code takes one for the other.
+    volume that holds the data now: devices are found by the backing, and commands name it. Only the
+    functions that make a record put both together; no other code takes one for the other.
     """
 
     id: VolumeId
@@ -74,7 +74,8 @@ class Volume:
 
         lvm2 reports no layout for a volume that is newer than the report, and for a volume with a
         cache, of which lvm2 reports the cache's layout alone. The layout decides where a volume
-        grows and how many extents that takes, so it is never guessed. Raises LayoutUnknown.
+        grows and how many extents that takes, so it is never guessed. Raises LayoutUnknown if
+        neither the report nor the tag has a layout that Carver makes.
         """
         text = self.own_tags.get(tag.LAYOUT, "")
         shape, logical = Layout.parse(text), self.group.volumes.get(self.name)
@@ -87,9 +88,9 @@ class Volume:
 
     @property
     def is_thin(self) -> bool:
-        """Whether the volume lies in a thin pool, by lvm2's report.
+        """Whether the volume is in a thin pool, by lvm2's report.
 
-        The volume's tag decides if the volume is newer than the report.
+        For a volume that is newer than the report, the tag with its layout decides.
         """
         logical = self.group.volumes.get(self.name)
         return bool(logical.pool) if logical is not None else self.layout.is_thin
@@ -98,7 +99,7 @@ class Volume:
     def has_cache(self) -> bool:
         """Whether a cache holds data of the volume, even if the cache is detached now.
 
-        By lvm2's report, or by the volume's tag if the volume is newer than the report. In other
+        lvm2's report decides. For a volume that is newer than the report, its tag decides. In other
         cases the tag only says what was requested: an operator may have attached or removed a cache
         since.
         """
@@ -119,12 +120,15 @@ class Volume:
 
     @property
     def on_disks(self) -> report.LogicalVolume:
-        """Logical volume that has extents on disks, and perhaps a cache: the volume or its pool."""
+        """Logical volume whose extents hold the volume's data: its own, or its thin pool."""
         return _lies_on(self.group, self.group.volume(self.name))
 
     @property
     def missing_disks(self) -> list[str]:
-        """UUIDs of the volume's missing disks; none for a volume that is newer than the report."""
+        """UUIDs of the missing disks that hold data of the volume, or of its thin pool.
+
+        None for a volume that is newer than the report.
+        """
         logical = self.group.volumes.get(self.name)
         disks = _lies_on(self.group, logical).disks if logical is not None else frozenset()
         return sorted(disk.uuid for disk in self.group.disks if disk.missing and disk.uuid in disks)
@@ -137,7 +141,7 @@ class Volume:
 
     @property
     def kept_snapshots(self) -> list[str]:
-        """Ids of the volume's copy-on-write snapshots that were not deleted."""
+        """Ids of the volume's copy-on-write snapshots that are not deleted, or being erased."""
         snapshots = self.group.copy_on_write_of(self.name)
         undeleted = (
             logical for logical in snapshots if not volume_states.is_deleted_snapshot(logical)
@@ -146,15 +150,15 @@ class Volume:
 
     @property
     def wanted_bytes(self) -> int:
-        """Size to which the volume is to grow when it is staged next, in bytes; 0 for none."""
+        """Size to which the volume is to grow when it is staged next, in bytes; 0 for no growth."""
         wanted_bytes = _number(self.own_tags, tag.WANTED)
         return wanted_bytes if wanted_bytes > self.size_bytes else 0
 
     @property
     def refused_bytes(self) -> int:
-        """Size that the volume's last expansion could not reach, in bytes; 0 for none.
+        """Size that the volume's last expansion did not reach, in bytes; 0 if it did.
 
-        If the logical volume has that size, its file system or its open LUKS mapping is still
+        If the logical volume has that size, only its file system or its open LUKS mapping is still
         smaller.
         """
         return _number(self.own_tags, tag.REFUSED)
@@ -172,7 +176,7 @@ class Volume:
     def is_block(self) -> bool:
         """Whether the volume was made for raw block access.
 
-        Raises TagsDamaged if no tag says so or denies it.
+        Raises TagsDamaged if the tags do not say for which access the volume was made.
         """
         return is_block(str(self.id), self.own_tags)
 
@@ -183,33 +187,39 @@ class Volume:
 
     @property
     def claim(self) -> str:
-        """Claim of the volume as namespace/name; empty if unknown."""
+        """Kubernetes' PersistentVolumeClaim of the volume, as namespace/name; empty if unknown."""
         return "/".join(filter(None, map(self.own_tags.get, (tag.NAMESPACE, tag.PVC))))
 
     @property
     def is_copied(self) -> bool:
-        """Whether the volume's contents, with their UUIDs, were copied or received."""
+        """Whether the volume's contents were copied from another volume, or received.
+
+        If so, its file system had the UUID of the source at first.
+        """
         return bool({tag.FROM, tag.RECEIVED} & self.own_tags.keys())
 
     @property
     def may_hold_btrfs(self) -> bool:
         """Whether the volume may have a btrfs file system, by its tags.
 
-        The StorageClass's file system counts as well as the tag `formatted`: a crash may have come
-        after mkfs and before that tag was written.
+        The file system of the StorageClass (tag `fsType`) counts as well as the tag `formatted`: a
+        crash may have come after mkfs and before the tag `formatted` was written.
         """
         return "btrfs" in (self.own_tags.get(tag.FORMATTED), self.own_tags.get(tag.FS_TYPE))
 
     @property
     def header_bytes(self) -> int:
-        """Size of the LUKS2 header at the start of the volume, in bytes; 0 if it has none."""
+        """Size of the LUKS2 header at the start of the volume, by its tag, in bytes.
+
+        0 if the volume has no header, or if the tag is lost.
+        """
         return _header_bytes(self.own_tags, self.size_bytes)
 
     def require_header_bytes(self) -> None:
-        """Raise TagsDamaged if the volume has a LUKS2 header, and the header's size is lost.
+        """Raise TagsDamaged if the volume is encrypted, and the tag with the header's size is lost.
 
-        The volume's capacity is then less than it seems, and no size of the logical volume can be
-        computed from a requested capacity.
+        The volume's capacity is then less than `capacity_bytes`, and the size of the logical volume
+        cannot be computed from a requested capacity.
         """
         if self.is_encrypted and not self.header_bytes:
             lost_tag = (
@@ -229,34 +239,36 @@ class Volume:
 
     @property
     def is_listed(self) -> bool:
-        """Whether the Controller service knows the volume as a volume."""
+        """Whether the volume is in lists of volumes, such as that of ListVolumes, by its state."""
         return all(row.is_listed for row in volume_states.rows(self.own_tags))
 
     @property
     def ended_by(self) -> EndedBy:
-        """What ends the state that the volume's tags record."""
+        """Call, or part of Carver, that ends the state which the volume's tag `state` records."""
         return volume_states.ended_by(self.own_tags)
 
     @property
     def orphan(self) -> str:
-        """Name that `carver orphans` uses for the volume.
+        """Kind under which `carver orphans` lists the volume if nothing refers to the volume.
 
-        Empty if only what ends the volume's state may remove the volume.
+        Empty if the volume is in a state in which `carver orphans` must not remove it.
         """
         return volume_states.rows(self.own_tags)[0].orphan
 
     @property
     def is_doomed(self) -> bool:
-        """Whether the volume only has to be erased and removed."""
+        """Whether the volume is recorded as deleted, and only has to be erased and removed."""
         return self.ended_by is EndedBy.ERASER
 
     @property
     def is_half_made(self) -> bool:
-        """Whether the volume is a RAID that lvm2 was creating when it was killed.
+        """Whether the volume is a RAID that lvm2 was creating when lvm2 was killed.
 
-        Such a volume was never active, so it has no data. A RAID in use whose images are replaced
-        or added has at least one whole image, so it does not count. Nor does a volume that was made
-        with another layout, by its tag, and is being converted to a RAID by hand: it has data.
+        Such a volume was never active, so it has no data. Three kinds of volumes do not count. A
+        RAID in use whose images are replaced or added has at least one whole image. A volume that
+        was made with another layout, by its tag, and is being converted to a RAID by hand has data.
+        And a volume that was formatted or got a LUKS2 header, by its tags, has data, unless it is
+        being filled by a copy.
         """
         recorded = Layout.parse(self.own_tags.get(tag.LAYOUT, ""))
         if recorded is not None and not recorded.is_raid:
@@ -272,23 +284,26 @@ class Volume:
 
     @property
     def content_bytes(self) -> int:
-        """While the volume is received: size of the last complete contents, in bytes; 0 before."""
+        """Size, in bytes, of the last complete contents of a volume that is being received.
+
+        0 if no contents were received completely.
+        """
         return _number(self.own_tags, tag.CONTENT)
 
     @property
     def offset_bytes(self) -> int:
-        """While the volume is received: number of bytes received so far."""
+        """Number of bytes received so far, for a volume that is being received."""
         return _number(self.own_tags, tag.OFFSET)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot of a volume, made by Carver.
+    """Record of a snapshot of a volume, taken by Carver.
 
-    `size_bytes` is the size of the snapshot's volume when the snapshot was taken, `area_bytes` that
-    of the snapshot's COW store. `id` and `backing` are as those of a `Volume`. `source_id` is the
-    volume of which callers took the snapshot. `origin` is the logical volume with which a
-    copy-on-write snapshot is activated.
+    `size_bytes` is the size of the snapshot's volume when the snapshot was taken, `area_bytes` the
+    size of the snapshot's COW store. For `id` and `backing` see `Volume`. `source_id` is the id of
+    the volume of which callers took the snapshot. `origin` is the logical volume with which a
+    copy-on-write snapshot is activated. `overflowed` is None if that is unknown.
     """
 
     id: VolumeId
@@ -320,17 +335,20 @@ class Snapshot:
 
     @property
     def header_bytes(self) -> int:
-        """Size of the volume's LUKS2 header, in bytes; 0 for none."""
+        """Size of the LUKS2 header of the snapshot's volume, by its tag, in bytes; 0 for none."""
         return _header_bytes(self.own_tags, self.size_bytes)
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether the volume, and so the snapshot, is encrypted."""
+        """Whether the snapshot's volume, and so the snapshot, is encrypted."""
         return is_encrypted(self.own_tags)
 
     @property
     def sequence(self) -> int:
-        """Number in the order of the group's snapshots; 0 if Carver 0.1.0 took the snapshot."""
+        """Number of the snapshot in the order in which its volume group's snapshots were taken.
+
+        0 if Carver 0.1.0 took the snapshot.
+        """
         return _number(self.own_tags, tag.SEQUENCE)
 
     @property
@@ -345,15 +363,19 @@ class Snapshot:
 
     @property
     def copy_id(self) -> str:
-        """Id of the volume that is copied from this bridge.
+        """Id of the volume that is copied from this temporary snapshot (`is_bridge`).
 
-        Empty if an older version of Carver, which did not record the id, took the bridge.
+        Empty for other snapshots, and if an older version of Carver, which did not record the id,
+        took the snapshot.
         """
         return self.own_tags.get(tag.COPY, "")
 
     @property
     def is_ready(self) -> bool:
-        """Whether volumes can be made from the snapshot; False while its state is unknown."""
+        """Whether volumes can be made from the snapshot.
+
+        False if its COW store overflowed, or if that is unknown.
+        """
         return self.overflowed is False
 
     @property
@@ -363,7 +385,7 @@ class Snapshot:
 
     @property
     def problem(self) -> str:
-        """Why the snapshot can never be used again; empty if it can be used."""
+        """Why the snapshot can never be used again; empty if it can, or if that is unknown."""
         if not self.overflowed:
             return ""
         return (
@@ -373,9 +395,10 @@ class Snapshot:
 
 
 def requested(required_bytes: int, size_bytes: int, header_bytes: int) -> dict[str, str]:
-    """Return the tag with the requested size if a volume has more capacity than requested.
+    """Return the tag REQUESTED of a volume that has more capacity than was requested.
 
-    The capacity is the volume's size without its LUKS2 header.
+    The capacity is the volume's size without its LUKS2 header. The result is empty if no more than
+    the requested size was allocated, or if no size was requested. All sizes are in bytes.
     """
     if not 0 < required_bytes < size_bytes - header_bytes:
         return {}
@@ -383,7 +406,10 @@ def requested(required_bytes: int, size_bytes: int, header_bytes: int) -> dict[s
 
 
 def requested_bytes(own_tags: Mapping[str, str], size_bytes: int) -> int:
-    """Return the requested bytes that were rounded up to `size_bytes`; 0 if no tag records them."""
+    """Return the requested size, in bytes, that was rounded up to the present size `size_bytes`.
+
+    The tag REQUESTED has it. 0 if there is no tag, or if it was written for another present size.
+    """
     requested_text, _, size_text = own_tags.get(tag.REQUESTED, "").partition("/")
     return tags.number(requested_text) or 0 if size_text == str(size_bytes) else 0
 
@@ -393,12 +419,12 @@ _Record = TypeVar("_Record", Volume, Snapshot)
 
 @dataclass(frozen=True)
 class MadeByNewerVersion(Generic[_Record]):
-    """A volume or snapshot that this version of Carver must not use.
+    """Wrapper of the record of a volume or snapshot that this version of Carver must not use.
 
     `needs` are the properties that this version does not know, `faults` the faults of the tags. No
-    call uses such an object, no background work continues it, and what it depends on is not
-    removed. `shown` is the record to be listed. Each record is made in this module, so no reader
-    can forget the check.
+    call uses such a volume or snapshot, no background work goes on with it, and logical volumes
+    that it depends on are not removed. `shown` is the record, for lists. Each record is made in
+    this module, so no other code can forget the check.
     """
 
     shown: _Record
@@ -414,20 +440,24 @@ class MadeByNewerVersion(Generic[_Record]):
 
 
 def to_use(record: _Record | MadeByNewerVersion[_Record]) -> _Record:
-    """Return a volume or snapshot; raise NeedsOther or TagsDamaged if it must not be used."""
+    """Return the record of a volume or snapshot that may be used.
+
+    Raises NeedsOther or TagsDamaged for one that this version of Carver must not use.
+    """
     if isinstance(record, MadeByNewerVersion):
         raise record.problem
     return record
 
 
-# Keys of tags that decide what is done to data. If such a tag has several values, none is chosen.
+# Keys of tags that decide what is done to data. A logical volume with several values of such a tag
+# must not be used (`faults`).
 _DECIDING = frozenset(
     {
         *(tag.NAME, tag.STATE, tag.CLASS, tag.LAYOUT, tag.ACCESS, tag.EPHEMERAL, tag.ADOPTED),
         *(tag.FROM, tag.BRIDGE, tag.COPY, tag.ZERO, tag.CACHE, tag.GIVEN_UP, tag.CHUNK),
         *(tag.ENCRYPTION, tag.HEADER, tag.SEALED, tag.SHARED_KEY, tag.FORMATTED),
-        # SIZE says how much of a volume is filled, and how much of a snapshot is copied. SEQUENCE
-        # says which snapshot is older. FS_TYPE says whether a copy may have a btrfs file system.
+        # The tag SIZE says how much of a volume is filled, and how much of a snapshot is copied.
+        # SEQUENCE says which snapshot is older. FS_TYPE says whether a copy may have a btrfs.
         *(tag.SIZE, tag.SEQUENCE, tag.FS_TYPE),
         *(tag.SOURCE, tag.GROUP_SNAPSHOT, tag.MEMBERS, tag.MEMBER_GROUPS),
         *(tag.RECEIVED, tag.CHAIN, tag.INTO, tag.OFFSET, tag.RELEASE, tag.FINISHING),
@@ -437,35 +467,43 @@ _DECIDING = frozenset(
 
 
 def faults(logical: report.LogicalVolume) -> frozenset[str]:
-    """Return the faults of a logical volume's tags: tags that no version of Carver writes so.
+    """Return the faults of a logical volume's tags, as texts; empty if there are none.
 
-    Some tags were lost, or changed by hand. Such a volume is neither completed nor erased, because
-    either might be wrong.
+    Faults are tags such as no version of Carver writes: some were lost, or changed by hand. A
+    volume with faults is neither completed nor erased, because either might be wrong.
     """
     own_tags = logical.own_tags
     doubled = set()
-    # Doubled keys are looked for only if there are more tags than keys of Carver's. This is quick:
-    # most volumes have no tags of other programs.
+    # Search for keys with several values only if there are more tags than keys of Carver's. This
+    # saves time, since most volumes have no tags of other programs.
     if len(logical.tags) > len(own_tags):
         doubled = {f"`{key}` twice" for key in tags.doubled(logical.tags) & _DECIDING}
     return frozenset({*doubled, *volume_states.faults(own_tags)})
 
 
 def every(group: report.Group) -> Iterator[report.LogicalVolume]:
-    """Yield all logical volumes of a group, to be shown and counted, never to be changed.
+    """Yield all logical volumes of a volume group, to be shown and counted, never to be changed.
 
-    Among them are logical volumes of other programs, and those that only newer versions know.
+    Logical volumes of other programs are included, and those that only newer versions of Carver
+    know.
     """
     yield from group.volumes.values()
 
 
 def usable(group: report.Group) -> Iterator[report.LogicalVolume]:
-    """Return Carver's logical volumes and thin pools in a group that this version may change."""
+    """Return the logical volumes and thin pools of a volume group that this version may change.
+
+    These have tags of Carver's, without faults, and no property that this version does not know.
+    """
     return (logical for logical in every(group) if is_usable(group, logical))
 
 
 def is_usable(group: report.Group, logical: report.LogicalVolume) -> bool:
-    """Whether a logical volume has tags of Carver's, and this version may change it."""
+    """Whether this version of Carver may change a logical volume or thin pool.
+
+    It may if the volume has tags of Carver's, without faults, and neither the volume nor its pool
+    has a property that this version does not know.
+    """
     return bool(logical.own_tags) and not (_needs(group, logical) or faults(logical))
 
 
@@ -489,7 +527,7 @@ def reservation(group: report.Group, name: str) -> report.LogicalVolume | None:
 
 
 def unknown_needs(logical: report.LogicalVolume) -> frozenset[str]:
-    """Return the properties that a logical volume or pool needs and this version does not know."""
+    """Return the values of a logical volume's tag NEEDS that this version does not know."""
     if tag.NEEDS not in logical.own_tags:
         return frozenset()
     needs = ",".join(tags.values(logical.tags, tag.NEEDS)).split(",")
@@ -509,7 +547,10 @@ def _guarded(
 
 
 def _needs(group: report.Group, logical: report.LogicalVolume) -> frozenset[str]:
-    """Return the properties that this version does not know, of a logical volume and its pool."""
+    """Return the values of the tag NEEDS that this version does not know.
+
+    The tags of a logical volume count, and those of its thin pool.
+    """
     needs = unknown_needs(logical)
     if logical.pool in group.volumes:
         needs |= unknown_needs(group.volumes[logical.pool])
@@ -517,7 +558,11 @@ def _needs(group: report.Group, logical: report.LogicalVolume) -> frozenset[str]
 
 
 def key_generation(own_tags: Mapping[str, str]) -> str:
-    """Return the name of an encrypted volume's only valid key, or in brackets why none is known."""
+    """Return the name of an encrypted volume's only valid key, by its tags.
+
+    While the key is being changed, the result is `(rotating)`. For a key without a name it is
+    `(unnamed)`.
+    """
     if tag.ROTATING in own_tags:
         return "(rotating)"
     return own_tags.get(tag.KEY_GENERATION, "(unnamed)")
@@ -538,7 +583,10 @@ def is_block(identity: str, own_tags: Mapping[str, str]) -> bool:
 
 
 def may_be_block(own_tags: Mapping[str, str]) -> bool:
-    """Whether a volume with these tags may hold contents that no probe recognizes (`is_block`)."""
+    """Whether a volume with these tags may be a raw block volume, also if the access tag is lost.
+
+    The contents of such a volume may be such as no probe recognizes (`is_block`).
+    """
     access = own_tags.get(tag.ACCESS)
     return access == BLOCK or (access != MOUNT and tag.FORMATTED not in own_tags)
 
@@ -551,7 +599,10 @@ def is_encrypted(own_tags: Mapping[str, str]) -> bool:
 def volume(
     group: report.Group, logical: report.LogicalVolume
 ) -> Volume | MadeByNewerVersion[Volume] | None:
-    """Return the record of a logical volume that is a volume; None if Carver did not make it."""
+    """Return the record of a logical volume; None if it is no volume of Carver's.
+
+    A volume that this version of Carver must not use is returned as a `MadeByNewerVersion`.
+    """
     own_tags = logical.own_tags
     prefixes = (ids.VOLUME_PREFIX, ids.INLINE_PREFIX)
     if tag.NAME not in own_tags or not any(
@@ -559,8 +610,8 @@ def volume(
     ):
         return None
     if names.is_part(logical.name):
-        # An image of a RAID is not a volume, although lvm2 copies the tags of the RAID to its
-        # images.
+        # Leave out images of RAIDs, which are no volumes, although lvm2 copies the tags of a RAID
+        # to its images.
         return None
     return _guarded(group, logical, _as_volume(group, logical, own_tags))
 
@@ -571,9 +622,11 @@ _last_volumes: dict[str, tuple[report.Group, Sequence[Volume | MadeByNewerVersio
 
 
 def volumes_of(group: report.Group) -> Sequence[Volume | MadeByNewerVersion[Volume]]:
-    """Return the volumes of a group, from a cache if the group has not changed since the last call.
+    """Return the records of the volumes in a volume group.
 
-    The state of a group is the same object until something changes in the group.
+    The records of the last call are returned again if the group is the same object: the state of a
+    volume group stays the same object until something changes in the group. Volumes that this
+    version of Carver must not use are returned as `MadeByNewerVersion`.
     """
     state, records = _last_volumes.get(group.name, (None, ()))
     if state is not group:
@@ -587,7 +640,10 @@ def volumes_of(group: report.Group) -> Sequence[Volume | MadeByNewerVersion[Volu
 
 
 def named(group: report.Group, name: str, prefix: str = ids.VOLUME_PREFIX) -> Volume | None:
-    """Return the volume of a group that the CO calls `name`; raise NeedsOther or TagsDamaged."""
+    """Return the volume in a volume group that the CO calls `name`; None if there is none.
+
+    Raises NeedsOther or TagsDamaged if this version of Carver must not use the volume.
+    """
     logical = group.volumes.get(names.logical_volume(prefix, name))
     record = None if logical is None else volume(group, logical)
     return None if record is None else to_use(record)
@@ -596,11 +652,12 @@ def named(group: report.Group, name: str, prefix: str = ids.VOLUME_PREFIX) -> Vo
 def remains(
     group: report.Group, logical: report.LogicalVolume
 ) -> Volume | MadeByNewerVersion[Volume] | None:
-    """Return the record of a former snapshot or reservation that has yet to be erased.
+    """Return the record of a deleted snapshot, or of extents reserved for growth, to be erased.
 
-    None if the logical volume is neither. Such a snapshot was split from its origin, or lvm2 was
-    killed before the snapshot got one. A reservation has the extents that a volume was to grow by.
-    No tag is needed: that the logical volume exists says that its data must be erased.
+    None if the logical volume is neither. A deleted snapshot was split from its origin, is tagged
+    as deleted, or lvm2 was killed before the snapshot got its origin. Reserved extents are a
+    logical volume by which a volume was to grow. No tag `state` is needed: that such a logical
+    volume exists says that its data must be erased.
     """
     own_tags = logical.own_tags
     is_remains = _is_snapshot(logical.name) or names.is_of(ids.GROWTH_PREFIX, logical.name)
@@ -613,9 +670,11 @@ def remains(
 def snapshot(
     group: report.Group, logical: report.LogicalVolume
 ) -> Snapshot | MadeByNewerVersion[Snapshot] | None:
-    """Return the record of a logical volume that is a snapshot.
+    """Return the record of a logical volume that is a snapshot, temporary ones included.
 
-    None if the logical volume is no snapshot of Carver's, or has neither origin nor pool.
+    None if the logical volume is no snapshot of Carver's, or is one that was deleted: it has
+    neither origin nor pool, or is tagged as deleted. A snapshot that this version of Carver must
+    not use is returned as a `MadeByNewerVersion`.
     """
     own_tags = logical.own_tags
     if tag.NAME not in own_tags or not _is_snapshot(logical.name):
@@ -639,7 +698,10 @@ def snapshot(
 
 
 def snapshots_of(volume: Volume) -> Iterator[Snapshot]:
-    """Return the snapshots of a volume, by the report from which the volume's record was made."""
+    """Return the snapshots of a volume, by the report from which the volume's record was made.
+
+    Snapshots that this version of Carver must not use are left out.
+    """
     candidates = (snapshot(volume.group, logical) for logical in volume.group.made_of(volume.name))
     return (
         record
@@ -649,9 +711,10 @@ def snapshots_of(volume: Volume) -> Iterator[Snapshot]:
 
 
 def next_sequence(group: report.Group) -> int:
-    """Return the number of the next snapshot in a group: one more than the highest number.
+    """Return the number (tag SEQUENCE) for the next snapshot in a volume group.
 
-    The caller holds the group's lock, and has read the report under that lock.
+    It is one more than the highest number in the group. The caller holds the group's lock, and has
+    read the report under that lock.
     """
     values = (
         value for logical in every(group) for value in tags.values(logical.tags, tag.SEQUENCE)
@@ -660,9 +723,9 @@ def next_sequence(group: report.Group) -> int:
 
 
 def is_older(snapshot: Snapshot, reference: Snapshot | Volume) -> bool | None:
-    """Whether a snapshot is older than another snapshot of its volume; None if unknown.
+    """Whether a snapshot is older than another snapshot, or than its volume; None if unknown.
 
-    If `reference` is a volume, the snapshot is older, since the volume has the present contents.
+    A snapshot is always older than its volume, which has the present contents.
     Times are not compared, since the clock may have been set. Snapshots of Carver 0.1.0 have no
     number; in a thin pool, the order of thin ids decides for them.
     """
@@ -681,14 +744,14 @@ def is_older(snapshot: Snapshot, reference: Snapshot | Volume) -> bool | None:
 
 
 def remains_of(snapshot: Snapshot, *, is_split: bool = True) -> Volume:
-    """Return the record of a deleted snapshot as a read-only volume that is to be erased.
+    """Return a record for a snapshot that is being deleted: a read-only volume to be erased.
 
-    If `is_split` is true, the record is that of the snapshot after its split from the origin.
+    With `is_split`, the record is that of the snapshot after its split from the origin.
     """
     own_tags = {**snapshot.own_tags, **volume_states.tags_for(EndedBy.ERASER)}
     group, logical = snapshot.group, snapshot.group.volumes.get(snapshot.name)
     if is_split and logical is not None:
-        # The origin is removed from the report, which is older than the split.
+        # Remove the origin from the record's report, which is older than the split.
         alone = replace(logical, origin="")
         group = replace(group, volumes={**group.volumes, snapshot.name: alone})
     return Volume(
@@ -699,7 +762,10 @@ def remains_of(snapshot: Snapshot, *, is_split: bool = True) -> Volume:
 def _as_volume(
     group: report.Group, logical: report.LogicalVolume, own_tags: Mapping[str, str]
 ) -> Volume:
-    """Return the record of a logical volume as a volume with these tags."""
+    """Return the record of a logical volume as a volume with the tags `own_tags`.
+
+    A thin volume without a problem of its own has the health of its pool.
+    """
     return Volume(
         VolumeId.of(group, logical.name),
         backing.of(group, logical.name),
@@ -717,29 +783,32 @@ def _is_snapshot(name: str) -> bool:
 
 
 def _lies_on(group: report.Group, logical: report.LogicalVolume) -> report.LogicalVolume:
-    """Return the logical volume that lies on disks: the given one, or its thin pool."""
+    """Return the logical volume whose extents hold the data: the given one, or its thin pool."""
     return group.volumes.get(logical.pool, logical)
 
 
 def places_of(volumes: Sequence[Volume]) -> str:
-    """Return the value of the tag MEMBER_GROUPS for these volumes."""
+    """Return the value of the tag MEMBER_GROUPS for a group snapshot of these volumes.
+
+    It lists the volume groups of the volumes, each as name@uuid, separated by commas.
+    """
     return ",".join(sorted({place_of(str(volume.id)) for volume in volumes}))
 
 
 def place_of(identity: str) -> str:
-    """Return the volume group in an id, as name@uuid."""
+    """Return the volume group in the id of a volume or snapshot, as name@uuid."""
     return identity.partition("/")[0]
 
 
 def is_whole(members: Sequence[Snapshot]) -> bool:
-    """Whether these are all snapshots of their group snapshot."""
+    """Whether these snapshots of one group snapshot are all that it has, by the tag MEMBERS."""
     return bool(members) and len(members) == max(
         _number(member.own_tags, tag.MEMBERS) for member in members
     )
 
 
 def _thin_id(snapshot: Snapshot) -> int | None:
-    """Return the number of a snapshot's thin device in its pool; None if it has none."""
+    """Return the id of a snapshot's thin device in its thin pool; None if it has none."""
     logical = snapshot.group.volumes.get(snapshot.name)
     return None if logical is None else logical.thin_id
 
@@ -747,21 +816,22 @@ def _thin_id(snapshot: Snapshot) -> int | None:
 def _shown_bytes(group: report.Group, snapshot: report.LogicalVolume) -> int:
     """Return the size of a snapshot's device, in bytes.
 
-    In a thin pool it is the snapshot's own size, else approximately its origin's.
+    For a thin snapshot it is the snapshot's own size. For a copy-on-write snapshot it is the size
+    of the origin, which may have grown since.
     """
     is_thin = bool(snapshot.pool)
     return (snapshot if is_thin else group.volumes.get(snapshot.origin, snapshot)).size_bytes
 
 
 def _header_bytes(own_tags: Mapping[str, str], size_bytes: int) -> int:
-    """Return the size of a LUKS2 header by its tag, in bytes.
+    """Return the size of a volume's LUKS2 header by the tag HEADER, in bytes.
 
-    0 if the tag is lost, or has more bytes than the volume.
+    0 if the tag is lost, or if the size is not less than the volume's.
     """
     header_bytes = _number(own_tags, tag.HEADER)
     return header_bytes if header_bytes < size_bytes else 0
 
 
 def _number(own_tags: Mapping[str, str], key: str) -> int:
-    """Return the number in a tag; 0 if the tag is lost or has no number."""
+    """Return the number in the tag with this key; 0 if the tag is lost or has no number."""
     return tags.number(own_tags.get(key, "")) or 0

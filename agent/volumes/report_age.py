@@ -1,15 +1,16 @@
-"""Reports in three types, by the decisions that their age allows; and the volumes found in them.
+"""Reports of volume groups, in three types by their age, and the volumes that are found in reports.
 
 A report of a volume group may be older than the group's present state. A call that changes
-something has to know the present state of each group that its decision is about. There are three
-types, so that mypy finds a decision by a report that is too old:
+something has to know the present state of each group that its decision is about. The age of a
+report decides for which decisions it may be used. There are three types, so that mypy finds a
+decision by a report that is too old:
 
 - `Fresh` has the groups that the call names, each read after the call began.
-- `EveryGroup` has all groups with all changes by Carver, for decisions in which any group may
-  matter.
+- `EveryGroup` has all configured groups with the changes by Carver, for decisions in which any
+  group may matter. It names the groups in which such changes may be missing.
 - `Seen` has the groups as they were read last, for metrics, health and hints.
 
-agent/volumes/reports.py reads them; the code here runs no command.
+agent/volumes/reports.py makes the reports; the code here runs no command.
 """
 
 from collections import defaultdict
@@ -25,10 +26,10 @@ from lvm import names, report
 
 
 class Contents(report.Report):
-    """Carver's volumes and snapshots in the groups of a report, which may be fresh or old."""
+    """A report of volume groups, fresh or old; its methods find Carver's volumes and snapshots."""
 
     def volumes(self) -> Iterator[Volume]:
-        """Yield the volumes that this version can use, including those that are being erased."""
+        """Yield the volumes that this version of Carver may use, also those being erased."""
         for group in self.groups.values():
             yield from (
                 volume for volume in records.volumes_of(group) if isinstance(volume, Volume)
@@ -37,38 +38,45 @@ class Contents(report.Report):
     def shown(self) -> Iterator[Volume]:
         """Yield all volumes, also those that this version must not use (`MadeByNewerVersion`).
 
-        What such a volume depends on must not be removed.
+        They are to be shown, and to be considered before something is removed: a snapshot from
+        which such a volume is copied must not be removed.
         """
         for group in self.groups.values():
             for volume in records.volumes_of(group):
                 yield volume.shown if isinstance(volume, MadeByNewerVersion) else volume
 
     def listed(self) -> list[Volume]:
-        """Return the volumes that the CO knows as volumes, to be shown.
+        """Return the volumes that are shown in lists, such as that of ListVolumes.
 
         Volumes that this version of Carver must not use (`MadeByNewerVersion`) are included.
         """
         return [volume for volume in self.shown() if volume.is_listed]
 
     def copies(self) -> Iterator[Volume]:
-        """Yield the volumes that are being filled by a copy, or with zeroes.
+        """Yield the volumes that are recorded as being filled, by a copy or with zeroes.
 
         Volumes that this version of Carver must not use (`MadeByNewerVersion`) are included.
         """
         return (volume for volume in self.shown() if volume.ended_by is EndedBy.COPIER)
 
     def snapshots(self) -> Iterator[Snapshot]:
-        """Yield the snapshots that this version can use, including temporary ones (bridges)."""
+        """Yield the snapshots that this version of Carver may use, including temporary ones."""
         return (snapshot for snapshot in self.every_snapshot() if isinstance(snapshot, Snapshot))
 
     def every_snapshot(self) -> Iterator[Snapshot | MadeByNewerVersion[Snapshot]]:
-        """Yield all snapshots; a `MadeByNewerVersion` for each that this version must not use."""
+        """Yield all snapshots, including temporary ones.
+
+        A snapshot that this version of Carver must not use is yielded as a `MadeByNewerVersion`.
+        """
         for group, logical in self._logical():
             if (snapshot := records.snapshot(group, logical)) is not None:
                 yield snapshot
 
     def group_snapshots(self) -> Mapping[str, list[Snapshot | MadeByNewerVersion[Snapshot]]]:
-        """Return the present snapshots of each group snapshot, by the group snapshot's id."""
+        """Return the snapshots of each group snapshot in the report, by the group snapshot's id.
+
+        The snapshots in groups that are not in the report are missing.
+        """
         members: defaultdict[str, list[Snapshot | MadeByNewerVersion[Snapshot]]] = defaultdict(list)
         for snapshot in self.every_snapshot():
             shown = snapshot.shown if isinstance(snapshot, MadeByNewerVersion) else snapshot
@@ -77,17 +85,17 @@ class Contents(report.Report):
         return members
 
     def _logical(self) -> Iterator[tuple[report.Group, report.LogicalVolume]]:
-        """Yield each logical volume of each group."""
+        """Yield each logical volume in the report, with its volume group."""
         for group in self.groups.values():
             yield from ((group, logical) for logical in records.every(group))
 
 
 @dataclass(frozen=True)
 class Current(Contents):
-    """A report that is recent enough for decisions.
+    """A report of volume groups that is recent enough for decisions.
 
-    `problems` has the errors of failed repairs, by the names of the group and of the logical
-    volume. Only agent/volumes/mender.py repairs what a killed lvm2 left.
+    `problems` has the errors of repairs that failed, by the names of the volume group and of the
+    logical volume. Only agent/volumes/mender.py repairs, so only its reports have such errors.
     """
 
     problems: Mapping[tuple[str, str], Exception] = field(default_factory=dict)
@@ -95,9 +103,10 @@ class Current(Contents):
     def volume(self, volume_id: str) -> Volume:
         """Return the volume with an id, even if the volume is being erased.
 
-        Raises NoSuchVolume if the report proves the volume's absence, and OtherGroup if the
-        volume's group is not in the report, so that nothing is proved. Raises NeedsOther or
-        TagsDamaged if this version must not use the volume.
+        Raises NoSuchVolume if the report proves the volume's absence, or the id is impossible.
+        Raises OtherGroup if the volume's group is not in the report, so that nothing is proved.
+        Raises NeedsOther or TagsDamaged if this version must not use the volume, and the error of a
+        failed repair of the volume.
         """
         location = self._find(volume_id)
         volume = None if location is None else records.volume(*location)
@@ -106,9 +115,9 @@ class Current(Contents):
         return to_use(volume)
 
     def usable(self, volume_id: str, call: Call) -> Volume:
-        """Return the volume with an id, if the volume's record lets the call use the volume.
+        """Return the volume with an id, if its state lets a call use the volume.
 
-        Raises as `volume` and `volume_states.require`.
+        Raises as `volume`, and as `volume_states.require` if the state excludes the call.
         """
         volume = self.volume(volume_id)
         volume_states.require(call, volume)
@@ -117,8 +126,8 @@ class Current(Contents):
     def taken_snapshot(self, snapshot_id: str) -> Snapshot:
         """Return the snapshot with an id, even of an incomplete group snapshot.
 
-        Temporary snapshots (bridges) are not found. Raises NoSuchSnapshot, OtherGroup or
-        NeedsOther, as `volume` does. Callers of RPCs get snapshots by `Reports.snapshot`, which
+        Raises NoSuchSnapshot if the report proves the snapshot's absence, or if it is a temporary
+        one; else raises as `volume`. Callers of RPCs get snapshots by `Reports.snapshot`, which
         leaves out the snapshots of incomplete group snapshots.
         """
         location = self._find(snapshot_id)
@@ -129,16 +138,17 @@ class Current(Contents):
         return snapshot
 
     def members(self, group_snapshot_id: str) -> list[Snapshot]:
-        """Return the present snapshots of a group snapshot, which may be incomplete.
+        """Return the snapshots of a group snapshot in the report; the group snapshot may have more.
 
-        Raises NeedsOther.
+        Raises NeedsOther or TagsDamaged if this version must not use one of the snapshots.
         """
         return [to_use(snapshot) for snapshot in self.group_snapshots().get(group_snapshot_id, ())]
 
     def doomed(self) -> Iterator[Volume]:
         """Yield the volumes that are recorded as deleted and have yet to be erased.
 
-        Left out are volumes that only a newer version knows how to erase.
+        Deleted snapshots, and extents reserved for growth, are included as volumes. Left out are
+        volumes that this version of Carver must not use (`MadeByNewerVersion`).
         """
         for group, logical in self._logical():
             volume = records.volume(group, logical) or records.remains(group, logical)
@@ -146,7 +156,11 @@ class Current(Contents):
                 yield volume
 
     def doomed_volume(self, identity: str) -> Volume:
-        """Return the volume with an id that is recorded as deleted; raise as `volume` does."""
+        """Return the volume with an id if it is recorded as deleted, and has yet to be erased.
+
+        Deleted snapshots, and extents reserved for growth, count as volumes. Raises as `volume`,
+        and NoSuchVolume if the volume is not recorded as deleted.
+        """
         location = self._find(identity)
         record = (
             None if location is None else records.volume(*location) or records.remains(*location)
@@ -157,9 +171,9 @@ class Current(Contents):
         return volume
 
     def require_none_named(self, name: str, prefix: str) -> None:
-        """Raise NeedsOther or TagsDamaged if a volume of that name must not be used.
+        """Raise NeedsOther or TagsDamaged if there is a volume of this name that must not be used.
 
-        A search for the name leaves such a volume out.
+        `name` is the CO's name for the volume, `prefix` that of its logical volume's name.
         """
         for group in self.groups.values():
             records.named(group, name, prefix)
@@ -167,12 +181,13 @@ class Current(Contents):
     def require_group_of(self, identity: str) -> None:
         """Raise OtherGroup if the volume group of an id is not in the report.
 
-        Nothing about the id is proved then.
+        Without this error, the report proves whether the object with the id exists. Also raises the
+        error of a failed repair of that object.
         """
         self._find(identity)
 
     def require_repaired(self, volume: Volume) -> None:
-        """Raise the error of a failed repair of a volume, or of what the volume depends on."""
+        """Raise the error of a failed repair of a volume, of its origin or of its thin pool."""
         self._require_repaired(volume.group, volume.group.volume(volume.name))
 
     def _require_repaired(self, group: report.Group, logical: report.LogicalVolume) -> None:
@@ -182,10 +197,10 @@ class Current(Contents):
                 raise problem.with_traceback(None)
 
     def _find(self, identity: str) -> tuple[report.Group, report.LogicalVolume] | None:
-        """Return the group and the logical volume of an id, or None if the volume does not exist.
+        """Return the volume group and the logical volume of an id; None if there is none.
 
-        None also stands for an impossible id. Raises OtherGroup if the group is not in the report,
-        so that nothing is proved; and the error of a failed repair of the volume.
+        None also for an id that is none of Carver's. Raises OtherGroup if the group is not in the
+        report, so that nothing is proved; and the error of a failed repair of the logical volume.
         """
         parsed = VolumeId.parse(identity)
         if parsed is None:
@@ -206,8 +221,8 @@ class Current(Contents):
 class Fresh(Current):
     """A report of the volume groups that a call named, each read after the call began.
 
-    `asked` has the names of these groups. A group that is not in the report is not proved to be
-    absent. `unasked` has the names of Carver's other groups; to look for an id in one of these is
+    `asked` has the names of these groups; those that are not on this node are not in the report.
+    `unasked` has the names of the other configured groups. To search for an id in one of these is
     an error of the program.
     """
 
@@ -223,23 +238,24 @@ class Fresh(Current):
 
 @dataclass(frozen=True)
 class EveryGroup(Current):
-    """A report of all volume groups with all changes by Carver until now.
+    """A report of all configured volume groups, with all changes by Carver but in `silent` ones.
 
-    It has each group that this process ever read. Changes by others since, such as an operator, may
-    be missing.
+    Each group is as it was when this process last read it. Changes by others since, such as an
+    operator, may be missing. Groups that are absent, refused or unread are not in the report.
 
-    `silent` has the names of groups in which changes by Carver may be missing: groups that Carver
-    changed and that have not answered since, groups that this process never read, and groups that
-    are refused. `unread` has the names of groups that have not answered yet.
+    `silent` has the names of the groups in which changes by Carver may be missing: groups that
+    Carver changed and that have not answered since, groups that this process never read, and groups
+    that are refused. `unread` has the names of the groups that this process never read.
     """
 
     silent: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
 
     def named(self, name: str, prefix: str = ids.VOLUME_PREFIX) -> Volume | None:
-        """Return the volume that the CO calls `name`, in whichever of Carver's groups it is.
+        """Return the volume that the CO calls `name`, in any volume group; None if there is none.
 
-        Raises NeedsOther, and the error of a failed repair of the volume.
+        Raises NeedsOther or TagsDamaged if this version must not use the volume, and the error of a
+        failed repair of the volume.
         """
         candidates = (records.named(group, name, prefix) for group in self.groups.values())
         volume = next(filter(None, candidates), None)
@@ -264,23 +280,29 @@ class EveryGroup(Current):
             raise errors.VolumeInUse(source_id, f"{', '.join(copies)} is copied from it")
 
     def is_known_unused(self, bridge: Snapshot) -> bool:
-        """Whether a bridge that no present volume needs is also not needed in a silent group.
+        """Whether certainly no volume in a silent volume group is copied from a temporary snapshot.
 
-        A bridge is a temporary snapshot from which a volume is copied. Its own tag has the group of
-        that volume.
+        `bridge` is the snapshot, from which no volume in the report is copied. The snapshot's tag
+        COPY names the group of the volume that was to be copied from it.
         """
         return not self.unanswered(*_groups_of_copy(bridge))
 
     def require_known_unused(self, bridge: Snapshot) -> None:
-        """Raise GroupBusy if a volume in a silent group may need a bridge (`is_known_unused`)."""
+        """Raise GroupBusy if a volume in a silent group may be copied from a temporary snapshot.
+
+        `bridge` is the snapshot (`is_known_unused`).
+        """
         self.require_answered(*_groups_of_copy(bridge))
 
     def unanswered(self, *groups: str) -> frozenset[str]:
-        """Return those of these groups that are `silent`; of all groups, if none is named."""
+        """Return those of these volume groups in which changes by Carver may be missing (`silent`).
+
+        If no group is named, all groups count.
+        """
         return self.silent & set(groups) if groups else self.silent
 
     def require_answered(self, *groups: str) -> None:
-        """Raise GroupBusy while changes by Carver in one of these groups may be missing.
+        """Raise GroupBusy while changes by Carver in one of these volume groups may be missing.
 
         If no group is named, all groups count.
         """
@@ -291,8 +313,8 @@ class EveryGroup(Current):
     def require_read(self) -> None:
         """Raise GroupBusy while a volume group was never read.
 
-        An earlier process may have begun a copy in such a group. Copies that this process began,
-        also in a group that hangs, are known by their jobs.
+        A group that was never read may have a copy that an earlier process began. Copies that this
+        process began, also in a group that hangs, are known by their jobs.
         """
         if self.unread:
             group_names = ", ".join(sorted(self.unread))
@@ -303,26 +325,29 @@ class EveryGroup(Current):
 
 @dataclass(frozen=True)
 class Seen(Contents):
-    """Volume groups as they were when they were read last, perhaps long ago; not for decisions."""
+    """A report of volume groups as last read, perhaps long ago; not for decisions."""
 
     def volume(self, volume_id: str) -> Volume:
-        """Return the volume with an id, to be shown; raise as `Current.usable` for Call.USE."""
+        """Return the volume with an id, to be shown.
+
+        Raises as `Current.usable` for Call.USE, also if the absence of the volume is not proved.
+        """
         return Fresh(self.groups, asked=frozenset(self.groups)).usable(volume_id, Call.USE)
 
 
-# Types of the reports that are recent enough for decisions.
+# Union of the types of reports that are recent enough for decisions.
 Known = Fresh | EveryGroup
 
 
 def fresh(groups: Iterable[report.Group]) -> Fresh:
-    """Return a report of groups that the caller has just read, and whose locks the caller holds."""
+    """Return a report of volume groups that the caller has just read, and whose locks it holds."""
     by_name = {group.name: group for group in groups}
     return Fresh(by_name, asked=frozenset(by_name))
 
 
 def _groups_of_copy(bridge: Snapshot) -> list[str]:
-    """Return the groups that may have the volume that is copied from a bridge.
+    """Return the volume groups that may have the volume that is copied from a temporary snapshot.
 
-    An empty list stands for all groups.
+    `bridge` is the snapshot. An empty list stands for all groups.
     """
     return [ids.group_of(bridge.copy_id)] if bridge.copy_id else []

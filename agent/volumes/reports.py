@@ -1,7 +1,7 @@
-"""Read reports of the volume groups, each as fresh as a decision needs.
+"""Make reports of the volume groups, each as fresh as a decision needs.
 
 `Reports` runs no command but lvm2's reports. agent/volumes/report_age.py finds volumes, snapshots
-and group snapshots in a report. agent/volumes/activator.py finds their devices, and
+and group snapshots in a report. agent/volumes/activator.py finds the devices of volumes, and
 agent/volumes/mender.py repairs what a killed lvm2 left.
 """
 
@@ -22,17 +22,18 @@ from lvm import report
 from mount import mount_errors as mount_errors
 from mount.kernel import Kernel
 
-# Maximum age of a state that metrics and health checks use, in seconds.
+# Maximum age of the state of a volume group that metrics and health checks use, in seconds.
 MONITOR_AGE_SECONDS = 60.0
-# Time limit of the wait of metrics and health checks for a newer state, in seconds.
+# Time limit of the wait of metrics and health checks for a newer state of volume groups, in
+# seconds.
 _MONITOR_WAIT_SECONDS = 5.0
 
 
 class Reports:
-    """Reads volume groups, and finds objects that may lie in several of them.
+    """Makes reports of volume groups, and finds snapshots that may lie in several groups.
 
     A call reads the fresh state of the groups that its decision is about, which seldom takes a
-    command (agent/groups/metadata_cache.py). Monitoring uses the cached state.
+    command (agent/groups/metadata_cache.py). Metrics and health checks use the cached state.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class Reports:
         definitions: GroupDefinitions | None = None,
     ) -> None:
         self._volume_groups = volume_groups
-        # Without definitions Carver creates no group: all groups are the operator's.
+        # The volume groups that Carver creates. Without definitions it creates none: all groups are
+        # the operator's.
         self._definitions = definitions or GroupDefinitions(volume_groups.configuration, Kernel())
-        # The names of the groups whose cached state was used since `refresh` last had them read.
+        # The names of the volume groups whose cached state was used since `refresh` last read them.
         self._in_use: set[str] = set()
 
     @property
@@ -52,10 +54,12 @@ class Reports:
         return self._volume_groups.names
 
     def fresh(self, *groups: str) -> Fresh:
-        """Read the state of these groups, or of all groups if none is named.
+        """Return a report of these volume groups as they are now, or of all configured groups.
 
-        Runs one command for each group that was written to since its last read. Raises
-        CommandError, GroupRefused, GroupSilent, TooManyCalls, Starting.
+        Groups that are not on this node are left out of the report. Runs one command for each group
+        that was written to since its last read. Admits the call of this thread (`locks.enter`),
+        which raises TooManyCalls or Starting. Raises as `VolumeGroup.state` if a group cannot be
+        read.
         """
         locks.enter(*groups)
         configured = self._groups
@@ -73,13 +77,13 @@ class Reports:
         )
 
     def every_group(self, state: Fresh) -> EveryGroup:
-        """Return a report of all groups: the fresh ones of `state`, and others as Carver left them.
+        """Return a report of all volume groups: those of `state`, and others as Carver left them.
 
-        Runs no command and does not wait for a group that Carver did not change since its last
-        read. So an idle group that hangs delays no call on another group. A group that was changed,
-        or was never read, is read for three seconds at most; it is `silent` if it does not answer.
-        A refused group is `silent` as well, and is not read here: a call about that group, or the
-        next retry, reads it.
+        A group that Carver did not change since its last read is not read here, so an idle group
+        that hangs delays no call on another group. A group that Carver changed, or that was never
+        read, is read for three seconds at most; it is `silent` if it does not answer. A refused
+        group is `silent` as well, and is not read here: a call about that group, or the next
+        retry, reads it.
         """
         other_groups = [group for group in self._volume_groups if group.name not in state.asked]
         read = begin_states(filter(_is_to_be_read, other_groups))()
@@ -94,35 +98,40 @@ class Reports:
         )
 
     def await_others(self, *groups: str) -> None:
-        """Read the groups that `every_group` would read, before the locks of `groups` are taken.
+        """Read the volume groups that `every_group` would read, but for `groups`.
 
-        So no caller holds the lock of a group while it waits for another group. A group that does
-        not answer in three seconds is not waited for again for a minute.
+        Callers do so before they take the locks of `groups`. So no caller holds the lock of a
+        volume group while it waits for another group. A group that does not answer in three seconds
+        is not waited for again for a minute. Raises TooManyCalls or Starting.
         """
         locks.enter(*groups)
         other_groups = (group for group in self._volume_groups if group.name not in groups)
         begin_states(filter(_is_to_be_read, other_groups))()
 
     def lists(self) -> EveryGroup:
-        """Return a report of all groups for a list.
+        """Return a report of all volume groups, for RPCs that list objects.
 
-        Each group is fresh, or if its read takes long, cached with all changes by Carver
-        (`begin_states`). Raises GroupBusy, GroupSilent or GroupAwaited if the cached state of such
-        a group lacks changes, and GroupRefused.
+        The state of each group is fresh or, if the read takes long, cached with all changes by
+        Carver (`begin_states`). Raises GroupBusy, GroupSilent or GroupAwaited if the cached state
+        of such a group may lack changes by Carver; and GroupRefused or CommandError if the read of
+        a group failed so.
         """
         locks.enter()
         return EveryGroup(self._present(begin_states(self._volume_groups, complete=True)()))
 
     def hint(self) -> Seen:
-        """Return a report of all groups: fresh, or cached for a group whose read takes long."""
+        """Return a report of all volume groups; from the cache where a read fails or is slow.
+
+        A read is slow if it takes more than three seconds. Raises TooManyCalls or Starting.
+        """
         locks.enter()
         return Seen(self._present(begin_states(self._volume_groups)()))
 
     def search(self, matches: Callable[[Volume], bool]) -> Volume | None:
         """Return the volume for which `matches` is true, by fresh reports; None if there is none.
 
-        If a hint shows the volume, only the volume's group is read, so the volume is found while
-        another group hangs. Otherwise all groups are read. Raises as `fresh` does.
+        If `hint` shows the volume, only the volume's group is read, so the volume is found while
+        another group hangs. If the volume is not found so, all groups are read. Raises as `fresh`.
         """
         hint = next(filter(matches, self.hint().volumes()), None)
         if hint is not None:
@@ -132,11 +141,15 @@ class Reports:
         return next(filter(matches, self.fresh().volumes()), None)
 
     def group(self, state: report.Report, name: str) -> report.Group:
-        """Return a group in which volumes can be created; raise GroupMissing or GroupRefused."""
+        """Return the volume group called `name` in a report, if Carver may create volumes in it.
+
+        Raises GroupMissing if the group is absent, and GroupRefused if Carver could not create it
+        or if another group has its name.
+        """
         return self._definitions.group(state, name)
 
     def require_groups(self, state: report.Report) -> None:
-        """Raise GroupMissing or GroupRefused if one of the configured groups cannot be used."""
+        """Raise GroupMissing or GroupRefused if a configured volume group cannot be used."""
         for name in self._groups:
             self.group(state, name)
 
@@ -144,7 +157,8 @@ class Reports:
         """Return the snapshot with an id for the caller of an RPC.
 
         If the snapshot belongs to a group snapshot that is not recorded as complete, all groups are
-        read. Raises NoSuchSnapshot, OtherGroup or NeedsOther.
+        read, as by `every_group`. Raises NoSuchSnapshot if the snapshot is absent, or if its group
+        snapshot never was complete; else raises as `Current.taken_snapshot`.
         """
         snapshot = state.taken_snapshot(snapshot_id)
         group_snapshot_id = snapshot.group_snapshot_id
@@ -155,10 +169,12 @@ class Reports:
         return snapshot
 
     def listed_snapshots(self, state: Known) -> Iterator[Snapshot]:
-        """Yield the snapshots that callers asked for, to be listed.
+        """Yield the snapshots in a report that callers asked for, to be listed.
 
+        Left out are temporary snapshots, and snapshots of group snapshots that never were complete.
         Snapshots that this version of Carver must not use (`MadeByNewerVersion`) are included. If a
-        snapshot belongs to a group snapshot that is not recorded as complete, all groups are read.
+        snapshot belongs to a group snapshot that is not recorded as complete, all groups are read,
+        as by `every_group`.
         """
         half_made: set[str] | None = None
         for entry in state.every_snapshot():
@@ -174,11 +190,12 @@ class Reports:
             yield snapshot
 
     def half_made(self, all_groups: EveryGroup) -> set[str]:
-        """Return the ids of the group snapshots that never were complete.
+        """Return the ids of the group snapshots that certainly never were complete.
 
-        Callers do not get the snapshots of such a group snapshot. Two facts prove that it never was
-        complete: none of its snapshots has the tag `committed`, and no group is absent that may
-        hold a further snapshot of it.
+        Callers do not get the snapshots of such a group snapshot. Three facts prove that it never
+        was complete: snapshots are missing, none of the present ones has the tag `committed`, and
+        no volume group is absent that may have a further one. Group snapshots with a snapshot that
+        this version of Carver must not use are left out.
         """
         return {
             identity
@@ -189,7 +206,11 @@ class Reports:
         }
 
     def is_half_made(self, all_groups: EveryGroup, members: Sequence[Snapshot]) -> bool:
-        """Whether the group snapshot of these snapshots is, and always was, incomplete."""
+        """Whether the group snapshot of these snapshots certainly never was complete.
+
+        `members` are all its snapshots in the report. False if a volume group is absent that may
+        have a further one.
+        """
         if records.is_whole(members) or any(
             tag.COMMITTED in snapshot.own_tags for snapshot in members
         ):
@@ -197,10 +218,10 @@ class Reports:
         return not self._away(all_groups, members)
 
     def awaited(self, all_groups: EveryGroup, members: Sequence[Snapshot]) -> list[str]:
-        """Return the absent groups that may come back with further snapshots of a group snapshot.
+        """Return the absent volume groups that may have further snapshots of a group snapshot.
 
-        Left out are groups that no class names any more, and groups that were replaced by another
-        group of the same name.
+        Left out are groups that no class names and no disk of this node has, and groups that were
+        replaced by another group of the same name.
         """
         absent_groups = self._away(all_groups, members)
         return sorted(
@@ -210,7 +231,11 @@ class Reports:
         )
 
     def _away(self, all_groups: EveryGroup, members: Sequence[Snapshot]) -> set[str]:
-        """Return the absent groups that may hold further snapshots of a group snapshot."""
+        """Return the names of absent volume groups that may have snapshots of a group snapshot.
+
+        They are the groups that the id and the tags of the group snapshot's snapshots name and that
+        are not in the report. A group with the same name and another UUID counts as absent.
+        """
         present = {
             records.place_of(str(VolumeId.of(group, records.UNKNOWN)))
             for group in all_groups.groups.values()
@@ -220,18 +245,19 @@ class Reports:
             places |= set(filter(None, snapshot.own_tags.get(tag.MEMBER_GROUPS, "").split(",")))
         absent_groups = {place.partition("@")[0] for place in places - present}
         if any(tag.MEMBER_GROUPS not in snapshot.own_tags for snapshot in members):
-            # Snapshots of older versions lack the tag with the groups, so further snapshots may be
-            # in any group.
+            # Add all absent groups: a snapshot taken by an older version has no tag with the groups
+            # of its group snapshot, so a further snapshot may be in any group.
             absent_groups |= set(self._groups) - set(all_groups.groups)
         return absent_groups
 
     def seen(self, max_age_seconds: float) -> Seen:
-        """Return the cached state, in which each group is at most `max_age_seconds` old.
+        """Return the cached state of all volume groups, after a refresh where it is too old.
 
-        Each group is read at most once in that time, however many callers ask, and not at all if
-        calls read it anyway. A group that does not answer has its last state. If no group answers,
-        the error of a read is raised, and raised again to each caller for `max_age_seconds`. Raises
-        GroupSilent, and CommandTimedOut after five seconds.
+        It is too old after `max_age_seconds`. Each group is read at most once in that time, however
+        many callers ask, and not at all if calls read the group anyway. The wait is five seconds at
+        most. A group that does not answer has its last state, which may be older. If no group
+        answers, the error of a read is raised, and raised again to each caller for
+        `max_age_seconds`. Raises CommandTimedOut if no group was ever read.
         """
         groups = list(self._volume_groups)
         refreshing = [
@@ -240,8 +266,7 @@ class Reports:
             if not 0 <= time.time() - group.tried_seconds < max_age_seconds
         ]
         wait(refreshing, _MONITOR_WAIT_SECONDS)
-        # The error of a refused group does not count: the group was read, and is like an absent
-        # one.
+        # Leave out the errors of refused groups: such a group was read, and is like an absent one.
         refused = errors.GroupRefused
         problems = [
             problem
@@ -250,17 +275,18 @@ class Reports:
         ]
         answers = any(group.cached is not None and group.problem is None for group in groups)
         if problems and not answers:
-            # The same error is raised to each caller, so the stack traces of earlier callers are
-            # removed.
+            # Remove the stack traces of earlier callers: the same error object is raised to each
+            # caller.
             raise problems[0].with_traceback(None)
         if groups and not any(group.time_seconds for group in groups):
             raise mount_errors.CommandTimedOut(("lvm", "fullreport"), _MONITOR_WAIT_SECONDS)
         return self._cached()
 
     def cached(self, volume_id: str) -> Volume | None:
-        """Return a volume by the cached state, and have that state refreshed when it is due.
+        """Return the volume with an id by the cached state; None if the state does not show it.
 
-        The result None does not prove that the volume is absent.
+        None does not prove that the volume is absent. Also calls `keep_fresh`, so that the cached
+        state is refreshed in the background. Runs no command.
         """
         self.keep_fresh()
         logical = backing.of_id(volume_id)
@@ -272,23 +298,26 @@ class Reports:
         return None
 
     def _cached(self) -> Seen:
-        """Return the cached state of all groups."""
+        """Return a report of all volume groups with their cached states."""
         return Seen(self._present({group.name: group.cached for group in self._volume_groups}))
 
     def keep_fresh(self) -> None:
-        """Note that a caller uses the cached state of all groups, so that `refresh` reads them."""
+        """Note that the cached state of all groups is in use, so that `refresh` renews it."""
         self._in_use.update(self._groups)
 
     def outdate(self, written_path: str | None = None) -> None:
-        """Have all disks scanned at the next read (`VolumeGroups.outdate`)."""
+        """Make the next read of each volume group scan all disks (`VolumeGroups.outdate`)."""
         self._volume_groups.outdate(written_path)
 
     def refresh(self, max_age_seconds: float) -> "list[Future[report.Group | None]]":
-        """Begin to read each group whose cached state is in use and too old.
+        """Begin to read each volume group whose cached state is in use and too old.
 
-        A cached state is too old after `max_age_seconds`. Returns at once. A read that failed
-        counts as a read, so that it is not repeated at once. Also starts deferred work for which no
-        thread was available.
+        Returns the futures of the reads.
+
+        A cached state is in use if `keep_fresh` was called since the last such read, and too old
+        `max_age_seconds` after the last read. A read that failed counts as a read, so that it is
+        not repeated at once. Also starts threads of volume groups that are missing or hang
+        (`VolumeGroups.catch_up`).
         """
         self._volume_groups.catch_up()
         refreshing = []
@@ -301,15 +330,18 @@ class Reports:
 
     @property
     def time_seconds(self) -> float:
-        """Time at which the oldest cached state of a group was read (epoch); 0 if none was read."""
+        """Time of the read of the volume groups' oldest cached state, in seconds since the epoch.
+
+        Groups that were never read do not count; 0 if none was read.
+        """
         times = (group.time_seconds for group in self._volume_groups if group.time_seconds)
         return min(times, default=0.0)
 
     @property
     def refused(self) -> Mapping[str, errors.GroupRefused]:
-        """The errors that say why present groups are not used, by the groups' names.
+        """The errors that say why volume groups are refused, by the groups' names.
 
-        By the cached state.
+        They are those of the groups' last reads.
         """
         problems = {group.name: group.problem for group in self._volume_groups}
         return {
@@ -320,9 +352,9 @@ class Reports:
 
     @property
     def ignored(self) -> Mapping[str, Sequence[str]]:
-        """The disks that claim to be in a group but are not, as messages, by the groups' names.
+        """Messages about ignored disks that claim to be in a volume group, by the groups' names.
 
-        By the cached state.
+        They are by the last search for the groups' disks.
         """
         return {
             volume_group.name: tuple(
@@ -333,17 +365,26 @@ class Reports:
 
     @property
     def problem(self) -> Exception | None:
-        """The error of a group's last read, if a read failed. Runs no command."""
+        """The error of the first volume group whose last read failed; None if all succeeded.
+
+        Runs no command.
+        """
         return next(
             (group.problem for group in self._volume_groups if group.problem is not None), None
         )
 
     def _present(self, states: Mapping[str, report.Group | None]) -> dict[str, report.Group]:
-        """Return the present groups: Carver's in the configuration's order, then the others."""
+        """Return those of these volume groups that are present, by their names.
+
+        Configured groups come first, in the order of the configuration.
+        """
         ordered = dict.fromkeys((*self._groups, *states))
         return {name: group for name in ordered if (group := states.get(name)) is not None}
 
 
 def _is_to_be_read(volume_group: VolumeGroup) -> bool:
-    """Whether a group's cached state lacks changes by Carver that a read may show."""
+    """Whether a volume group may have changes by Carver that its cached state lacks.
+
+    False for a refused group, of which a read shows nothing.
+    """
     return not volume_group.has_own_changes and volume_group.status != "refused"

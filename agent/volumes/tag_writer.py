@@ -1,4 +1,4 @@
-"""Write Carver's tags of a volume at once.
+"""Replace Carver's tags of a volume, before the call is answered.
 
 `VolumeGroup.add_tags_later` writes tags after the call has been answered.
 """
@@ -26,17 +26,19 @@ class TagWriter:
         self._mender = mender
 
     def replace(self, volume: Backing, keys: Collection[str], new_tags: Mapping[str, str]) -> None:
-        """Replace all values of a volume's tags under `keys` by `new_tags`; one command at most.
+        """Replace all tags of a volume with these keys by `new_tags`.
 
-        Takes the lock of the volume's group, and first repairs what lvm2 left in the group. Raises
-        as `Mender.mend`, VolumeMissing, and BadField for a value that is too long for a tag.
+        Takes the lock of the volume's group, and first repairs what a killed lvm2 left in the
+        group. Runs no further command if the volume has these tags already, else one. Raises as
+        `Mender.mend`, VolumeMissing if the volume does not exist, and BadField for a value that is
+        too long for a tag.
         """
         for key, text in new_tags.items():
             tag.require_fits(key, key, text)
         group, name = volume.group, volume.name
         with self._volume_groups.hold(group):
             present = self._mender.mend(group).group(group).volume(name).tags
-            # All values of a key are replaced; only other programs write several values of one key.
+            # Replace all values of a key. Only other programs write several values of one key.
             existing = {(key, value) for key in keys for value in tags.values(present, key)}
             removed, added = sorted(existing - new_tags.items()), dict(new_tags.items() - existing)
             if removed or added:
@@ -45,10 +47,11 @@ class TagWriter:
 
 @contextmanager
 def logging_refusals(volume_id: str, key: str) -> Iterator[None]:
-    """Log lvm2's refusal to change a tag that the call does not depend on, and go on.
+    """Log an error of the body, which changes a tag that the call does not depend on; suppress it.
 
-    lvm2 writes no tag in a group that is full or that lacks a disk. An error that leaves the
-    outcome unknown is raised: the caller repeats the call.
+    For instance, lvm2 writes no tag in a volume group whose metadata area is full, or of which a
+    disk is missing. An error that leaves the outcome unknown is raised: the caller repeats the
+    call. `key` is the tag's key, for the log.
     """
     try:
         yield

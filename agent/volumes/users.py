@@ -18,16 +18,17 @@ from mount.table import DeviceNumber, Mount, Table
 # Time for which a device has to stay open to count as in use, in seconds. udev opens a device for a
 # shorter time after each change, to read it.
 OPEN_SECONDS = 2.0
-# Interval at which a device is checked for still being open, in seconds.
+# Interval at which a device that is open is checked again, in seconds.
 _LOOK_SECONDS = 0.02
 
 
 def numbers(
     kernel: Kernel, device: Device, loop_paths: Sequence[str] | None = None
 ) -> list[DeviceNumber]:
-    """Return the numbers of a device and of the read-only loop devices over it.
+    """Return the device numbers of a volume's device and of the read-only loop devices over it.
 
-    `loop_paths` are the paths of these loop devices, if they are known.
+    `loop_paths` are the paths of these loop devices; without them, the loop devices are searched
+    for.
     """
     if loop_paths is None:
         loop_paths = loop.over(kernel, device.number)
@@ -35,9 +36,10 @@ def numbers(
 
 
 def places(kernel: Kernel, mounts: Table, device: Device) -> list[Mount]:
-    """Return all mounts of an active volume, and all bind mounts of its device node, in order.
+    """Return all mounts of an active volume, and then all bind mounts of its device node.
 
-    Left out are bind mounts of the volume's directories, which kubelet makes for a subPath.
+    Bind mounts of the read-only loop devices over the volume count as bind mounts of its device
+    node. Left out are bind mounts of the volume's directories, which kubelet makes for a subPath.
     """
     full_mounts = [mounted for mounted in mounts.of_device(device.number) if mounted.root == "/"]
     if not (bound := nodes.bound_nodes(kernel, mounts)):
@@ -49,10 +51,10 @@ def places(kernel: Kernel, mounts: Table, device: Device) -> list[Mount]:
 def targets(
     kernel: Kernel, mounts: Table, device: Device, directories: Sequence[str]
 ) -> Iterator[str]:
-    """Yield the paths at which an active volume is mounted in the CO's directories.
+    """Yield the paths, inside the CO's directories, at which a volume is mounted or published.
 
-    If kubelet's directory is visible at another path, so are its mounts (mount_namespaces(7),
-    shared subtrees); these copies do not count.
+    If kubelet's directory is also visible at another path, so are the mounts in the directory
+    (mount_namespaces(7), shared subtrees). Such copies of mounts are left out.
     """
     for mounted in places(kernel, mounts, device):
         if target.is_inside(kernel, mounted.path, directories):
@@ -60,11 +62,11 @@ def targets(
 
 
 def flush(kernel: Kernel, activator: Activator, volume: Backing) -> None:
-    """Sync the file system of a volume if that is a btrfs, or if the volume is encrypted.
+    """Sync a volume's mounted file system before a snapshot, if it is a btrfs or is encrypted.
 
     The kernel syncs other file systems when it suspends the device for a snapshot. It cannot find a
-    btrfs by its device (s_bdev is not set, fs/btrfs/super.c), and the suspended device of an
-    encrypted volume is below the mounted one.
+    btrfs by its device (s_bdev is not set, fs/btrfs/super.c). The device of an encrypted volume
+    that is suspended is not the mounted one, but the one below.
     """
     device = activator.device(volume)
     if device is None:
@@ -79,10 +81,11 @@ def flush(kernel: Kernel, activator: Activator, volume: Backing) -> None:
 
 
 def mounted_at(kernel: Kernel, activator: Activator, volume: Backing) -> set[str]:
-    """Return the paths where a volume, or a part of it, is mounted or published.
+    """Return the paths where a volume, or a directory of the volume, is mounted or published.
 
-    Runs no command. device-mapper is asked first: a device that is mounted, or that a dm-crypt
-    device stands on, is open. A bind mount of a device node alone does not keep the device open.
+    The result is empty for an inactive volume. Runs no command. device-mapper is asked first: a
+    device that is mounted, or that a dm-crypt device stands on, is open. A bind mount of a device
+    node alone does not keep the device open.
     """
     mounts = table.read(kernel)
     if activator.is_closed(volume) and not nodes.bound_nodes(kernel, mounts):
@@ -97,8 +100,8 @@ def mounted_at(kernel: Kernel, activator: Activator, volume: Backing) -> set[str
 def require_unused(kernel: Kernel, activator: Activator, volume: Volume) -> None:
     """Raise VolumeInUse if the volume is mounted, published or open.
 
-    Closes the dm-crypt devices that a killed cryptsetup left. Waits for udev, which opens a device
-    for a moment.
+    First closes the dm-crypt devices that a killed cryptsetup left. Waits up to two seconds for a
+    device that is open and not mounted: udev opens a device for a moment.
     """
     if volume.is_encrypted:
         activator.close_leftovers(volume)
@@ -106,8 +109,8 @@ def require_unused(kernel: Kernel, activator: Activator, volume: Volume) -> None
         raise errors.VolumeInUse(str(volume.id), f"it is mounted at {', '.join(sorted(paths))}")
     if not activator.is_open(volume):
         return
-    # A device that is open is checked for two seconds: udev reads a device after each close by a
-    # writer, such as the last unmount.
+    # Check a device that is open for two seconds: udev reads a device after each close by a writer,
+    # such as the last unmount.
     end = time.monotonic() + command.patience_seconds(OPEN_SECONDS)
     with trace.step(trace.WAIT, "udev"):
         while activator.is_open(volume):

@@ -1,9 +1,9 @@
-"""The states of a volume: one table of states, and of background work that conflicts with calls.
+"""States of volumes: a table of the states, and of background work that conflicts with calls.
 
-A row of the table says what ends a state, who sees a volume in that state, and what happens to each
-call on such a volume. Background work that is no state of a volume has a row with the calls alone.
-To add a state, add a row here and write the code that ends the state: all other code asks the
-table.
+A row of the table says what ends a state, in which lists a volume in that state is, and what
+happens to each call on such a volume. The row of background work that is no state of a volume only
+says what happens to each call. To add a state, add a row here and write the code that ends the
+state: all other code asks the table.
 
 A state is read from the record of a volume: from Carver's tags, and for a snapshot also from
 whether it lost its origin. For work that this process has in progress, recorded or not,
@@ -23,9 +23,9 @@ from lvm.lvm2 import Lvm
 
 
 class State(StrEnum):
-    """States of a volume. A volume may have several; the first that stops a call decides.
+    """State of a volume. A volume may be in several; the first that stops a call decides.
 
-    The value is that of the tag `state`, if the state is recorded by that tag.
+    If the tag `state` records the state, the value here is the tag's value.
     """
 
     DELETED = tag.WIPING
@@ -39,7 +39,7 @@ class State(StrEnum):
 
 
 class EndedBy(StrEnum):
-    """Ender of a state: the call, or the part of Carver, that ends a volume's state."""
+    """The call, or the part of Carver, that ends a state of a volume."""
 
     CALLER = "DeleteVolume"
     POD = "NodeUnpublishVolume, or a sweep once the pod is gone"
@@ -52,7 +52,7 @@ class EndedBy(StrEnum):
 
 
 class Work(StrEnum):
-    """Background work that is no state of a volume."""
+    """Background work that may conflict with a call and is no state of a volume."""
 
     COPIED = "another volume is filled from it, by a temporary snapshot"
     GROWTH = "the extents that it grows by are zeroed"
@@ -63,7 +63,7 @@ class Work(StrEnum):
 
 
 class Call(StrEnum):
-    """Calls on a volume, and operations that Carver begins by itself as if they were calls."""
+    """Kinds of calls on a volume, and of operations that Carver begins by itself."""
 
     CREATE = "CreateVolume of its name; for a pool, of its class"
     COPY_FROM = "CreateVolume with it as the source"
@@ -82,7 +82,7 @@ class Call(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What happens when a call meets a state of a volume or background work."""
+    """What happens to a call because of a volume's state, or of background work."""
 
     BESIDE = "both go on"
     JOINS = "the call waits a moment, and is OK: the work is on record"
@@ -97,7 +97,7 @@ class Outcome(StrEnum):
 
 
 def _calls(**others: Outcome) -> Mapping[Call, Outcome]:
-    """Return the outcomes of a row by the call; BESIDE for calls that are not given."""
+    """Return the outcome of each call, for a row of the table; BESIDE for calls not given."""
     return MappingProxyType({call: others.get(call.name, Outcome.BESIDE) for call in Call})
 
 
@@ -110,30 +110,31 @@ _NOT_OWN = dict.fromkeys(
     Outcome.NOT_OWN,
 )
 
-# Function that makes the error of a call that is stopped, from the volume's id and tags.
+# Type of a function that makes the error of a call that a volume's state excludes, from the
+# volume's id and tags.
 _Problem = Callable[[str, Mapping[str, str]], errors.AgentError]
 
 
 def _no_volume(volume_id: str, _: Mapping[str, str]) -> errors.AgentError:
-    """Make the error that says that a volume does not exist."""
+    """Return the error that says that a volume does not exist; for `Row.problem`."""
     return errors.NoSuchVolume(volume_id)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table: what is true of a volume in a state.
+    """One row of the table of states: what is true of a volume in the state.
 
     - `what` describes the state, `ended_by` says what ends it, and `calls` has the outcome of each
       call.
     - `has_tag`: the tag `state` records the state. Other states follow from other tags or from the
       layout, or only this process knows them.
     - `is_listed`: ListVolumes, `carver volume list` and ControllerListVolumeHealth show the volume.
-    - `is_callers`: the caller of a CreateVolume that failed deletes the volume.
-    - `orphan`: the name that `carver orphans` uses for the volume if nothing refers to it. Empty if
-      only what ends the state may remove the volume.
-    - `is_noted`: calls that read no report know the state by a note in this process, made at the
-      start (agent/volumes/holds.py). Other states have jobs.
-    - `problem`: makes the error of a call that the record stops.
+    - `is_callers`: if a CreateVolume call failed and left the volume, the caller deletes it.
+    - `orphan`: the kind under which `carver orphans` lists the volume if nothing refers to it.
+      Empty if only `ended_by` may remove the volume.
+    - `is_noted`: calls that read no report of lvm2's know the state by a note in this process, made
+      at the start (agent/volumes/holds.py). For other states they find jobs.
+    - `problem`: returns the error of a call that the volume's state excludes.
     """
 
     what: str
@@ -147,8 +148,8 @@ class Row:
     problem: _Problem = _no_volume
 
 
-# The table of states, in order of precedence: if a volume has several states, the first row that
-# stops a call decides.
+# Table of the states of volumes, in order of precedence: if a volume has several states, the first
+# row that stops a call decides.
 STATES: Mapping[State, Row] = MappingProxyType(
     {
         State.DELETED: Row(
@@ -220,8 +221,8 @@ STATES: Mapping[State, Row] = MappingProxyType(
         State.HELD: Row(
             "its last snapshot is sent to another node, by this process alone",
             EndedBy.MOVE,
-            # ADOPT stands here for --undo only: to adopt an adopted volume again changes nothing,
-            # and does not ask the table.
+            # The outcome of ADOPT is for `carver volume adopt --undo` only: to adopt an adopted
+            # volume again changes nothing, and does not ask the table.
             _calls(USE=Outcome.NOT_OWN, DELETE=Outcome.NOT_OWN, ADOPT=Outcome.NOT_OWN),
             has_tag=False,
             is_listed=True,
@@ -248,12 +249,13 @@ STATES: Mapping[State, Row] = MappingProxyType(
     }
 )
 
-# The table of background work that is no state of a volume.
+# Table of the background work that is no state of a volume, with the outcome of each call.
 WORK: Mapping[Work, Mapping[Call, Outcome]] = MappingProxyType(
     {
         Work.COPIED: _calls(
-            # A volume in use grows when the temporary snapshot is gone. A pod can start before
-            # that: kubelet gets FAILED_PRECONDITION, and the next stage grows the volume.
+            # While a volume in use is copied, it cannot grow before its temporary snapshot is gone.
+            # A pod can start nevertheless: kubelet gets FAILED_PRECONDITION, and the next stage
+            # grows the volume.
             EXPAND=Outcome.ABORTED,
             EXPAND_OTHER=Outcome.ABORTED,
             DELETE=Outcome.REFUSED,
@@ -284,14 +286,14 @@ WORK: Mapping[Work, Mapping[Call, Outcome]] = MappingProxyType(
     }
 )
 
-# The state that is ended by each `EndedBy`.
+# Map from each `EndedBy` to the state that it ends.
 _ENDED_BY = {row.ended_by: state for state, row in STATES.items()}
-# The states that the tag `state` records, by its value.
+# Map from each value of the tag `state` to the state that it records.
 _TAGGED = {str(state): state for state, row in STATES.items() if row.has_tag}
-# Tags that, in the state COPYING, only a volume made from another volume or from a snapshot has.
-# FROM is such a tag as well, but is not listed here.
+# Keys of tags, beside FROM, that prove for a volume in the state COPYING that it is filled from a
+# volume or a snapshot, and not only zeroed.
 _OF_COPIES = frozenset({tag.BRIDGE, tag.FORMATTED, tag.SEALED, tag.SHARED_KEY})
-# Tags of volumes that are created or removed in several steps.
+# Keys of tags that mark a volume as one that is created or removed in several steps.
 _IN_STEPS = frozenset(
     {
         tag.FROM,
@@ -307,7 +309,7 @@ _IN_STEPS = frozenset(
 
 
 class Recorded(Protocol):
-    """A volume by its record."""
+    """Interface of a volume's record, such as `records.Volume`, for this module."""
 
     @property
     def id(self) -> VolumeId:
@@ -321,7 +323,7 @@ class Recorded(Protocol):
 
     @property
     def is_half_made(self) -> bool:
-        """Whether the volume is a RAID that lvm2 was creating when it was killed."""
+        """Whether the volume is a RAID that lvm2 was creating when lvm2 was killed."""
         ...
 
 
@@ -331,73 +333,76 @@ def row_of(ender: EndedBy) -> Row:
 
 
 def outcome(call: Call, work: EndedBy | Work) -> Outcome:
-    """Return what happens when a call meets background work.
+    """Return what happens to a call because of background work, by the table.
 
-    `work` is an `EndedBy`, for its work to end a state, or other background work.
+    `work` is other background work, or an `EndedBy`, for the work that ends a volume's state.
     """
     return (WORK[work] if isinstance(work, Work) else row_of(work).calls)[call]
 
 
 def by_tag(own_tags: Mapping[str, str]) -> State:
-    """Return the state that the tag `state` records; READY if the tag is missing.
+    """Return the state that the tag `state` records; READY if the tag is missing or unknown.
 
-    Without the tag a volume was made in one step. READY is also the state, to be shown, for a value
-    that no version wrote or that only a newer version knows: `faults` keeps such a volume from use.
+    A volume without the tag was created in one step. A value that no version wrote, or that only a
+    newer version knows, is shown as READY; `faults` keeps such a volume from use.
     """
     return _TAGGED.get(own_tags.get(tag.STATE, ""), State.READY)
 
 
 def ended_by(own_tags: Mapping[str, str]) -> EndedBy:
-    """Return what ends the state that the tag `state` records."""
+    """Return the call, or the part of Carver, that ends the state which the tag `state` records."""
     return STATES[by_tag(own_tags)].ended_by
 
 
 def rows(own_tags: Mapping[str, str]) -> list[Row]:
-    """Return the rows of the states of a volume with these tags, in the order of the table."""
+    """Return the table's rows for the states that follow from a volume's tags, in their order."""
     states = _by_tags(own_tags)
     return [row for state, row in STATES.items() if state in states]
 
 
 def is_recorded(own_tags: Mapping[str, str], ender: EndedBy) -> bool:
-    """Whether tags record the state that is ended by `ender`; False if the tag `state` is lost.
+    """Whether the tag `state` records the state that is ended by `ender` (see `EndedBy`).
 
-    Thin pools, and the extents that Carver reserves for growth, have the tag as well.
+    False if the tag is lost. Thin pools have the tag as well, and so have the logical volumes that
+    reserve extents for growth.
     """
     return own_tags.get(tag.STATE) == word_of(ender)
 
 
 def is_deleted_snapshot(logical: report.LogicalVolume) -> bool:
-    """Whether a snapshot, or a reservation for growth, is only to be overwritten and removed.
+    """Whether a snapshot, or extents reserved for growth, only has to be overwritten and removed.
 
-    That follows from one of these facts:
+    `logical` is the snapshot's logical volume, or the one that reserves the extents. One of these
+    facts decides:
 
-    - The logical volume has neither origin nor pool: it was split from its origin, or lvm2 was
-      killed before it got one.
-    - The tag `state` records it as deleted: a disk was missing, so it could not be split.
+    - The logical volume has neither origin nor pool. The snapshot was split from its origin, or
+      lvm2 was killed before the snapshot got its origin. Reserved extents never have an origin.
+    - The tag `state` records the logical volume as deleted. A disk was missing, so the snapshot
+      could not be split from its origin.
     """
     is_lost = not (logical.origin or logical.pool)
     return is_lost or is_recorded(logical.own_tags, EndedBy.ERASER)
 
 
 def faults(own_tags: Mapping[str, str]) -> Iterator[str]:
-    """Yield the faults of tags that record no state that any version of Carver writes.
+    """Yield the faults of a volume's tags that say its state, as texts.
 
-    Such tags were lost, or changed by hand.
+    Faults are tags such as no version of Carver writes: some were lost, or changed by hand.
     """
     has_source = tag.FROM in own_tags
     is_zeroed = tag.ZERO in own_tags and _OF_COPIES.isdisjoint(own_tags)
     if is_recorded(own_tags, EndedBy.COPIER) and not (has_source or is_zeroed):
         yield "`copying` without `from`"
     text = own_tags.get(tag.STATE)
-    # A volume without the tag `state` is complete if it is made in one step. A volume that is made
-    # in several steps may be incomplete.
+    # Accept a volume without the tag `state` only if it was created in one step, and so is
+    # complete. A volume that is created in several steps may be incomplete.
     is_known = text in _TAGGED or (text is None and _IN_STEPS.isdisjoint(own_tags))
     if tag.NAME in own_tags and not is_known:
         yield "no `state`"
 
 
 def of(volume: Recorded) -> list[State]:
-    """Return the states of a volume by its record, in the order of the table."""
+    """Return the states of a volume, by its record, in the order of precedence."""
     states = _by_tags(volume.own_tags) | ({State.HALF_MADE} if volume.is_half_made else set())
     return [state for state in STATES if state in states]
 
@@ -408,14 +413,19 @@ def _by_tags(own_tags: Mapping[str, str]) -> set[State]:
 
 
 def meets(call: Call, volume: Recorded, expected: Outcome) -> bool:
-    """Whether one of the states in a volume's record has the outcome `expected` for a call."""
+    """Whether the table has the outcome `expected` for a call, in one of a volume's states.
+
+    The states are those of the volume's record.
+    """
     return any(STATES[state].calls[call] is expected for state in of(volume))
 
 
 def require(call: Call, volume: Recorded) -> None:
-    """Raise an error if a volume's state, by the volume's record, excludes a call.
+    """Raise an error if one of a volume's states, by the volume's record, excludes a call.
 
-    Raises NoSuchVolume, Copying, OperationPending, Receiving, Moved.
+    Raises NoSuchVolume if the call must not find the volume. Otherwise the error is that of the
+    state: Copying, OperationPending, Receiving or Moved. Outcomes that the operation itself has to
+    bring about, such as HALTS, raise nothing.
     """
     for state in of(volume):
         row, volume_id = STATES[state], str(volume.id)
@@ -428,20 +438,21 @@ def require(call: Call, volume: Recorded) -> None:
 def word_of(ender: EndedBy) -> str:
     """Return the value of the tag `state` for the state that is ended by `ender` (see `EndedBy`).
 
-    The same word is used on the wire.
+    Carver's own RPCs use the same word for the state.
     """
     return str(_ENDED_BY[ender])
 
 
 def tags_for(ender: EndedBy) -> Mapping[str, str]:
-    """Return the tag that records the state that is ended by `ender` (see `EndedBy`)."""
+    """Return the tag `state`, as a dictionary, for the state that is ended by `ender`."""
     return {tag.STATE: word_of(ender)}
 
 
 def hand_over(lvm: Lvm, group: str, name: str, own_tags: Mapping[str, str], ender: EndedBy) -> None:
-    """Record, by one command, that a logical volume is now in the state that `ender` ends.
+    """Change the state that a logical volume's tag `state` records, by one command.
 
-    `own_tags` are the present tags of the logical volume.
+    The new state is the one that is ended by `ender` (see `EndedBy`). `own_tags` are the present
+    tags of the logical volume.
     """
     old_tags = {tag.STATE: str(by_tag(own_tags))}
     volumes.mark(lvm, group, name, old=old_tags, new=tags_for(ender))

@@ -1,7 +1,9 @@
-"""Background work beside the loops of volume groups: periodic tasks, mkfs and fsck, probes.
+"""Background work that is not done by the threads of volume groups (agent/work/group_worker.py).
 
-A probe is an operation that may hang, such as statfs(2) on a broken disk. An error that such work
-raises ends no thread: it is logged once, counted, and the work is retried.
+It is periodic tasks, mkfs and fsck, and probes. A probe is an operation that may hang, such as
+statfs(2) on a broken disk. An error of a periodic task does not end the task's thread: the error is
+logged and counted, and the work is retried. Errors of mkfs, fsck and probes are raised to the
+callers that wait for them.
 """
 
 import contextvars
@@ -26,10 +28,10 @@ _log = logging.getLogger(__name__)
 
 
 def run_all(works: Mapping[str, Callable[[], object]], seconds: float) -> None:
-    """Run several functions at the same time, each under its name, and wait for their end.
+    """Run several functions, each in its own thread; wait at most `seconds` until all have ended.
 
-    The wait is at most `seconds`. An error of a function is logged, and so is a function that has
-    not ended by then; neither delays the other functions.
+    `works` has the functions by the names under which they are logged. An error of a function is
+    logged, and so is a function that has not ended in time; no error is raised.
     """
     futures = {name: _begun(name, work) for name, work in works.items()}
     wait(futures.values(), seconds)
@@ -41,9 +43,10 @@ def run_all(works: Mapping[str, Callable[[], object]], seconds: float) -> None:
 
 
 class Attempts:
-    """Several attempts, each of which is made even if an earlier one failed.
+    """Context manager for several attempts, each of which is made even if an earlier one failed.
 
-    At the end of the context, an ExceptionGroup of the errors is raised.
+    At the end of the `with`, an ExceptionGroup of the errors of all attempts is raised, if there
+    are any.
     """
 
     def __init__(self) -> None:
@@ -58,7 +61,7 @@ class Attempts:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Make one attempt in the context; keep its error to be raised after all attempts."""
+        """Run the body as one attempt; suppress its error until the end of all attempts."""
         try:
             yield
         except Exception as error:
@@ -73,18 +76,21 @@ def reasons(error: BaseException) -> str:
 
 
 def _begun(name: str, work: Callable[[], object]) -> Future[object]:
-    """Begin a function in a thread; return a future of its end."""
+    """Run a function in a new thread; return a future of the function's result.
+
+    If no thread can be started, the function is not run, and the future has the error.
+    """
     try:
         return command.begin(f"end {name}", work)
     except RuntimeError as error:
-        # Without a thread the function is not run: in the present thread it could hang, and delay
-        # the other functions.
+        # Do not run the function in the present thread, although no other thread can be started:
+        # the function could hang, and delay the other functions.
         future = Future[object]()
         future.set_exception(error)
         return future
 
 
-# Errors whose message says all; their stack trace is not logged.
+# Errors that are logged without a stack trace, because the message says enough.
 _EXPECTED = (errors.AgentError, mount_errors.CommandError, OSError)
 
 
@@ -117,9 +123,9 @@ class PeriodicTask:
         self._longest_retry_seconds = longest_retry_seconds or self._retry_seconds
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        # The number of failures in a row, and the message of the last failure.
+        # The number of runs in a row that failed, and the message of the last failure.
         self._in_a_row, self._problem = 0, ""
-        # Time until the next retry after a failure, in seconds.
+        # Time until the retry after the next failure of the task, in seconds.
         self._pause_seconds = self._retry_seconds
 
     @property
@@ -137,7 +143,7 @@ class PeriodicTask:
         self._thread = thread
 
     def stop(self) -> None:
-        """Let no further run begin; a run in progress continues."""
+        """Let no further run of the task begin; a run in progress continues."""
         self._stopping.set()
 
     def join(self, seconds: float | None = None) -> None:
@@ -146,7 +152,10 @@ class PeriodicTask:
             self._thread.join(seconds)
 
     def run_once(self) -> float:
-        """Do the work once; return the seconds until the next run. Raises no error."""
+        """Do the task's work once; return the seconds until the next run.
+
+        An error of the work is counted and logged, and not raised.
+        """
         try:
             is_due_again = self._work()
         except Exception as error:
@@ -165,17 +174,17 @@ class PeriodicTask:
         return 0.0 if is_due_again else self._interval_seconds
 
     def _run(self) -> None:
-        """Repeat the work until `stop`, in the task's thread."""
+        """Repeat the task's work until `stop`; this is the function of the task's thread."""
         pause_seconds = self._first_seconds
         while not self._stopping.wait(pause_seconds):
             pause_seconds = self.run_once()
 
 
 def all_or_each(names: Sequence[str], action: Callable[[Sequence[str]], object]) -> None:
-    """Act on several volumes by one command; if lvm2 refuses that, act on each volume by itself.
+    """Call `action` for several volumes by one command; if lvm2 fails, call it for each volume.
 
-    So a volume that lvm2 refuses does not keep the action from the other volumes. Raises an
-    ExceptionGroup of the errors for single volumes.
+    So one volume that lvm2 refuses does not keep the others from the action. Raises an
+    ExceptionGroup of the errors for single volumes, or CommandFailed if only one volume is named.
     """
     try:
         action(names)
@@ -190,25 +199,26 @@ def all_or_each(names: Sequence[str], action: Callable[[Sequence[str]], object])
 
 T = TypeVar("T")
 
-# Maximum number of things whose last results are kept.
+# Maximum number of probed things, such as thin pools, whose last results are kept.
 _MOST_KEPT = 4096
-# Maximum number of probes that may run, or hang, at the same time in one pool or one group. If so
-# many hang, a further probe would hang too.
+# Maximum number of probes that may run, or hang, at the same time in one pool or volume group. If
+# so many hang, a further probe would hang too.
 _MOST_AT_ONCE = 4
-# Age of a running probe, in seconds, above which later callers no longer wait for its end.
+# Age of a running probe, in seconds, from which callers that did not begin the probe no longer wait
+# for its end.
 _PATIENCE_SECONDS = 2.0
-# Minimum time limit of the wait for a new probe, in seconds, even if earlier probes took all of the
-# caller's time. Most probes end sooner.
+# Minimum time limit of the wait for a probe that the caller began, in seconds. It applies even if
+# earlier probes took all of the caller's time. Most probes end sooner.
 _LEAST_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Seen(Generic[T]):
-    """The last result of a probe, and whether a probe hangs at present.
+    """The result of a probe, or an earlier result if the probe did not end in time.
 
-    `value` is the result, or the previous result while a probe is in progress, or None if there is
-    no previous result. `hanging_seconds` is the time since that probe began, or 0 if it ended in
-    time.
+    `value` is the result. If the probe did not end in time, it is the last earlier result of a
+    probe of the same thing, or None. `hanging_seconds` is the time since the probe began, in
+    seconds, or 0 if the probe ended in time.
     """
 
     value: T | None
@@ -224,10 +234,11 @@ class _Probe(Generic[T]):
 
 
 class Probes(Generic[T]):
-    """Runs probes, which may hang, in threads: one at a time for each thing, four for each place.
+    """Runs probes in threads: operations that may hang, such as reading the status of a pool.
 
-    `target` names the thing that is probed, `place` its pool or volume group. A caller waits no
-    longer than its time limit; then it gets the last result.
+    At most one probe runs at a time for each `target`, the thing that is probed, and at most four
+    for each `place`, the pool or volume group of the things. A caller waits no longer than its time
+    limit; then it gets the last earlier result.
     """
 
     def __init__(self) -> None:
@@ -238,11 +249,12 @@ class Probes(Generic[T]):
     def probe(
         self, target: str, work: Callable[[], T], until_seconds: float, place: str = ""
     ) -> Seen[T]:
-        """Run a probe and wait for its result until a time (monotonic, seconds).
+        """Run `work` as a probe of `target`; wait for the result, or return an earlier result.
 
-        Raises what `work` raises. A probe of the same thing that is running is joined. In one
-        `place` four probes run at the same time. While all of these hang, no further probe is
-        begun, and the requested one counts as hanging.
+        The wait ends at `until_seconds` (monotonic). If a probe of `target` is running already, it
+        is waited for instead, until it is two seconds old. In one `place` at most four probes run
+        at the same time. While four run, no further probe is begun, and the requested one counts as
+        hanging if none of the four ends in time. Raises the error of a probe that ended in time.
         """
         while True:
             awaited, is_new = self._awaited(target, work, place)
@@ -263,9 +275,9 @@ class Probes(Generic[T]):
     def _awaited(
         self, target: str, work: Callable[[], T], place: str
     ) -> tuple[Sequence[_Probe[T]], bool]:
-        """Return the probes to wait for, and whether a probe was begun now.
+        """Return the probes of which one has to end, and whether this method began the probe.
 
-        The result is the running or new probe of `target`, or all probes of the same place if no
+        The probes are the running or new probe of `target`, or all probes of the same place if no
         further probe may run in that place.
         """
         with self._guard:
@@ -280,7 +292,7 @@ class Probes(Generic[T]):
             return [probe], True
 
     def _do(self, target: str, work: Callable[[], T]) -> T:
-        """Run a probe and keep its result."""
+        """Run a probe of `target` in the present thread, and keep the result as the last one."""
         try:
             value = work()
             with self._guard:
@@ -294,8 +306,8 @@ class Probes(Generic[T]):
                 del self._running[target]
 
 
-# Maximum number of mkfs and fsck that run at the same time in one volume group. More would not make
-# its disks faster.
+# Maximum number of mkfs and fsck that run at the same time in one volume group. More at a time
+# would not end sooner, since they share the group's disks.
 _AT_ONCE = 8
 
 
@@ -306,10 +318,10 @@ class _Detached:
     recheck: Callable[[], None]
     work: Callable[[], None]
     place: GroupLock
-    # The outcome. The future is running from the start of the work on; if it is cancelled before,
-    # the work never starts.
+    # The future with the task's outcome. It is in the state "running" from the start of the work
+    # on. If it is cancelled before the start, the work never starts.
     ended: Future[None] = field(default_factory=Future)
-    # Whether a tag records the task. No tag does.
+    # Whether a tag records the task; always false. `Conflicts` reads this attribute of each job.
     on_record: ClassVar = False
     started_seconds: float = field(default_factory=time.monotonic)
 
@@ -322,14 +334,14 @@ class _Detached:
                     self.recheck()
                 self.work()
             except BaseException as error:
-                # Each error, of whatever class, is raised by the call that waits for the task.
+                # Keep each error, of whatever class, for the call that waits for the task.
                 self.ended.set_exception(error)
             else:
                 self.ended.set_result(None)
 
     @property
     def goes_on(self) -> bool:
-        """Whether the task may still write to its volume."""
+        """Whether the task has not ended, so that it may still write to its volume."""
         return not self.ended.done()
 
     def problem(self) -> errors.StillAtWork:
@@ -337,17 +349,18 @@ class _Detached:
         return errors.StillAtWork(self.volume_id, self.name, seconds)
 
 
-# Name of the task that makes a volume's file system.
+# Name of the detached task (`DetachedTasks`) that makes a volume's file system.
 MKFS = "mkfs"
 
 
 class DetachedTasks:
-    """mkfs and fsck, which may outlive the RPC that began them; one task for each volume.
+    """Runs of mkfs and fsck, which may outlive the RPC that began them; one for each volume.
 
-    The next RPC waits for the same task: a task that each RPC began anew would never end. Eight
-    tasks run at the same time for one volume group, by a lock with eight slots for each group. So a
-    group that hangs delays no other group. A task that waits for a slot is cancelled when its
-    volume is deleted, because the name may be another volume's later. A task has no other limit.
+    The next RPC for the volume waits for the same task: if each RPC began the task anew, the task
+    would never end. At most eight tasks run at the same time for one volume group, by a lock of the
+    group with eight slots. So a volume group that hangs delays no other group. A task that waits
+    for a slot is cancelled when its volume is deleted, because another volume may get the name
+    later. A task has no time limit.
     """
 
     def __init__(self) -> None:
@@ -363,11 +376,11 @@ class DetachedTasks:
         work: Callable[[], None],
         recheck: Callable[[], None],
     ) -> None:
-        """Run a task for a volume and wait for its end; raise its error, or StillAtWork.
+        """Run `work` for a volume in a new thread, and wait for its end; raise its error.
 
-        StillAtWork is raised at the caller's deadline. The task itself has no deadline. If the task
-        had to wait for a slot, `recheck` is called before `work`, and raises if the caller's view
-        of the volume is no longer true.
+        Raises StillAtWork if the task has not ended at the caller's deadline; the task then goes
+        on. If the task had to wait for a slot, `recheck` is called before `work`, and raises if the
+        volume is no longer as the caller saw it.
         """
         with self._guard:
             if group not in self._places:
@@ -375,7 +388,7 @@ class DetachedTasks:
                 self._places[group] = place
             task = _Detached(volume_id, task_name, recheck, work, self._places[group])
             self._detached[volume_id] = task
-        # The task runs in a context of its own, without the caller's deadline.
+        # Run the task in a new contextvars context, which does not have the caller's deadline.
         try:
             command.begin(task_name, partial(contextvars.Context().run, task.run))
         except BaseException:
@@ -385,13 +398,16 @@ class DetachedTasks:
         self.finish(volume_id)
 
     def finish(self, volume_id: str) -> None:
-        """Wait for the task that an earlier call began for a volume, if any; raise as `do` does."""
+        """Wait for the task that an earlier call began for a volume; return at once without one.
+
+        Raises the task's error, and StillAtWork if the task has not ended at the caller's deadline.
+        """
         with self._guard:
             task = self._detached.get(volume_id)
         if task is None:
             return
-        # The call's trace has the wait as a step, but not the program that the task runs: the
-        # program may outlive the call.
+        # Add the wait to the call's trace, and not the program that the task runs: the program may
+        # outlive the call.
         with trace.step(trace.WAIT, task.name):
             wait([task.ended], command.remaining_seconds())
         if not task.ended.done():
@@ -400,13 +416,19 @@ class DetachedTasks:
         task.ended.result()
 
     def mkfs_of(self, volume_id: str) -> _Detached | None:
-        """Return a volume's mkfs that is running or waits for a slot; None if there is none."""
+        """Return the mkfs that an RPC began for a volume; None if there is none.
+
+        The mkfs is running, waits for a slot, or has ended and no later RPC has seen its outcome.
+        """
         with self._guard:
             task = self._detached.get(volume_id)
         return task if task is not None and task.name == MKFS else None
 
     def cancel(self, volume_id: str) -> None:
-        """Cancel the task of a volume that is deleted; raise StillAtWork if the task is running."""
+        """Cancel the waiting task of a volume that is to be deleted, if there is one.
+
+        Raises StillAtWork if the task is running. A task that has ended is dropped.
+        """
         with self._guard:
             task = self._detached.get(volume_id)
         if task is not None and not (task.ended.cancel() or task.ended.done()):

@@ -1,16 +1,18 @@
-"""One loop for each volume group: it does the group's background work, one step at a time.
+"""Background work of volume groups: one loop for each group, which does one step at a time.
+
+A loop runs in a background thread of its volume group.
 
 The state in LVM's metadata, as tags, says what work is due. A kind of work (`Jobs`) has two
-functions: `due_jobs` finds the jobs that are due in a group by a fresh report, and `steps` does one
-job in steps. The loop repeats:
+functions: `due_jobs` finds the jobs that are due in a group by a fresh report of lvm2's, and
+`steps` does one job in steps. The loop repeats:
 
 1. Take the most urgent job that has a step due.
 2. Do one step of that job.
 
 The loop is level-triggered, as the reconcilers of Kubernetes' controllers are: a job is derived
-from the state, never from an event. So a start only has to look for jobs. A minute after a job
-failed, the state is looked at again. If the job is still due by the state, it is begun anew, from
-the beginning.
+from the state, never from an event. So the start of the service only has to search for due jobs. A
+minute after a job failed, the state is read again. If the job is still due by the state, it is
+begun anew, from the beginning.
 
 Among equally urgent jobs, the smallest job and the oldest job get a step alternately. So a small
 deletion does not wait for the copy of a terabyte, and a large job comes to its end. I/O to the
@@ -45,60 +47,64 @@ from mount import mount_errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-# Time limit of a step, in seconds, after which another thread continues the loop of the group.
+# Time limit of a step of background work, in seconds. If a step takes longer, another thread
+# continues the loop of the volume group.
 _SLOW_SECONDS = 2.0
-# Maximum number of steps of one kind that may hang in a group. If so many hang, a further step
-# would hang too.
+# Maximum number of steps of one kind of work that may hang in a volume group. If so many hang, a
+# further step would hang too.
 _MOST_HANGING = 2
-# Time after which the idle thread of a group without jobs ends, in seconds.
+# Time after which the idle background thread of a volume group without jobs ends, in seconds.
 _IDLE_SECONDS = 60.0
-# Time limit for a cancelled job to reach a safe point, in seconds. A job that takes longer has a
-# disk that hangs.
+# Time limit of the wait until a cancelled job reaches a safe point, in seconds. A job that takes
+# longer waits for a disk that hangs.
 _ENDING_SECONDS = 10.0
-# Time limit of a search for the jobs of a group by its fresh state, in seconds.
+# Time limit for finding by a volume group's fresh state which failed jobs are still due, in
+# seconds.
 _LOOKING_SECONDS = 60.0
-# Part of the retry interval within which failed jobs of one kind are retried together.
+# Part of the retry interval: failed jobs of one kind whose retries are due within this part of the
+# interval are retried together.
 _TOGETHER = 0.1
-# Errors whose message says all; their stack trace is not logged.
+# Errors that are logged without a stack trace, because the message says enough.
 _EXPECTED = (errors.AgentError, mount_errors.CommandError, OSError)
 
-# The steps of a job. A step ends at a `yield`, which is a safe point, where the job can be stopped
-# for good: no lock, no I/O slot of the pace and no time limit is held across a `yield`. The yielded
-# value is the time until the next step is due, in seconds.
+# Type of the steps of a job: a generator that ends each step by a `yield`. A `yield` is a safe
+# point, where the job can be stopped for good: no lock, no I/O slot of the pace and no time limit
+# is held across a `yield`. The yielded value is the time until the next step is due, in seconds.
 Steps = Iterator[float]
-# Yielded value of a step whose next step is due at once. Other jobs get a step before that.
+# Value that a step yields if the job's next step is due at once. Other jobs may get a step first.
 AGAIN = 0.0
 
 
 class Stopping(errors.OperationPending):
-    """Raised when a job was cancelled or the service ends; the caller must start the job again."""
+    """Raised when a background job was cancelled, or cannot begin because the service ends."""
 
 
 @dataclass(eq=False)
 class Job:
     """A job: background work on the volume, pool or volume group with the id `key`.
 
-    `ended` is a future with the outcome. `on_record` means that tags record the job and that its
-    caller has had an answer, so that the loop has to retry the job. `size_bytes` is the number of
-    bytes that the job erases or copies.
+    `ended` is a future with the outcome. `on_record` means that LVM tags record the job, and that
+    the call which began it was answered: if the job fails, it is retried in the background.
+    `size_bytes` is the number of bytes that the job erases or copies.
     """
 
     key: str
     size_bytes: int = 0
     on_record: bool = True
-    # The message of the last error, which is not logged again, and the number of errors in a row.
+    # The message of the job's last error, which is not logged again, and the number of errors in a
+    # row.
     logged: str = ""
     failures: int = 0
-    # The next three fields are not copied to the job that replaces a failed one.
+    # The next three fields are made anew for the job that replaces a failed one.
     progress: Progress = field(default_factory=Progress, init=False)
     cancelled: threading.Event = field(default_factory=threading.Event, init=False)
     ended: Future[None] = field(default_factory=Future, init=False)
-    # The loop alone uses the remaining fields. `due_seconds` is the time at which the next step is
-    # due, or after a failure the retry (monotonic, seconds).
+    # The time at which the job's next step is due, or after a failure the retry (monotonic,
+    # seconds). This field and the next ones are used by the volume group's background loop alone.
     due_seconds: float = field(default=math.inf, init=False)
     # The steps of the job, once the first step has begun.
     steps: Steps | None = field(default=None, init=False)
-    # Whether a thread does a step of the job now.
+    # Whether a thread is in a step of the job now.
     at_work: bool = field(default=False, init=False)
     # Number in the order in which the jobs of the group were added.
     number: int = field(default=0, init=False)
@@ -107,7 +113,7 @@ class Job:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the job has not ended, or has failed and will be retried."""
+        """Whether the job is still to be done: it has not ended, or will be retried."""
         return self.on_record or not self.ended.done()
 
     @property
@@ -117,12 +123,18 @@ class Job:
         return max(0, total_bytes - self.progress.done_bytes) if total_bytes else math.inf
 
     def check(self) -> None:
-        """Raise Stopping if the job was cancelled; called while a step waits, and between steps."""
+        """Raise Stopping if the job was cancelled.
+
+        Called before each step, and now and then by steps that wait.
+        """
         if self.cancelled.is_set():
             raise Stopping(self.key)
 
     def end(self, stopping: Stopping) -> None:
-        """End the job at a safe point, for good. A job that has ended already is left unchanged."""
+        """End the job at a safe point, for good, with the error `stopping` as its outcome.
+
+        The outcome of a job that has ended already is left unchanged.
+        """
         if isinstance(self.steps, Generator):
             self.steps.close()
         with suppress(InvalidStateError):
@@ -133,12 +145,14 @@ J = TypeVar("J", bound=Job)
 
 
 class Jobs(Generic[J]):
-    """The jobs of one kind of work: one job for each key, done by the loop of the key's group.
+    """The background jobs of one kind: at most one for each key, done by the key's volume group.
 
-    `steps` does a job; a plain function does a job that has one step only. `due_jobs` returns an
-    iterator of the jobs that are due in a group by its fresh state, or raises if the state cannot
-    be read, for instance because the group is not on this node. Each job is taken before the
-    iterator is asked for the next one, so `due_jobs` may hold a lock in between.
+    The key is the id of a volume or pool, or the name of a volume group; the job is done by the
+    background loop of that group. `steps` does a job; a plain function does a job that has one step
+    only. `due_jobs` returns an iterator of the jobs that are due in a volume group by its fresh
+    state. It raises if the state cannot be read, for instance because the group is not on this
+    node. Each job is started before the iterator is asked for the next one, so `due_jobs` may hold
+    a lock in between.
 
     `clear_failed` is called with a failed job that is no longer due by the state. Without
     `due_jobs`, a failed job is retried unchanged. `failure` is the log line of an error, with %s
@@ -163,17 +177,18 @@ class Jobs(Generic[J]):
         self.kind, self.steps, self.urgent, self.survives_halt = kind, steps, urgent, survives_halt
         self._workers, self._due_jobs, self._clear_failed = workers, due_jobs, clear_failed
         self._failure, self._level = failure, level
-        # Time until the retry of a failed job, in seconds, and the shorter time after an unknown
-        # outcome: the fresh state shows the outcome.
+        # Time until the retry of a failed job, in seconds; and the shorter time until the retry of
+        # a job whose outcome is unknown, since a fresh state shows the outcome.
         self.retry_seconds, self.soon_seconds = retry_seconds, 1.0
         self._failures: Counter[str] = Counter()
 
     def start(self, job: J, after_seconds: float = 0.0) -> J:
-        """Start a job, after a delay if one is given; return the job that is to be waited for.
+        """Start a job, after a delay if one is given; return the job that the caller waits for.
 
-        If an unfinished job has the same key, that job is returned. Raises Stopping while a call
-        has the key halted, and RuntimeError if no thread can be started. When the service ends, no
-        job begins: the returned job has ended with Stopping.
+        If a job with the same key has not ended yet, that job is returned, and `job` is not
+        started. Raises Stopping while a call has halted the key (`halted`), and RuntimeError if no
+        thread can be started. When the service ends, no job begins: the returned job has ended with
+        Stopping.
         """
         worker = self._worker(job.key)
         with worker.guard:
@@ -187,10 +202,11 @@ class Jobs(Generic[J]):
             return job
 
     def wake(self, job: J, after_seconds: float) -> None:
-        """Have the next step of a job done after a delay; the job is started if need be.
+        """Make the next step of the job with the key of `job` due after a delay, or earlier.
 
-        A wake during a step causes one more step. If no thread can be started, that is logged, and
-        the step is done once a thread is available.
+        If there is no job with that key, `job` is started. A wake during a step causes one more
+        step. If no thread can be started, that is logged, and the step is done once a thread is
+        available.
         """
         worker = self._worker(job.key)
         with worker.guard:
@@ -203,8 +219,8 @@ class Jobs(Generic[J]):
     def wait(self, job: J, seconds: float) -> bool:
         """Wait at most `seconds` for the end of a job; return whether the job has ended.
 
-        A caller that is itself a step of the same group's loop would wait in vain, because it
-        occupies the loop. Such a caller does the steps of the awaited job itself.
+        A caller that is itself a step of a job of the same volume group would wait in vain, because
+        it occupies the group's thread. Such a caller does the steps of the awaited job itself.
         """
         worker = self._worker(job.key)
         if not worker.is_own_thread:
@@ -215,18 +231,18 @@ class Jobs(Generic[J]):
         return job.ended.done()
 
     def has(self, key: str) -> bool:
-        """Whether there is a job for the key that has not succeeded yet."""
+        """Whether a job for this key has not succeeded yet: it is queued, running or failed."""
         return self.of(key) is not None
 
     def of(self, key: str) -> J | None:
-        """Return the job for the key that has not succeeded yet, if there is one."""
+        """Return the job for this key that is queued, running or failed; None if there is none."""
         if (worker := self._workers.find(_group_of(key))) is None:
             return None
         with worker.guard:
             return self._of(worker, key)
 
     def unfinished(self) -> list[J]:
-        """Return the jobs of this kind, in all groups, that have not succeeded yet."""
+        """Return the jobs of this kind, in all volume groups, that have not succeeded yet."""
         jobs: list[J] = []
         for worker in self._workers.every():
             with worker.guard:
@@ -234,25 +250,31 @@ class Jobs(Generic[J]):
         return jobs
 
     def progress(self) -> Mapping[str, str]:
-        """Return the progress of the jobs that have not succeeded yet, as text by job key."""
+        """Return the progress of each job that has not succeeded yet, as text, by the job's key."""
         return {job.key: str(job.progress) for job in self.unfinished()}
 
     def counts(self) -> Mapping[str, int]:
-        """Return the numbers of jobs that are queued, running, and failed with a retry to come."""
+        """Return the numbers of jobs by their state: queued, running, or failed.
+
+        A failed job may be retried.
+        """
         states = Counter(_state(job) for job in self.unfinished())
         return {state: states[state] for state in ("queued", "running", "failed")}
 
     def failures(self) -> Mapping[str, int]:
-        """Return the number of failures in each volume group until now, retries included."""
+        """Return the number of failures of such jobs until now, by the name of the volume group.
+
+        Failures of retries count as well.
+        """
         return dict(self._failures)
 
     @contextmanager
     def halted(self, key: str) -> Iterator[None]:
-        """Cancel the job of a key, and let no job for the key begin while the context lasts.
+        """Cancel the job of a key, and let no job for the key begin within the `with`.
 
-        If the body of the context fails, a cancelled job that is on record begins anew, if it is
-        still due by the group's state. Raises Stopping if the job does not end within ten seconds
-        because its disk does not answer.
+        The body begins when the job has ended at a safe point. If the body fails, a job that is on
+        record begins anew, if it is still due by the volume group's state. Raises Stopping if the
+        job does not end within ten seconds, as when its disk does not answer.
         """
         worker, place = self._worker(key), (self.kind, key)
         has_failed = True
@@ -272,7 +294,7 @@ class Jobs(Generic[J]):
         finally:
             with worker.guard:
                 worker.barred[place] -= 1
-                # Remove the counts of jobs that no call halts any more.
+                # Remove the entries of keys that no call halts any more.
                 worker.barred = +worker.barred
                 # Other calls may have the job halted, too. The last one decides.
                 if place not in worker.barred:
@@ -300,7 +322,7 @@ class Jobs(Generic[J]):
         job.end(Stopping(job.key))
 
     def forget(self, key: str) -> None:
-        """Cancel the job of a key for good; a step in progress is continued to its end."""
+        """Drop the job of a key, and cancel it for good; a step in progress is not interrupted."""
         if (worker := self._workers.find(_group_of(key))) is None:
             return
         with worker.guard:
@@ -309,9 +331,10 @@ class Jobs(Generic[J]):
             worker.cancel(job)
 
     def look(self, group: str) -> int:
-        """Start all jobs that are due in a group by its fresh state; return the number of due jobs.
+        """Start all jobs of this kind that are due in a volume group by its fresh state.
 
-        Raises an ExceptionGroup of the errors, after each job was tried.
+        Returns the number of the group's due jobs. Raises an ExceptionGroup of the errors, after it
+        tried to start each job.
         """
         number = 0
         with Attempts() as attempts, attempts.one():
@@ -322,7 +345,11 @@ class Jobs(Generic[J]):
         return number
 
     def do_step(self, worker: "GroupWorker", job: J) -> None:
-        """Do the next step of a job; only the loop calls this."""
+        """Do the next step of a job; only the loop of the job's volume group calls this.
+
+        For a failed job whose retry is due, find out whether the job is still due (`_look_again`).
+        No error of the step is raised: it becomes the job's outcome.
+        """
         try:
             if job.ended.done():
                 self._look_again(worker, job)
@@ -341,32 +368,37 @@ class Jobs(Generic[J]):
                 self._fail(worker, job, error)
         else:
             with worker.guard:
-                # A wake during the step may have asked for an earlier next step.
+                # Keep an earlier time that a wake during the step has set.
                 due_seconds = time.monotonic() + pause_seconds
                 job.due_seconds = min(job.due_seconds, due_seconds)
 
     def _fail(self, worker: "GroupWorker", job: J, error: BaseException) -> None:
-        """Note and log the failure of a job, and have the job retried if it is on record."""
-        # An unknown outcome is retried soon, but only once in a row: if the outcome is unknown
-        # again, the state does not show it.
+        """Count and log the failure of a job, and end the job with its error.
+
+        A job with `on_record` is retried later.
+        """
+        # Retry a job whose outcome is unknown soon, but only once in a row: if the outcome is
+        # unknown again, the state does not show it.
         is_doubt = isinstance(error, mount_errors.OutcomeUnknown) and not job.logged
         seconds = self.soon_seconds if is_doubt else self.retry_seconds
         self._failures[_group_of(job.key)] += 1
         job.failures += 1
         self._log(job, error)
-        # The future is done before `on_record` is read. So a call that sets `on_record` at the same
-        # time either finds that the job has ended, or the job is retried.
+        # Complete the future before `on_record` is read. So a call that sets `on_record` at the
+        # same time either finds that the job has ended, or the job is retried.
         job.ended.set_exception(error)
         with worker.guard:
-            # A wake during the step may have asked for an earlier retry.
+            # Keep an earlier time that a wake during the step has set.
             if job.on_record:
                 job.due_seconds = min(job.due_seconds, time.monotonic() + seconds)
 
     def _look_again(self, worker: "GroupWorker", failed: J) -> None:
-        """Begin the failed jobs of a volume group anew if they are still due by its fresh state.
+        """Begin failed jobs of a volume group anew if they are due by the group's fresh state.
 
-        Jobs that are no longer due are dropped. The state is read once for all failed jobs of this
-        kind whose retry is due soon.
+        Jobs that are no longer due are dropped, and passed to `clear_failed`. The state is read
+        once for the job `failed` and for all failed jobs of this kind whose retries are due soon.
+        If the state cannot be read, that is logged and the jobs are retried later. Without
+        `due_jobs`, only `failed` is begun anew.
         """
         until_seconds = time.monotonic() + _TOGETHER * self.retry_seconds
         with worker.guard:
@@ -397,7 +429,10 @@ class Jobs(Generic[J]):
                 self._clear_failed(old_job)
 
     def _replace(self, worker: "GroupWorker", failed_job: J, job: J) -> None:
-        """Replace a failed job by a new one, unless a call has halted or forgotten the old job."""
+        """Replace a failed job by a new one that is due at once.
+
+        Nothing is done if a call has halted or forgotten the failed job meanwhile.
+        """
         with worker.guard:
             place = (self.kind, job.key)
             if worker.jobs.get(place) is failed_job and place not in worker.barred:
@@ -420,12 +455,12 @@ class Jobs(Generic[J]):
 
 
 class PeriodicJobs:
-    """Work that is repeated at an interval in each of several volume groups, as one job for each.
+    """Work that is repeated at an interval in each of several volume groups, by one job for each.
 
-    `groups` returns the groups' names at each moment; the job of a group that is no longer among
-    them ends at its next run. `work` is called with a group's name `interval_seconds` after the
+    `groups` returns the present names of these groups. The job of a group that is no longer among
+    these ends at its next run. `work` is called with a group's name `interval_seconds` after the
     start, then `interval_seconds` after each run, or at once after a run that returned True.
-    `failure` is logged with %s for the group and for the error.
+    `failure` is logged for a failed run, with %s for the group and for the error.
     """
 
     def __init__(
@@ -445,28 +480,28 @@ class PeriodicJobs:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the work is repeated in any group."""
+        """Whether the work is repeated in any volume group."""
         return bool(self._jobs.unfinished())
 
     def failures(self) -> Mapping[str, int]:
-        """Return the number of failed runs until now, by the groups' names."""
+        """Return the number of failed runs until now, by the names of the volume groups."""
         return {group: self._jobs.failures().get(group, 0) for group in self._groups()}
 
     def start(self) -> None:
-        """Start the work in each group where it was not started yet; first wait the interval.
+        """Start the work in each volume group in which it is not repeated yet.
 
-        Raises RuntimeError if no thread can be started.
+        The first run is after one interval. Raises RuntimeError if no thread can be started.
         """
         for group in self._groups():
             self._jobs.start(Job(group), self._interval_seconds)
 
     def stop(self) -> None:
-        """Let no further run begin; a run in progress continues."""
+        """Let no further run of the work begin; a run in progress continues."""
         for job in self._jobs.unfinished():
             self._jobs.forget(job.key)
 
     def _steps(self, job: Job) -> Steps:
-        """Call `work` at the interval while the job's group is among the groups."""
+        """Call `work` at the interval, while the job's volume group is among `groups`."""
         while job.key in self._groups():
             is_due = self._work(job.key)
             if job.failures:
@@ -485,24 +520,24 @@ class _Found(NamedTuple):
 
 
 class GroupWorker:
-    """The jobs of one volume group, and the threads that do them.
+    """The background jobs of one volume group, and the threads that do these jobs.
 
-    `guard` protects all fields. At any time one thread, the leader, runs the loop; further threads
-    are in steps that take long.
+    `guard` protects all fields. At any time at most one thread, the leader, runs the loop; further
+    threads are in steps that take long. Without jobs there is no thread.
     """
 
     def __init__(self, group: str) -> None:
         self.group = group
         self.guard = threading.Condition()
-        # The jobs that have not succeeded, by their kind and key.
+        # The jobs that have not succeeded, by their kinds and keys.
         self.jobs: dict[tuple[str, str], Any] = {}
-        # The number of calls that halt a job, by the job's kind and key.
+        # The number of calls that let no job begin, by the job's kind and key (`Jobs.halted`).
         self.barred: Counter[tuple[str, str]] = Counter()
         # The jobs that those calls have cancelled.
         self.halted: dict[tuple[str, str], Any] = {}
         self._kinds: dict[str, Jobs[Any]] = {}
-        # The kinds and keys of the jobs whose steps are in progress. If there are several, all but
-        # the last may hang.
+        # The kinds and keys of the jobs whose steps are in progress, in the order in which the
+        # steps began. If there are several, all but the last may hang.
         self._under_way: list[tuple[str, str]] = []
         self._threads: set[threading.Thread] = set()
         self._is_ending = False
@@ -513,7 +548,11 @@ class GroupWorker:
         self._choices, self._numbers, self._steps = count(), count(), count()
 
     def add(self, kind: Jobs[J], job: J) -> None:
-        """Add a job. Raises RuntimeError, with nothing added, if no thread can be started."""
+        """Add a background job, and start a thread for it if need be; the caller holds `guard`.
+
+        Raises RuntimeError, with nothing added, if no thread can be started. While the service
+        ends, the job is not added, but ended with Stopping.
+        """
         if self._is_ending:
             job.end(Stopping(job.key))
             return
@@ -523,10 +562,11 @@ class GroupWorker:
         self.guard.notify()
 
     def wake(self, kind: Jobs[J], job: J, due_seconds: float) -> None:
-        """Have a job done at a time (monotonic, seconds) or earlier; it is added if need be.
+        """Make a job due at a time (monotonic, seconds) or earlier, and add the job if need be.
 
-        If no thread can be started, raises RuntimeError after the job was added. While the service
-        ends, jobs of a kind with `survives_halt` (see `Jobs`) can still be woken.
+        The caller holds `guard`. If no thread can be started, raises RuntimeError after the job was
+        added. While the service ends, jobs of a kind with `survives_halt` (see `Jobs`) can still be
+        woken.
         """
         if due_seconds >= job.due_seconds:
             return
@@ -538,19 +578,19 @@ class GroupWorker:
         self.guard.notify()
 
     def put(self, kind: Jobs[J], job: J) -> None:
-        """Add a job, or replace the job with its kind and key, without starting a thread."""
+        """Add a job to `jobs`, in place of a job of the same kind and key; start no thread."""
         self._kinds[kind.kind] = kind
         job.number = next(self._numbers)
         self.jobs[kind.kind, job.key] = job
 
     def drop(self, kind: Jobs[J], job: J) -> None:
-        """Remove a job that has ended, unless another job has taken its place."""
+        """Remove a job that has ended from `jobs`, unless another job has replaced it there."""
         with self.guard:
             if self.jobs.get((kind.kind, job.key)) is job:
                 del self.jobs[kind.kind, job.key]
 
     def cancel(self, job: Job) -> None:
-        """Have a job that was removed from `jobs` end: now, or at the end of its present step."""
+        """End a job that was removed from `jobs`: now, or at the end of its present step."""
         with self.guard:
             job.cancelled.set()
             if job.at_work:
@@ -558,14 +598,18 @@ class GroupWorker:
         job.end(Stopping(job.key))
 
     def replace_hanging_threads(self) -> None:
-        """Start another thread for the loop if a step takes long, or if no thread runs it."""
+        """Start another thread for the volume group's background loop, if one is needed.
+
+        That is if there are jobs and no thread runs the loop, or if the step in progress takes long
+        and another step is due. If no thread can be started, nothing is done.
+        """
         with self.guard, suppress(RuntimeError):
             if self._is_any_left():
                 self._ensure_thread()
             self._relieve()
 
     def halt(self) -> None:
-        """Cancel all jobs as `let_go` does, and let no job begin any more."""
+        """Cancel the volume group's jobs as `let_go` does, and let no job begin any more."""
         with self.guard:
             self._is_ending = True
         self.let_go()
@@ -590,9 +634,10 @@ class GroupWorker:
                 self.cancel(job)
 
     def finish(self, until_seconds: float) -> bool:
-        """Wait after `halt` for the end of all steps; return whether all have ended in time.
+        """Wait, after `halt`, for the end of all steps; return whether all have ended in time.
 
-        `until_seconds` is the time limit (monotonic).
+        Remaining steps of jobs with `survives_halt` that are due are done before. `until_seconds`
+        is the time limit (monotonic).
         """
         with self.guard:
             with suppress(RuntimeError):
@@ -606,7 +651,7 @@ class GroupWorker:
             return True
 
     def _is_any_left(self) -> bool:
-        """Whether the loop needs a thread.
+        """Whether the loop needs a thread: if there are jobs.
 
         While the service ends, a thread is needed only if a job is due: the remaining jobs are
         those of a kind with `survives_halt` (see `Jobs`).
@@ -614,12 +659,12 @@ class GroupWorker:
         return bool(self._ready(time.monotonic()) if self._is_ending else self.jobs)
 
     def _ensure_thread(self) -> None:
-        """Start a leader if there is none."""
+        """Start a thread that runs the loop, if none does."""
         if self._leader is None:
             self._lead()
 
     def _lead(self) -> None:
-        """Start a new thread and make it the leader."""
+        """Start a new thread and make it the leader, which runs the loop."""
         thread = threading.Thread(target=self._run, name=f"work {self.group}", daemon=True)
         thread.start()
         self._leader, self._since_seconds = thread, math.inf
@@ -634,11 +679,11 @@ class GroupWorker:
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether the caller runs in a step of this loop."""
+        """Whether the present thread is one of this loop's, so that the caller runs in a step."""
         return threading.current_thread() in self._threads
 
     def do_now(self, kind: Jobs[J], job: J) -> bool:
-        """Do the next step of a job in this thread, if it is due and no thread does it.
+        """Do the next step of a job in this thread, if the step is due and no thread does it.
 
         Returns whether a step was done.
         """
@@ -651,7 +696,7 @@ class GroupWorker:
         return True
 
     def _run(self) -> None:
-        """Run the loop in this thread while the thread is the leader."""
+        """Run the loop while this thread is the leader; this is the function of each thread."""
         this_thread = threading.current_thread()
         with self.guard:
             self._threads.add(this_thread)
@@ -659,13 +704,13 @@ class GroupWorker:
             try:
                 self._do(task)
             except BaseException:
-                # An error here is a fault of the loop itself. The loop continues with other jobs.
+                # Log the error, which is a fault of the loop itself, and continue with other jobs.
                 _log.exception("%s %s is not seen to", task.kind.kind, task.job.key)
         with self.guard:
             self._threads.discard(this_thread)
 
     def _begin(self, task: _Found) -> None:
-        """Note that a thread does a step of a job now."""
+        """Note that a thread does a step of a job from now on; the caller holds `guard`."""
         task.job.at_work, task.job.due_seconds = True, math.inf
         task.job.last_step = next(self._steps)
         self._under_way.append((task.kind.kind, task.job.key))
@@ -680,13 +725,17 @@ class GroupWorker:
                 self._under_way.remove((task.kind.kind, task.job.key))
                 if is_called_off := task.job.cancelled.is_set():
                     task.job.due_seconds = math.inf
-                # Wake the leader, which may be another thread by now, and may wait for this job.
+                # Wake the thread that runs the loop. It may be another thread by now, and may wait
+                # for this job.
                 self.guard.notify_all()
             if is_called_off:
                 task.job.end(Stopping(task.job.key))
 
     def _next(self, this_thread: threading.Thread) -> _Found | None:
-        """Wait for the next job with a step due; return None if the thread is no longer needed."""
+        """Wait for a job with a step that is due; note that the thread does the step.
+
+        Returns the job, or None if the thread is no longer needed as the leader.
+        """
         with self.guard:
             while self._leader is this_thread:
                 now_seconds = time.monotonic()
@@ -702,7 +751,10 @@ class GroupWorker:
         return None
 
     def _wait(self, now_seconds: float) -> bool:
-        """Wait until a step is due or `jobs` changes; return False if the thread may end."""
+        """Wait until a step is due or `jobs` changes; return False if the thread is to end.
+
+        The thread is to end when the service ends, or if there was no job for a minute.
+        """
         if self._is_ending:
             return False
         if not self.jobs:
@@ -715,7 +767,8 @@ class GroupWorker:
     def _ready(self, now_seconds: float) -> list[_Found]:
         """Return the jobs of which a step can be done now.
 
-        A job waits until the step of an earlier, cancelled job with its kind and key has ended.
+        Left out are kinds of work of which two steps are in progress already: these may hang. A job
+        waits until the step of an earlier, cancelled job with its kind and key has ended.
         """
         hanging = Counter(kind for kind, _ in self._under_way)
         return [
@@ -727,11 +780,12 @@ class GroupWorker:
         ]
 
     def _most_urgent(self, ready_tasks: list[_Found]) -> _Found:
-        """Return the job that gets the next step.
+        """Return the job of which the next step is done.
 
-        Among urgent jobs it is the one that is due first. Otherwise these jobs are chosen in
-        turn: the oldest job, the job with the fewest bytes left, and the job whose last step is
-        longest ago. The last choice gives each job a step in the end, whatever the others are.
+        1. If there are urgent jobs, it is the urgent job that is due first.
+        2. Otherwise these jobs are chosen in turn: the oldest job, the job with the fewest bytes
+           left, and the job whose last step is longest ago. By the last choice each job gets a step
+           in the end, whatever the other jobs are.
         """
         if urgent := [entry for entry in ready_tasks if entry.kind.urgent]:
             return min(urgent, key=lambda entry: entry.job.due_seconds)
@@ -754,13 +808,14 @@ class GroupWorkers:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the service ends."""
+        """Whether the service ends, that is, `halt` was called."""
         return self._is_ending
 
     def of(self, group: str) -> GroupWorker:
-        """Return the loop of a volume group, even of a group that no class names.
+        """Return the background loop of a volume group, made at its first use.
 
-        A loop that is made while the service ends begins no job.
+        The group need not be one that a device class of the configuration names. A loop that is
+        made while the service ends begins no job.
         """
         with self._guard:
             if group not in self._workers:
@@ -785,31 +840,32 @@ class GroupWorkers:
             worker.replace_hanging_threads()
 
     def every(self) -> list[GroupWorker]:
-        """Return the loops of all groups that are in use."""
+        """Return the loops of all volume groups that have one."""
         with self._guard:
             return list(self._workers.values())
 
     def replace_hanging_threads(self) -> None:
-        """Have other threads continue the loops whose step takes long, or that have no thread.
+        """Start another thread for each volume group whose background loop needs one.
 
-        The service has to call this every few seconds.
+        That is a loop with jobs and no thread, or a loop whose step takes long while another step
+        is due. The service has to call this every few seconds.
         """
         for worker in self.every():
             worker.replace_hanging_threads()
 
     def halt(self) -> None:
-        """Cancel all jobs at their next safe points, except those of a kind with `survives_halt`.
+        """Cancel all background jobs at their next safe points, but those with `survives_halt`.
 
-        `Jobs` says what such a kind is.
+        Those jobs are done when the service ends (see `Jobs`).
         """
         self._is_ending = True
         for worker in self.every():
             worker.halt()
 
     def stop(self, seconds: float = _ENDING_SECONDS) -> None:
-        """Cancel all jobs and wait at most `seconds` for their ends.
+        """Cancel all jobs as `halt` does, and wait at most `seconds` for the end of all steps.
 
-        A step that hangs is not waited for any longer.
+        That a volume group has a step that has not ended in time, as one that hangs, is logged.
         """
         self.halt()
         until_seconds = time.monotonic() + seconds
@@ -819,7 +875,7 @@ class GroupWorkers:
 
 
 def _group_of(key: str) -> str:
-    """Return the name of the volume group in the key of a job."""
+    """Return the name of the volume group in the key of a job: a volume id or a group's name."""
     return re.split("[@/]", key)[0]
 
 

@@ -21,32 +21,33 @@ from itertools import takewhile
 from agent.core import errors, trace
 from mount import command
 
-# Factor that limits the slots of one group: at most this factor times the number of free slots. So
-# a group alone gets three quarters of all slots. Of three groups that hang, each gets some three
-# tenths, and a tenth stays free.
+# Factor that limits the slots of one volume group: the group may hold at most this factor times the
+# number of free slots. So a group alone gets three quarters of all slots. Of three groups that
+# hang, each gets some three tenths, and a tenth stays free.
 TIMES_LEFT = 3
 
 
 class Slots:
-    """A number of slots that the calls on all volume groups share.
+    """Limit on the number of calls in progress, shared by the calls on all volume groups.
 
-    `slots` is the number of slots, `group_limit` the limit for one group. A group may hold at most
-    TIMES_LEFT times as many slots as are free: the more slots are taken, the fewer a further group
-    gets. No call waits for a slot.
+    A call takes a slot for its duration. `slots` is the number of slots, `group_limit` the limit
+    for one volume group. A group may hold at most TIMES_LEFT times as many slots as are free: the
+    more slots are taken, the fewer a further group gets. No call waits for a slot: a call without a
+    slot is refused.
     """
 
     def __init__(self, slots: int, group_limit: int | None = None) -> None:
         self._slots = self.free_slots = slots
         self._group_limit = slots if group_limit is None else group_limit
-        # The number of taken slots that count for each group.
+        # The number of slots that the calls on each volume group hold, by the group's name.
         self.taken: Counter[str] = Counter()
         self._guard = threading.Lock()
 
     @contextmanager
     def one(self, group: str | None = None) -> Iterator[None]:
-        """Take a slot for the duration of the context, for a group if one is named.
+        """Take a slot for the duration of the `with`, for a call on a volume group if one is named.
 
-        Raises TooManyCalls.
+        Raises TooManyCalls if no slot is free, or if the group has reached its limit.
         """
         self.take()
         groups: list[str] = []
@@ -59,19 +60,19 @@ class Slots:
             self.give_back(groups)
 
     def take(self) -> None:
-        """Take a slot that counts for no group yet. Raises TooManyCalls if no slot is free."""
+        """Take a slot, for no volume group yet. Raises TooManyCalls if no slot is free."""
         with self._guard:
             if not self.free_slots:
                 raise errors.TooManyCalls(self._slots)
             self.free_slots -= 1
 
     def count_for(self, group: str) -> None:
-        """Count a slot that was taken for a group.
+        """Count a slot that the caller has taken as one of a volume group.
 
-        Raises TooManyCalls if the group has reached its limit.
+        Raises TooManyCalls if the group has reached its limit; the caller keeps the slot.
         """
         with self._guard:
-            # The call's own slot counts as free, hence the 1.
+            # Add 1, since the slot that the caller has taken counts as free here.
             if (taken_slots := self.taken[group]) >= min(
                 self._group_limit, TIMES_LEFT * (self.free_slots + 1)
             ):
@@ -79,12 +80,12 @@ class Slots:
             self.taken[group] += 1
 
     def give_back(self, groups: Iterable[str] = ()) -> None:
-        """Give back a slot that counts for these groups."""
+        """Give back a slot, which counts for each of these volume groups."""
         with self._guard:
             self.free_slots += 1
             self.taken.subtract(groups)
-            # Groups without slots are removed, since callers may send ids with arbitrary names of
-            # groups.
+            # Remove the entries of volume groups without slots, since callers may send ids with
+            # arbitrary names of groups.
             self.taken = +self.taken
 
 
@@ -92,46 +93,48 @@ class Slots:
 # node has 110 pods. After a boot most of their volumes are staged at once, and when the node is
 # drained, unstaged at once.
 PLACES = 112
-# Maximum number of calls that name a volume and use no volume group yet.
+# Maximum number of calls that name a volume and have not taken an admission slot.
 _OTHERS = 128
-# Maximum number of calls that wait for a copy, which is made in the background.
+# Maximum number of calls that wait for background work, such as a copy, without an admission slot.
 _ASIDE = 128
-# Maximum number of calls that wait for another call to end. Calls that name no volume have no slot
+# Maximum number of calls that wait for the lock of a volume, or for a condition that other calls
+# bring about. Calls that name no volume, such as CreateVolume, need this limit: they hold no slot
 # while they wait.
 MOST_CALLS_WAITING = 72
-# Maximum number of streams, in total and for one volume group. Each stream reads a disk as fast as
-# it can, or waits.
+# Maximum number of RPCs in which one side streams, in total and for one volume group. Each such RPC
+# reads a disk as fast as it can, or waits.
 STREAMS, STREAMS_OF_A_GROUP = 24, 8
-# Maximum number of calls in which both sides stream.
+# Maximum number of RPCs in which both sides stream.
 EXCHANGES = 48
 # Maximum number of unary calls (one request, one response), Identity's calls not counted.
 _CALLS = PLACES + _OTHERS + _ASIDE + MOST_CALLS_WAITING
-# Number of the server's threads: the sum of these limits, and some threads for Identity's calls and
-# for calls that are refused. A thread is started when it is needed.
+# Number of threads of the gRPC server: the sum of the limits on calls, and some threads for calls
+# of the Identity service and for calls that are refused. A thread is started when it is needed.
 THREADS = _CALLS + STREAMS + EXCHANGES + 16
-# Name of the group for which calls that use all volume groups are counted.
+# Name of the group for which a call that uses all volume groups counts; no real group has it.
 _ALL = ""
-# Time limit of a call's wait for the end of the start, in seconds. The start takes a few commands.
+# Time limit of a call's wait for the end of Carver's start, in seconds. The start takes a few
+# commands.
 _PATIENCE_SECONDS = 10.0
 
 _current: contextvars.ContextVar["_Call | None"] = contextvars.ContextVar("call", default=None)
 
 
 class Admission:
-    """The limits on the number of calls in progress; closed from `close` until `open`.
+    """The limits on the number of calls in progress. Between `close` and `open`, none is admitted.
 
-    The limits apply to calls that a hanging disk can keep. Most calls of the Node service use no
-    volume group, and wait for a disk only if it is the disk of their own volume, for instance in
-    the last unmount.
+    An admission slot is needed by calls that use a volume group, since a hanging disk can keep
+    them. Most calls of the Node service use no volume group, and wait for a disk only if it is the
+    disk of their own volume, for instance in the last unmount.
     """
 
     def __init__(self, places: int = PLACES) -> None:
         self.problem: Exception | None = None
         self.is_open = True
-        # The admission slots, of calls that use volume groups, and the slots of calls that name a
-        # volume and use no group. A call counts for each group that it uses.
+        # The admission slots, for calls that use volume groups, and the slots of calls that name a
+        # volume and use no volume group yet. A call counts for each group that it uses.
         self.places, self._others = Slots(places), Slots(_OTHERS)
-        # The slots of calls that wait for a copy, and the slots of all unary calls in total.
+        # The slots of calls that wait for background work, and the slots of all unary calls.
         self.without_slot, self._threads = Slots(_ASIDE), Slots(_CALLS)
         # The slots of streams, and of calls in which both sides stream. A stream lasts as long as
         # its caller and its disk take. A call in which both sides stream only waits, some for
@@ -141,35 +144,36 @@ class Admission:
         self._changed = threading.Condition()
 
     def close(self) -> None:
-        """Admit no call until `open`; calls wait up to ten seconds for `open`."""
+        """Admit no call to volume groups until `open`; calls wait up to ten seconds for `open`."""
         with self._changed:
             self.is_open, self._closed_at = False, time.monotonic()
 
     def refuse(self, problem: Exception) -> None:
-        """Refuse calls at once, with the error of a start that failed and is being retried."""
+        """Until `open`, refuse calls at once, with the error of a start that is being retried."""
         with self._changed:
             self.problem = problem
             self._changed.notify_all()
 
     def open(self) -> None:
-        """Admit calls from now on."""
+        """Admit calls to volume groups from now on, and wake the calls that wait for that."""
         with self._changed:
             self.is_open, self.problem = True, None
             self._changed.notify_all()
 
     def thread(self) -> AbstractContextManager[None]:
-        """Return a context that reserves a thread for a unary call. Raises TooManyCalls.
+        """Return a context that counts a unary call. Entering raises TooManyCalls at the limit.
 
-        The limit leaves some of the server's threads for Identity's calls.
+        The limit leaves some of the server's threads for calls of the Identity service.
         """
         return self._threads.one()
 
     @contextmanager
     def call(self, group: str | None = None) -> Iterator[None]:
-        """Run a call in this thread for the duration of the context; `enter` may refuse the call.
+        """Note that this thread runs a call within the `with`, so that `enter` can admit the call.
 
         `group` is the volume group of the volume that the call names, "" if the group is unknown,
-        None if the call names no volume. Raises TooManyCalls.
+        None if the call names no volume. A call that names a volume takes a slot until it is
+        admitted; raises TooManyCalls if there is none. The admission slot is given back at the end.
         """
         with ExitStack() as share:
             if group is not None:
@@ -183,9 +187,10 @@ class Admission:
                 call.leave()
 
     def admit(self) -> None:
-        """Take an admission slot, after waiting for the end of the start.
+        """Take an admission slot, and wait for the end of Carver's start.
 
-        Raises TooManyCalls if no slot is free, and Starting if the start has not ended in time.
+        Raises TooManyCalls if no slot is free. Raises Starting if the start has not ended within
+        ten seconds, or has failed; the slot is then given back.
         """
         self.places.take()
         patience = command.patience_seconds(_PATIENCE_SECONDS)
@@ -198,7 +203,10 @@ class Admission:
             raise
 
     def join(self, group: str) -> None:
-        """Count an admitted call among the calls on a volume group. Raises TooManyCalls."""
+        """Count an admitted call among the calls on a volume group.
+
+        Raises TooManyCalls if the group has reached its limit.
+        """
         self.places.count_for(group)
 
     def require_open(self) -> None:
@@ -207,7 +215,7 @@ class Admission:
             raise errors.Starting(time.monotonic() - self._closed_at, self.problem)
 
     def leave(self, groups: Iterable[str] = ()) -> None:
-        """Give back the admission slot of a call that counts among the calls on these groups."""
+        """Give back the admission slot of a call, which counts for each of these volume groups."""
         self.places.give_back(groups)
 
 
@@ -216,13 +224,16 @@ class _Call:
     """A call in progress: whether it has an admission slot, and the volume groups that it uses."""
 
     admission: Admission
-    # The slot of the call until its admission, to be closed then.
+    # The slot that the call has until it is admitted; closing it gives the slot back.
     share: ExitStack
     admitted: bool = False
     groups: set[str] = field(default_factory=set)
 
     def leave(self) -> None:
-        """Give the call's admission slot back, if any; a later use of a group needs a new slot."""
+        """Give the call's admission slot back, if any.
+
+        A later use of a volume group needs a new slot.
+        """
         if self.admitted:
             self.admission.leave(self.groups)
         self.admitted = False
@@ -231,9 +242,12 @@ class _Call:
 
 @contextmanager
 def without_slot(group: str) -> Iterator[None]:
-    """Give the call's admission slot to other calls while the call waits for background work.
+    """Give back the present call's admission slot, so that the call can wait for background work.
 
-    The body must use no volume group. Raises TooManyCalls if too many calls wait like that.
+    The body waits, and must use no volume group. A later `enter` takes a new slot. `group` is the
+    volume group of the background work. Raises TooManyCalls if too many calls wait like that, and
+    AssertionError if the thread holds the lock of a volume group. Outside a call, only the body is
+    run.
     """
     require_none_held("background work is waited for")
     call = _current.get()
@@ -246,10 +260,11 @@ def without_slot(group: str) -> Iterator[None]:
 
 
 def enter(*groups: str) -> None:
-    """Admit this thread's call to volume groups; does nothing outside a call.
+    """Admit the call that this thread runs to these volume groups; do nothing outside a call.
 
-    A call that names no groups uses all groups, and counts for one more group, _ALL. Raises
-    TooManyCalls, and Starting before the end of the start.
+    The first `enter` of a call takes the call's admission slot. If no group is named, the call uses
+    all groups, and counts for _ALL. Raises TooManyCalls at a limit, and Starting if Carver's start
+    has not ended.
     """
     call = _current.get()
     if call is None:
@@ -269,16 +284,16 @@ GRACE_SECONDS = 5.0
 # Maximum part of the time to a call's deadline that the call waits for the lock of its volume. The
 # rest is for the work.
 _PART = 0.5
-# Interval at which a condition is polled, in seconds.
+# Interval at which `VolumeLocks.wait_until` polls its condition, in seconds.
 _LOOK_SECONDS = 0.1
 
 
 class VolumeLocks:
     """Locks of volumes: one call at a time for a volume, in the order in which the calls came.
 
-    A further call waits up to five seconds and is then refused, as the CSI spec advises
-    ("Concurrency"). If too many calls wait already, a further call is refused at once, so that
-    threads are left for other calls.
+    A further call on the volume waits up to five seconds, and at most half of the time to its
+    deadline. Then it is refused, as the CSI spec advises ("Concurrency"). If too many calls wait
+    already, a further call is refused at once, so that threads are left for other calls.
     """
 
     def __init__(self) -> None:
@@ -290,10 +305,11 @@ class VolumeLocks:
 
     @contextmanager
     def hold(self, *names: str) -> Iterator[None]:
-        """Hold the locks of these names for the duration of the context.
+        """Hold the locks of these names for the duration of the `with`.
 
-        A name is that of a volume or a path: two volumes mounted at one path would hide each other.
-        Raises OperationPending if another call keeps one of the locks for too long.
+        A name is that of a volume, or a path: two volumes mounted at one path would hide each
+        other. Raises OperationPending if another call keeps one of the locks for too long, or if
+        too many calls wait already.
         """
         with self._changed:
             if self._taken(names):
@@ -308,10 +324,12 @@ class VolumeLocks:
                 self._changed.notify_all()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait up to five seconds, holding no lock, for a condition that other calls bring about.
+        """Wait up to five seconds for a condition that other calls bring about.
 
-        `condition` is polled ten times a second, so it must be cheap. The method returns at once if
-        too many calls wait already.
+        The wait is also limited to half of the time to the caller's deadline. After the wait, the
+        method returns even if the condition is still false. It returns at once if too many calls
+        wait already. `condition` is polled ten times a second, so it must be cheap. No lock is
+        taken.
         """
         end = time.monotonic() + command.patience_seconds(self.grace_seconds, _PART)
         if condition():
@@ -328,9 +346,10 @@ class VolumeLocks:
                 del self._waiting[ticket]
 
     def _wait_in_queue(self, names: Iterable[str]) -> None:
-        """Wait until all names are free and no earlier call waits for one of them.
+        """Wait until none of the names is locked, and no earlier call waits for one of them.
 
-        Raises OperationPending at the time limit, or if too many calls wait already.
+        The caller holds `_changed`. Raises OperationPending at the time limit, or if too many calls
+        wait already.
         """
         if len(self._waiting) < MOST_CALLS_WAITING:
             ticket = self._line_up(names)
@@ -339,7 +358,7 @@ class VolumeLocks:
                 is_free = self._changed.wait_for(lambda: not self._taken(names, ticket), patience)
             finally:
                 del self._waiting[ticket]
-                # Wake later calls that waited for this call.
+                # Wake the later calls in the queue, which waited for this call.
                 self._changed.notify_all()
             if is_free:
                 return
@@ -351,30 +370,34 @@ class VolumeLocks:
         self._waiting[ticket] = frozenset(names)
         return ticket
 
-    def _taken(self, names: Iterable[str], turn: object = None) -> set[str]:
+    def _taken(self, names: Iterable[str], own_ticket: object = None) -> set[str]:
         """Return those of the names that are locked, or that waiting calls want.
 
-        Only calls that came before the waiting call with the ticket `turn` count, if it is given.
+        If `own_ticket` is given, only the waiting calls that came before the call with this ticket
+        count.
         """
-        earlier_tickets = takewhile(lambda ticket: ticket is not turn, self._waiting)
+        earlier_tickets = takewhile(lambda ticket: ticket is not own_ticket, self._waiting)
         return self._held.union(
             *(self._waiting[ticket] for ticket in earlier_tickets)
         ).intersection(names)
 
 
-# Maximum numbers of calls that wait for the lock of one volume group: to change the group, and to
-# read its state. Each is a part of the admission slots.
+# Maximum number of calls that wait for the lock of one volume group in order to change the group,
+# and maximum number of those that wait to read the group's state. Each is a part of PLACES.
 MOST_WAITING = PLACES // 2
 MOST_READING = PLACES * 3 // 8
 
 
-# The names of the volume groups whose locks the current thread holds.
+# Names of the volume groups whose locks the current thread holds.
 _held: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("held", default=frozenset())
 
 
 @contextmanager
 def holding(names: Iterable[str]) -> Iterator[None]:
-    """Note for `require_none_held` that this thread holds the locks of these volume groups."""
+    """Note, within the `with`, that this thread holds the locks of these volume groups.
+
+    `require_none_held` reads the note. The locks themselves are taken elsewhere.
+    """
     token = _held.set(_held.get() | {*names})
     try:
         yield
@@ -386,9 +409,9 @@ def require_none_held(operation: str) -> None:
     """Raise AssertionError if this thread holds the lock of a volume group.
 
     Called before an operation that may hang: a read or a write of a device, a program other than
-    lvm2, or a wait for another group. Each other call to the locked group would hang with it.
-    `operation` names the operation. Tests call this function before each operation of the kernel
-    and each program (tests/support/unheld.py).
+    lvm2, or a wait for another volume group. While it hangs, no other call could lock the group.
+    `operation` is the operation's name in the error. Tests call this function before each operation
+    of the kernel and each program (tests/support/unheld.py).
     """
     if held_groups := _held.get():
         raise AssertionError(
@@ -397,11 +420,12 @@ def require_none_held(operation: str) -> None:
 
 
 class GroupLock:
-    """A lock of a volume group: FIFO; waiters give up at the RPC deadline.
+    """Lock of a volume group, with a FIFO queue; a waiter gives up at the deadline of its RPC.
 
-    A group has one lock for its changes, one for its reports, and one with eight `places` for mkfs
-    and fsck: that many holders at the same time. The lock for changes is held around lvm2 commands
-    only, and never over mkfs, an erase, a copy or a read of a device (`require_none_held`).
+    At most `places` callers hold the lock at the same time, and at most `waiter_limit` wait for it.
+    A volume group has three such locks: for its changes, for its reports, and one with eight
+    `places` for mkfs and fsck. The lock for changes is held around lvm2 commands only, and never
+    during mkfs, an erase, a copy or a read of a device (`require_none_held`).
     """
 
     def __init__(self, name: str, waiter_limit: float = MOST_WAITING, *, places: int = 1) -> None:
@@ -409,14 +433,14 @@ class GroupLock:
         self._waiter_limit, self._free_places = waiter_limit, places
         self._guard = threading.Lock()
         self._released_at = -math.inf
-        # An event for each waiter, in the order of the queue, set when the waiter gets the lock.
+        # The queue: an event for each waiter, which is set when the waiter gets the lock.
         self._waiting: deque[threading.Event] = deque()
 
     @contextmanager
     def hold(self) -> Iterator[bool]:
-        """Hold the lock for the duration of the context; yield whether the caller had to wait.
+        """Hold the volume group's lock within the `with`; yield whether the caller had to wait.
 
-        Raises GroupBusy at the deadline, or if too many callers wait already.
+        Raises GroupBusy at the RPC's deadline, or if too many callers wait already.
         """
         had_to_wait = self._await()
         try:
@@ -436,13 +460,16 @@ class GroupLock:
 
     @property
     def held_at(self) -> float:
-        """Time at which the lock was last held (monotonic, seconds); now, if it is held now."""
+        """Time at which the lock was last held (monotonic, seconds).
+
+        The present time if the lock is held now; minus infinity if it was never held.
+        """
         return time.monotonic() if self.is_taken else self._released_at
 
     def _await(self) -> bool:
-        """Take the lock, waiting in the queue if need be; return whether that took a wait.
+        """Take the lock, after a wait in the queue if need be; return whether the caller waited.
 
-        Raises GroupBusy at the deadline, or if too many callers wait already.
+        Raises GroupBusy at the RPC's deadline, or if too many callers wait already.
         """
         with self._guard:
             if self._free_places:

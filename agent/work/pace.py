@@ -1,8 +1,8 @@
-"""Pace of a volume group's background I/O: I/O slots, in which it gives way to other I/O.
+"""Pace of a volume group's background I/O, which gives way to the I/O of other programs.
 
-An I/O slot is the right to do one piece of background I/O. A piece is a part of a device that is
-erased, zeroed, copied, compared, sent or received. Other I/O is that of programs that do not use
-this module, such as the pods that use volumes.
+Background I/O erases, zeroes, copies, compares, sends or receives a device, piece by piece: a piece
+is a range of bytes of the device. An I/O slot is the right to do the I/O of one piece. Other I/O is
+that of programs that do not use this module, such as the pods that use volumes.
 
 The setting `background_bandwidth` chooses between rule 5, rule 6, and rules 7 to 10:
 
@@ -50,39 +50,42 @@ from lvm.layout import NO_RESERVE, Reserve
 from mount.disk_load import DiskLoad
 from mount.kernel import Kernel
 
-# Maximum and minimum size of a piece, in bytes (rules 9 and 10). A piece is not interrupted, so the
-# maximum limits the wait of CreateVolume for a pool that is being zeroed, and the wait of the
-# service's end. Pieces below the minimum spare other programs little, because a disk takes as long
-# to seek.
+# Maximum and minimum size of a piece of background I/O, in bytes (rules 9 and 10). A piece is not
+# interrupted, so the maximum limits the wait of CreateVolume for a pool that is being zeroed, and
+# the wait for the end of the service. Pieces below the minimum would hardly spare other programs,
+# because a disk takes as long to seek.
 MOST_BYTES, LEAST_BYTES = 64 << 20, 1 << 20
-# Maximum time of a piece of work that can end within a piece, and of a shared slot, in seconds
-# (rules 9 and 4).
+# Maximum time of a piece of background I/O that can be ended within a piece, and of an I/O slot
+# that several workers share, in seconds (rules 9 and 4).
 _LONG_SECONDS = 0.5
-# Factor by which a piece may be larger than the previous one (rule 9). Assumed size of the previous
-# piece, in bytes, if there is none.
+# Factor by which a piece of background I/O may be larger than the previous piece (rule 9), and size
+# that the previous piece is assumed to have if there is none, in bytes.
 _GROWTH, _FIRST_BYTES = 2, 32 << 20
-# Pause without other I/O (rule 9): part of the previous piece's time, and maximum in seconds.
+# Pause between two pieces of background I/O without other I/O (rule 9): as a part of the previous
+# piece's time, and the maximum in seconds.
 _ALONE_PART, _ALONE_SECONDS = 1 / 16, 0.01
-# Time after which a piece counts as hanging, in seconds (rule 3).
+# Time after which a piece of background I/O counts as hanging, in seconds (rule 3).
 _HANGING_SECONDS = 2.0
-# Time of a piece with a limit, in seconds (rule 6).
+# Time of a piece of background I/O if the setting limits the bandwidth, in seconds (rule 6).
 _LIMITED_SECONDS = 0.1
-# Time for which other I/O is looked for if the last reading of the disks' load is useless, in
-# seconds (rule 7).
+# Time between two reads of the disks' load that show whether there is other I/O, in seconds. Two
+# reads are needed if the load was not read since Carver last changed the volume group (rule 7).
 _FIRST_SECONDS = 0.002
 # Time for which other I/O counts as present after it was seen, in seconds (rule 8). The time is
 # less than the second after which dm-thin commits its metadata by itself (COMMIT_PERIOD,
 # drivers/md/dm-thin.c), or these commits would count as other I/O without end.
 _OTHERS_SECONDS = 0.5
-# Time of a piece beside other I/O, as a part of that I/O's average time; time of a pause, as a
-# multiple of the previous piece's time (rule 8).
+# Time of a piece of background I/O beside other I/O, as a part of the average time of the other
+# I/O; and time of the pause before a piece, as a multiple of the previous piece's time (rule 8).
 _OTHERS_PART, _PAUSE_PER_PIECE = 1 / 2, 2
-# Maximum time of a piece and of a pause beside other I/O, in seconds (rules 8 and 10).
+# Maximum time of a piece of background I/O, and of a pause, beside other I/O, in seconds (rules 8
+# and 10).
 _LONGEST_SECONDS, _PAUSE_SECONDS = 0.1, 1.0
-# Time of a piece and of a pause beside other I/O whose average time is unknown, in seconds.
+# Time of a piece of background I/O, and of a pause, beside other I/O whose average time is unknown,
+# in seconds.
 _UNKNOWN_SECONDS, _UNKNOWN_PAUSE_SECONDS = 0.002, 0.02
-# Weight of a new measurement in an average, and minimum time of a piece in a measurement, in
-# seconds.
+# Weight of a new measurement in an average of rates or times, and minimum time that a measured
+# piece is taken to have needed, in seconds.
 _NEW_PART, _LEAST_SECONDS = 1 / 4, 1e-5
 # Interval at which a waiting worker checks whether its work was cancelled, in seconds.
 _CHECK_SECONDS = 0.1
@@ -90,7 +93,7 @@ _CHECK_SECONDS = 0.1
 
 @dataclass
 class Piece:
-    """Size, in bytes, of the piece that an I/O slot is for.
+    """A piece of background I/O, for which an I/O slot was given; `length_bytes` is its size.
 
     A worker that did fewer bytes in the slot sets `length_bytes` to the number of bytes done.
     """
@@ -100,7 +103,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Work:
-    """Background I/O of one kind on some disks, made by `Pace.work`."""
+    """One task of background I/O, such as the zeroing of a device; made by `Pace.work`.
+
+    `kind` names the kind of the task, and `disks` has the disks below its devices. `Pace.work`
+    explains the other fields.
+    """
 
     pace: "Pace"
     kind: str
@@ -114,11 +121,12 @@ class Work:
     def chunks(
         self, end_bytes: int, begin_bytes: int = 0
     ) -> Iterator[AbstractContextManager[tuple[int, int]]]:
-        """Yield the pieces of a range of a device in order, each as a context that does the wait.
+        """Yield the pieces of a device's range in order, each as a context that holds an I/O slot.
 
-        Entering the context waits for an I/O slot, without a time limit, and returns the piece's
-        offset and length in bytes. The caller does the piece in the context. It must hold no lock
-        when it enters. Between two pieces no slot is held. Raises what `check` raises.
+        The range is from `begin_bytes` to `end_bytes`. Entering the context waits for an I/O slot,
+        without a time limit, and returns the piece's offset and length in bytes. The caller must
+        hold no lock when it enters, and does the I/O of the piece within the `with`. Between two
+        pieces no slot is held. Raises the error of `check` if the work was cancelled.
         """
         self.progress.begin(end_bytes, begin_bytes)
         while (offset := self.progress.done_bytes) < end_bytes:
@@ -126,15 +134,16 @@ class Work:
 
     @contextmanager
     def _chunk(self, offset: int, most_bytes: int) -> Iterator[tuple[int, int]]:
-        """Wait for an I/O slot for the piece that begins at `offset`, done in the context."""
+        """Hold an I/O slot for the piece that begins at `offset`; yield its offset and length."""
         with self.piece(most_bytes) as piece:
             yield offset, piece.length_bytes
 
     @contextmanager
     def piece(self, most_bytes: int) -> Iterator[Piece]:
-        """Wait for an I/O slot for a piece of at most `most_bytes`, which is done in the context.
+        """Wait for an I/O slot and hold it within the `with`; yield the piece that may be done.
 
-        Raises what `check` raises.
+        The piece has at most `most_bytes`. At the end, its bytes are added to `progress`. Raises
+        the error of `check` if the work was cancelled.
         """
         with self.pace.turn(self, most_bytes) as piece:
             yield piece
@@ -143,64 +152,76 @@ class Work:
 
 @dataclass(eq=False)
 class _Shared:
-    """An I/O slot that several workers may share, or the place in the queue for a slot."""
+    """An entry of the queue for I/O slots: a slot in use, or a worker that waits for its slot.
+
+    Several workers may share the slot in use.
+    """
 
     disks: frozenset[str]
-    # The rule of the setting at the time when the worker asked for the slot.
+    # The rule by the setting `background_bandwidth` when the worker asked for the slot.
     rule: "_Rule"
     may_join: bool
-    # The number of workers in the slot, the bytes that they did in total, and the maximum size of a
-    # piece, in bytes.
+    # The number of workers that share the slot, the number of bytes that they did in total, and the
+    # maximum size of a piece in the slot, in bytes.
     workers: int = 1
     done_bytes: int = 0
     length_bytes: int = 0
     begun_at: float = -math.inf
-    # The time from which the piece counts as hanging. Infinity before the piece begins.
+    # The time from which the slot's I/O counts as hanging (rule 3); infinity before the I/O begins.
     hangs_at: float = math.inf
-    # The time until which other workers may join.
+    # The time until which other workers may join the slot (rule 4).
     joined_until: float = -math.inf
 
 
 class _Rule(Protocol):
-    """A rule for the size of pieces and for pauses; only the slot's holder calls its methods."""
+    """Rule for the size of pieces of background I/O, and for the pauses between them.
+
+    Only the holder of the I/O slot calls the methods.
+    """
 
     def begin(self, work: Work, pause: Callable[[float], None]) -> int:
-        """Pause by calling `pause` with seconds; return the next piece's maximum size in bytes."""
+        """Make the pause before the next piece, and return the piece's maximum size, in bytes.
+
+        `pause` sleeps for a number of seconds, and raises if the work was cancelled.
+        """
 
     def end(self, work: Work, length_bytes: int, seconds: float) -> None:
-        """Take account of a piece that has just ended: its length, and the seconds it took."""
+        """Measure a piece that has just ended: its length, and its duration in seconds."""
 
 
 class _GivingWay:
-    """The rule of `auto`: give way to other I/O (rules 7 to 10)."""
+    """Pacing rule for `background_bandwidth = auto`: give way to other I/O (rules 7 to 10)."""
 
     def __init__(
         self, kernel: Kernel, clock: Callable[[], float], changed_at: Callable[[], float]
     ) -> None:
         self._kernel, self._clock, self._changed_at = kernel, clock, changed_at
         self.paused_seconds = 0.0
-        # The previous piece: its size, its time, and its end.
+        # The previous piece's size, its duration, and the time of its end.
         self._length_bytes, self._took_seconds, self._ended_at = _FIRST_BYTES, 0.0, -math.inf
         # The rate of pieces without other I/O, in bytes a second, by the kind of work and the
         # disks.
         self._rates: dict[tuple[str, frozenset[str]], float] = {}
-        # The last reading of each disk's load, and the time of that reading.
+        # The load of each disk when it was last read, and the time when loads were last read.
         self._seen: dict[str, DiskLoad] = {}
         self._looked_at = -math.inf
-        # The time when other I/O was last seen, and the average time that such I/O takes.
+        # The time when other I/O was last seen, and the average duration of a request of such I/O.
         self._others_at, self._others_take_seconds = -math.inf, 0.0
 
     def begin(self, work: Work, pause: Callable[[float], None]) -> int:
-        """Wait for other I/O by rule 8; return the next piece's maximum size in bytes."""
+        """Make the pause by rules 8 and 9; return the next piece's maximum size in bytes.
+
+        There is no pause if no disk below the devices is known.
+        """
         if not work.disks:  # no disk is known, so there are no I/O statistics
             return MOST_BYTES
         if self._clock() - self._ended_at > _OTHERS_SECONDS or work.disks - self._seen.keys():
-            # Forget the previous piece and the last reading: they are too old, or of other disks.
+            # Forget the previous piece and the last read load: they are too old, or of other disks.
             self._length_bytes, self._took_seconds = _FIRST_BYTES, 0.0
             self._looked_at = -math.inf
         self._look(work, pause)
         if self._pause(pause):
-            # Look again after the pause: if other I/O is seen now, the pause has to be longer.
+            # Look again for other I/O after the pause: if there is some, the pause must be longer.
             self._look(work, pause)
             self._pause(pause)
         rate, most_bytes = self._rate(work), _GROWTH * self._length_bytes
@@ -211,10 +232,13 @@ class _GivingWay:
         return _rounded(most_bytes, longest_bytes)
 
     def end(self, work: Work, length_bytes: int, seconds: float) -> None:
-        """Measure the rate of a piece that has ended, and read the load of the disks."""
+        """Measure the rate of a piece that has ended, and read the load of the disks anew.
+
+        So the I/O of the piece itself does not count as other I/O.
+        """
         measured, rate = length_bytes / max(seconds, _LEAST_SECONDS), self._rate(work)
-        # A piece beside other I/O waits for that I/O, so its rate counts only if it is above the
-        # average. The same holds for a worker that did nothing in its slot.
+        # Count the rate of a piece beside other I/O, which waits for that I/O, only if the rate is
+        # above the average. The same holds for a worker that did nothing in its slot.
         is_alone = measured and not self.is_beside_others
         self._rates[work.kind, work.disks] = (_mean if is_alone else max)(rate, measured)
         self._length_bytes, self._took_seconds = length_bytes, seconds
@@ -231,7 +255,10 @@ class _GivingWay:
         return self._rates.get((work.kind, work.disks), 0.0)
 
     def _pause(self, pause: Callable[[float], None]) -> bool:
-        """Wait for the rest of the pause after the previous piece; return whether any was left."""
+        """Wait for the rest of the pause after the previous piece (rules 8 and 9).
+
+        Returns whether any of the pause was left.
+        """
         if is_for_others := self.is_beside_others:
             others_seconds = self._others_take_seconds or _UNKNOWN_PAUSE_SECONDS
             seconds = min(
@@ -246,7 +273,11 @@ class _GivingWay:
         return True
 
     def _look(self, work: Work, pause: Callable[[float], None]) -> None:
-        """Look for other I/O that is in flight, or was completed since the last reading."""
+        """Read the disks' load; note other I/O in flight, or completed since the last such read.
+
+        If Carver changed the volume group since the load was last read, the load is read twice, two
+        milliseconds apart: the change itself must not count as other I/O.
+        """
         if self._changed_at() >= self._looked_at:
             self._pass_over(work)
             pause(_FIRST_SECONDS)
@@ -263,26 +294,26 @@ class _GivingWay:
         self._looked_at = self._clock()
 
     def _pass_over(self, work: Work) -> None:
-        """Read the load of the disks, so that only other I/O from now on is noticed."""
+        """Read the load of the disks, so that only I/O from now on can count as other I/O."""
         self._seen |= self._loads(work)
         self._looked_at = self._clock()
 
     def _loads(self, work: Work) -> dict[str, DiskLoad]:
-        """Read the load of each disk of a work."""
+        """Return the present load of each disk below the devices of a task, by the disk."""
         return {disk: self._kernel.disk_load(disk) for disk in work.disks}
 
 
 class _Limited:
-    """The rule of a limit in bytes a second, or in percent of the fastest piece (rule 6)."""
+    """Pacing rule for a limit in bytes a second, or in percent of the best rate (rule 6)."""
 
     def __init__(self, bandwidth: Reserve, clock: Callable[[], float]) -> None:
         self.bandwidth, self._clock = bandwidth, clock
         self._due_at = -math.inf
-        # The rate of the fastest piece, in bytes a second, by the kind of work.
+        # The highest measured rate, in bytes a second, by the kind of background I/O.
         self._best: dict[str, float] = {}
 
     def begin(self, work: Work, pause: Callable[[float], None]) -> int:
-        """Wait until the limit allows the next piece; return its maximum size, in bytes."""
+        """Wait until the limit allows the next piece; return the piece's maximum size, in bytes."""
         if (left_seconds := self._due_at - self._clock()) > 0:
             pause(left_seconds)
         rate = self._rate(work)
@@ -296,9 +327,9 @@ class _Limited:
             self._due_at = self._clock() - seconds + length_bytes / rate
 
     def _rate(self, work: Work) -> float | None:
-        """Return the limit for a work, in bytes a second.
+        """Return the limit for this kind of background I/O, in bytes a second.
 
-        None for a limit in percent, before a piece was measured.
+        None if the limit is in percent and no piece of the kind was measured yet.
         """
         if not self.bandwidth.percent:
             return self.bandwidth.size_bytes
@@ -307,10 +338,10 @@ class _Limited:
 
 
 class _Unlimited:
-    """The rule of the setting `0`: no pauses, and pieces as long as asked for (rule 5)."""
+    """Pacing rule for `background_bandwidth = 0`: no pauses, and no limit on a piece (rule 5)."""
 
     def begin(self, _work: Work, _pause: Callable[[float], None]) -> int:
-        """Return a size that limits no piece."""
+        """Return at once; the returned maximum size is larger than any piece."""
         return sys.maxsize
 
     def end(self, work: Work, length_bytes: int, seconds: float) -> None:
@@ -321,7 +352,7 @@ _UNLIMITED = _Unlimited()
 
 
 def _mean(previous_mean: float, measured: float) -> float:
-    """Return a mean in which the latest measurements count most.
+    """Return the moving average after a new measurement; the latest measurements count most.
 
     `previous_mean` is 0 if there is no earlier measurement.
     """
@@ -329,12 +360,18 @@ def _mean(previous_mean: float, measured: float) -> float:
 
 
 def _rounded(length_bytes: int, most_bytes: int = MOST_BYTES) -> int:
-    """Return a piece's size in bytes, within its limits and a multiple of LEAST_BYTES."""
+    """Round a piece's size, in bytes, down to a multiple of LEAST_BYTES.
+
+    The result is at least LEAST_BYTES, and at most `most_bytes`.
+    """
     return max(min(length_bytes, most_bytes) // LEAST_BYTES, 1) * LEAST_BYTES
 
 
 class Pace:
-    """The I/O slots for the background I/O of one volume group (see the module's docstring)."""
+    """The queue for the I/O slots of one volume group's background I/O.
+
+    The module's docstring has the rules.
+    """
 
     def __init__(
         self,
@@ -344,7 +381,7 @@ class Pace:
         sleep: Callable[[float], None] = time.sleep,
         changed_at: Callable[[], float] = lambda: -math.inf,
     ) -> None:
-        """Make the pace of a volume group.
+        """Make the queue for the I/O slots of one volume group.
 
         `bandwidth` returns the present value of the setting `background_bandwidth`. `changed_at`
         returns the time at which Carver itself last changed the group, by `clock`.
@@ -354,13 +391,13 @@ class Pace:
         self._giving_way = _GivingWay(kernel, clock, changed_at)
         self._limited = _Limited(NO_RESERVE, clock)
         self._moved = threading.Condition()
-        # The queue for I/O slots. The first element is the slot in use.
+        # The queue for I/O slots. The first element is the slot in use, or about to be used.
         self._queue: deque[_Shared] = deque()
         self._bytes: Counter[str] = Counter()
 
     @property
     def _rule(self) -> _Rule:
-        """The rule of the present setting, by which the next I/O slot is given."""
+        """Pacing rule for the next I/O slot, by the present setting `background_bandwidth`."""
         bandwidth = self._bandwidth()
         if bandwidth is None:
             return self._giving_way
@@ -372,17 +409,17 @@ class Pace:
 
     @property
     def is_unlimited(self) -> bool:
-        """Whether no worker waits, neither for another worker nor for other I/O."""
+        """Whether background I/O never waits, neither for a slot nor for other I/O (rule 5)."""
         return self._rule is _UNLIMITED
 
     @property
     def done_bytes(self) -> Mapping[str, int]:
-        """Number of bytes done until now, by the kind of work."""
+        """Number of bytes of background I/O done until now, by the kind of I/O."""
         return dict(self._bytes)
 
     @property
     def paused_seconds(self) -> float:
-        """Total time for which work was paused because of other I/O, in seconds."""
+        """Total time for which background I/O was paused because of other I/O, in seconds."""
         return self._giving_way.paused_seconds
 
     def work(
@@ -395,12 +432,12 @@ class Pace:
         most_bytes: int = MOST_BYTES,
         may_join: bool = False,
     ) -> Work:
-        """Return a `Work` on the devices with these paths, which waits for its I/O slots here.
+        """Return a task of background I/O on the devices with these paths, which is paced here.
 
-        `check` raises if the work was cancelled. `flush` writes the data of a piece to the disks;
-        it is left out for work that only reads, or flushes by itself. `most_bytes` is larger than
-        MOST_BYTES for work that can end within a piece (rule 9). `may_join` is for workers that
-        need each other (rule 4).
+        `check` raises if the task was cancelled. `flush` writes the data of a piece to the disks;
+        callers leave it out for a task that only reads, or that flushes by itself. `most_bytes` is
+        larger than MOST_BYTES for a task that can be ended within a piece (rule 9). `may_join` is
+        true for workers that need each other (rule 4). Without `progress`, a new Progress is made.
         """
         disks = set[str]()
         for device in devices:
@@ -410,9 +447,10 @@ class Pace:
 
     @contextmanager
     def turn(self, work: Work, most_bytes: int) -> Iterator[Piece]:
-        """Wait for an I/O slot for a piece of at most `most_bytes`, done in the context.
+        """Wait for an I/O slot and hold it within the `with`; yield the piece that may be done.
 
-        The slot ends with the context.
+        The piece has at most `most_bytes`, and is flushed at the end of the `with`. If several
+        workers share the slot, it ends when the last of them leaves.
         """
         shared = self._enter(work)
         piece, done_bytes = Piece(min(most_bytes, shared.length_bytes)), 0
@@ -425,7 +463,10 @@ class Pace:
             self._leave(work, shared, done_bytes)
 
     def _enter(self, work: Work) -> _Shared:
-        """Wait for an I/O slot, or for one that can be joined, and return the slot."""
+        """Wait for an I/O slot of the worker's own, or for one that can be joined; return the slot.
+
+        Raises the error of the work's `check` if the work was cancelled.
+        """
         work.check()
         own_slot = _Shared(work.disks, self._rule, work.may_join)
         try:
@@ -438,7 +479,10 @@ class Pace:
         return slot
 
     def _wait(self, own_slot: _Shared, check: Callable[[], None]) -> _Shared:
-        """Wait in the queue until the worker's own slot is first, or another slot can be joined."""
+        """Wait in the queue until the worker's own slot is first, or another slot can be joined.
+
+        Returns that slot. With the setting `0`, returns the worker's own slot at once.
+        """
         if own_slot.rule is _UNLIMITED:
             return own_slot
         with self._moved:
@@ -453,18 +497,19 @@ class Pace:
     def _turn_for(self, own_slot: _Shared) -> _Shared | None:
         """Return the slot that a waiting worker may enter now, or None if the worker has to wait.
 
-        The slot is the worker's own. Or it is a shared slot; then the worker leaves the queue.
+        The slot is the worker's own, or a shared slot. In the second case the worker's own slot is
+        removed from the queue. A slot whose I/O hangs is removed as well (rule 3).
         """
         first_slot = self._queue[0]
         if first_slot is not own_slot and self.clock() >= first_slot.hangs_at:
-            # A slot whose piece hangs leaves the queue. The slot behind it is then the first.
+            # Remove a slot whose I/O hangs from the queue. The slot behind it is then the first.
             self._queue.popleft()
             first_slot = self._queue[0]
         if first_slot is own_slot:
             return own_slot
         is_open = self.clock() < first_slot.joined_until and own_slot.disks <= first_slot.disks
-        # A worker joins only if all in the queue may: otherwise it would overtake a worker that
-        # waits for a slot of its own.
+        # Let the worker join only if all workers in the queue may join: otherwise the worker would
+        # overtake another one that waits for a slot of its own.
         if not (is_open and all(slot.may_join for slot in self._queue)):
             return None
         self._queue.remove(own_slot)
@@ -472,7 +517,12 @@ class Pace:
         return first_slot
 
     def _begin(self, own_slot: _Shared, length_bytes: int) -> None:
-        """Begin the piece of a slot that has become the first, with its maximum size."""
+        """Begin the use of an I/O slot that has become the first in the queue.
+
+        `length_bytes` is the maximum size of the slot's piece.
+
+        If the workers may share the slot and no other I/O is seen, others may join from now on.
+        """
         is_alone = isinstance(own_slot.rule, _GivingWay) and not own_slot.rule.is_beside_others
         with self._moved:
             own_slot.length_bytes, own_slot.begun_at = length_bytes, self.clock()
@@ -482,7 +532,7 @@ class Pace:
                 self._moved.notify_all()
 
     def _leave(self, work: Work, shared: _Shared, done_bytes: int) -> None:
-        """Leave an I/O slot; the slot ends when its last worker leaves."""
+        """Count a worker's bytes, and leave an I/O slot; the slot ends with its last worker."""
         with self._moved:
             if done_bytes:
                 self._bytes[work.kind] += done_bytes
@@ -490,25 +540,25 @@ class Pace:
             shared.workers -= 1
             if shared.workers:
                 return
-            # From now on no worker may join the slot.
+            # From now on no worker may join the I/O slot.
             shared.joined_until = -math.inf
         try:
             if shared.done_bytes:
-                # The rule gets the bytes of all workers in the slot. Otherwise it would take their
-                # I/O for other I/O.
+                # Pass the bytes of all workers in the slot to the rule. Otherwise the rule would
+                # take the workers' I/O for other I/O.
                 shared.rule.end(work, shared.done_bytes, self.clock() - shared.begun_at)
         finally:
             self._remove(shared)
 
     def _remove(self, own_slot: _Shared) -> None:
-        """Remove a slot from the queue, so that the slot behind it is the first."""
+        """Remove an I/O slot from the queue, if it is in the queue; wake the waiting workers."""
         with self._moved:
             with suppress(ValueError):  # its piece hung, or no worker waits with the setting 0
                 self._queue.remove(own_slot)
             self._moved.notify_all()
 
     def _pause(self, check: Callable[[], None], seconds: float) -> None:
-        """Sleep for some seconds, checking now and then whether the work was cancelled."""
+        """Sleep for `seconds`; call `check` ten times a second, which raises for cancelled work."""
         until_seconds = self.clock() + seconds
         while (left_seconds := until_seconds - self.clock()) > 0:
             check()
@@ -517,7 +567,7 @@ class Pace:
 
 
 class Paces:
-    """The Pace of each volume group, with the setting of the configuration."""
+    """The `Pace` of each volume group, with the setting `background_bandwidth` of the group."""
 
     def __init__(
         self,
@@ -535,7 +585,10 @@ class Paces:
         self._paces: dict[str, Pace] = {}
 
     def of(self, group: str) -> Pace:
-        """Return the pace of a volume group, even of a group that no class names."""
+        """Return the `Pace` of a volume group, made at its first use.
+
+        The group need not be one that a device class of the configuration names.
+        """
         with self._guard:
             if group not in self._paces:
                 self._paces[group] = Pace(
@@ -546,6 +599,6 @@ class Paces:
             return self._paces[group]
 
     def every(self) -> Mapping[str, Pace]:
-        """Return the paces that `of` has returned until now, by the names of the groups."""
+        """Return each `Pace` that `of` has made until now, by the name of its volume group."""
         with self._guard:
             return dict(self._paces)

@@ -1,31 +1,34 @@
-"""Progress of a job: how much is done, and how fast."""
+"""Progress of a background job: the bytes done, the rate, and the estimated time left."""
 
 import math
 import time
 from collections import deque
 from collections.abc import Callable
 
-# Time over which the rate of a job is measured, in seconds.
+# Minimum time over which the rate of a job is measured, in seconds, once the job has run so long.
 _RATE_SECONDS = 10.0
 
 
 class Progress:
-    """Progress of a job, shown as `3.2 of 8 GiB, about 40 s at the present rate`."""
+    """Progress of a background job, shown as `3.2 of 8 GiB, about 40 s at the present rate`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.done_bytes, self.of_bytes = 0, 0
         self._clock = clock
-        # Measurements: a time by the clock, and the bytes that were done by that time.
+        # Measurements of the job: a time by the clock, and the bytes that were done by that time.
         self._marks: deque[tuple[float, int]] = deque()
 
     def begin(self, of_bytes: int, done_bytes: int = 0) -> None:
-        """Set the total number of bytes of the job, and the number of bytes done already."""
+        """Set the job's total number of bytes, and the number of bytes that are done already.
+
+        Earlier measurements of the rate are dropped.
+        """
         self.done_bytes, self.of_bytes = done_bytes, of_bytes
         self._marks.clear()
         self._marks.append((self._clock(), done_bytes))
 
     def add(self, done_bytes: int) -> None:
-        """Count `done_bytes` more bytes as done."""
+        """Add `done_bytes` to the bytes that are done, and measure the rate."""
         self.done_bytes += done_bytes
         self._marks.append((self._clock(), self.done_bytes))
         while len(self._marks) > 2 and self._marks[-1][0] - self._marks[1][0] >= _RATE_SECONDS:
@@ -33,7 +36,7 @@ class Progress:
 
     @property
     def left_seconds(self) -> float | None:
-        """Estimated time until the job is done, in seconds; None if no rate was measured."""
+        """Estimated time until the job is done, in seconds; None if no rate was measured yet."""
         marks = list(self._marks)
         if not marks or (bytes_since_mark := self.done_bytes - marks[0][1]) <= 0:
             return None
