@@ -14,9 +14,10 @@ from the state, never from an event. So the start of the service only has to sea
 minute after a job failed, the state is read again. If the job is still due by the state, it is
 begun anew, from the beginning.
 
-Among equally urgent jobs, the smallest job and the oldest job get a step alternately. So a small
-deletion does not wait for the copy of a terabyte, and a large job comes to its end. I/O to the
-disks is paced within the steps (agent/work/pace.py).
+Among equally urgent jobs, the smallest job, the oldest job and the job whose last step is longest
+ago get a step in turn. So a small deletion does not wait for the copy of a terabyte, a large job
+comes to its end, and a job of unknown size keeps no other job from its steps. I/O to the disks is
+paced within the steps (agent/work/pace.py).
 
 A step that takes longer than two seconds may hang: another thread then continues the loop. Up to
 two steps of one kind may hang in a group. Groups do not wait for each other, since each has its own

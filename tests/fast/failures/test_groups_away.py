@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import expect
+import in_background
 import pytest
 import serving
 from csi_client import Client
@@ -140,7 +141,8 @@ def test_snapshots_of_which_no_tag_says_that_they_are_of_one_moment_are_taken_an
     if how == "a reload":
         assert node.service.group_snapshotter.resume("a", "b") == 1
     if how != "the repeated call":
-        expect.soon(lambda: node.snapshots() == 0)
+        in_background.ended(node.service.group_snapshotter.undone)
+        assert node.snapshots() == 0
     before = node.taken.creation_time.ToNanoseconds()
     sources = [one.source_volume_id for one in node.taken.snapshots]
     node.taken = node.client.group_snapshot("nightly", sources)
