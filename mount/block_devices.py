@@ -324,7 +324,7 @@ class BlockDevices(Calls):
         return any((disk, method) in self._distrusted for disk in stack.disks)
 
     def distrust(self, disks: Iterable[str], method: By) -> Sequence[str]:
-        """Record that a method must not zero these disks again; return the newly recorded disks."""
+        """Record that these disks must not be zeroed by a method again; return the new ones."""
         new_disks = sorted(disk for disk in disks if (disk, method) not in self._distrusted)
         self._distrusted.update((disk, method) for disk in new_disks)
         return new_disks

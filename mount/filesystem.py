@@ -132,11 +132,12 @@ def _grow_btrfs(kernel: Kernel, mount: table.Mount, _size_bytes: int) -> None:
     kernel.grow_btrfs(mount.path)
 
 
-# Table of the supported file systems. All features are given to mkfs explicitly. So a file system
-# is the same on every node, regardless of the node's mke2fs.conf, and each kernel that Carver runs
-# on can mount it. These features are older than e2fsprogs 1.44, xfsprogs 5.1. A class may request
-# newer ones (orphan_file, rmapbt, …); `features` are the newer ones that mkfs.xfs enables by
-# default. The mount options are from the kernel's Documentation/filesystems/ext4/,
+# Table of the supported file systems. The features of ext4 and xfs are given to mkfs in `options`.
+# So they do not depend on the node's mke2fs.conf, and each kernel that Carver runs on can mount the
+# file system: these features are older than e2fsprogs 1.44, xfsprogs 5.1. `features` are newer ones
+# that newer mkfs.xfs enable by default: those that the setting `oldest_kernel` is too old for are
+# disabled. btrfs has the default features of mkfs.btrfs. A class may request other features
+# (orphan_file, rmapbt, …). The mount options are from the kernel's Documentation/filesystems/ext4/,
 # admin-guide/xfs.rst, and btrfs(5).
 FILE_SYSTEMS: Mapping[str, FileSystem] = {
     "ext4": FileSystem(

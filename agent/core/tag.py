@@ -33,8 +33,9 @@ CLASS = "class"
 FS_TYPE = "fsType"
 MKFS_OPTIONS = "mkfsOptions"
 MOUNT_OPTIONS = "mountOptions"
-# Keys of the tags with the names of the Kubernetes objects that a volume or snapshot belongs to,
-# such as the volume's claim and pod. The name of a snapshot's VolumeSnapshotContent is in CONTENT.
+# Keys of the tags with the names, or a UID, of the Kubernetes objects that a volume or snapshot
+# belongs to, such as the volume's claim and pod. The name of the VolumeSnapshotContent or
+# VolumeGroupSnapshotContent is in CONTENT.
 SNAPSHOT = "snapshot"
 GROUP_SNAPSHOT_NAME = "groupSnapshotName"
 PV = "pv"

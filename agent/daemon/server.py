@@ -90,7 +90,8 @@ class Service:
         # The last error of each step of `resume` that failed, by the step and the volume group. The
         # same error is not logged again.
         self.unrecovered: dict[tuple[str, ...], str] = {}
-        # Trace each program and each system call as a step of its RPC.
+        # Trace the programs that `run` or an lvm2 shell runs, and each operation of the kernel, as
+        # steps of their RPC (agent/core/trace.py).
         lvm = replace(lvm, run=trace.traced_run(lvm.run))
         host = replace(
             host,

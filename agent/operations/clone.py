@@ -587,7 +587,7 @@ class Copier:
         self._snapshotter.finish(bridge)
 
     def _wanted(self, all_groups: EveryGroup) -> set[str]:
-        """Return the ids of the bridge snapshots from which volumes are being copied."""
+        """Return the ids of the bridge snapshots from which volumes are, or may be, copied."""
         copies = list(all_groups.copies())
         bridge_ids = {
             str(snapshot.id)

@@ -574,7 +574,8 @@ class Eraser:
             within=writing,
         )
         if method == classes.ERASE_DISCARD:
-            # Ignore a disk that does not support discards.
+            # Ignore errors, such as of a disk that does not support discards: this range need not
+            # be erased, as only the LUKS header must be (ERASE_HEADER_ONLY).
             with suppress(OSError):
                 self._kernel.discard(device, size_bytes, whole_bytes - size_bytes)
         return all(are_lost)

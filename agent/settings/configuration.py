@@ -8,7 +8,7 @@ from agent.settings.settings import SETTINGS, Config
 
 
 class Configuration:
-    """The settings, classes and volume groups of a process, which a reload of the file replaces.
+    """The settings, classes and volume groups of a process; a reload replaces all that may change.
 
     Users read `now` at each use and keep no copy of the configuration. Only a call that needs a
     device class twice may keep the class, which is an immutable record.

@@ -146,7 +146,7 @@ class ErasePolicy:
         return size_bytes
 
     def purpose(self, volume: Volume) -> Purpose:
-        """Return for which purpose a deleted volume is zeroed; missing disks count first."""
+        """Return why a deleted volume is zeroed: PARTIAL if it lacks disks, even if encrypted."""
         if volume.missing_disks:
             return Purpose.PARTIAL
         return Purpose.ENCRYPTED if volume.is_encrypted else Purpose.DELETED

@@ -101,7 +101,8 @@ class Job:
     cancelled: threading.Event = field(default_factory=threading.Event, init=False)
     ended: Future[None] = field(default_factory=Future, init=False)
     # The time at which the job's next step is due, or after a failure the retry (monotonic,
-    # seconds). This field and the next ones are used by the volume group's background loop alone.
+    # seconds). This field and the next ones are changed only under the `guard` of the job's
+    # GroupWorker, except `steps`, which only the thread that does the job's step sets.
     due_seconds: float = field(default=math.inf, init=False)
     # The steps of the job, once the first step has begun.
     steps: Steps | None = field(default=None, init=False)

@@ -215,8 +215,8 @@ class _Reading:
     # id. Kept only for volume groups whose PersistentVolumes have several segments, and for
     # PersistentVolumes whose name does not follow from the volume's.
     placed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    # For each topology segment without a Node: when the segment was first seen without one, on the
-    # Record's clock.
+    # When each topology segment that PersistentVolumes name was first seen without a Node, by the
+    # segment: seconds on the clock of ClusterRecord (monotonic).
     missing: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property

@@ -191,8 +191,8 @@ class Mover:
         try:
             is_moved = _is_gone(self._volume(volume_id))
         except Exception:
-            # It is unknown whether the tags were set, so the volume cannot be used until Carver's
-            # next start.
+            # It is unknown whether the tags were set, so the volume cannot be used until its move
+            # is undone, or the notes are made anew from tags (`Holds.resume`).
             return
         if not is_moved:
             self._holds.allow(volume_id)
