@@ -339,13 +339,16 @@ class Copier:
     def _source(self, state: Known, volume: Volume, source_id: str) -> Snapshot:
         """Return a snapshot that a volume is copied from, by the snapshot's id.
 
-        Raises the errors of `source_of`.
+        Raises the errors of `source_of`, and GroupMissing for a bridge snapshot whose volume group
+        is not on this node.
         """
         if names.is_of(ids.SNAPSHOT_PREFIX, ids.logical_name(source_id)):
             snapshot = self._reports.snapshot(state, source_id)
         elif (bridge := self._bridge_of(state, volume)) is not None:
             snapshot = bridge
         else:
+            # A volume group that is missing for a moment has its bridge snapshots still.
+            state.group(ids.group_of(source_id))
             origin_id = volume.own_tags.get(tag.FROM, "")
             raise errors.SourceLost(origin_id, "it was not kept; repeat the call")
         if snapshot.problem:

@@ -116,6 +116,30 @@ def test_each_volume_is_filled_from_its_own_bridge(
             assert logical(fake, group) == {f"vol-of-{group}", "vol-x"}
 
 
+def test_a_copy_whose_source_s_group_is_away_for_a_moment_is_completed_later(
+    config: Config, fake: FakeHost, allow_copies: Callable[[], None]
+) -> None:
+    """That the group is not there proves nothing of the bridge in it."""
+    with serve(config, fake, copier=0) as service, Client(config.endpoint) as client:
+        origin = client.create("origin", SIZE, block()).volume_id
+        how = {"parameters": {"class": "second"}, "source": of_volume(origin)}
+        with expect.code("ABORTED"):
+            client.create("new", SIZE, block(), **how)
+        in_background.ended(service.copier.jobs)
+        service.copier.grace_seconds = 20
+        with alone(fake, "b"):
+            in_background.again(service.copier.jobs)
+            in_background.ended(service.copier.jobs)
+            with expect.code("ABORTED"):
+                client.create("new", SIZE, block(), **how)
+        allow_copies()
+        in_background.again(service.copier.jobs)
+        assert client.create("new", SIZE, block(), **how).volume_id.startswith("b@")
+        idle(service)
+        assert logical(fake, "b") == {"vol-new"}
+        assert logical(fake, "a") == {"vol-origin"}
+
+
 def test_unused_bridge_of_another_group_is_removed(
     config: Config, fake: FakeHost, allow_both: Callable[[], None]
 ) -> None:
