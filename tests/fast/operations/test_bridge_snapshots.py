@@ -122,19 +122,24 @@ def test_a_copy_whose_source_s_group_is_away_for_a_moment_is_completed_later(
     """That the group is not there proves nothing of the bridge in it."""
     with serve(config, fake, copier=0) as service, Client(config.endpoint) as client:
         origin = client.create("origin", SIZE, block()).volume_id
-        how = {"parameters": {"class": "second"}, "source": of_volume(origin)}
+
+        def clone() -> str:
+            how = {"class": "second"}
+            source = of_volume(origin)
+            return client.create("new", SIZE, block(), parameters=how, source=source).volume_id
+
         with expect.code("ABORTED"):
-            client.create("new", SIZE, block(), **how)
+            clone()
         in_background.ended(service.copier.jobs)
         service.copier.grace_seconds = 20
         with alone(fake, "b"):
             in_background.again(service.copier.jobs)
             in_background.ended(service.copier.jobs)
             with expect.code("ABORTED"):
-                client.create("new", SIZE, block(), **how)
+                clone()
         allow_copies()
         in_background.again(service.copier.jobs)
-        assert client.create("new", SIZE, block(), **how).volume_id.startswith("b@")
+        assert clone().startswith("b@")
         idle(service)
         assert logical(fake, "b") == {"vol-new"}
         assert logical(fake, "a") == {"vol-origin"}
