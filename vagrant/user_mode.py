@@ -27,6 +27,11 @@ MADE_OF = "made-of.json"
 _CONSOLE = "con=null con0=null,fd:1 ssl=null loglevel=4"
 
 
+# The machines that this process started, by their names: Python warns of a program that still runs
+# when nothing refers to it any more.
+_started: dict[str, subprocess.Popen[bytes]] = {}
+
+
 class InUserMode(Power):
     """A machine in user mode. Its folder has its disk, which is what differs from the box's."""
 
@@ -82,7 +87,9 @@ class InUserMode(Power):
             *(f"systemd.hostname={self.name}", "audit=0", *_CONSOLE.split()),
         ]
         with lab_host.console_log(self.name).open("ab") as console:
-            subprocess.Popen(
+            if (earlier := _started.pop(self.name, None)) is not None:
+                earlier.poll()
+            _started[self.name] = subprocess.Popen(
                 lab_host.in_network(*words),
                 stdin=subprocess.DEVNULL,
                 stdout=console,
