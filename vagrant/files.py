@@ -25,10 +25,10 @@ def write(path: Path, content: str | bytes, mode: int = 0o644) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Read a file; empty where there is none."""
+    """Read a file; empty where there is none, or where it is of a process that just ended."""
     try:
         return path.read_text(errors="replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return ""
 
 
