@@ -210,6 +210,7 @@ def test_wipe_none_overwrites_nothing(config: Config, fake: FakeHost, disk: Disk
     assert tags(fake) == {}
 
 
+@pytest.mark.usefixtures("waiting_eraser")
 def test_open_volume_is_not_erased(
     client: Client, volume: csi.Volume, fake: FakeHost, disk: Disk
 ) -> None:
