@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -222,15 +222,14 @@ def serve(
         ending.callback(watch.stop)
         _log.info("serving %s on %s", ", ".join(config.groups), config.endpoint)
         notify("READY=1")
-        parts: list[Callable[[], object]] = [
+        starts: Sequence[Callable[[], object]] = [
             *(scan.start for scan in service.looks),
             service.context.limiter.task.start,
             watch.start,
             *(extra.start for extra in service.extras.values()),
         ]
-        beginning = startup(
-            begin, service.context.admission, partial(_start_background, service, parts)
-        )
+        check = partial(_log_findings, service)
+        beginning = startup(begin, service.context.admission, starts, check)
         beginning.start()
         ending.callback(beginning.stop)
         if is_stopping is not None:
@@ -257,16 +256,12 @@ def _counted(host: Host, metrics: "Metrics") -> Host:
     return replace(host, run=metrics.counted(host.run), observe=observe, stream=stream)
 
 
-def _start_background(service: Service, parts: list[Callable[[], object]]) -> None:
-    """Start the parts that work in the background, and log what `carver doctor` would find.
+def _log_findings(service: Service) -> None:
+    """Report to systemd that the service is ready, and log what `carver doctor` would find.
 
-    Each part is removed from the list once it is started, so a call after an error goes on where
-    the earlier call failed. Also reports to systemd that the service is ready. A failed check does
-    not stop the service here; Probe returns an error where nothing can be served.
+    A failed check does not stop the service here; Probe returns an error where nothing can be
+    served.
     """
-    while parts:
-        parts[0]()
-        parts.pop(0)
     notify("STATUS=ready")
     for finding in preflight.everything(service.node):
         if finding.verdict != preflight.PASS:

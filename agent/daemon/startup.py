@@ -7,7 +7,7 @@ refreshed, so an idle node runs no command.
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
 
 from agent.groups.node_groups import VolumeGroups
@@ -97,15 +97,19 @@ _PATIENCE_SECONDS = 60.0
 
 
 def startup(
-    begin: Callable[[], None], admission: Admission, background_work: Callable[[], None]
+    begin: Callable[[], None],
+    admission: Admission,
+    starts: Iterable[Callable[[], object]],
+    check: Callable[[], None],
 ) -> PeriodicTask:
     """Return a task that retries `begin` until it succeeds, and then admits RPCs.
 
-    After the admission the task calls `background_work`, again until that succeeds, and ends. While
-    `begin` fails, RPCs that need LVM are refused with the error of `begin`. `begin` checks the
-    state before each step, so `begin` may fail, or be killed, at any step.
+    After the admission the task calls each of `starts`, which start the background work, then
+    `check` once, and ends. An error of one of `starts` is retried; those before it are not called
+    again. While `begin` fails, RPCs that need LVM are refused with the error of `begin`. `begin`
+    checks the state before each step, so `begin` may fail, or be killed, at any step.
     """
-    has_begun = threading.Event()
+    has_begun, remaining = threading.Event(), list(starts)
 
     def attempt() -> None:
         if not has_begun.is_set():
@@ -117,8 +121,11 @@ def startup(
                 raise
             has_begun.set()
             admission.open()
-        background_work()
+        while remaining:
+            remaining[0]()
+            remaining.pop(0)
         task.stop()
+        check()
 
     task = PeriodicTask(
         "startup",

@@ -52,7 +52,7 @@ def test_a_pool_that_turned_read_only_keeps_neither_a_start_nor_another_pool(
     again.context.admission.close()
     again.start(config.endpoint)
     recovery = Recovery(again.volume_groups, lambda name: server.resume(again, name))
-    startup(recovery.begin, again.context.admission, lambda: None).run_once()
+    startup(recovery.begin, again.context.admission, (), lambda: None).run_once()
     try:
         with Client(config.endpoint) as caller:
             caller.create("plain", 8 * MIB, block())

@@ -150,10 +150,14 @@ def test_recovery_follows_once_lvm2_answers(
 def test_background_work_that_could_not_be_started_is_started_later_without_a_second_start() -> (
     None
 ):
-    began, fails, started = [0], iter([RuntimeError("can't start new thread")]), threading.Event()
+    began, firsts, fails = [0], [0], iter([RuntimeError("can't start new thread")])
+    started, checked = threading.Event(), threading.Event()
 
     def begin() -> None:
         began[0] += 1
+
+    def first() -> None:
+        firsts[0] += 1
 
     def background_work() -> None:
         if (error := next(fails, None)) is not None:
@@ -162,13 +166,14 @@ def test_background_work_that_could_not_be_started_is_started_later_without_a_se
 
     admission = Admission()
     admission.close()
-    task = startup.startup(begin, admission, background_work)
+    task = startup.startup(begin, admission, [first, background_work], checked.set)
     task._pause_seconds = 0.01
     task.start()
     assert started.wait(20)
     task.join(20)
     assert not task.is_alive
-    assert began == [1]
+    assert (began, firsts) == ([1], [1])
+    assert checked.is_set()
     assert admission.is_open
 
 
