@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from lvm import report, tags
+from lvm import lvm2, report, tags
 from lvm.lvm2 import Lvm
 from lvm.report import Group
 from lvm.volumes import NO_TAGS
@@ -132,9 +132,7 @@ def mark(
 
     Deleting a tag that the group lacks, or adding a tag that it has, is no error.
     """
-    # Run no command if there is no tag: vgchange(8) refuses a command line that changes nothing.
-    if changes := [*tags.words("--deltag", old), *tags.words("--addtag", new)]:
-        lvm("vgchange", *changes, "--", name)
+    lvm2.change(lvm, "vgchange", tags.change(old, new), name)
 
 
 def mark_fast(lvm: Lvm, disks: Sequence[str]) -> None:

@@ -225,6 +225,15 @@ class Lvm:
         return result.stdout
 
 
+def change(lvm: Lvm, subcommand: str, changes: Sequence[str], *names: str) -> None:
+    """Run lvchange(8) or vgchange(8) with these options on volumes or volume groups.
+
+    Runs no command without options: lvm2 refuses a command line that changes nothing.
+    """
+    if changes:
+        lvm(subcommand, *changes, "--", *names)
+
+
 @lru_cache(16)
 def _config(settings: tuple[str, ...]) -> str:
     """The value of lvm2's option `--config` for settings; the last value of a key counts."""

@@ -56,6 +56,11 @@ def words(option: str, own_tags: Tags) -> list[str]:
     return [word for tag in encode(own_tags) for word in (option, tag)]
 
 
+def change(old: Tags, new: Tags) -> list[str]:
+    """Encode the replacement of tags by others as arguments of lvm2; empty for no change."""
+    return [*words("--deltag", old), *words("--addtag", new)]
+
+
 def decode(tags: Iterable[str]) -> Mapping[str, str]:
     """Find Carver's tags among all tags of a volume group or volume; return the values by key.
 

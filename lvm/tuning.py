@@ -272,5 +272,5 @@ def change(
         old_tags[_OWN_MAXIMUM] = present_tags[_OWN_MAXIMUM]
     new_tags = tuning.tags()
     old_tags = {key: text for key, text in old_tags.items() if new_tags.get(key) != text}
-    changes = [*tags.words("--deltag", old_tags), *tags.words("--addtag", new_tags)]
+    changes = tags.change(old_tags, new_tags)
     lvm("lvchange", *tuning.words(), *changes, "--", *(f"{group}/{name}" for name in names))

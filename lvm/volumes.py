@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lvm import tags
+from lvm import lvm2, tags
 from lvm.layout import COPY_ON_WRITE_CHUNK_BYTES, LINEAR, Layout
 from lvm.lvm2 import Lvm
 from lvm.tuning import AS_IT_IS, Tuning
@@ -97,9 +97,7 @@ def mark(lvm: Lvm, group: str, name: str, *, old: tags.Tags, new: Mapping[str, s
 
     One write of the metadata changes all tags, so either all tags change or none.
     """
-    # Run no command if there is no tag: lvchange(8) refuses a command line that changes nothing.
-    if changes := [*tags.words("--deltag", old), *tags.words("--addtag", new)]:
-        lvm("lvchange", *changes, "--", f"{group}/{name}")
+    lvm2.change(lvm, "lvchange", tags.change(old, new), f"{group}/{name}")
 
 
 def mark_all(
@@ -115,14 +113,14 @@ def mark_all(
     changed some of the volumes. Deleting a tag that a volume lacks, or adding a tag that it has, is
     no error.
     """
-    if changes := [*tags.words("--deltag", old), *tags.words("--addtag", new)]:
-        lvm("lvchange", *changes, "--", *(f"{group}/{name}" for group, name in volume_names))
+    paths = (f"{group}/{name}" for group, name in volume_names)
+    lvm2.change(lvm, "lvchange", tags.change(old, new), *paths)
 
 
 def add_tags(lvm: Lvm, group: str, names: Iterable[str], encoded_tags: Iterable[str]) -> None:
     """Add encoded tags to volumes of a volume group, by one lvchange(8)."""
-    if added := [word for tag in sorted(encoded_tags) for word in ("--addtag", tag)]:
-        lvm("lvchange", *added, "--", *(f"{group}/{name}" for name in names))
+    added = [word for tag in sorted(encoded_tags) for word in ("--addtag", tag)]
+    lvm2.change(lvm, "lvchange", added, *(f"{group}/{name}" for name in names))
 
 
 def extend(

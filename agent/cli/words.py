@@ -93,7 +93,7 @@ def verb(
     """
     verb_parser = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
     settings.add_arguments(verb_parser, ("endpoint",))
-    verb_parser.set_defaults(run=lambda parsed: _on_service(parsed, action))
+    verb_parser.set_defaults(run=_on_service, action=action)
     for argument in arguments:
         if isinstance(argument, Argument):
             argument.add(verb_parser)
@@ -104,15 +104,13 @@ def verb(
     return verb_parser
 
 
-def _on_service(
-    parsed: argparse.Namespace, action: Callable[["VolumeVerbs", argparse.Namespace], None]
-) -> int:
+def _on_service(parsed: argparse.Namespace) -> int:
     from agent.cli import volume_verbs
     from agent.daemon.host import this_host
 
     config = settings.load(parsed, os.environ)
     with volume_verbs.connected(config, this_host(config)) as service:
-        action(service, parsed)
+        parsed.action(service, parsed)
     return 0
 
 

@@ -536,13 +536,7 @@ class Copier:
     def _overwrite(self, job: Copy, start_bytes: int) -> Steps:
         """Write zeroes to a new volume from `start_bytes` on, behind the data that were copied."""
         device = self._activator.activate(job.volume).path
-        work = self._paces.of(job.volume.group.name).work(
-            "zero",
-            device,
-            check=job.check,
-            flush=partial(self._kernel.flush, device),
-            progress=job.progress,
-        )
+        work = self._policy.work(self._paces.of(job.volume.group.name), "zero", device, job)
         size_bytes = job.volume.size_bytes
         yield from self._policy.overwrite(
             work, device, size_bytes, start_bytes, purpose=Purpose.NEW

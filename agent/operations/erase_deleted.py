@@ -558,13 +558,7 @@ class Eraser:
         def zero_present(offset: int, length: int, way: By) -> None:
             are_lost.append(self._zero_present(volume, device, offset, length, way))
 
-        work = self._paces.of(volume.group.name).work(
-            "erase",
-            device,
-            check=job.check,
-            flush=partial(self._kernel.flush, device),
-            progress=job.progress,
-        )
+        work = self.policy.work(self._paces.of(volume.group.name), "erase", device, job)
         yield from self.policy.overwrite(
             work,
             device,

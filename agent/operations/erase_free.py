@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from agent.core import errors, ids, tag
 from agent.operations import erase_deleted
@@ -169,13 +168,7 @@ class GrowthZeroer:
 
     def _overwrite(self, job: _Growth) -> Steps:
         device = self._activator.ensure_active(job.group, job.name).path
-        work = self._paces.of(job.group).work(
-            "zero",
-            device,
-            check=job.check,
-            flush=partial(self._kernel.flush, device),
-            progress=job.progress,
-        )
+        work = self._policy.work(self._paces.of(job.group), "zero", device, job)
         size_bytes = self._kernel.device_size_bytes(device)
         yield from self._policy.overwrite(work, device, size_bytes, purpose=Purpose.NEW)
         self._done.add(job.uuid)
@@ -283,13 +276,7 @@ class FreedSpaceEraser:
                 # earlier process may have zeroed an unknown part of it.
                 uuid, done_bytes = sweep.uuid, 0
             device = self._activator.ensure_active(name, ids.SWEEP).path
-            work = self._paces.of(name).work(
-                "erase",
-                device,
-                check=job.check,
-                flush=partial(self._kernel.flush, device),
-                progress=job.progress,
-            )
+            work = self.policy.work(self._paces.of(name), "erase", device, job)
             yield from self.policy.overwrite(
                 work, device, sweep.size_bytes, done_bytes, purpose=Purpose.DELETED
             )

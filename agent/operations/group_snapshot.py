@@ -195,23 +195,20 @@ class GroupSnapshotter:
                 for identity, members in self._unrecorded(all_groups).items()
                 if identity in locked_ids
             }
+            whole_ids = {
+                identity for identity, members in uncommitted.items() if records.is_whole(members)
+            }
             # Complete the tag `committed`. Crash point: some of the snapshots lack the tag; or a
             # version of Carver without that tag took the snapshots.
             complete_ids = {
-                identity
-                for identity, members in uncommitted.items()
-                if records.is_whole(members) and _is_of_one_moment(members)
+                identity for identity in whole_ids if _is_of_one_moment(uncommitted[identity])
             }
             # Crash point: all snapshots were taken, and whether at one moment is not known. They
             # are removed by a job, which waits for copies of them.
-            undone_ids = {
-                identity
-                for identity, members in uncommitted.items()
-                if records.is_whole(members) and identity not in complete_ids
-            }
+            undone_ids = whole_ids - complete_ids
             incomplete_ids = {
                 identity
-                for identity in uncommitted.keys() - complete_ids - undone_ids
+                for identity in uncommitted.keys() - whole_ids
                 if self._reports.is_half_made(all_groups, uncommitted[identity])
             }
             with Attempts() as attempts:

@@ -404,10 +404,7 @@ class ThinAllocator:
         if not (pool := self.pool(group)).promised_bytes:
             return None
         growth = pools.room_extents(room.keeping(self.kept_extents(group)), pool)
-        most_extents = 0 if closed(room) else growth
-        more_extents = min(
-            most_extents, pools.wanted_extents(pool.data_extents, percent, self.policy)
-        )
+        more_extents = self._more_extents(room, growth, pool.data_extents, percent)
         if more_extents:
             size_bytes = (pool.data_extents + more_extents) * extent
             disks = room.anywhere()
@@ -424,16 +421,22 @@ class ThinAllocator:
         if not (pool := self.pool(group)).promised_bytes:
             return None
         growth = pools.metadata_growth_extents(room.keeping(self.kept_extents(group)), pool)
-        most_extents = 0 if closed(room) else growth
-        more_extents = min(
-            most_extents, pools.wanted_extents(pool.metadata_extents, percent, self.policy)
-        )
+        more_extents = self._more_extents(room, growth, pool.metadata_extents, percent)
         if more_extents:
             disks = room.anywhere()
             thin.extend_metadata(
                 lvm, group.name, pool.name, by_bytes=more_extents * extent, disks=disks
             )
         return more_extents * extent
+
+    def _more_extents(self, room: Room, growth: int, present: int, percent: float) -> int:
+        """Return by how many extents a part of the thin pool is extended; 0 if it cannot grow.
+
+        The part has `present` extents, is `percent` full, and has room for `growth` more extents.
+        """
+        if closed(room):
+            return 0
+        return min(growth, pools.wanted_extents(present, percent, self.policy))
 
     def _ensure_made(self, lvm: Lvm, group: report.Group, pool: Pool) -> None:
         """Create the thin pool of the device class if it is missing.

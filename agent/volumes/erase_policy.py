@@ -11,8 +11,8 @@ from agent.settings import classes
 from agent.settings.configuration import Configuration
 from agent.settings.settings import WIPES, Config, Wipe
 from agent.volumes.records import Snapshot, Volume, is_encrypted
-from agent.work.group_worker import AGAIN, Steps
-from agent.work.pace import Work
+from agent.work.group_worker import AGAIN, Job, Steps
+from agent.work.pace import Pace, Work
 from lvm import names, report
 from mount.block_devices import SAMPLE_BYTES
 from mount.block_io import By
@@ -178,6 +178,14 @@ class ErasePolicy:
         for disk in self._kernel.distrust(doubts, By.DISCARD):
             _log.warning("deleted data on %s is zeroed, not discarded: %s", disk, doubts[disk])
         return not doubts
+
+    def work(self, pace: Pace, kind: str, device: str, job: Job) -> Work:
+        """Return the paced I/O of a job that overwrites a device, which is flushed by each piece.
+
+        `kind` is the kind of I/O, "erase" or "zero".
+        """
+        flush = partial(self._kernel.flush, device)
+        return pace.work(kind, device, check=job.check, flush=flush, progress=job.progress)
 
     def overwrite(
         self,

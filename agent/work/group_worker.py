@@ -318,10 +318,9 @@ class Jobs(Generic[J]):
         worker = self._worker(job.key)
         with worker.guard:
             job.cancelled.set()
-            if job.at_work:
-                return
-        worker.drop(self, job)
-        job.end(Stopping(job.key))
+            if not job.at_work:
+                worker.drop(self, job)
+        worker.cancel(job)
 
     def forget(self, key: str) -> None:
         """Drop the job of a key, and cancel it for good; a step in progress is not interrupted."""

@@ -81,10 +81,6 @@ def type_in(node: Node, line: str, backups: Path, stand: Stand | None = None) ->
     parsed = nodes.command_line().parse_args([one for one in words if one not in redirections])
     noun, verb = words[:2]
     match noun, verb:
-        case "snapshot", "create":
-            node.at.take(parsed.volume, parsed.name, parsed.size)
-        case "snapshot", "delete":
-            node.at.drop(parsed.name, confirmed=parsed.yes)
         case "snapshot", "send":
             with Path(out).open("wb") as file:
                 streams_command.send(
@@ -99,21 +95,8 @@ def type_in(node: Node, line: str, backups: Path, stand: Stand | None = None) ->
         case "volume", "move":
             assert stand is not None
             move_command.carry_out(node.at, parsed, lambda _node: stand)
-        case "volume", "adopt":
-            if parsed.undo:
-                node.at.undo_adopt(parsed.path, dry_run=parsed.dry_run)
-                return
-            node.at.adopt(
-                parsed.path,
-                parsed.claim,
-                parsed.storage_class,
-                device_class=parsed.device_class,
-                made_by=parsed.made_by,
-                block=parsed.block,
-                dry_run=parsed.dry_run,
-            )
         case _:
-            raise AssertionError(line)
+            parsed.action(node.at, parsed)
 
 
 @pytest.mark.variation

@@ -155,14 +155,8 @@ def test_a_disk_that_lies_further_on_is_found_in_the_end(
     assert not media.blocks
 
 
-@pytest.mark.parametrize(
-    ("wipe", "way", "then"),
-    [("zero", By.HOLE, range(3, 4)), ("discard", By.DISCARD, range(21, 33))],
-)
-def test_disks_that_were_proved_to_zero_are_looked_at_in_fewer_places_and_still_found_out(
-    node: Node, monkeypatch: pytest.MonkeyPatch, wipe: str, way: By, then: range
-) -> None:
-    """A disk may ignore some discards: it is looked at in as many places each time."""
+def looked_at(node: Node, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """In how many places a disk is looked at, each time from now on."""
     looks: list[int] = []
     real = node.host.kernel.mark
 
@@ -171,6 +165,18 @@ def test_disks_that_were_proved_to_zero_are_looked_at_in_fewer_places_and_still_
         real(device, offsets, **how)
 
     monkeypatch.setattr(node.host.kernel, "mark", mark)
+    return looks
+
+
+@pytest.mark.parametrize(
+    ("wipe", "way", "then"),
+    [("zero", By.HOLE, range(3, 4)), ("discard", By.DISCARD, range(21, 33))],
+)
+def test_disks_that_were_proved_to_zero_are_looked_at_in_fewer_places_and_still_found_out(
+    node: Node, monkeypatch: pytest.MonkeyPatch, wipe: str, way: By, then: range
+) -> None:
+    """A disk may ignore some discards: it is looked at in as many places each time."""
+    looks = looked_at(node, monkeypatch)
     with node.served(wipe) as (_, client):
         for name in ("a", "b"):
             volume, _ = node.written(client, name)
@@ -191,11 +197,6 @@ def test_a_disk_is_proved_once_for_all_work(
 ) -> None:
     """Whatever work saw a disk zero, other work looks at it in fewer places, or not at all."""
     looks: list[int] = []
-    real = node.host.kernel.mark
-
-    def mark(device: str, offsets: Sequence[int], **how: Any) -> None:
-        looks.append(len(offsets))
-        real(device, offsets, **how)
 
     def zeroed(client: Client) -> None:
         client.create(f"zeroed-{len(looks)}", SIZE, block(), parameters={"class": "zeroed"})
@@ -210,7 +211,7 @@ def test_a_disk_is_proved_once_for_all_work(
     works = {"deleted": deleted, "zeroed": zeroed, "copied": copied}
     with node.served("zero") as (_, client):
         source, _ = node.written(client, "source")
-        monkeypatch.setattr(node.host.kernel, "mark", mark)
+        looks = looked_at(node, monkeypatch)
         works.pop(first)(client)
         assert looks[0] > 10
         looks.clear()
