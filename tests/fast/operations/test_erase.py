@@ -136,6 +136,7 @@ def test_queued_jobs_keep_no_reports(client: Client, disk: Disk) -> None:
     assert sum(len(one.volumes) > 1 for one in kept) <= 1, "the last report, for who only watch"
 
 
+@pytest.mark.usefixtures("waiting_eraser")
 def test_failed_deletion_can_only_be_repeated(
     client: Client, failed: csi.Volume, fake: FakeHost, disk: Disk
 ) -> None:
