@@ -119,7 +119,7 @@ class GroupSnapshotter:
             members = self._named(all_groups, own_name)
             if not members:
                 return self._make(call, state, undo, locked_groups)
-            if records.is_whole(members) and _is_of_one_moment(members):
+            if records.is_whole(members) and records.is_of_one_moment(members):
                 existing = _same(_group_snapshot(members), call)
                 self._commit(members)
                 return existing
@@ -143,7 +143,7 @@ class GroupSnapshotter:
         if not records.is_whole(members):
             self._require_half_made(all_groups, members)
             raise errors.NoSuchGroupSnapshot(call.id)
-        if not _is_of_one_moment(members):
+        if not records.is_of_one_moment(members):
             raise errors.NoSuchGroupSnapshot(call.id)
         _compare(call, members)
         return _group_snapshot(members)
@@ -201,7 +201,9 @@ class GroupSnapshotter:
             # Complete the tag `committed`. Crash point: some of the snapshots lack the tag; or a
             # version of Carver without that tag took the snapshots.
             complete_ids = {
-                identity for identity in whole_ids if _is_of_one_moment(uncommitted[identity])
+                identity
+                for identity in whole_ids
+                if records.is_of_one_moment(uncommitted[identity])
             }
             # Crash point: all snapshots were taken, and whether at one moment is not known. They
             # are removed by a job, which waits for copies of them.
@@ -509,7 +511,7 @@ class GroupSnapshotter:
                 all_groups = self._everywhere(job.groups)
                 members = all_groups.members(job.key)
                 if records.is_whole(members):
-                    if _is_of_one_moment(members):
+                    if records.is_of_one_moment(members):
                         self._commit(members)
                         return
                     for snapshot in members:
@@ -536,20 +538,6 @@ class GroupSnapshotter:
         for volume in state.doomed():
             if volume.own_tags.get(tag.GROUP_SNAPSHOT) == group_snapshot_id:
                 self._eraser.finish(volume)
-
-
-def _is_of_one_moment(members: list[Snapshot]) -> bool:
-    """Whether the existing snapshots of a group snapshot are known to show one moment.
-
-    The tag `committed` of any of them says so: it is written after the last snapshot was taken and
-    the volumes were found to have been suspended until then. Without the tag, the call may have
-    failed between two snapshots. Versions of Carver that did not record the groups of the members
-    did not write the tag either; their group snapshots count as committed.
-    """
-    return any(
-        tag.COMMITTED in snapshot.own_tags or tag.MEMBER_GROUPS not in snapshot.own_tags
-        for snapshot in members
-    )
 
 
 def _is_group_snapshot_id(group_snapshot_id: str) -> bool:

@@ -807,6 +807,20 @@ def is_whole(members: Sequence[Snapshot]) -> bool:
     )
 
 
+def is_of_one_moment(members: Sequence[Snapshot]) -> bool:
+    """Whether the existing snapshots of a group snapshot are known to show one moment.
+
+    The tag `committed` of any of them says so: it is written after the last snapshot was taken and
+    the volumes were found to have been suspended until then. Without the tag, the call may have
+    failed between two snapshots. Versions of Carver that did not record the groups of the members
+    did not write the tag either; their group snapshots count as committed.
+    """
+    return any(
+        tag.COMMITTED in snapshot.own_tags or tag.MEMBER_GROUPS not in snapshot.own_tags
+        for snapshot in members
+    )
+
+
 def _thin_id(snapshot: Snapshot) -> int | None:
     """Return the id of a snapshot's thin device in its thin pool; None if it has none."""
     logical = snapshot.group.volumes.get(snapshot.name)
