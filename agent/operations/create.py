@@ -159,12 +159,9 @@ class VolumeCreator:
         A source in another volume group is reserved first. If the volume cannot be created, its
         bridge snapshot is removed.
         """
-        prefix = _prefix(call.is_ephemeral)
         # Begin with the volume group in which an earlier call may have created the volume: the
         # configuration may have given the device class another volume group since.
-        earlier_group = self._volume_groups.unconfigured_group_of(
-            names.logical_volume(prefix, call.name)
-        )
+        earlier_group = self._volume_groups.unconfigured_group_of(call.own_name)
         group_name, reserved_source = earlier_group or device_class.group, None
         with ExitStack() as undo, ExitStack() as promises:
             while True:
@@ -214,13 +211,12 @@ class VolumeCreator:
         name of another volume group that must be locked instead. A source in another group is not
         read here.
         """
-        prefix = _prefix(call.is_ephemeral)
         is_across = call.source is not None and ids.group_of(call.source.id) != group_name
         with ExitStack() as undo, self._volume_groups.hold(group_name):
             with _absence_as_perhaps_elsewhere():
                 state = self._mender.mend(group_name)
             all_groups = self._reports.every_group(state)
-            existing = all_groups.named(call.name, prefix)
+            existing = all_groups.named(call.own_name)
             if existing is not None and existing.group.name != group_name:
                 # Go on in the volume group of the existing volume: the volume was created by
                 # another device class, or by this class while the class had another volume group.
@@ -237,9 +233,8 @@ class VolumeCreator:
                 all_groups = self._reports.every_group(state)
             if existing is None and group_name != device_class.group:
                 return device_class.group
-            own_name = names.logical_volume(prefix, call.name)
             if existing is None and (
-                why := self._volume_groups.why_unsure(all_groups.silent, own_name)
+                why := self._volume_groups.why_unsure(all_groups.silent, call.own_name)
             ):
                 # Create no volume while a volume group that may have the volume, from an earlier
                 # call, does not answer.
@@ -258,7 +253,6 @@ class VolumeCreator:
                         call,
                         device_class,
                         (state, all_groups),
-                        prefix,
                         undo,
                         admit,
                         reserved_source,
@@ -390,7 +384,6 @@ class VolumeCreator:
         call: CreateVolume,
         device_class: DeviceClass,
         states: tuple[Fresh, EveryGroup],
-        prefix: str,
         undo: ExitStack,
         admit: Admit | None,
         reserved_source: _ReservedSource | None,
@@ -422,7 +415,7 @@ class VolumeCreator:
             and self._copier.takes_bridge(state, call.name, origin)
         )
         self._require_room(device_class, group, size_bytes, int(takes_bridge))
-        lvm, name = self._volume_groups.lvm(group.name), names.logical_volume(prefix, call.name)
+        lvm, name = self._volume_groups.lvm(group.name), call.own_name
         volume_id = VolumeId.of(group, name)
         # Forget the job that erased an earlier volume with this id: the report proves that no such
         # volume exists.

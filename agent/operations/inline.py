@@ -352,7 +352,7 @@ class InlineVolumes:
             # Raise an error if the volume may exist all the same: in a volume group that does not
             # answer or is not on this node, or with damaged tags or tags of a newer version.
             state = self._reports.fresh()
-            state.require_none_named(volume_id, ids.INLINE_PREFIX)
+            state.require_none_named(own_name)
             self._reports.require_groups(state)
         return volume
 

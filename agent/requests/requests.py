@@ -3,11 +3,12 @@
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Generic, Self, TypeVar
 
 from google.protobuf.message import Message
 
-from agent.core import errors
+from agent.core import errors, ids
 from agent.core.ids import VolumeId
 from agent.requests import secret
 from agent.requests.parameters import (
@@ -22,6 +23,7 @@ from agent.requests.parameters import (
     tuning_of,
 )
 from agent.requests.secret import Keys
+from lvm import names
 from lvm.layout import Reserve
 from lvm.tuning import AS_IT_IS, Tuning
 from mount import filesystem, target
@@ -319,6 +321,12 @@ class CreateVolume:
     tuning: Tuning = AS_IT_IS
     # Whether the request is for an inline volume, whose name is the id that the CO chose.
     is_ephemeral: bool = False
+
+    @cached_property
+    def own_name(self) -> str:
+        """Name of the volume's logical volume."""
+        prefix = ids.INLINE_PREFIX if self.is_ephemeral else ids.VOLUME_PREFIX
+        return names.logical_volume(prefix, self.name)
 
     @classmethod
     def from_proto(cls, wire: csi.CreateVolumeRequest) -> Self:

@@ -639,12 +639,12 @@ def volumes_of(group: report.Group) -> Sequence[Volume | MadeByNewerVersion[Volu
     return records
 
 
-def named(group: report.Group, name: str, prefix: str = ids.VOLUME_PREFIX) -> Volume | None:
-    """Return the volume in a volume group that the CO calls `name`; None if there is none.
+def named(group: report.Group, own_name: str) -> Volume | None:
+    """Return the volume in a volume group whose logical volume is `own_name`; None for none.
 
     Raises NeedsOther or TagsDamaged if this version of Carver must not use the volume.
     """
-    logical = group.volumes.get(names.logical_volume(prefix, name))
+    logical = group.volumes.get(own_name)
     record = None if logical is None else volume(group, logical)
     return None if record is None else to_use(record)
 

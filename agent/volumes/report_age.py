@@ -170,13 +170,13 @@ class Current(Contents):
             raise errors.NoSuchVolume(identity)
         return volume
 
-    def require_none_named(self, name: str, prefix: str) -> None:
+    def require_none_named(self, own_name: str) -> None:
         """Raise NeedsOther or TagsDamaged if there is a volume of this name that must not be used.
 
-        `name` is the CO's name for the volume, `prefix` that of its logical volume's name.
+        `own_name` is the name of the volume's logical volume.
         """
         for group in self.groups.values():
-            records.named(group, name, prefix)
+            records.named(group, own_name)
 
     def require_group_of(self, identity: str) -> None:
         """Raise OtherGroup if the volume group of an id is not in the report.
@@ -251,17 +251,17 @@ class EveryGroup(Current):
     silent: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
 
-    def named(self, name: str, prefix: str = ids.VOLUME_PREFIX) -> Volume | None:
-        """Return the volume that the CO calls `name`, in any volume group; None if there is none.
+    def named(self, own_name: str) -> Volume | None:
+        """Return the volume whose logical volume is `own_name`, in any volume group; None for none.
 
         Raises NeedsOther or TagsDamaged if this version must not use the volume, and the error of a
         failed repair of the volume.
         """
-        candidates = (records.named(group, name, prefix) for group in self.groups.values())
-        volume = next(filter(None, candidates), None)
-        if volume is not None:
-            self.require_repaired(volume)
-        return volume
+        for group in self.groups.values():
+            if (volume := records.named(group, own_name)) is not None:
+                self.require_repaired(volume)
+                return volume
+        return None
 
     def require_not_copied(self, source_id: str) -> None:
         """Raise VolumeInUse if a volume is being copied from this snapshot or volume.
