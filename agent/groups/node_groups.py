@@ -105,7 +105,7 @@ class VolumeGroups:
 
     def __iter__(self) -> Iterator[VolumeGroup]:
         """Iterate over the VolumeGroup objects of the volume groups in the configuration."""
-        return map(self._ensure, self.names)
+        return iter([self._ensure(name) for name in self.names])
 
     def of(self, name: str) -> VolumeGroup | None:
         """Return the VolumeGroup of a name; None if no such volume group is configured or present.
