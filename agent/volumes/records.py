@@ -1,6 +1,6 @@
 """Records of volumes and snapshots, each made from lvm2's report and Carver's own tags."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Self, TypeVar
 
@@ -481,13 +481,13 @@ def faults(logical: report.LogicalVolume) -> frozenset[str]:
     return frozenset({*doubled, *volume_states.faults(own_tags)})
 
 
-def every(group: report.Group) -> Iterator[report.LogicalVolume]:
-    """Yield all logical volumes of a volume group, to be shown and counted, never to be changed.
+def every(group: report.Group) -> Collection[report.LogicalVolume]:
+    """Return all logical volumes of a volume group, to be shown and counted, never to be changed.
 
     Logical volumes of other programs are included, and those that only newer versions of Carver
     know.
     """
-    yield from group.volumes.values()
+    return group.volumes.values()
 
 
 def usable(group: report.Group) -> Iterator[report.LogicalVolume]:
