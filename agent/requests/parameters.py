@@ -7,6 +7,7 @@ class. The code that creates, compares, validates and stages volumes reads the r
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Self
 
 from agent.core import errors, tag
@@ -49,14 +50,18 @@ class Parameter:
 
 def _optional(*allowed: str) -> Callable[[str], str]:
     """Return a parser that accepts one of the allowed texts, or an empty text."""
-    return lambda text: values.choice(*allowed)(text) if text else ""
+    parse = values.choice(*allowed)
+    return lambda text: parse(text) if text else ""
 
 
 def check_mount_options(field: str, flags: Sequence[str], fs_type: str | None = None) -> None:
     """Raise BadField for mount options that are malformed, or that a file system does not have.
 
-    Without `fs_type` the options of every supported file system are allowed.
+    Without `fs_type` the options of every supported file system are allowed. Without options
+    nothing is checked, not even `fs_type`.
     """
+    if not flags:
+        return
     try:
         options.parse(flags, fs_type)
     except mount_errors.BadOption as error:
@@ -245,22 +250,22 @@ class Parameters:
             own_texts = {key: value for key, value in own_texts.items() if key in known_keys}
         return cls(_read("volume_context", own_texts, IN_CONTEXT))
 
-    @property
+    @cached_property
     def device_class(self) -> str:
         """The name of the device class; empty for the default class."""
         return str(self.given.get(tag.CLASS, ""))
 
-    @property
+    @cached_property
     def fs_type(self) -> str:
         """The name of the file system; empty for the file system of the device class."""
         return str(self.given.get(tag.FS_TYPE, ""))
 
-    @property
+    @cached_property
     def mkfs_options(self) -> tuple[str, ...]:
         """The arguments of mkfs that the caller gave."""
         return tuple(self.given.get(tag.MKFS_OPTIONS, ()))
 
-    @property
+    @cached_property
     def mount_options(self) -> tuple[str, ...]:
         """The options for each mount of the volume."""
         return tuple(self.given.get(tag.MOUNT_OPTIONS, ()))

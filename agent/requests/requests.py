@@ -91,12 +91,12 @@ class Capability:
         """Raise BadField for mount flags that a file system does not have."""
         check_mount_options(f"{field}.mount.mount_flags", self.mount_flags, fs_type)
 
-    @property
+    @cached_property
     def is_block(self) -> bool:
         """Whether the volume is used as a raw block device."""
         return self.access == BLOCK
 
-    @property
+    @cached_property
     def read_only(self) -> bool:
         """Whether the access mode allows no writer."""
         return self.mode in _READERS
