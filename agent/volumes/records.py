@@ -848,4 +848,5 @@ def _header_bytes(own_tags: Mapping[str, str], size_bytes: int) -> int:
 
 def _number(own_tags: Mapping[str, str], key: str) -> int:
     """Return the number in the tag with this key; 0 if the tag is lost or has no number."""
-    return tags.number(own_tags.get(key, "")) or 0
+    text = own_tags.get(key)
+    return 0 if text is None else tags.number(text) or 0
