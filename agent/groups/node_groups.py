@@ -195,7 +195,7 @@ class VolumeGroups:
         disk bears, return lvm2 as called for the whole node.
         """
         volume_group = self.of(name)
-        return volume_group.lvm if volume_group is not None else self.node
+        return volume_group.metadata.lvm if volume_group is not None else self.node
 
     def lvm_with(self, name: str, disk: str) -> Lvm:
         """Return lvm2 confined to the disks of one volume group and to a disk that is to join it.

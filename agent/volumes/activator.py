@@ -53,9 +53,12 @@ class Activator:
         volume it is the logical volume's device, which callers must not publish. None does not
         prove that the volume is inactive.
         """
-        devices = (self._devices.find(group, volume.name) for group in self._groups_of(volume))
-        device = next(filter(None, devices), None)
-        if device is None or volume.group_uuid not in ("", ids.start_of(device.group_uuid)):
+        for group in self._groups_of(volume):
+            if (device := self._devices.find(group, volume.name)) is not None:
+                break
+        else:
+            return None
+        if volume.group_uuid not in ("", ids.start_of(device.group_uuid)):
             return None
         return self._devices.mapping(device) or device
 

@@ -205,6 +205,7 @@ class Current(Contents):
         parsed = VolumeId.parse(identity)
         if parsed is None:
             return None
+        self._require_read(parsed)
         group = self.groups.get(parsed.group)
         if group is None:
             raise errors.OtherGroup(identity, f"group {parsed.group} is not on this node")
@@ -215,6 +216,9 @@ class Current(Contents):
             return None
         self._require_repaired(group, logical)
         return group, logical
+
+    def _require_read(self, identity: VolumeId) -> None:
+        """Raise AssertionError for an id in a volume group that the report was not to have."""
 
 
 @dataclass(frozen=True)
@@ -229,11 +233,9 @@ class Fresh(Current):
     asked: frozenset[str] = frozenset()
     unasked: frozenset[str] = frozenset()
 
-    def _find(self, identity: str) -> tuple[report.Group, report.LogicalVolume] | None:
-        parsed = VolumeId.parse(identity)
-        if parsed is not None and parsed.group in self.unasked:
-            raise AssertionError(f"{identity}: {parsed.group} was not read")
-        return super()._find(identity)
+    def _require_read(self, identity: VolumeId) -> None:
+        if identity.group in self.unasked:
+            raise AssertionError(f"{identity}: {identity.group} was not read")
 
 
 @dataclass(frozen=True)
