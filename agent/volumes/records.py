@@ -178,7 +178,7 @@ class Volume:
 
         Raises TagsDamaged if the tags do not say for which access the volume was made.
         """
-        return is_block(str(self.id), self.own_tags)
+        return is_block(self.id, self.own_tags)
 
     @property
     def is_encrypted(self) -> bool:
@@ -568,7 +568,7 @@ def key_generation(own_tags: Mapping[str, str]) -> str:
     return own_tags.get(tag.KEY_GENERATION, "(unnamed)")
 
 
-def is_block(identity: str, own_tags: Mapping[str, str]) -> bool:
+def is_block(identity: VolumeId | str, own_tags: Mapping[str, str]) -> bool:
     """Whether a volume with these tags, or the volume of a snapshot, was made for raw block access.
 
     The answer is never a guess: a raw block volume may hold contents that no probe recognizes, and
@@ -578,7 +578,7 @@ def is_block(identity: str, own_tags: Mapping[str, str]) -> bool:
     if not may_be_block(own_tags):
         return False
     if own_tags.get(tag.ACCESS) != BLOCK:
-        raise errors.TagsDamaged(identity, {"no `access`"})
+        raise errors.TagsDamaged(str(identity), {"no `access`"})
     return True
 
 
@@ -604,10 +604,8 @@ def volume(
     A volume that this version of Carver must not use is returned as a `MadeByNewerVersion`.
     """
     own_tags = logical.own_tags
-    prefixes = (ids.VOLUME_PREFIX, ids.INLINE_PREFIX)
-    if tag.NAME not in own_tags or not any(
-        names.is_of(prefix, logical.name) for prefix in prefixes
-    ):
+    is_volume = names.is_of(ids.VOLUME_PREFIX, logical.name)
+    if tag.NAME not in own_tags or not (is_volume or names.is_of(ids.INLINE_PREFIX, logical.name)):
         return None
     if names.is_part(logical.name):
         # Leave out images of RAIDs, which are no volumes, although lvm2 copies the tags of a RAID
