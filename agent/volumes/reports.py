@@ -289,10 +289,12 @@ class Reports:
         state is refreshed in the background. Runs no command.
         """
         self.keep_fresh()
-        logical = backing.of_id(volume_id)
-        for group in filter(logical.may_be_in, self._cached().groups.values()):
-            if logical.name in group.volumes:
-                volume = records.volume(group, group.volumes[logical.name])
+        backing_volume = backing.of_id(volume_id)
+        for volume_group in self._volume_groups:
+            group = volume_group.cached
+            logical = None if group is None else group.volumes.get(backing_volume.name)
+            if group is not None and logical is not None and backing_volume.may_be_in(group):
+                volume = records.volume(group, logical)
                 if isinstance(volume, Volume):
                     return volume
         return None
