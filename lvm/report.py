@@ -76,7 +76,7 @@ class PhysicalVolume:
         """The number of free extents. lvm/room.py says what may be allocated from them."""
         return self.extents - self.allocated_extents
 
-    @property
+    @cached_property
     def extents_in_one_go(self) -> int:
         """The number of free extents that one volume or image may have.
 

@@ -471,9 +471,8 @@ class VolumeCreator:
         further logical volumes that the group gets together with the volume.
         """
         allocator = request.allocator
-        limited = allocator.full(group, further_count)
-        if size_bytes > (maximum := 0 if limited else allocator.maximum_bytes(group)):
-            purpose = limited or allocator.purpose(group)
+        if size_bytes > (maximum := allocator.maximum_bytes(group, further_count)):
+            purpose = allocator.full(group, further_count) or allocator.purpose(group)
             raise errors.NoRoom(group.name, size_bytes, maximum, purpose)
         if request.device_class.layout.is_thin:
             self._pool_remover.require_kept(group.name, request.pool)
