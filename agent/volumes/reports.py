@@ -64,12 +64,10 @@ class Reports:
         locks.enter(*groups)
         configured = self._groups
         group_names = groups or configured
-        volume_groups = {name: self._volume_groups.of(name) for name in group_names}
-        states = {
-            name: volume_group.state()
-            for name, volume_group in volume_groups.items()
-            if volume_group is not None
-        }
+        states: dict[str, report.Group | None] = {}
+        for name in dict.fromkeys(group_names):
+            if (volume_group := self._volume_groups.of(name)) is not None:
+                states[name] = volume_group.state()
         return Fresh(
             _present(configured, states),
             asked=frozenset(group_names),
