@@ -270,6 +270,9 @@ class Volume:
         And a volume that was formatted or got a LUKS2 header, by its tags, has data, unless it is
         being filled by a copy.
         """
+        # Look for the first image's metadata volume first, which nearly all volumes keep hidden.
+        if not self.group.is_bare(self.name, 1):
+            return False
         recorded = Layout.parse(self.own_tags.get(tag.LAYOUT, ""))
         if recorded is not None and not recorded.is_raid:
             return False
