@@ -454,12 +454,14 @@ class VolumeCreator:
             # the next start of Carver removes it.
             self._pool_remover.empty(group, pool)
             undo.callback(self._pool_remover.remove_if_empty, group.name, pool)
-        allocator.create(lvm, group, New(name, size_bytes, own_tags, tuning.for_new()))
+        settable_tuning = tuning.for_new()
+        allocator.create(lvm, group, New(name, size_bytes, own_tags, settable_tuning))
         undo.pop_all()
         # Allow calls to use the id of the new volume only now that the volume exists: another node
         # might have sent a volume with this id in between.
         self._holds.allow(id_text)
-        modify.complete(lvm, group.name, name, tuning)
+        if settable_tuning != tuning:
+            modify.complete(lvm, group.name, name, tuning)
         return Volume(volume_id, backing.of(group, name), group, size_bytes, own_tags), source
 
     def _require_room(
