@@ -7,7 +7,6 @@ class. The code that creates, compares, validates and stages volumes reads the r
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Self
 
 from agent.core import errors, tag
@@ -57,11 +56,8 @@ def _optional(*allowed: str) -> Callable[[str], str]:
 def check_mount_options(field: str, flags: Sequence[str], fs_type: str | None = None) -> None:
     """Raise BadField for mount options that are malformed, or that a file system does not have.
 
-    Without `fs_type` the options of every supported file system are allowed. Without options
-    nothing is checked, not even `fs_type`.
+    Without `fs_type` the options of every supported file system are allowed.
     """
-    if not flags:
-        return
     try:
         options.parse(flags, fs_type)
     except mount_errors.BadOption as error:
@@ -213,11 +209,29 @@ OBJECT_NAMES = frozenset[str]().union(
 class Parameters:
     """The parameters of a volume: `given` has the parsed values by their keys.
 
-    `about` are tags that keep the names of Kubernetes objects, such as the volume's claim.
+    `about` are tags that keep the names of Kubernetes objects, such as the volume's claim. The
+    other fields follow from `given`.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, str] = field(default_factory=dict)
+    # The name of the device class; empty for the default class.
+    device_class: str = field(init=False, compare=False)
+    # The name of the file system; empty for the file system of the device class.
+    fs_type: str = field(init=False, compare=False)
+    # The arguments of mkfs that the caller gave.
+    mkfs_options: tuple[str, ...] = field(init=False, compare=False)
+    # The options for each mount of the volume.
+    mount_options: tuple[str, ...] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        given = self.given
+        vars(self).update(
+            device_class=given.get(tag.CLASS, ""),
+            fs_type=given.get(tag.FS_TYPE, ""),
+            mkfs_options=given.get(tag.MKFS_OPTIONS, ()),
+            mount_options=given.get(tag.MOUNT_OPTIONS, ()),
+        )
 
     @classmethod
     def from_proto(cls, wire: Mapping[str, str], field: str = "parameters") -> Self:
@@ -250,26 +264,6 @@ class Parameters:
             own_texts = {key: value for key, value in own_texts.items() if key in known_keys}
         return cls(_read("volume_context", own_texts, IN_CONTEXT))
 
-    @cached_property
-    def device_class(self) -> str:
-        """The name of the device class; empty for the default class."""
-        return str(self.given.get(tag.CLASS, ""))
-
-    @cached_property
-    def fs_type(self) -> str:
-        """The name of the file system; empty for the file system of the device class."""
-        return str(self.given.get(tag.FS_TYPE, ""))
-
-    @cached_property
-    def mkfs_options(self) -> tuple[str, ...]:
-        """The arguments of mkfs that the caller gave."""
-        return tuple(self.given.get(tag.MKFS_OPTIONS, ()))
-
-    @cached_property
-    def mount_options(self) -> tuple[str, ...]:
-        """The options for each mount of the volume."""
-        return tuple(self.given.get(tag.MOUNT_OPTIONS, ()))
-
     @property
     def tuning(self) -> Tuning:
         """The I/O limits among the parameters."""
@@ -286,7 +280,8 @@ class Parameters:
             filesystem.check_options(fs_type, self.mkfs_options)
         except mount_errors.BadOption as error:
             raise errors.BadField(f"{field}[mkfsOptions]", str(error)) from None
-        check_mount_options(f"{field}[mountOptions]", self.mount_options, fs_type)
+        if self.mount_options:
+            check_mount_options(f"{field}[mountOptions]", self.mount_options, fs_type)
 
     def applied(self, device_class: DeviceClass, field: str) -> DeviceClass:
         """Return a device class with the parameters in place of the settings that these override.
