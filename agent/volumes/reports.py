@@ -62,7 +62,7 @@ class Reports:
         read.
         """
         locks.enter(*groups)
-        configured = self._groups
+        configured = self._volume_groups.names
         group_names = groups or configured
         states: dict[str, report.Group | None] = {}
         for name in dict.fromkeys(group_names):
@@ -89,7 +89,7 @@ class Reports:
         silent = frozenset(group.name for group in other_groups if not group.has_own_changes)
         unread = frozenset(group.name for group in other_groups if group.status == "unknown")
         return EveryGroup(
-            _present(self._groups, {**cached, **read, **state.groups}),
+            _present(self._volume_groups.names, {**cached, **read, **state.groups}),
             silent=silent,
             unread=unread,
             problems=state.problems,
