@@ -232,7 +232,8 @@ def reported(row: Mapping[str, str], own_tags: Mapping[str, str]) -> Tuning:
         setting.part: setting.read(row[setting.column]) for setting in SETTINGS if setting.column
     }
     values["bound_recovery_kib"] = 0
-    if (own_maximum_kib := tags.number(own_tags.get(_OWN_MAXIMUM, ""))) is not None:
+    own_maximum = own_tags.get(_OWN_MAXIMUM)
+    if own_maximum and (own_maximum_kib := tags.number(own_maximum)) is not None:
         values["bound_recovery_kib"] = values["maximum_recovery_kib"]
         values["maximum_recovery_kib"] = own_maximum_kib
     return Tuning(**_limits(own_tags), **values)

@@ -449,7 +449,7 @@ class VolumeCreator:
             size_bytes, own_tags, tuning = _planned(request, group, origin)
         if source is not None and source.is_bridge:
             own_tags |= {tag.BRIDGE: str(source.time_nanoseconds)}
-        if request.device_class.layout.is_thin:
+        if request.device_class.pool is not None:
             # Crash point: the thin pool exists without a volume; the next call uses the pool, or
             # the next start of Carver removes it.
             self._pool_remover.empty(group, pool)
@@ -476,7 +476,7 @@ class VolumeCreator:
         if size_bytes > (maximum := allocator.maximum_bytes(group, further_count)):
             purpose = allocator.full(group, further_count) or allocator.purpose(group)
             raise errors.NoRoom(group.name, size_bytes, maximum, purpose)
-        if request.device_class.layout.is_thin:
+        if request.device_class.pool is not None:
             self._pool_remover.require_kept(group.name, request.pool)
 
     def _require_blocks(self, origin: Snapshot | Volume, group: report.Group) -> None:

@@ -84,7 +84,7 @@ class Activator:
         With `partial`, a volume with missing disks is activated as far as possible. Raises Inactive
         if there is no device after the activation.
         """
-        return self.ensure_active(volume.group.name, volume.name, partial=partial)
+        return self.ensure_active(volume.group.name, volume.backing.name, partial=partial)
 
     def ensure_active(
         self, group: str, name: str, activated_name: str = "", *, partial: bool = False
