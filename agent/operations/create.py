@@ -35,7 +35,7 @@ from agent.volumes.volume_states import Call, EndedBy, Outcome
 from lvm import lvm_errors as lvm_errors
 from lvm import report, volumes
 from lvm.active_devices import Device
-from lvm.tuning import Tuning
+from lvm.tuning import AS_IT_IS, Tuning
 from lvm.volumes import New
 
 
@@ -168,8 +168,9 @@ class VolumeCreator:
         if not call.topology.includes(config.here):
             raise errors.ExcludedByTopology(config.node_id)
         device_class = self.class_for(config, call.own_name, call.parameters)
-        modify.check(call.tuning, device_class.layout)
-        self._limiter.require(call.tuning)
+        if call.tuning != AS_IT_IS:
+            modify.check(call.tuning, device_class.layout)
+            self._limiter.require(call.tuning)
         if call.source is not None:
             # Raise the error for a malformed source id before anything is read.
             ids.group_of(call.source.id)
@@ -277,13 +278,13 @@ class VolumeCreator:
                 else:
                     volume = existing
                     self._finish(request, volume)
-                    if volume.ended_by is EndedBy.COPIER and not is_across:
-                        with _absence_as_perhaps_elsewhere():
-                            source = self._copier.source_of(state, volume)
                 # Crash point: the volume has the tag `copying`; the next call or the next start of
                 # Carver fills the volume anew.
                 if volume.ended_by is not EndedBy.COPIER:
                     return CreatedVolume(volume)
+                if existing is not None and not is_across:
+                    with _absence_as_perhaps_elsewhere():
+                        source = self._copier.source_of(state, volume)
                 if is_across:
                     return CreatedVolume(volume, self._copier.start_across(volume, source_id))
                 return CreatedVolume(volume, self._copier.start(volume, source))

@@ -13,7 +13,7 @@ from agent.core import errors, tag
 from agent.settings import classes, values
 from agent.settings.classes import DeviceClass
 from lvm.layout import Reserve
-from lvm.tuning import Tuning
+from lvm.tuning import AS_IT_IS, Tuning
 from mount import filesystem, options
 from mount import mount_errors as mount_errors
 
@@ -358,6 +358,8 @@ def tuning_of(wire: Mapping[str, str]) -> Tuning:
     Raises BadField for a parameter that is unknown or has a bad value, and for parameters that
     lvm2 would refuse together.
     """
+    if not wire:
+        return AS_IT_IS
     _check_map(MUTABLE_FIELD, wire)
     parameters = _read(MUTABLE_FIELD, _without_kubernetes(wire), MUTABLE)
     tuning = _tuning(parameters, MUTABLE)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Generic, Self, TypeVar
 
 from agent.core import errors, ids, tag
@@ -108,7 +109,7 @@ class Volume:
             return tag.CACHE in self.own_tags
         return caches.is_cached(logical) or bool(caches.detached_cachevol(self.group, self.name))
 
-    @property
+    @cached_property
     def made_bytes(self) -> int:
         """Size that the volume was created with, in bytes."""
         return _number(self.own_tags, tag.SIZE) or self.size_bytes
@@ -260,7 +261,7 @@ class Volume:
         """Whether the volume is recorded as deleted, and only has to be erased and removed."""
         return self.ended_by is EndedBy.ERASER
 
-    @property
+    @cached_property
     def is_half_made(self) -> bool:
         """Whether the volume is a RAID that lvm2 was creating when lvm2 was killed.
 

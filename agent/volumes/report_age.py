@@ -188,7 +188,8 @@ class Current(Contents):
 
     def require_repaired(self, volume: Volume) -> None:
         """Raise the error of a failed repair of a volume, of its origin or of its thin pool."""
-        self._require_repaired(volume.group, volume.group.volume(volume.name))
+        if self.problems:
+            self._require_repaired(volume.group, volume.group.volume(volume.name))
 
     def _require_repaired(self, group: report.Group, logical: report.LogicalVolume) -> None:
         """Raise the error of a failed repair of a logical volume, its origin or its thin pool."""
