@@ -48,7 +48,7 @@ def ensure(lvm: Lvm, volume: Volume, requested: Tuning, bound_kib: int) -> Tunin
     the volume cannot have, and HasSnapshots if the read-ahead of a volume with copy-on-write
     snapshots would change; nothing is changed in these cases.
     """
-    group, present = volume.group, volume.group.volume(volume.name).tuning
+    group, present = volume.group, volume.group.volume(volume.backing.name).tuning
     shape = volume.layout
     check(requested, shape, present)
     if shape.is_raid:

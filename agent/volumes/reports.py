@@ -286,8 +286,8 @@ class Reports:
         None does not prove that the volume is absent. Also calls `keep_fresh`, so that the cached
         state is refreshed in the background. Runs no command.
         """
-        self.keep_fresh()
         backing_volume = backing.of_id(volume_id)
+        self.keep_fresh()
         for volume_group in self._volume_groups:
             group = volume_group.cached
             logical = None if group is None else group.volumes.get(backing_volume.name)
