@@ -83,13 +83,14 @@ class Reports:
         group is `silent` as well, and is not read here: a call about that group, or the next
         retry, reads it.
         """
+        configured = self._volume_groups.names
         other_groups = [group for group in self._volume_groups if group.name not in state.asked]
         read = _read_changed(other_groups)
         cached = {group.name: group.cached for group in other_groups}
         silent = frozenset(group.name for group in other_groups if not group.has_own_changes)
         unread = frozenset(group.name for group in other_groups if group.status == "unknown")
         return EveryGroup(
-            _present(self._volume_groups.names, {**cached, **read, **state.groups}),
+            _present(configured, {**cached, **read, **state.groups}),
             silent=silent,
             unread=unread,
             problems=state.problems,
