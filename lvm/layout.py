@@ -298,6 +298,8 @@ class Reserve:
 
     def extents(self, group: Group) -> int:
         """The reserve in extents, where the whole is a volume group's slow disks; rounded up."""
+        if self == NO_RESERVE:
+            return 0
         total_bytes = Room(group).planned_extents * group.extent_size_bytes
         return -(-self.of(total_bytes) // group.extent_size_bytes)
 

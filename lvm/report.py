@@ -76,7 +76,7 @@ class PhysicalVolume:
         """The number of free extents. lvm/room.py says what may be allocated from them."""
         return self.extents - self.allocated_extents
 
-    @property
+    @cached_property
     def extents_in_one_go(self) -> int:
         """The number of free extents that one volume or image may have.
 
@@ -391,7 +391,7 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
             else volume
             for volume in volumes
         ]
-    return Group(
+    group = Group(
         name=name,
         uuid=row["vg_uuid"],
         extent_size_bytes=int(row["vg_extent_size"]),
@@ -418,6 +418,9 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
         spare_disks=frozenset(row["pv_uuid"] for row in part["pvseg"] if row["lv_name"] == _SPARE),
         moves=frozenset(name for name in disks if _MOVE.fullmatch(name)),
     )
+    # Set the cached property, as the tags are decoded here already.
+    vars(group)["own_tags"] = own_tags
+    return group
 
 
 def _longest_free(segments: Iterable[Row]) -> Mapping[str, int]:

@@ -221,8 +221,9 @@ SETTINGS: Sequence[Setting] = (
 _MAXIMUM_PARTS = {"maximum_recovery_kib", "bound_recovery_kib"}
 # Columns of lvm2's report with the settings of a volume.
 COLUMNS = tuple(setting.column for setting in SETTINGS if setting.column)
-# Fields of Tuning with I/O limits.
-_LIMITS = {setting.part for setting in SETTINGS if setting.tag}
+# The settings that are kept in tags, all of which are I/O limits, and their fields of Tuning.
+_TAGGED = [setting for setting in SETTINGS if setting.tag]
+_LIMITS = {setting.part for setting in _TAGGED}
 
 
 def reported(row: Mapping[str, str], own_tags: Mapping[str, str]) -> Tuning:
@@ -231,16 +232,24 @@ def reported(row: Mapping[str, str], own_tags: Mapping[str, str]) -> Tuning:
         setting.part: setting.read(row[setting.column]) for setting in SETTINGS if setting.column
     }
     values["bound_recovery_kib"] = 0
-    if (own_maximum_kib := tags.number(own_tags.get(_OWN_MAXIMUM, ""))) is not None:
+    own_maximum = own_tags.get(_OWN_MAXIMUM)
+    if own_maximum and (own_maximum_kib := tags.number(own_maximum)) is not None:
         values["bound_recovery_kib"] = values["maximum_recovery_kib"]
         values["maximum_recovery_kib"] = own_maximum_kib
-    return replace(limits(own_tags), **values)
+    return Tuning(**_limits(own_tags), **values)
 
 
 def limits(own_tags: Mapping[str, str]) -> Tuning:
     """The I/O limits of a volume by its tags; a tag whose text is no number counts as no limit."""
-    texts = {setting.part: own_tags.get(setting.tag, "") for setting in SETTINGS if setting.tag}
-    return Tuning(**{part: tags.number(text) or 0 for part, text in texts.items()})
+    return Tuning(**_limits(own_tags))
+
+
+def _limits(own_tags: Mapping[str, str]) -> dict[str, int]:
+    limits_of_parts = dict.fromkeys(_LIMITS, 0)
+    for setting in _TAGGED:
+        if (text := own_tags.get(setting.tag)) is not None:
+            limits_of_parts[setting.part] = tags.number(text) or 0
+    return limits_of_parts
 
 
 # Tuning without any setting specified: a change of nothing.

@@ -92,10 +92,9 @@ def problems(kernel: Kernel, mounts: table.Table, mount: Mount) -> Iterator[Prob
     title = f"the {mount.fs_type} on {mount.source}"
     # "rw" in any mount's options shows that the superblock was once writable. If it takes no writes
     # now, an error has turned it read-only.
-    made_to_write = (
+    if mount.takes_no_writes and any(
         "rw" in mount_of_device.options for mount_of_device in mounts.of_device(mount.device)
-    )
-    if mount.takes_no_writes and any(made_to_write):
+    ):
         yield Problem(
             Kind.READ_ONLY,
             f"{title} turned read-only, as after an error; see the kernel log (journalctl -k), stop"

@@ -3,6 +3,7 @@
 import hashlib
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 from agent.core import errors
@@ -166,6 +167,8 @@ def topology(node_id: str, driver_name: str) -> dict[str, str]:
     return {topology_key(driver_name): node_segment(node_id)}
 
 
+# A node has few volume groups, and each record of a volume asks for the UUID of its group.
+@lru_cache(maxsize=256)
 def start_of(uuid: str) -> str:
     """Return the first characters of a volume group's LVM UUID, as in volume ids.
 

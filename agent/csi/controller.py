@@ -88,14 +88,13 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     ) -> csi.CreateVolumeResponse:
         """Create a volume, or return the volume that an earlier call with the same name created."""
         call = requests.CreateVolume.from_proto(request)
-        name = names.logical_volume(ids.VOLUME_PREFIX, call.name)
         sources = [] if call.source is None else [ids.logical_name(call.source.id)]
         with self._leftovers.of_volume(call):
-            with self._locks.hold(name, *sources):
+            with self._locks.hold(call.own_name, *sources):
                 creation = self._creator.create(call)
             # Wait for the copy of the contents without the locks: other calls may use the source
             # meanwhile, and its tags keep it from being deleted.
-            volume = self._creator.complete(creation, lambda: self._locks.hold(name))
+            volume = self._creator.complete(creation, lambda: self._locks.hold(call.own_name))
         return csi.CreateVolumeResponse(volume=self._volume(volume))
 
     def DeleteVolume(

@@ -115,12 +115,13 @@ class Interceptor(grpc.ServerInterceptor):
     ) -> _Behaviour:
         def call(request: Message, context: grpc.ServicerContext) -> Any:
             rpc_trace, response = Trace(method, _subject(request)), None
+            limit_seconds, group = _remaining_seconds(context), _group(rpc_trace.volume, request)
             try:
                 with (
                     trace.within(rpc_trace),
-                    command.time_limit(_remaining_seconds(context)),
+                    command.time_limit(limit_seconds),
                     thread(),
-                    self._admission.call(_group(rpc_trace.volume, request)),
+                    self._admission.call(group),
                 ):
                     response = behaviour(request, context)
             except Exception as error:

@@ -93,7 +93,7 @@ class GroupDefinitions:
             allowed = self.configuration.now.devices
             absent = [device for device in allowed if not _numbers(self.kernel, [device])]
             raise lvm_errors.GroupMissing(name, absent)
-        group = state.group(name)
+        group = state.groups[name]
         self.require_meant(group)
         return group
 

@@ -105,7 +105,7 @@ class VolumeGroups:
 
     def __iter__(self) -> Iterator[VolumeGroup]:
         """Iterate over the VolumeGroup objects of the volume groups in the configuration."""
-        return map(self._ensure, self.names)
+        return iter([self._ensure(name) for name in self.names])
 
     def of(self, name: str) -> VolumeGroup | None:
         """Return the VolumeGroup of a name; None if no such volume group is configured or present.
@@ -195,7 +195,7 @@ class VolumeGroups:
         disk bears, return lvm2 as called for the whole node.
         """
         volume_group = self.of(name)
-        return volume_group.lvm if volume_group is not None else self.node
+        return volume_group.metadata.lvm if volume_group is not None else self.node
 
     def lvm_with(self, name: str, disk: str) -> Lvm:
         """Return lvm2 confined to the disks of one volume group and to a disk that is to join it.

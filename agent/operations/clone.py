@@ -68,7 +68,8 @@ _MARGIN_SECONDS = 1.0
 
 def source_of(own_tags: Mapping[str, str]) -> Source | None:
     """Return the source of a volume with these tags; None if the volume was created empty."""
-    parsed = VolumeId.parse(own_tags.get(tag.FROM, ""))
+    source_id = own_tags.get(tag.FROM)
+    parsed = None if source_id is None else VolumeId.parse(source_id)
     if parsed is None:
         return None
     is_snapshot = names.is_of(ids.SNAPSHOT_PREFIX, parsed.name)

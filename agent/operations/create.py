@@ -25,16 +25,17 @@ from agent.operations.remove_pool import PoolRemover
 from agent.requests.parameters import Parameters
 from agent.requests.requests import VOLUME, CreateVolume, GetCapacity, SizeRange, Source
 from agent.settings.classes import DeviceClass
+from agent.settings.settings import Config
 from agent.volumes import backing, users, volume_states
-from agent.volumes.allocation import pool_name
+from agent.volumes.allocation import Allocator, pool_name
 from agent.volumes.context import Context
 from agent.volumes.records import Snapshot, Volume
 from agent.volumes.report_age import EveryGroup, Fresh
 from agent.volumes.volume_states import Call, EndedBy, Outcome
 from lvm import lvm_errors as lvm_errors
-from lvm import names, report, volumes
+from lvm import report, volumes
 from lvm.active_devices import Device
-from lvm.tuning import Tuning
+from lvm.tuning import AS_IT_IS, Tuning
 from lvm.volumes import New
 
 
@@ -56,6 +57,27 @@ class CreatedVolume:
 
     volume: Volume
     filling: Copy | None = None
+
+
+# Check that is called before a volume is created, with the state of all volume groups and the
+# volume's size in bytes. The lock of the volume's group is held. An exception prevents the volume.
+Admit = Callable[[EveryGroup, int], None]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A CreateVolume request, with all that follows from it and from the configuration.
+
+    `config` is the configuration when the call began, by which the whole call acts. `pool` is the
+    name of the class's thin pool, which a class without thin volumes does not have.
+    """
+
+    call: CreateVolume
+    config: Config
+    device_class: DeviceClass
+    allocator: Allocator
+    pool: str
+    admit: Admit | None
 
 
 @dataclass(frozen=True)
@@ -83,6 +105,18 @@ class _ReservedSource:
     disks: frozenset[str]
 
 
+@dataclass(frozen=True)
+class _States:
+    """The states that a new volume is created by, read while the lock of its group is held.
+
+    `group` is the new volume's group in the report `fresh`.
+    """
+
+    fresh: Fresh
+    all_groups: EveryGroup
+    group: report.Group
+
+
 # Errors that no repeated call can overcome on this node: the source of a new volume is lost, or not
 # on this node.
 _FOR_EVER = (errors.NoSuchSnapshot, errors.SourceLost, errors.PerhapsOnAnotherNode)
@@ -90,10 +124,6 @@ _FOR_EVER = (errors.NoSuchSnapshot, errors.SourceLost, errors.PerhapsOnAnotherNo
 # Errors that no repeated call can overcome on this node while a volume is filled: the errors in
 # _FOR_EVER, and a lack of room for the volume's data. Another node may have the room.
 _NOT_HERE = (*_FOR_EVER, errors.NoRoom, lvm_errors.NoSpace, lvm_errors.MetadataFull)
-
-# Check that is called before a volume is created, with the state of all volume groups and the
-# volume's size in bytes. The lock of the volume's group is held. An exception prevents the volume.
-Admit = Callable[[EveryGroup, int], None]
 
 
 class VolumeCreator:
@@ -134,11 +164,13 @@ class VolumeCreator:
         - Raises OperationPending while a volume of this name is being erased, or was erased in
           part, and while a chunk of the class's empty thin pool is being zeroed.
         """
-        if not call.topology.includes(self._configuration.now.here):
-            raise errors.ExcludedByTopology(self._configuration.now.node_id)
-        device_class = self.class_for(call.name, call.parameters, is_ephemeral=call.is_ephemeral)
-        modify.check(call.tuning, device_class.layout)
-        self._limiter.require(call.tuning)
+        config = self._configuration.now
+        if not call.topology.includes(config.here):
+            raise errors.ExcludedByTopology(config.node_id)
+        device_class = self.class_for(config, call.own_name, call.parameters)
+        if call.tuning != AS_IT_IS:
+            modify.check(call.tuning, device_class.layout)
+            self._limiter.require(call.tuning)
         if call.source is not None:
             # Raise the error for a malformed source id before anything is read.
             ids.group_of(call.source.id)
@@ -146,67 +178,54 @@ class VolumeCreator:
                 origin = backing.of_id(call.source.id)
                 with self._limiter.lifted(origin):
                     users.flush(self._kernel, self._activator, origin)
-        make = partial(self._find_or_create, call, device_class, admit)
-        return self._pool_remover.retry_holding(
-            device_class.group, pool_name(device_class.name), make
-        )
+        allocator, pool = self._allocators.of(device_class), pool_name(device_class.name)
+        request = _Request(call, config, device_class, allocator, pool, admit)
+        make = partial(self._find_or_create, request)
+        return self._pool_remover.retry_holding(device_class.group, pool, make)
 
-    def _find_or_create(
-        self, call: CreateVolume, device_class: DeviceClass, admit: Admit | None
-    ) -> CreatedVolume:
+    def _find_or_create(self, request: _Request) -> CreatedVolume:
         """Create or find a volume, while the lock of only one volume group is held at a time.
 
         A source in another volume group is reserved first. If the volume cannot be created, its
         bridge snapshot is removed.
         """
-        prefix = _prefix(call.is_ephemeral)
         # Begin with the volume group in which an earlier call may have created the volume: the
         # configuration may have given the device class another volume group since.
-        earlier_group = self._volume_groups.unconfigured_group_of(
-            names.logical_volume(prefix, call.name)
-        )
-        group_name, reserved_source = earlier_group or device_class.group, None
+        earlier_group = self._volume_groups.unconfigured_group_of(request.call.own_name)
+        group_name, reserved_source = earlier_group or request.device_class.group, None
         with ExitStack() as undo, ExitStack() as promises:
             while True:
                 self._reports.await_others(group_name)
-                match self._create(call, device_class, group_name, reserved_source, admit):
+                match self._create(request, group_name, reserved_source):
                     case CreatedVolume() as created:
                         undo.pop_all()
                         return created
                     case _SourceToReserve() as source_to_reserve:
-                        reserved_source = self._take(
-                            call, device_class, source_to_reserve, undo, promises
-                        )
+                        reserved_source = self._take(request, source_to_reserve, undo, promises)
                     case str(elsewhere):
                         group_name = elsewhere
 
     def class_for(
-        self, name: str, parameters: Parameters, field: str = "parameters", *, is_ephemeral: bool
+        self, config: Config, own_name: str, parameters: Parameters, field: str = "parameters"
     ) -> DeviceClass:
         """Return the device class by which a volume is or was created.
 
         Runs no command, unless the configuration lacks the class or has the class without the
-        requested parameters: in these cases the class of an existing volume of that name is
-        returned. Raises NotAllowed, BadField.
+        requested parameters: in these cases the class of an existing volume is returned, whose
+        logical volume is `own_name`. Raises NotAllowed, BadField.
         """
         try:
-            return plan.device_class(self._configuration.now, field, parameters)
+            return plan.device_class(config, field, parameters)
         except errors.BadField:
-            own_name = names.logical_volume(_prefix(is_ephemeral), name)
             existing = self._reports.search(
                 lambda volume: volume.name == own_name and not volume.is_doomed
             )
             if existing is None:
                 raise
-            return plan.class_of(self._configuration.now, existing)
+            return plan.class_of(config, existing)
 
     def _create(
-        self,
-        call: CreateVolume,
-        device_class: DeviceClass,
-        group_name: str,
-        reserved_source: _ReservedSource | None,
-        admit: Admit | None,
+        self, request: _Request, group_name: str, reserved_source: _ReservedSource | None
     ) -> CreatedVolume | _SourceToReserve | str:
         """Create or find a volume, while the lock of its volume group is held.
 
@@ -214,13 +233,13 @@ class VolumeCreator:
         name of another volume group that must be locked instead. A source in another group is not
         read here.
         """
-        prefix = _prefix(call.is_ephemeral)
+        call, device_class = request.call, request.device_class
         is_across = call.source is not None and ids.group_of(call.source.id) != group_name
         with ExitStack() as undo, self._volume_groups.hold(group_name):
             with _absence_as_perhaps_elsewhere():
                 state = self._mender.mend(group_name)
             all_groups = self._reports.every_group(state)
-            existing = all_groups.named(call.name, prefix)
+            existing = all_groups.named(call.own_name)
             if existing is not None and existing.group.name != group_name:
                 # Go on in the volume group of the existing volume: the volume was created by
                 # another device class, or by this class while the class had another volume group.
@@ -237,9 +256,8 @@ class VolumeCreator:
                 all_groups = self._reports.every_group(state)
             if existing is None and group_name != device_class.group:
                 return device_class.group
-            own_name = names.logical_volume(prefix, call.name)
             if existing is None and (
-                why := self._volume_groups.why_unsure(all_groups.silent, own_name)
+                why := self._volume_groups.why_unsure(all_groups.silent, call.own_name)
             ):
                 # Create no volume while a volume group that may have the volume, from an earlier
                 # call, does not answer.
@@ -254,26 +272,19 @@ class VolumeCreator:
                     )
                     if is_across and call.source is not None and not is_taken:
                         return _SourceToReserve(call.source, group)
-                    volume, source = self._make(
-                        call,
-                        device_class,
-                        (state, all_groups),
-                        prefix,
-                        undo,
-                        admit,
-                        reserved_source,
-                    )
+                    states = _States(state, all_groups, group)
+                    volume, source = self._make(request, states, undo, reserved_source)
                     source_id = "" if source is None else str(source.id)
                 else:
                     volume = existing
-                    self._finish(call, volume)
-                    if volume.ended_by is EndedBy.COPIER and not is_across:
-                        with _absence_as_perhaps_elsewhere():
-                            source = self._copier.source_of(state, volume)
+                    self._finish(request, volume)
                 # Crash point: the volume has the tag `copying`; the next call or the next start of
                 # Carver fills the volume anew.
                 if volume.ended_by is not EndedBy.COPIER:
                     return CreatedVolume(volume)
+                if existing is not None and not is_across:
+                    with _absence_as_perhaps_elsewhere():
+                        source = self._copier.source_of(state, volume)
                 if is_across:
                     return CreatedVolume(volume, self._copier.start_across(volume, source_id))
                 return CreatedVolume(volume, self._copier.start(volume, source))
@@ -288,8 +299,7 @@ class VolumeCreator:
 
     def _take(
         self,
-        call: CreateVolume,
-        device_class: DeviceClass,
+        request: _Request,
         source_to_reserve: _SourceToReserve,
         undo: ExitStack,
         promises: ExitStack,
@@ -302,8 +312,8 @@ class VolumeCreator:
         group, source_group = source_to_reserve.group, ids.group_of(source_to_reserve.source.id)
         with self._volume_groups.hold(source_group):
             _, origin = self._origin(source_to_reserve.source)
-        size_bytes, _, _ = self._planned(call, device_class, group, origin)
-        self._require_room(device_class, group, size_bytes)
+        size_bytes, _, _ = _planned(request, group, origin)
+        self._require_room(request, group, size_bytes)
         self._require_blocks(origin, group)
         with self._volume_groups.hold(source_group):
             state, reread = self._origin(source_to_reserve.source)
@@ -313,10 +323,10 @@ class VolumeCreator:
                 raise errors.OperationPending(str(reread.id))
             # Crash point: the bridge snapshot exists without its volume; the next call uses the
             # bridge, or the next start of Carver removes it.
-            snapshot = self._copier.prepare(state, call.name, reread, group)
+            snapshot = self._copier.prepare(state, request.call.name, reread, group)
             if snapshot.is_bridge:
                 undo.callback(self._copier.dismiss, str(snapshot.id))
-            promises.enter_context(self._copier.promised(snapshot, call.name))
+            promises.enter_context(self._copier.promised(snapshot, request.call.name))
         return _ReservedSource(clone.origin_at_snapshot(reread, snapshot), snapshot, _disks(group))
 
     def _origin(self, source: Source) -> tuple[Fresh, Snapshot | Volume]:
@@ -362,7 +372,7 @@ class VolumeCreator:
                     self._deleter.delete(created.filling.key)
             raise
 
-    def _finish(self, call: CreateVolume, volume: Volume) -> None:
+    def _finish(self, request: _Request, volume: Volume) -> None:
         """Complete an existing volume as a CreateVolume request asks for it.
 
         Sets mutable parameters, and adds a cache that is missing. Raises Incompatible if the volume
@@ -370,29 +380,26 @@ class VolumeCreator:
         or Moved if the volume is being received or was moved to another node.
         """
         volume_states.require(Call.CREATE, volume)
-        plan.require_same(call, volume)
+        plan.require_same(request.call, volume)
         lvm = self._volume_groups.lvm(volume.group.name)
         if tag.CACHE in volume.own_tags:
             # Use the device class as it was when the volume was created; the configuration may have
             # changed since.
-            device_class = plan.class_of(self._configuration.now, volume)
+            device_class = plan.class_of(request.config, volume)
             # Crash point: an earlier call created the volume, and died before it attached the cache
             # or set the recovery rates. Complete these now.
             self._allocators.of(device_class).finish(lvm, volume)
         # Crash point: the parameters are in the metadata of the volume group, and the I/O limits
         # among them are not set in the kernel; the next start of Carver, or a repeated call, sets
         # the limits.
-        bound_kib = self._configuration.now.recovery_bound_kib(volume.group.name)
-        self._limiter.apply(volume, modify.ensure(lvm, volume, call.tuning, bound_kib))
+        bound_kib = request.config.recovery_bound_kib(volume.group.name)
+        self._limiter.apply(volume, modify.ensure(lvm, volume, request.call.tuning, bound_kib))
 
     def _make(
         self,
-        call: CreateVolume,
-        device_class: DeviceClass,
-        states: tuple[Fresh, EveryGroup],
-        prefix: str,
+        request: _Request,
+        states: _States,
         undo: ExitStack,
-        admit: Admit | None,
         reserved_source: _ReservedSource | None,
     ) -> tuple[Volume, Snapshot | None]:
         """Create a volume; return it with the snapshot to copy from, if any.
@@ -401,17 +408,16 @@ class VolumeCreator:
         Raises NoRoom, PerhapsOnAnotherNode if the source is not on this node, and PoolBeingZeroed
         while the class's thin pool is being zeroed.
         """
-        state, all_groups = states
-        group = self._reports.group(state, device_class.group)
+        call, state, group = request.call, states.fresh, states.group
         origin = None
         if reserved_source is not None:
             origin = reserved_source.origin
         elif call.source is not None:
             origin = self._found(state, call.source)
-        size_bytes, own_tags, tuning = self._planned(call, device_class, group, origin)
-        if admit is not None:
-            admit(all_groups, size_bytes)
-        allocator, pool = self._allocators.of(device_class), pool_name(device_class.name)
+        size_bytes, own_tags, tuning = _planned(request, group, origin)
+        if request.admit is not None:
+            request.admit(states.all_groups, size_bytes)
+        allocator, pool = request.allocator, request.pool
         is_shared = origin is not None and clone.is_in(origin, group, pool)
         # Count the bridge snapshot of a copy in the same volume group, which is a further logical
         # volume until the copy is ready.
@@ -421,16 +427,17 @@ class VolumeCreator:
             and not is_shared
             and self._copier.takes_bridge(state, call.name, origin)
         )
-        self._require_room(device_class, group, size_bytes, int(takes_bridge))
-        lvm, name = self._volume_groups.lvm(group.name), names.logical_volume(prefix, call.name)
+        self._require_room(request, group, size_bytes, int(takes_bridge))
+        lvm, name = self._volume_groups.lvm(group.name), call.own_name
         volume_id = VolumeId.of(group, name)
+        id_text = str(volume_id)
         # Forget the job that erased an earlier volume with this id: the report proves that no such
         # volume exists.
-        self._eraser.jobs.forget(str(volume_id))
+        self._eraser.jobs.forget(id_text)
         if origin is not None and is_shared:
             allocator.make_room(lvm, group)
             volume = clone.share(lvm, origin, name, size_bytes, own_tags, tuning)
-            self._holds.allow(str(volume_id))
+            self._holds.allow(id_text)
             return volume, None
         source = None if reserved_source is None else reserved_source.snapshot
         if origin is not None and source is None:
@@ -440,59 +447,38 @@ class VolumeCreator:
             if source.is_bridge:
                 undo.callback(self._copier.dismiss, str(source.id))
             origin = clone.origin_at_snapshot(origin, source)
-            size_bytes, own_tags, tuning = self._planned(call, device_class, group, origin)
+            size_bytes, own_tags, tuning = _planned(request, group, origin)
         if source is not None and source.is_bridge:
             own_tags |= {tag.BRIDGE: str(source.time_nanoseconds)}
-        if device_class.layout.is_thin:
+        if request.device_class.pool is not None:
             # Crash point: the thin pool exists without a volume; the next call uses the pool, or
             # the next start of Carver removes it.
             self._pool_remover.empty(group, pool)
             undo.callback(self._pool_remover.remove_if_empty, group.name, pool)
-        allocator.create(lvm, group, New(name, size_bytes, own_tags, tuning.for_new()))
+        settable_tuning = tuning.for_new()
+        allocator.create(lvm, group, New(name, size_bytes, own_tags, settable_tuning))
         undo.pop_all()
         # Allow calls to use the id of the new volume only now that the volume exists: another node
         # might have sent a volume with this id in between.
-        self._holds.allow(str(volume_id))
-        modify.complete(lvm, group.name, name, tuning)
+        self._holds.allow(id_text)
+        if settable_tuning != tuning:
+            modify.complete(lvm, group.name, name, tuning)
         return Volume(volume_id, backing.of(group, name), group, size_bytes, own_tags), source
 
-    def _planned(
-        self,
-        call: CreateVolume,
-        device_class: DeviceClass,
-        group: report.Group,
-        origin: Snapshot | Volume | None,
-    ) -> tuple[int, dict[str, str], Tuning]:
-        """Return the size in bytes, the tags and the mutable parameters of a new volume.
-
-        Raises BadField or BadSize for a request that cannot be met.
-        """
-        plan.check_stripe_size(device_class, group)
-        size_bytes, own_tags = plan.new(
-            call, device_class, self._allocators.of(device_class), group, origin
-        )
-        tuning = modify.bounded(self._configuration.now, device_class, call.tuning)
-        return size_bytes, own_tags | tuning.tags(), tuning
-
     def _require_room(
-        self,
-        device_class: DeviceClass,
-        group: report.Group,
-        size_bytes: int,
-        further_count: int = 0,
+        self, request: _Request, group: report.Group, size_bytes: int, further_count: int = 0
     ) -> None:
         """Raise NoRoom or PoolBeingZeroed, before anything is created, if a volume has no room.
 
         PoolBeingZeroed is for a thin pool that is being zeroed. `further_count` is the number of
         further logical volumes that the group gets together with the volume.
         """
-        allocator = self._allocators.of(device_class)
-        limited = allocator.full(group, further_count)
-        if size_bytes > (maximum := 0 if limited else allocator.maximum_bytes(group)):
-            purpose = limited or allocator.purpose(group)
+        allocator = request.allocator
+        if size_bytes > (maximum := allocator.maximum_bytes(group, further_count)):
+            purpose = allocator.full(group, further_count) or allocator.purpose(group)
             raise errors.NoRoom(group.name, size_bytes, maximum, purpose)
-        if device_class.layout.is_thin:
-            self._pool_remover.require_kept(group.name, pool_name(device_class.name))
+        if request.device_class.pool is not None:
+            self._pool_remover.require_kept(group.name, request.pool)
 
     def _require_blocks(self, origin: Snapshot | Volume, group: report.Group) -> None:
         """Raise BadField if a source's contents cannot be used on another volume group's disks.
@@ -529,14 +515,15 @@ class VolumeCreator:
         if the thin pool does not report how full it is; the last response is then the best that is
         known.
         """
-        node_segments = self._configuration.now.here
+        config = self._configuration.now
+        node_segments = config.here
         if (
             call.unsupported
             or any(node_segments.get(key) != value for key, value in (call.segments or {}).items())
-            or self._configuration.now.device_class(call.parameters.device_class) is None
+            or config.device_class(call.parameters.device_class) is None
         ):
             return Capacity(0, 0, 0)
-        device_class = plan.device_class(self._configuration.now, "parameters", call.parameters)
+        device_class = plan.device_class(config, "parameters", call.parameters)
         parameters = plan.with_defaults(call.parameters, call.capabilities, device_class)
         try:
             with _absence_as_perhaps_elsewhere():
@@ -558,9 +545,18 @@ class VolumeCreator:
         return Capacity(maximum, maximum, minimum - header)
 
 
-def _prefix(is_ephemeral: bool) -> str:
-    """Return the name prefix for the logical volume of an inline volume, or of another volume."""
-    return ids.INLINE_PREFIX if is_ephemeral else ids.VOLUME_PREFIX
+def _planned(
+    request: _Request, group: report.Group, origin: Snapshot | Volume | None
+) -> tuple[int, dict[str, str], Tuning]:
+    """Return the size in bytes, the tags and the mutable parameters of a new volume.
+
+    Raises BadField or BadSize for a request that cannot be met.
+    """
+    call, device_class = request.call, request.device_class
+    plan.check_stripe_size(device_class, group)
+    size_bytes, own_tags = plan.new(call, device_class, request.allocator, group, origin)
+    tuning = modify.bounded(request.config, device_class, call.tuning)
+    return size_bytes, own_tags | tuning.tags(), tuning
 
 
 def _disks(group: report.Group) -> frozenset[str]:

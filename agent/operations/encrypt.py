@@ -96,8 +96,10 @@ class EncryptedDevices:
 
     def check(self, volume: Volume, keys: Keys) -> None:
         """Raise KeyMissing or BadField if the keys of a call do not fit an existing volume."""
-        class_name = volume.own_tags.get(tag.CLASS, "")
-        self.check_keys(str(volume.id), class_name, keys, encrypted=volume.is_encrypted)
+        is_encrypted = volume.is_encrypted
+        if is_encrypted or keys.present is not None:
+            class_name = volume.own_tags.get(tag.CLASS, "")
+            self.check_keys(str(volume.id), class_name, keys, encrypted=is_encrypted)
 
     def opened(self, volume: Volume, device: Device, keys: Keys) -> tuple[Device, dict[str, str]]:
         """Open an active encrypted volume; return the device to use and new tags for the volume.
@@ -105,10 +107,10 @@ class EncryptedDevices:
         For a volume without encryption the result is `device`. A blank volume gets its LUKS2 header
         first. If the copy of an encrypted volume has a btrfs, that gets a new UUID. Runs at most
         two commands unless the key is changed or such a btrfs is found. An open dm-crypt device
-        that nothing uses is closed first, because the key that opened it is not known. Raises
-        KeyMissing, WrongKey, HeaderDamaged, Reencrypting, UnexpectedContents.
+        that nothing uses is closed first, because the key that opened it is not known. The caller
+        has checked the keys (`check`). Raises KeyMissing, WrongKey, HeaderDamaged, Reencrypting,
+        UnexpectedContents.
         """
-        self.check(volume, keys)
         if not volume.is_encrypted:
             return device, {}
         mapping = self._activator.mapping(volume)

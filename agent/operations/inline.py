@@ -157,12 +157,10 @@ class InlineVolumes:
         report, lvcreate, and the commands of staging. Runs none if the volume is mounted. After a
         final error the volume is deleted if it holds no data.
         """
-        target_path = target.resolve(
-            self._kernel, call.target_path, self._configuration.now.kubelet_dir
-        )
-        device_class = self._creator.class_for(
-            call.volume_id, call.parameters, "volume_context", is_ephemeral=True
-        )
+        config = self._configuration.now
+        target_path = target.resolve(self._kernel, call.target_path, config.kubelet_dir)
+        own_name = names.logical_volume(ids.INLINE_PREFIX, call.volume_id)
+        device_class = self._creator.class_for(config, own_name, call.parameters, "volume_context")
         parameters = plan.with_defaults(call.parameters, [call.capability], device_class)
         self._stager.check_keys(call.volume_id, parameters, call.keys)
         about = {**parameters.about, tag.EPHEMERAL: "true"}
@@ -352,7 +350,7 @@ class InlineVolumes:
             # Raise an error if the volume may exist all the same: in a volume group that does not
             # answer or is not on this node, or with damaged tags or tags of a newer version.
             state = self._reports.fresh()
-            state.require_none_named(volume_id, ids.INLINE_PREFIX)
+            state.require_none_named(own_name)
             self._reports.require_groups(state)
         return volume
 

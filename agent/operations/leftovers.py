@@ -38,7 +38,6 @@ class Leftovers:
         repeats the call. Errors after which the caller repeats the call anyway, or which are about
         the request, pass unchanged.
         """
-        name = names.logical_volume(ids.VOLUME_PREFIX, call.name)
 
         def left() -> bool:
             device_class = plan.device_class(self._configuration.now, "parameters", call.parameters)
@@ -46,8 +45,10 @@ class Leftovers:
             # was created.
             all_groups = self._every(device_class.group)
             logical_volumes = _callers(all_groups.groups.values())
-            is_there = any(logical.name == name for logical in logical_volumes)
-            return is_there or bool(self._volume_groups.why_unsure(all_groups.silent, name))
+            is_there = any(logical.name == call.own_name for logical in logical_volumes)
+            if is_there:
+                return True
+            return bool(self._volume_groups.why_unsure(all_groups.silent, call.own_name))
 
         with _unfinished(f"volume {call.name!r}", codes.ends_create_volume, left):
             yield

@@ -48,9 +48,10 @@ def ensure(lvm: Lvm, volume: Volume, requested: Tuning, bound_kib: int) -> Tunin
     the volume cannot have, and HasSnapshots if the read-ahead of a volume with copy-on-write
     snapshots would change; nothing is changed in these cases.
     """
-    group, present = volume.group, volume.group.volume(volume.name).tuning
-    check(requested, volume.layout, present)
-    if volume.layout.is_raid:
+    group, present = volume.group, volume.group.volume(volume.backing.name).tuning
+    shape = volume.layout
+    check(requested, shape, present)
+    if shape.is_raid:
         requested = requested.bounded(present, bound_kib)
     lacking = requested.lacking_in(present)
     if lacking == tuning.AS_IT_IS:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from agent.core import errors, ids, trace
+from agent.core import errors, trace
 from agent.requests.requests import VolumePath
 from agent.volumes import backing, users
 from agent.volumes.context import Context
@@ -56,10 +56,11 @@ class NodeVolumes:
         Runs no command. Raises NoSuchVolume, Copying, Receiving or Moved if this process knows that
         the volume cannot be used now. Raises NoSuchVolume for an inline volume, too.
         """
-        if ids.is_inline(volume_id):
+        logical = backing.of_id(volume_id)
+        if logical.is_inline:
             raise errors.NoSuchVolume(volume_id)
         self._conflicts.check(Call.USE, volume_id)
-        return self._activator.device(backing.of_id(volume_id))
+        return self._activator.device(logical)
 
     def statistics(self, call: VolumePath) -> Statistics:
         """Return the size and usage of a volume that is staged or published at a path.
@@ -111,8 +112,9 @@ class NodeVolumes:
 
         Raises NotStaged if the mount is of a device that went away.
         """
-        if ids.is_inline(call.volume_id):
-            device = self._activator.device(backing.of_id(call.volume_id))
+        logical = backing.of_id(call.volume_id)
+        if logical.is_inline:
+            device = self._activator.device(logical)
         else:
             device = self.device(call.volume_id)
         try:

@@ -198,9 +198,8 @@ def _planned(
         **volume_states.tags_for(EndedBy.CALLER),
         tag.SIZE: str(size),
         tag.LAYOUT: str(device_class.layout),
-        tag.ACCESS: BLOCK
-        if all(capability.is_block for capability in call.capabilities)
-        else MOUNT,
+        # A volume has a file system exactly if it is mounted (`with_defaults`).
+        tag.ACCESS: MOUNT if parameters.fs_type else BLOCK,
         tag.CAPABILITIES: _capabilities(call),
         **parameters.own_tags(),
         **parameters.about,
@@ -251,10 +250,10 @@ def _check_options(call: CreateVolume, parameters: Parameters) -> None:
         # Check no options of mkfs for a copy, which has a file system already.
         return
     flags = [flag for capability in call.capabilities for flag in capability.mount_flags]
+    if not (mount_options := [*parameters.mount_options, *flags]):
+        return
     try:
-        filesystem.check_mount_options(
-            parameters.fs_type, parameters.mkfs_options, [*parameters.mount_options, *flags]
-        )
+        filesystem.check_mount_options(parameters.fs_type, parameters.mkfs_options, mount_options)
     except mount_errors.BadOption as error:
         raise errors.BadField("volume_capabilities", str(error)) from None
 

@@ -426,7 +426,7 @@ class Stager:
         If the tags are lost, the next NodeStageVolume call finds the same tags.
         """
         if own_tags:
-            self._volume_groups.add_tags_later(volume.group.name, volume.name, own_tags)
+            self._volume_groups.add_tags_later(volume.group.name, volume.backing.name, own_tags)
 
     @contextmanager
     def _closing_on_failure(self, volume: Volume, device: Device) -> Iterator[None]:

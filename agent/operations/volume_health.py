@@ -310,7 +310,7 @@ class VolumesHealth:
         if group is None:
             return None
         if VolumeId.parse(volume_id) is None:
-            return records.named(group, volume_id, ids.INLINE_PREFIX)
+            return records.named(group, names.logical_volume(ids.INLINE_PREFIX, volume_id))
         return self._reported(group, volume_id)
 
     def _require_seen(self, volume_group: VolumeGroup) -> None:

@@ -13,7 +13,7 @@ from agent.core import errors, tag
 from agent.settings import classes, values
 from agent.settings.classes import DeviceClass
 from lvm.layout import Reserve
-from lvm.tuning import Tuning
+from lvm.tuning import AS_IT_IS, Tuning
 from mount import filesystem, options
 from mount import mount_errors as mount_errors
 
@@ -49,7 +49,8 @@ class Parameter:
 
 def _optional(*allowed: str) -> Callable[[str], str]:
     """Return a parser that accepts one of the allowed texts, or an empty text."""
-    return lambda text: values.choice(*allowed)(text) if text else ""
+    parse = values.choice(*allowed)
+    return lambda text: parse(text) if text else ""
 
 
 def check_mount_options(field: str, flags: Sequence[str], fs_type: str | None = None) -> None:
@@ -208,11 +209,29 @@ OBJECT_NAMES = frozenset[str]().union(
 class Parameters:
     """The parameters of a volume: `given` has the parsed values by their keys.
 
-    `about` are tags that keep the names of Kubernetes objects, such as the volume's claim.
+    `about` are tags that keep the names of Kubernetes objects, such as the volume's claim. The
+    other fields follow from `given`.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, str] = field(default_factory=dict)
+    # The name of the device class; empty for the default class.
+    device_class: str = field(init=False, compare=False)
+    # The name of the file system; empty for the file system of the device class.
+    fs_type: str = field(init=False, compare=False)
+    # The arguments of mkfs that the caller gave.
+    mkfs_options: tuple[str, ...] = field(init=False, compare=False)
+    # The options for each mount of the volume.
+    mount_options: tuple[str, ...] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        given = self.given
+        vars(self).update(
+            device_class=given.get(tag.CLASS, ""),
+            fs_type=given.get(tag.FS_TYPE, ""),
+            mkfs_options=given.get(tag.MKFS_OPTIONS, ()),
+            mount_options=given.get(tag.MOUNT_OPTIONS, ()),
+        )
 
     @classmethod
     def from_proto(cls, wire: Mapping[str, str], field: str = "parameters") -> Self:
@@ -246,26 +265,6 @@ class Parameters:
         return cls(_read("volume_context", own_texts, IN_CONTEXT))
 
     @property
-    def device_class(self) -> str:
-        """The name of the device class; empty for the default class."""
-        return str(self.given.get(tag.CLASS, ""))
-
-    @property
-    def fs_type(self) -> str:
-        """The name of the file system; empty for the file system of the device class."""
-        return str(self.given.get(tag.FS_TYPE, ""))
-
-    @property
-    def mkfs_options(self) -> tuple[str, ...]:
-        """The arguments of mkfs that the caller gave."""
-        return tuple(self.given.get(tag.MKFS_OPTIONS, ()))
-
-    @property
-    def mount_options(self) -> tuple[str, ...]:
-        """The options for each mount of the volume."""
-        return tuple(self.given.get(tag.MOUNT_OPTIONS, ()))
-
-    @property
     def tuning(self) -> Tuning:
         """The I/O limits among the parameters."""
         return _tuning(self.given, LIMITS)
@@ -281,7 +280,8 @@ class Parameters:
             filesystem.check_options(fs_type, self.mkfs_options)
         except mount_errors.BadOption as error:
             raise errors.BadField(f"{field}[mkfsOptions]", str(error)) from None
-        check_mount_options(f"{field}[mountOptions]", self.mount_options, fs_type)
+        if self.mount_options:
+            check_mount_options(f"{field}[mountOptions]", self.mount_options, fs_type)
 
     def applied(self, device_class: DeviceClass, field: str) -> DeviceClass:
         """Return a device class with the parameters in place of the settings that these override.
@@ -358,6 +358,8 @@ def tuning_of(wire: Mapping[str, str]) -> Tuning:
     Raises BadField for a parameter that is unknown or has a bad value, and for parameters that
     lvm2 would refuse together.
     """
+    if not wire:
+        return AS_IT_IS
     _check_map(MUTABLE_FIELD, wire)
     parameters = _read(MUTABLE_FIELD, _without_kubernetes(wire), MUTABLE)
     tuning = _tuning(parameters, MUTABLE)

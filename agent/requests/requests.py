@@ -3,11 +3,12 @@
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Generic, Self, TypeVar
 
 from google.protobuf.message import Message
 
-from agent.core import errors
+from agent.core import errors, ids
 from agent.core.ids import VolumeId
 from agent.requests import secret
 from agent.requests.parameters import (
@@ -22,6 +23,7 @@ from agent.requests.parameters import (
     tuning_of,
 )
 from agent.requests.secret import Keys
+from lvm import names
 from lvm.layout import Reserve
 from lvm.tuning import AS_IT_IS, Tuning
 from mount import filesystem, target
@@ -51,12 +53,28 @@ _SHARED = ("SINGLE_NODE_MULTI_WRITER", "MULTI_NODE_READER_ONLY")
 
 @dataclass(frozen=True)
 class Capability:
-    """A volume capability; `fs_type` is empty if the caller named no file system."""
+    """A volume capability; `fs_type` is empty if the caller named no file system.
+
+    The last three fields follow from the others.
+    """
 
     access: str
     mode: str
     fs_type: str = ""
     mount_flags: tuple[str, ...] = ()
+    # Whether the volume is used as a raw block device.
+    is_block: bool = field(init=False, compare=False)
+    # Whether the access mode allows no writer.
+    read_only: bool = field(init=False, compare=False)
+    # Whether the access mode allows several targets at once.
+    is_shared: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        vars(self).update(
+            is_block=self.access == BLOCK,
+            read_only=self.mode in _READERS,
+            is_shared=self.mode in _SHARED,
+        )
 
     @classmethod
     def from_proto(cls, wire: csi.VolumeCapability, field: str = "volume_capability") -> Self:
@@ -74,7 +92,8 @@ class Capability:
         if wire.mount.volume_mount_group:
             raise errors.BadField(f"{field}.mount.volume_mount_group", "is not supported")
         flags = tuple(wire.mount.mount_flags)
-        check_mount_options(f"{field}.mount.mount_flags", flags)
+        if flags:
+            check_mount_options(f"{field}.mount.mount_flags", flags)
         return cls(MOUNT, mode, wire.mount.fs_type, flags)
 
     @classmethod
@@ -87,22 +106,8 @@ class Capability:
 
     def check_for(self, fs_type: str, field: str) -> None:
         """Raise BadField for mount flags that a file system does not have."""
-        check_mount_options(f"{field}.mount.mount_flags", self.mount_flags, fs_type)
-
-    @property
-    def is_block(self) -> bool:
-        """Whether the volume is used as a raw block device."""
-        return self.access == BLOCK
-
-    @property
-    def read_only(self) -> bool:
-        """Whether the access mode allows no writer."""
-        return self.mode in _READERS
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether the access mode allows several targets at once."""
-        return self.mode in _SHARED
+        if self.mount_flags:
+            check_mount_options(f"{field}.mount.mount_flags", self.mount_flags, fs_type)
 
     def __str__(self) -> str:
         return ":".join((self.access, self.mode, self.fs_type, ",".join(self.mount_flags)))
@@ -319,6 +324,12 @@ class CreateVolume:
     tuning: Tuning = AS_IT_IS
     # Whether the request is for an inline volume, whose name is the id that the CO chose.
     is_ephemeral: bool = False
+
+    @cached_property
+    def own_name(self) -> str:
+        """Name of the volume's logical volume."""
+        prefix = ids.INLINE_PREFIX if self.is_ephemeral else ids.VOLUME_PREFIX
+        return names.logical_volume(prefix, self.name)
 
     @classmethod
     def from_proto(cls, wire: csi.CreateVolumeRequest) -> Self:

@@ -10,20 +10,16 @@ from agent.settings.settings import SETTINGS, Config
 class Configuration:
     """The settings, classes and volume groups of a process; a reload replaces all that may change.
 
-    Users read `now` at each use and keep no copy of the configuration. Only a call that needs a
-    device class twice may keep the class, which is an immutable record.
+    A call reads `now` when it begins, or when it needs a setting, and hands the immutable record
+    down. No object keeps a copy beyond a call.
     """
 
     def __init__(self, config: Config) -> None:
-        self._now = config
+        # The configuration that is valid at this moment; only `reload` replaces it.
+        self.now = config
         # Whether the last load of the configuration file succeeded, and the time of the last
         # successful load, in seconds since the epoch.
         self.is_taken, self.taken_seconds = True, time.time()
-
-    @property
-    def now(self) -> Config:
-        """The configuration that is valid at this moment."""
-        return self._now
 
     def reload(self, load: Callable[[], Config]) -> Mapping[str, str]:
         """Load the configuration, and take over all that may change while the service runs.
@@ -33,7 +29,7 @@ class Configuration:
         such as BadConfig, and changes nothing after such an error.
         """
         self.is_taken = False
-        loaded, old_settings = load(), self._now
+        loaded, old_settings = load(), self.now
         fixed = {
             key: getattr(old_settings, key) for key, setting in SETTINGS.items() if setting.fixed
         }
@@ -42,6 +38,6 @@ class Configuration:
             for key, value in fixed.items()
             if getattr(loaded, key) != value
         }
-        self._now = replace(loaded, **fixed)
+        self.now = replace(loaded, **fixed)
         self.is_taken, self.taken_seconds = True, time.time()
         return waiting

@@ -472,8 +472,8 @@ class Config:
         bandwidth = self.bandwidth_of(group) or NO_RESERVE
         return min(bandwidth.size_bytes >> 10, MOST_RECOVERY_KIB)
 
-    @property
-    def here(self) -> dict[str, str]:
+    @cached_property
+    def here(self) -> Mapping[str, str]:
         """The topology segments of this node."""
         return ids.topology(self.node_id, self.driver_name)
 

@@ -53,9 +53,12 @@ class Activator:
         volume it is the logical volume's device, which callers must not publish. None does not
         prove that the volume is inactive.
         """
-        devices = (self._devices.find(group, volume.name) for group in self._groups_of(volume))
-        device = next(filter(None, devices), None)
-        if device is None or volume.group_uuid not in ("", ids.start_of(device.group_uuid)):
+        for group in self._groups_of(volume):
+            if (device := self._devices.find(group, volume.name)) is not None:
+                break
+        else:
+            return None
+        if volume.group_uuid not in ("", ids.start_of(device.group_uuid)):
             return None
         return self._devices.mapping(device) or device
 
@@ -81,7 +84,7 @@ class Activator:
         With `partial`, a volume with missing disks is activated as far as possible. Raises Inactive
         if there is no device after the activation.
         """
-        return self.ensure_active(volume.group.name, volume.name, partial=partial)
+        return self.ensure_active(volume.group.name, volume.backing.name, partial=partial)
 
     def ensure_active(
         self, group: str, name: str, activated_name: str = "", *, partial: bool = False

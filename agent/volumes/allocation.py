@@ -77,8 +77,9 @@ def is_pool(pool: report.LogicalVolume) -> bool:
     promised stay reserved, and the pool is extended, since writers of its volumes wait for that.
     New volumes are created only in a pool for which `is_own_pool` is true.
     """
-    is_called_so = names.is_of(ids.POOL_PREFIX, pool.name) and bool(pool.own_tags)
-    return is_called_so and {"thin", "pool"} <= pool.layout
+    # Look at the layout first: most logical volumes are no pools.
+    is_thin_pool = {"thin", "pool"} <= pool.layout
+    return is_thin_pool and names.is_of(ids.POOL_PREFIX, pool.name) and bool(pool.own_tags)
 
 
 def chunk_bytes(pool: report.LogicalVolume) -> int:
@@ -163,9 +164,12 @@ class ThickAllocator:
     layout: Layout
     kept_extents: Kept
 
-    def maximum_bytes(self, group: report.Group) -> int:
-        """Return the size of the largest volume that can be created in a volume group, in bytes."""
-        if closed_to_new(group) or self.full(group):
+    def maximum_bytes(self, group: report.Group, further_count: int = 0) -> int:
+        """Return the size of the largest volume that can be created in a volume group, in bytes.
+
+        `further_count` is as for `full`.
+        """
+        if closed_to_new(group) or self.full(group, further_count):
             return 0
         return layout.maximum_bytes(self.room(group), self.layout)
 
@@ -233,12 +237,13 @@ class Cached(ThickAllocator):
 
     cache: Cache
 
-    def maximum_bytes(self, group: report.Group) -> int:
+    def maximum_bytes(self, group: report.Group, further_count: int = 0) -> int:
         """Return the size of the largest volume that has room on the disks now, in bytes.
 
         The volume needs free extents on the slow disks, its cache on the fast disks.
+        `further_count` is as for `full`.
         """
-        if closed_to_new(group) or self.full(group):
+        if closed_to_new(group) or self.full(group, further_count):
             return 0
         return caches.maximum_bytes(self.room(group), self.cache)
 
@@ -303,13 +308,14 @@ class ThinAllocator:
         """Return how many extents the pool has promised to its volumes and does not have yet."""
         return pools.outstanding_extents(group, self.pool(group), self.policy)
 
-    def maximum_bytes(self, group: report.Group) -> int:
+    def maximum_bytes(self, group: report.Group, further_count: int = 0) -> int:
         """Return the size of the largest thin volume that can be created, in bytes.
 
         It is the number of bytes that the pool may still promise to volumes. 0 if the volume group
         or the pool takes no new volume now, for instance while the pool is too full.
+        `further_count` is as for `full`.
         """
-        return 0 if self.full(group) else self._maximum_bytes(group)
+        return 0 if self.full(group, further_count) else self._maximum_bytes(group)
 
     def full(self, group: report.Group, further_count: int = 0) -> str:
         """Return why a group has too many logical volumes for another volume; empty if it has not.
@@ -497,7 +503,7 @@ class CachedThin(ThinAllocator):
 
     cache: Cache
 
-    def maximum_bytes(self, group: report.Group) -> int:
+    def maximum_bytes(self, group: report.Group, further_count: int = 0) -> int:
         """Return the size of the largest thin volume that can be created now, in bytes.
 
         0 if the pool has no cache and the fast disks have no room for one. Otherwise it is as for
@@ -505,7 +511,7 @@ class CachedThin(ThinAllocator):
         """
         if not caches.has_room(group, pool_name(self.device_class), self.cache):
             return 0
-        return super().maximum_bytes(group)
+        return super().maximum_bytes(group, further_count)
 
     def purpose(self, group: report.Group) -> str:
         """Return a text for error messages: the pool's limit, or the space that its cache needs.

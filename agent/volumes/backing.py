@@ -22,6 +22,11 @@ class Backing:
     group_uuid: str
     name: str
 
+    @property
+    def is_inline(self) -> bool:
+        """Whether the volume is an inline volume, by the name of its logical volume."""
+        return names.is_of(ids.INLINE_PREFIX, self.name)
+
     def may_be_in(self, group: report.Group) -> bool:
         """Whether this logical volume may be in a volume group, by the group's name and UUID."""
         is_same = self.group_uuid == ids.start_of(group.uuid)

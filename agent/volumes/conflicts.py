@@ -7,7 +7,7 @@ not recorded is over. No call conflicts with such work, unless the work left the
 erased.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,9 +30,10 @@ class _Queue:
     `key_of` returns the key of the job from the call's subject: the id of its volume, or the name
     of its volume group. `find` returns the job with a key, an object with `goes_on` and
     `on_record`, or None. `jobs` are the jobs if they can be halted, else None. `aborted` makes the
-    error of a call that is ABORTED because of the job.
+    error of a call that is ABORTED because of the job. `outcomes` says what happens to each call.
     """
 
+    outcomes: Mapping[Call, Outcome]
     find: Callable[[str], Any]
     jobs: Jobs[Any] | None
     key_of: Callable[[str], str]
@@ -69,12 +70,16 @@ class Conflicts:
         of a job from the subject of a call: a volume's id, or for Call.GROW a volume group's name.
         `aborted` returns the error of a call that is ABORTED because of a job.
         """
-        self._queues[work] = _Queue(jobs.of, jobs, key_of, aborted)
+        self._queues[work] = _Queue(volume_states.outcomes(work), jobs.of, jobs, key_of, aborted)
 
     def add_mkfs(self, detached_tasks: DetachedTasks) -> None:
         """Register the mkfs processes that may outlive their calls, as Work.FORMAT."""
         self._queues[Work.FORMAT] = _Queue(
-            detached_tasks.mkfs_of, None, str, lambda task: task.problem()
+            volume_states.outcomes(Work.FORMAT),
+            detached_tasks.mkfs_of,
+            None,
+            str,
+            lambda task: task.problem(),
         )
 
     def require(self, call: Call, volume: Recorded) -> None:
@@ -103,8 +108,8 @@ class Conflicts:
         CreateVolume ignores holds: the volume that is held may not exist, or may be about to be
         created anew.
         """
-        for work, queue in self._queues.items():
-            outcome = volume_states.outcome(call, work)
+        for queue in self._queues.values():
+            outcome = queue.outcomes[call]
             if outcome not in (Outcome.ABSENT, Outcome.ABORTED):
                 continue
             job = queue.find(queue.key_of(subject))
@@ -127,8 +132,8 @@ class Conflicts:
         """
         self.check_jobs(call, subject)
         with ExitStack() as halted:
-            for work, queue in self._queues.items():
-                is_halted = volume_states.outcome(call, work) is Outcome.HALTS
+            for queue in self._queues.values():
+                is_halted = queue.outcomes[call] is Outcome.HALTS
                 if queue.jobs is not None and is_halted:
                     halted.enter_context(queue.jobs.halted(queue.key_of(subject)))
             yield

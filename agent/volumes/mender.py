@@ -5,7 +5,7 @@ lvremove(8). A call that only reads uses `Reports.fresh` instead, which repairs 
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from agent.core import errors, ids, tag
@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 # Type of the errors of repairs that failed, by the names of the volume group and the logical
 # volume.
 _Problems = dict[tuple[str, str], Exception]
+# Type of a logical volume with its volume group.
+_InGroup = tuple[report.Group, report.LogicalVolume]
 
 
 class Mender:
@@ -46,9 +48,12 @@ class Mender:
         report's `problems`, and only calls about that volume fail. Raises as `Reports.fresh`.
         """
         state = self._reports.fresh(*groups)
-        present = list(state.groups.values())
-        problems = self._resume(present)
-        is_any_unmade, unmade = self._remove_unmade(present)
+        present = state.groups.values()
+        every = [(group, logical) for group in present for logical in records.every(group)]
+        for group in present:
+            self._activator.deactivate_parts(group)
+        problems = self._resume(every)
+        is_any_unmade, unmade = self._remove_unmade(every)
         if is_any_unmade:
             state = self._reports.fresh(*groups)
         return replace(state, problems=problems | unmade)
@@ -61,28 +66,24 @@ class Mender:
         """
         return self.mend(ids.group_of(volume_id)).usable(volume_id, call)
 
-    def _resume(self, groups: Collection[report.Group]) -> _Problems:
+    def _resume(self, every: Sequence[_InGroup]) -> _Problems:
         """Resume devices that lvm2 left suspended, by one command for each; return the errors.
 
         lvm2 suspends a device while it changes the device's table. If lvm2 is killed meanwhile
         (SIGKILL), the device stays suspended, and reads and writes wait for ever. A report is made
         under lvm2's lock of the group, so no command is changing a device that a report shows as
-        suspended. Devices that Carver itself keeps suspended are left out. First, the parts of
-        RAIDs and pools that a killed lvm2 left active are deactivated.
+        suspended. Devices that Carver itself keeps suspended are left out.
         """
-        for group in groups:
-            self._activator.deactivate_parts(group)
         suspended = [
             (group.name, logical.name)
-            for group in groups
-            for logical in records.every(group)
+            for group, logical in every
             if logical.suspended
             and not self._activator.is_kept_suspended(group.name, logical.name)
             and records.is_usable(group, logical)
         ]
         return self._each(suspended, "resume", volumes.refresh)
 
-    def _remove_unmade(self, groups: Collection[report.Group]) -> tuple[bool, _Problems]:
+    def _remove_unmade(self, every: Sequence[_InGroup]) -> tuple[bool, _Problems]:
         """Remove thin volumes that lvm2 recorded in its metadata and did not create in the pool.
 
         Returns whether there were such volumes, and the errors of those that were not removed.
@@ -96,8 +97,7 @@ class Mender:
         """
         unmade = [
             (group.name, logical.name)
-            for group in groups
-            for logical in records.every(group)
+            for group, logical in every
             if self._is_unmade(group, logical)
         ]
         for key in unmade:

@@ -1,7 +1,8 @@
 """Records of volumes and snapshots, each made from lvm2's report and Carver's own tags."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Generic, Self, TypeVar
 
 from agent.core import errors, ids, tag
@@ -108,7 +109,7 @@ class Volume:
             return tag.CACHE in self.own_tags
         return caches.is_cached(logical) or bool(caches.detached_cachevol(self.group, self.name))
 
-    @property
+    @cached_property
     def made_bytes(self) -> int:
         """Size that the volume was created with, in bytes."""
         return _number(self.own_tags, tag.SIZE) or self.size_bytes
@@ -178,7 +179,7 @@ class Volume:
 
         Raises TagsDamaged if the tags do not say for which access the volume was made.
         """
-        return is_block(str(self.id), self.own_tags)
+        return is_block(self.id, self.own_tags)
 
     @property
     def is_encrypted(self) -> bool:
@@ -260,7 +261,7 @@ class Volume:
         """Whether the volume is recorded as deleted, and only has to be erased and removed."""
         return self.ended_by is EndedBy.ERASER
 
-    @property
+    @cached_property
     def is_half_made(self) -> bool:
         """Whether the volume is a RAID that lvm2 was creating when lvm2 was killed.
 
@@ -270,6 +271,9 @@ class Volume:
         And a volume that was formatted or got a LUKS2 header, by its tags, has data, unless it is
         being filled by a copy.
         """
+        # Look for the first image's metadata volume first, which nearly all volumes keep hidden.
+        if not self.group.is_bare(self.name, 1):
+            return False
         recorded = Layout.parse(self.own_tags.get(tag.LAYOUT, ""))
         if recorded is not None and not recorded.is_raid:
             return False
@@ -481,13 +485,13 @@ def faults(logical: report.LogicalVolume) -> frozenset[str]:
     return frozenset({*doubled, *volume_states.faults(own_tags)})
 
 
-def every(group: report.Group) -> Iterator[report.LogicalVolume]:
-    """Yield all logical volumes of a volume group, to be shown and counted, never to be changed.
+def every(group: report.Group) -> Collection[report.LogicalVolume]:
+    """Return all logical volumes of a volume group, to be shown and counted, never to be changed.
 
     Logical volumes of other programs are included, and those that only newer versions of Carver
     know.
     """
-    yield from group.volumes.values()
+    return group.volumes.values()
 
 
 def usable(group: report.Group) -> Iterator[report.LogicalVolume]:
@@ -568,7 +572,7 @@ def key_generation(own_tags: Mapping[str, str]) -> str:
     return own_tags.get(tag.KEY_GENERATION, "(unnamed)")
 
 
-def is_block(identity: str, own_tags: Mapping[str, str]) -> bool:
+def is_block(identity: VolumeId | str, own_tags: Mapping[str, str]) -> bool:
     """Whether a volume with these tags, or the volume of a snapshot, was made for raw block access.
 
     The answer is never a guess: a raw block volume may hold contents that no probe recognizes, and
@@ -578,7 +582,7 @@ def is_block(identity: str, own_tags: Mapping[str, str]) -> bool:
     if not may_be_block(own_tags):
         return False
     if own_tags.get(tag.ACCESS) != BLOCK:
-        raise errors.TagsDamaged(identity, {"no `access`"})
+        raise errors.TagsDamaged(str(identity), {"no `access`"})
     return True
 
 
@@ -604,10 +608,8 @@ def volume(
     A volume that this version of Carver must not use is returned as a `MadeByNewerVersion`.
     """
     own_tags = logical.own_tags
-    prefixes = (ids.VOLUME_PREFIX, ids.INLINE_PREFIX)
-    if tag.NAME not in own_tags or not any(
-        names.is_of(prefix, logical.name) for prefix in prefixes
-    ):
+    is_volume = names.is_of(ids.VOLUME_PREFIX, logical.name)
+    if tag.NAME not in own_tags or not (is_volume or names.is_of(ids.INLINE_PREFIX, logical.name)):
         return None
     if names.is_part(logical.name):
         # Leave out images of RAIDs, which are no volumes, although lvm2 copies the tags of a RAID
@@ -639,12 +641,12 @@ def volumes_of(group: report.Group) -> Sequence[Volume | MadeByNewerVersion[Volu
     return records
 
 
-def named(group: report.Group, name: str, prefix: str = ids.VOLUME_PREFIX) -> Volume | None:
-    """Return the volume in a volume group that the CO calls `name`; None if there is none.
+def named(group: report.Group, own_name: str) -> Volume | None:
+    """Return the volume in a volume group whose logical volume is `own_name`; None for none.
 
     Raises NeedsOther or TagsDamaged if this version of Carver must not use the volume.
     """
-    logical = group.volumes.get(names.logical_volume(prefix, name))
+    logical = group.volumes.get(own_name)
     record = None if logical is None else volume(group, logical)
     return None if record is None else to_use(record)
 
@@ -848,4 +850,5 @@ def _header_bytes(own_tags: Mapping[str, str], size_bytes: int) -> int:
 
 def _number(own_tags: Mapping[str, str], key: str) -> int:
     """Return the number in the tag with this key; 0 if the tag is lost or has no number."""
-    return tags.number(own_tags.get(key, "")) or 0
+    text = own_tags.get(key)
+    return 0 if text is None else tags.number(text) or 0

@@ -170,13 +170,13 @@ class Current(Contents):
             raise errors.NoSuchVolume(identity)
         return volume
 
-    def require_none_named(self, name: str, prefix: str) -> None:
+    def require_none_named(self, own_name: str) -> None:
         """Raise NeedsOther or TagsDamaged if there is a volume of this name that must not be used.
 
-        `name` is the CO's name for the volume, `prefix` that of its logical volume's name.
+        `own_name` is the name of the volume's logical volume.
         """
         for group in self.groups.values():
-            records.named(group, name, prefix)
+            records.named(group, own_name)
 
     def require_group_of(self, identity: str) -> None:
         """Raise OtherGroup if the volume group of an id is not in the report.
@@ -188,7 +188,8 @@ class Current(Contents):
 
     def require_repaired(self, volume: Volume) -> None:
         """Raise the error of a failed repair of a volume, of its origin or of its thin pool."""
-        self._require_repaired(volume.group, volume.group.volume(volume.name))
+        if self.problems:
+            self._require_repaired(volume.group, volume.group.volume(volume.name))
 
     def _require_repaired(self, group: report.Group, logical: report.LogicalVolume) -> None:
         """Raise the error of a failed repair of a logical volume, its origin or its thin pool."""
@@ -205,6 +206,7 @@ class Current(Contents):
         parsed = VolumeId.parse(identity)
         if parsed is None:
             return None
+        self._require_read(parsed)
         group = self.groups.get(parsed.group)
         if group is None:
             raise errors.OtherGroup(identity, f"group {parsed.group} is not on this node")
@@ -215,6 +217,9 @@ class Current(Contents):
             return None
         self._require_repaired(group, logical)
         return group, logical
+
+    def _require_read(self, identity: VolumeId) -> None:
+        """Raise AssertionError for an id in a volume group that the report was not to have."""
 
 
 @dataclass(frozen=True)
@@ -229,11 +234,9 @@ class Fresh(Current):
     asked: frozenset[str] = frozenset()
     unasked: frozenset[str] = frozenset()
 
-    def _find(self, identity: str) -> tuple[report.Group, report.LogicalVolume] | None:
-        parsed = VolumeId.parse(identity)
-        if parsed is not None and parsed.group in self.unasked:
-            raise AssertionError(f"{identity}: {parsed.group} was not read")
-        return super()._find(identity)
+    def _require_read(self, identity: VolumeId) -> None:
+        if identity.group in self.unasked:
+            raise AssertionError(f"{identity}: {identity.group} was not read")
 
 
 @dataclass(frozen=True)
@@ -251,17 +254,17 @@ class EveryGroup(Current):
     silent: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
 
-    def named(self, name: str, prefix: str = ids.VOLUME_PREFIX) -> Volume | None:
-        """Return the volume that the CO calls `name`, in any volume group; None if there is none.
+    def named(self, own_name: str) -> Volume | None:
+        """Return the volume whose logical volume is `own_name`, in any volume group; None for none.
 
         Raises NeedsOther or TagsDamaged if this version must not use the volume, and the error of a
         failed repair of the volume.
         """
-        candidates = (records.named(group, name, prefix) for group in self.groups.values())
-        volume = next(filter(None, candidates), None)
-        if volume is not None:
-            self.require_repaired(volume)
-        return volume
+        for group in self.groups.values():
+            if (volume := records.named(group, own_name)) is not None:
+                self.require_repaired(volume)
+                return volume
+        return None
 
     def require_not_copied(self, source_id: str) -> None:
         """Raise VolumeInUse if a volume is being copied from this snapshot or volume.

@@ -62,16 +62,14 @@ class Reports:
         read.
         """
         locks.enter(*groups)
-        configured = self._groups
+        configured = self._volume_groups.names
         group_names = groups or configured
-        volume_groups = {name: self._volume_groups.of(name) for name in group_names}
-        states = {
-            name: volume_group.state()
-            for name, volume_group in volume_groups.items()
-            if volume_group is not None
-        }
+        states: dict[str, report.Group | None] = {}
+        for name in dict.fromkeys(group_names):
+            if (volume_group := self._volume_groups.of(name)) is not None:
+                states[name] = volume_group.state()
         return Fresh(
-            self._present(states),
+            _present(configured, states),
             asked=frozenset(group_names),
             unasked=frozenset(configured).difference(group_names),
         )
@@ -85,13 +83,14 @@ class Reports:
         group is `silent` as well, and is not read here: a call about that group, or the next
         retry, reads it.
         """
+        configured = self._volume_groups.names
         other_groups = [group for group in self._volume_groups if group.name not in state.asked]
-        read = begin_states(filter(_is_to_be_read, other_groups))()
+        read = _read_changed(other_groups)
         cached = {group.name: group.cached for group in other_groups}
         silent = frozenset(group.name for group in other_groups if not group.has_own_changes)
         unread = frozenset(group.name for group in other_groups if group.status == "unknown")
         return EveryGroup(
-            self._present({**cached, **read, **state.groups}),
+            _present(configured, {**cached, **read, **state.groups}),
             silent=silent,
             unread=unread,
             problems=state.problems,
@@ -105,8 +104,7 @@ class Reports:
         is not waited for again for a minute. Raises TooManyCalls or Starting.
         """
         locks.enter(*groups)
-        other_groups = (group for group in self._volume_groups if group.name not in groups)
-        begin_states(filter(_is_to_be_read, other_groups))()
+        _read_changed([group for group in self._volume_groups if group.name not in groups])
 
     def lists(self) -> EveryGroup:
         """Return a report of all volume groups, for RPCs that list objects.
@@ -117,7 +115,8 @@ class Reports:
         a group failed so.
         """
         locks.enter()
-        return EveryGroup(self._present(begin_states(self._volume_groups, complete=True)()))
+        states = begin_states(self._volume_groups, complete=True)()
+        return EveryGroup(_present(self._groups, states))
 
     def hint(self) -> Seen:
         """Return a report of all volume groups; from the cache where a read fails or is slow.
@@ -125,7 +124,7 @@ class Reports:
         A read is slow if it takes more than three seconds. Raises TooManyCalls or Starting.
         """
         locks.enter()
-        return Seen(self._present(begin_states(self._volume_groups)()))
+        return Seen(_present(self._groups, begin_states(self._volume_groups)()))
 
     def search(self, matches: Callable[[Volume], bool]) -> Volume | None:
         """Return the volume for which `matches` is true, by fresh reports; None if there is none.
@@ -288,18 +287,21 @@ class Reports:
         None does not prove that the volume is absent. Also calls `keep_fresh`, so that the cached
         state is refreshed in the background. Runs no command.
         """
+        backing_volume = backing.of_id(volume_id)
         self.keep_fresh()
-        logical = backing.of_id(volume_id)
-        for group in filter(logical.may_be_in, self._cached().groups.values()):
-            if logical.name in group.volumes:
-                volume = records.volume(group, group.volumes[logical.name])
+        for volume_group in self._volume_groups:
+            group = volume_group.cached
+            logical = None if group is None else group.volumes.get(backing_volume.name)
+            if group is not None and logical is not None and backing_volume.may_be_in(group):
+                volume = records.volume(group, logical)
                 if isinstance(volume, Volume):
                     return volume
         return None
 
     def _cached(self) -> Seen:
         """Return a report of all volume groups with their cached states."""
-        return Seen(self._present({group.name: group.cached for group in self._volume_groups}))
+        states = {group.name: group.cached for group in self._volume_groups}
+        return Seen(_present(self._groups, states))
 
     def keep_fresh(self) -> None:
         """Note that the cached state of all groups is in use, so that `refresh` renews it."""
@@ -373,18 +375,27 @@ class Reports:
             (group.problem for group in self._volume_groups if group.problem is not None), None
         )
 
-    def _present(self, states: Mapping[str, report.Group | None]) -> dict[str, report.Group]:
-        """Return those of these volume groups that are present, by their names.
 
-        Configured groups come first, in the order of the configuration.
-        """
-        ordered = dict.fromkeys((*self._groups, *states))
-        return {name: group for name in ordered if (group := states.get(name)) is not None}
+def _present(
+    configured: Sequence[str], states: Mapping[str, report.Group | None]
+) -> dict[str, report.Group]:
+    """Return those of these volume groups that are present, by their names.
 
-
-def _is_to_be_read(volume_group: VolumeGroup) -> bool:
-    """Whether a volume group may have changes by Carver that its cached state lacks.
-
-    False for a refused group, of which a read shows nothing.
+    Groups in `configured` come first, in that order.
     """
-    return not volume_group.has_own_changes and volume_group.status != "refused"
+    ordered = dict.fromkeys((*configured, *states))
+    return {name: group for name in ordered if (group := states.get(name)) is not None}
+
+
+def _read_changed(volume_groups: Sequence[VolumeGroup]) -> dict[str, report.Group | None]:
+    """Read those volume groups that may have changes by Carver that their cached states lack.
+
+    Refused groups are left out: a read of such a group shows nothing. The wait is three seconds at
+    most (`begin_states`).
+    """
+    changed = [
+        volume_group
+        for volume_group in volume_groups
+        if not volume_group.has_own_changes and volume_group.status != "refused"
+    ]
+    return begin_states(changed)() if changed else {}

@@ -337,7 +337,12 @@ def outcome(call: Call, work: EndedBy | Work) -> Outcome:
 
     `work` is other background work, or an `EndedBy`, for the work that ends a volume's state.
     """
-    return (WORK[work] if isinstance(work, Work) else row_of(work).calls)[call]
+    return outcomes(work)[call]
+
+
+def outcomes(work: EndedBy | Work) -> Mapping[Call, Outcome]:
+    """Return what happens to each call because of background work, as for `outcome`."""
+    return WORK[work] if isinstance(work, Work) else row_of(work).calls
 
 
 def by_tag(own_tags: Mapping[str, str]) -> State:
@@ -428,11 +433,11 @@ def require(call: Call, volume: Recorded) -> None:
     bring about, such as HALTS, raise nothing.
     """
     for state in of(volume):
-        row, volume_id = STATES[state], str(volume.id)
+        row = STATES[state]
         if row.calls[call] is Outcome.ABSENT:
-            raise errors.NoSuchVolume(volume_id)
+            raise errors.NoSuchVolume(str(volume.id))
         if row.calls[call] in (Outcome.ABORTED, Outcome.NOT_OWN):
-            raise row.problem(volume_id, volume.own_tags)
+            raise row.problem(str(volume.id), volume.own_tags)
 
 
 def word_of(ender: EndedBy) -> str:

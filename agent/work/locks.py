@@ -193,6 +193,8 @@ class Admission:
         ten seconds, or has failed; the slot is then given back.
         """
         self.places.take()
+        if self.is_open:
+            return
         patience = command.patience_seconds(_PATIENCE_SECONDS)
         with self._changed, trace.step(trace.WAIT, "start"):
             self._changed.wait_for(lambda: self.is_open or self.problem is not None, patience)

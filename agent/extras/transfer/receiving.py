@@ -72,7 +72,7 @@ class Receiver:
         volume = self._reports.search(lambda candidate: candidate.name == own_name)
         if volume is not None:
             return _state(volume)
-        self._reports.fresh().require_none_named(name, ids.VOLUME_PREFIX)
+        self._reports.fresh().require_none_named(own_name)
         return carver.ReceiveState(state="absent")
 
     def begin(self, name: str, device_class: str, header: Header) -> carver.ReceiveState:
@@ -104,7 +104,8 @@ class Receiver:
         self._reports.await_others(device_class.group)
         with self._volume_groups.hold(device_class.group):
             fresh_report = self._mender.mend(device_class.group)
-            volume = self._reports.every_group(fresh_report).named(name)
+            own_name = names.logical_volume(ids.VOLUME_PREFIX, name)
+            volume = self._reports.every_group(fresh_report).named(own_name)
             if volume is None:
                 return self._make(fresh_report, device_class, name, header)
             if volume.group.name == device_class.group:

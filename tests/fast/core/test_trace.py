@@ -63,6 +63,27 @@ def test_work_outside_a_call_is_no_step() -> None:
     assert trace.traced(Path("/")).is_dir()
 
 
+def test_the_traced_form_of_a_method_is_made_once_and_calls_what_the_object_has_now() -> None:
+    class Kernel:
+        def __init__(self) -> None:
+            self.mounted = 0
+
+        def mount(self) -> str:
+            return "first"
+
+    kernel = Kernel()
+    traced_kernel = trace.traced(kernel)
+    assert traced_kernel.mount is traced_kernel.mount
+    made = traced()
+    with trace.within(made):
+        assert traced_kernel.mount() == "first"
+    assert made.steps == []
+    assert set(made.by_kind) == {KERNEL}
+    vars(kernel)["mount"] = lambda: "second"
+    kernel.mounted = 1
+    assert (traced_kernel.mount(), traced_kernel.mounted) == ("second", 1)
+
+
 def test_steps_are_bounded_and_their_time_is_not() -> None:
     made = traced()
     for _ in range(1000):

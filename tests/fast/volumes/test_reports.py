@@ -89,7 +89,7 @@ def test_what_a_report_answers_runs_no_command(
         assert {one.name for one in found.volumes()} == {"vol-a", "vol-whole", "vol-unmade"}
         assert [one.name for one in found.snapshots()] == ["snap-s"]
     assert str(known.taken_snapshot(snapshot_id).source_id) == str(seen.volume(volume_id).id)
-    assert every.named("a") == known.volume(volume_id)
+    assert every.named("vol-a") == known.volume(volume_id)
     assert [*known.doomed(), *known.copies()] == []
     assert fake.commands == []
     assert is_left(fake) == (True, True)
