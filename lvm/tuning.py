@@ -10,6 +10,7 @@ bound is set before any disk fails, since lvm2 changes no rates while a disk is 
 """
 
 import mmap
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
@@ -120,24 +121,15 @@ class Tuning:
     @property
     def is_limited(self) -> bool:
         """Whether these settings have an I/O limit."""
-        return bool(_LIMITS & {key for key, value in vars(self).items() if value})
+        return any(getattr(self, setting.part) for setting in SETTINGS if setting.limit)
 
     def io_max(self, size_bytes: int) -> IoMax:
         """The I/O limits of a volume of `size_bytes`, for its cgroup."""
-        return IoMax(
-            read_bytes=self._limit("read_bandwidth", size_bytes, LEAST_BANDWIDTH_BYTES),
-            write_bytes=self._limit("write_bandwidth", size_bytes, LEAST_BANDWIDTH_BYTES),
-            reads=self._limit("read_iops", size_bytes, LEAST_IOPS),
-            writes=self._limit("write_iops", size_bytes, LEAST_IOPS),
-        )
-
-    def _limit(self, part: str, size_bytes: int, least: int) -> int:
-        limits = []
-        if fixed := getattr(self, part):
-            limits.append(fixed)
-        if for_each := getattr(self, f"{part}_per_gib", 0):
-            limits.append(max(least, for_each * size_bytes >> 30))
-        return min(limits, default=0)
+        limits: defaultdict[str, list[int]] = defaultdict(list)
+        for setting in SETTINGS:
+            if setting.limit and (value := getattr(self, setting.part)):
+                limits[setting.limit.of].append(setting.limit.at(value, size_bytes))
+        return IoMax(**{kind: min(values) for kind, values in limits.items()})
 
     def words(self) -> list[str]:
         """The options of lvcreate(8) and lvchange(8) for these settings; `tags` has the others."""
@@ -168,11 +160,27 @@ class Tuning:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """What a setting limits: the field of IoMax called `of`.
+
+    A limit per GiB is at least `least` for a small volume; a fixed limit has no `least`.
+    """
+
+    of: str
+    least: int = 0
+
+    def at(self, value: int, size_bytes: int) -> int:
+        """The limit of a volume of `size_bytes` by the value of the setting."""
+        return max(self.least, value * size_bytes >> 30) if self.least else value
+
+
+@dataclass(frozen=True)
 class Setting:
     """How LVM's metadata record a field of Tuning, called `part`.
 
     lvm2's own property has a `column` of its report, read by `read`, and an `option` that sets the
-    property, whose value `write` gives. A setting that Carver applies is kept in a `tag`.
+    property, whose value `write` gives. A setting that Carver applies is kept in a `tag`, as a
+    number. A setting that limits I/O says so by its `limit`.
     """
 
     part: str
@@ -182,6 +190,7 @@ class Setting:
     write: Callable[[Any], str] = str
     of_raid: bool = False
     tag: str = ""
+    limit: Limit | None = None
 
 
 def _read_ahead(column: str) -> int | str:
@@ -208,21 +217,27 @@ SETTINGS: Sequence[Setting] = (
     Setting("read_ahead_bytes", "lv_read_ahead", "--readahead", _read_ahead, _sectors),
     Setting("minimum_recovery_kib", _MINIMUM, "--minrecoveryrate", _rate, of_raid=True),
     Setting("maximum_recovery_kib", _MAXIMUM, "--maxrecoveryrate", _rate, of_raid=True),
-    Setting("read_iops", tag="readIOPS"),
-    Setting("write_iops", tag="writeIOPS"),
-    Setting("read_bandwidth", tag="readBandwidth"),
-    Setting("write_bandwidth", tag="writeBandwidth"),
-    Setting("read_iops_per_gib", tag="readIOPSPerGiB"),
-    Setting("write_iops_per_gib", tag="writeIOPSPerGiB"),
-    Setting("read_bandwidth_per_gib", tag="readBandwidthPerGiB"),
-    Setting("write_bandwidth_per_gib", tag="writeBandwidthPerGiB"),
+    Setting("read_iops", tag="readIOPS", limit=Limit("reads")),
+    Setting("write_iops", tag="writeIOPS", limit=Limit("writes")),
+    Setting("read_bandwidth", tag="readBandwidth", limit=Limit("read_bytes")),
+    Setting("write_bandwidth", tag="writeBandwidth", limit=Limit("write_bytes")),
+    Setting("read_iops_per_gib", tag="readIOPSPerGiB", limit=Limit("reads", LEAST_IOPS)),
+    Setting("write_iops_per_gib", tag="writeIOPSPerGiB", limit=Limit("writes", LEAST_IOPS)),
+    Setting(
+        "read_bandwidth_per_gib",
+        tag="readBandwidthPerGiB",
+        limit=Limit("read_bytes", LEAST_BANDWIDTH_BYTES),
+    ),
+    Setting(
+        "write_bandwidth_per_gib",
+        tag="writeBandwidthPerGiB",
+        limit=Limit("write_bytes", LEAST_BANDWIDTH_BYTES),
+    ),
 )
 # Fields of Tuning that together decide the option of the maximum recovery rate, and its tag.
 _MAXIMUM_PARTS = {"maximum_recovery_kib", "bound_recovery_kib"}
 # Columns of lvm2's report with the settings of a volume.
 COLUMNS = tuple(setting.column for setting in SETTINGS if setting.column)
-# Fields of Tuning with I/O limits.
-_LIMITS = {setting.part for setting in SETTINGS if setting.tag}
 
 
 def reported(row: Mapping[str, str], own_tags: Mapping[str, str]) -> Tuning:
@@ -234,13 +249,18 @@ def reported(row: Mapping[str, str], own_tags: Mapping[str, str]) -> Tuning:
     if (own_maximum_kib := tags.number(own_tags.get(_OWN_MAXIMUM, ""))) is not None:
         values["bound_recovery_kib"] = values["maximum_recovery_kib"]
         values["maximum_recovery_kib"] = own_maximum_kib
-    return replace(limits(own_tags), **values)
+    tagged = _tagged([setting for setting in SETTINGS if setting.tag], own_tags)
+    return Tuning(**{**tagged, **values})
 
 
 def limits(own_tags: Mapping[str, str]) -> Tuning:
     """The I/O limits of a volume by its tags; a tag whose text is no number counts as no limit."""
-    texts = {setting.part: own_tags.get(setting.tag, "") for setting in SETTINGS if setting.tag}
-    return Tuning(**{part: tags.number(text) or 0 for part, text in texts.items()})
+    return Tuning(**_tagged([setting for setting in SETTINGS if setting.limit], own_tags))
+
+
+def _tagged(settings: Sequence[Setting], own_tags: Mapping[str, str]) -> dict[str, int]:
+    """The values of settings that are kept in tags, by their parts; 0 for no tag or no number."""
+    return {setting.part: tags.number(own_tags.get(setting.tag, "")) or 0 for setting in settings}
 
 
 # Tuning without any setting specified: a change of nothing.
