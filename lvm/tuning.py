@@ -34,7 +34,7 @@ MOST_RECOVERY_KIB = (1 << 31) - 1
 _SECTOR_BYTES = 512
 # Key of the tag that keeps a volume's own maximum recovery rate while lvm2 has the node's bound in
 # place of that maximum. The tag's value is in KiB a second; 0 for no maximum.
-_OWN_MAXIMUM = "ownRecoveryRate"
+OWN_MAXIMUM = "ownRecoveryRate"
 
 # Smallest I/O limits that are allowed. With lower limits a pod's last writes would take hours, and
 # so would the end of the pod.
@@ -152,7 +152,7 @@ class Tuning:
             if setting.tag and specified.get(setting.part)
         }
         if self.bound_recovery_kib:
-            tags_of_settings[_OWN_MAXIMUM] = str(self.maximum_recovery_kib or 0)
+            tags_of_settings[OWN_MAXIMUM] = str(self.maximum_recovery_kib or 0)
         return tags_of_settings
 
     def _said(self) -> dict[str, Any]:
@@ -246,7 +246,7 @@ def reported(row: Mapping[str, str], own_tags: Mapping[str, str]) -> Tuning:
         setting.part: setting.read(row[setting.column]) for setting in SETTINGS if setting.column
     }
     values["bound_recovery_kib"] = 0
-    if (own_maximum_kib := tags.number(own_tags.get(_OWN_MAXIMUM, ""))) is not None:
+    if (own_maximum_kib := tags.number(own_tags.get(OWN_MAXIMUM, ""))) is not None:
         values["bound_recovery_kib"] = values["maximum_recovery_kib"]
         values["maximum_recovery_kib"] = own_maximum_kib
     tagged = _tagged([setting for setting in SETTINGS if setting.tag], own_tags)
@@ -288,8 +288,8 @@ def change(
         for setting in SETTINGS
         if setting.tag in present_tags and setting.part in parts
     }
-    if parts & _MAXIMUM_PARTS and _OWN_MAXIMUM in present_tags:
-        old_tags[_OWN_MAXIMUM] = present_tags[_OWN_MAXIMUM]
+    if parts & _MAXIMUM_PARTS and OWN_MAXIMUM in present_tags:
+        old_tags[OWN_MAXIMUM] = present_tags[OWN_MAXIMUM]
     new_tags = tuning.tags()
     old_tags = {key: text for key, text in old_tags.items() if new_tags.get(key) != text}
     changes = tags.change(old_tags, new_tags)
