@@ -275,7 +275,7 @@ class Reports:
             # Remove the stack traces of earlier callers: the same error object is raised to each
             # caller.
             raise problems[0].with_traceback(None)
-        if groups and not any(group.time_seconds for group in groups):
+        if groups and not any(group.status_seconds for group in groups):
             raise mount_errors.CommandTimedOut(("lvm", "fullreport"), _MONITOR_WAIT_SECONDS)
         return self._cached()
 
@@ -329,9 +329,10 @@ class Reports:
     def time_seconds(self) -> float:
         """Time of the read of the volume groups' oldest cached state, in seconds since the epoch.
 
-        Groups that were never read do not count; 0 if none was read.
+        Groups without a cached state do not count, as those that are absent or refused; 0 if no
+        group has one.
         """
-        times = (group.time_seconds for group in self._volume_groups if group.time_seconds)
+        times = (group.time_seconds for group in self._volume_groups if group.cached is not None)
         return min(times, default=0.0)
 
     @property
