@@ -10,6 +10,7 @@ bound is set before any disk fails, since lvm2 changes no rates while a disk is 
 """
 
 import mmap
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
@@ -33,7 +34,7 @@ MOST_RECOVERY_KIB = (1 << 31) - 1
 _SECTOR_BYTES = 512
 # Key of the tag that keeps a volume's own maximum recovery rate while lvm2 has the node's bound in
 # place of that maximum. The tag's value is in KiB a second; 0 for no maximum.
-_OWN_MAXIMUM = "ownRecoveryRate"
+OWN_MAXIMUM = "ownRecoveryRate"
 
 # Smallest I/O limits that are allowed. With lower limits a pod's last writes would take hours, and
 # so would the end of the pod.
@@ -120,24 +121,15 @@ class Tuning:
     @property
     def is_limited(self) -> bool:
         """Whether these settings have an I/O limit."""
-        return bool(_LIMITS & {key for key, value in vars(self).items() if value})
+        return any(getattr(self, setting.part) for setting in SETTINGS if setting.limit)
 
     def io_max(self, size_bytes: int) -> IoMax:
         """The I/O limits of a volume of `size_bytes`, for its cgroup."""
-        return IoMax(
-            read_bytes=self._limit("read_bandwidth", size_bytes, LEAST_BANDWIDTH_BYTES),
-            write_bytes=self._limit("write_bandwidth", size_bytes, LEAST_BANDWIDTH_BYTES),
-            reads=self._limit("read_iops", size_bytes, LEAST_IOPS),
-            writes=self._limit("write_iops", size_bytes, LEAST_IOPS),
-        )
-
-    def _limit(self, part: str, size_bytes: int, least: int) -> int:
-        limits = []
-        if fixed := getattr(self, part):
-            limits.append(fixed)
-        if for_each := getattr(self, f"{part}_per_gib", 0):
-            limits.append(max(least, for_each * size_bytes >> 30))
-        return min(limits, default=0)
+        limits: defaultdict[str, list[int]] = defaultdict(list)
+        for setting in SETTINGS:
+            if setting.limit and (value := getattr(self, setting.part)):
+                limits[setting.limit.of].append(setting.limit.at(value, size_bytes))
+        return IoMax(**{kind: min(values) for kind, values in limits.items()})
 
     def words(self) -> list[str]:
         """The options of lvcreate(8) and lvchange(8) for these settings; `tags` has the others."""
@@ -160,7 +152,7 @@ class Tuning:
             if setting.tag and specified.get(setting.part)
         }
         if self.bound_recovery_kib:
-            tags_of_settings[_OWN_MAXIMUM] = str(self.maximum_recovery_kib or 0)
+            tags_of_settings[OWN_MAXIMUM] = str(self.maximum_recovery_kib or 0)
         return tags_of_settings
 
     def _said(self) -> dict[str, Any]:
@@ -168,11 +160,27 @@ class Tuning:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """What a setting limits: the field of IoMax called `of`.
+
+    A limit per GiB is at least `least` for a small volume; a fixed limit has no `least`.
+    """
+
+    of: str
+    least: int = 0
+
+    def at(self, value: int, size_bytes: int) -> int:
+        """The limit of a volume of `size_bytes` by the value of the setting."""
+        return max(self.least, value * size_bytes >> 30) if self.least else value
+
+
+@dataclass(frozen=True)
 class Setting:
     """How LVM's metadata record a field of Tuning, called `part`.
 
     lvm2's own property has a `column` of its report, read by `read`, and an `option` that sets the
-    property, whose value `write` gives. A setting that Carver applies is kept in a `tag`.
+    property, whose value `write` gives. A setting that Carver applies is kept in a `tag`, as a
+    number. A setting that limits I/O says so by its `limit`.
     """
 
     part: str
@@ -182,6 +190,7 @@ class Setting:
     write: Callable[[Any], str] = str
     of_raid: bool = False
     tag: str = ""
+    limit: Limit | None = None
 
 
 def _read_ahead(column: str) -> int | str:
@@ -208,22 +217,30 @@ SETTINGS: Sequence[Setting] = (
     Setting("read_ahead_bytes", "lv_read_ahead", "--readahead", _read_ahead, _sectors),
     Setting("minimum_recovery_kib", _MINIMUM, "--minrecoveryrate", _rate, of_raid=True),
     Setting("maximum_recovery_kib", _MAXIMUM, "--maxrecoveryrate", _rate, of_raid=True),
-    Setting("read_iops", tag="readIOPS"),
-    Setting("write_iops", tag="writeIOPS"),
-    Setting("read_bandwidth", tag="readBandwidth"),
-    Setting("write_bandwidth", tag="writeBandwidth"),
-    Setting("read_iops_per_gib", tag="readIOPSPerGiB"),
-    Setting("write_iops_per_gib", tag="writeIOPSPerGiB"),
-    Setting("read_bandwidth_per_gib", tag="readBandwidthPerGiB"),
-    Setting("write_bandwidth_per_gib", tag="writeBandwidthPerGiB"),
+    Setting("read_iops", tag="readIOPS", limit=Limit("reads")),
+    Setting("write_iops", tag="writeIOPS", limit=Limit("writes")),
+    Setting("read_bandwidth", tag="readBandwidth", limit=Limit("read_bytes")),
+    Setting("write_bandwidth", tag="writeBandwidth", limit=Limit("write_bytes")),
+    Setting("read_iops_per_gib", tag="readIOPSPerGiB", limit=Limit("reads", LEAST_IOPS)),
+    Setting("write_iops_per_gib", tag="writeIOPSPerGiB", limit=Limit("writes", LEAST_IOPS)),
+    Setting(
+        "read_bandwidth_per_gib",
+        tag="readBandwidthPerGiB",
+        limit=Limit("read_bytes", LEAST_BANDWIDTH_BYTES),
+    ),
+    Setting(
+        "write_bandwidth_per_gib",
+        tag="writeBandwidthPerGiB",
+        limit=Limit("write_bytes", LEAST_BANDWIDTH_BYTES),
+    ),
 )
 # Fields of Tuning that together decide the option of the maximum recovery rate, and its tag.
 _MAXIMUM_PARTS = {"maximum_recovery_kib", "bound_recovery_kib"}
 # Columns of lvm2's report with the settings of a volume.
 COLUMNS = tuple(setting.column for setting in SETTINGS if setting.column)
-# The settings that are kept in tags, all of which are I/O limits, and their fields of Tuning.
+# The settings that are kept in tags, and those of them that are I/O limits.
 _TAGGED = [setting for setting in SETTINGS if setting.tag]
-_LIMITS = {setting.part for setting in _TAGGED}
+_LIMITS = [setting for setting in SETTINGS if setting.limit]
 
 
 def reported(row: Mapping[str, str], own_tags: Mapping[str, str]) -> Tuning:
@@ -232,24 +249,25 @@ def reported(row: Mapping[str, str], own_tags: Mapping[str, str]) -> Tuning:
         setting.part: setting.read(row[setting.column]) for setting in SETTINGS if setting.column
     }
     values["bound_recovery_kib"] = 0
-    own_maximum = own_tags.get(_OWN_MAXIMUM)
+    own_maximum = own_tags.get(OWN_MAXIMUM)
     if own_maximum and (own_maximum_kib := tags.number(own_maximum)) is not None:
         values["bound_recovery_kib"] = values["maximum_recovery_kib"]
         values["maximum_recovery_kib"] = own_maximum_kib
-    return Tuning(**_limits(own_tags), **values)
+    return Tuning(**{**_tagged(_TAGGED, own_tags), **values})
 
 
 def limits(own_tags: Mapping[str, str]) -> Tuning:
     """The I/O limits of a volume by its tags; a tag whose text is no number counts as no limit."""
-    return Tuning(**_limits(own_tags))
+    return Tuning(**_tagged(_LIMITS, own_tags))
 
 
-def _limits(own_tags: Mapping[str, str]) -> dict[str, int]:
-    limits_of_parts = dict.fromkeys(_LIMITS, 0)
-    for setting in _TAGGED:
+def _tagged(settings: Sequence[Setting], own_tags: Mapping[str, str]) -> dict[str, int]:
+    """The values of settings that are kept in tags, by their parts; 0 for no tag or no number."""
+    values = dict.fromkeys((setting.part for setting in settings), 0)
+    for setting in settings:
         if (text := own_tags.get(setting.tag)) is not None:
-            limits_of_parts[setting.part] = tags.number(text) or 0
-    return limits_of_parts
+            values[setting.part] = tags.number(text) or 0
+    return values
 
 
 # Tuning without any setting specified: a change of nothing.
@@ -277,8 +295,8 @@ def change(
         for setting in SETTINGS
         if setting.tag in present_tags and setting.part in parts
     }
-    if parts & _MAXIMUM_PARTS and _OWN_MAXIMUM in present_tags:
-        old_tags[_OWN_MAXIMUM] = present_tags[_OWN_MAXIMUM]
+    if parts & _MAXIMUM_PARTS and OWN_MAXIMUM in present_tags:
+        old_tags[OWN_MAXIMUM] = present_tags[OWN_MAXIMUM]
     new_tags = tuning.tags()
     old_tags = {key: text for key, text in old_tags.items() if new_tags.get(key) != text}
     changes = tags.change(old_tags, new_tags)

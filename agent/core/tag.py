@@ -1,7 +1,14 @@
-"""Keys of Carver's own LVM tags, and the values of the tags that have a fixed set of values."""
+"""Keys of Carver's own LVM tags, and the values of the tags that have a fixed set of values.
+
+A new key also gets a row in FOLLOWS, the table at the end.
+"""
+
+from collections.abc import Mapping
+from enum import Flag, auto
+from types import MappingProxyType
 
 from agent.core import errors
-from lvm import report, tags
+from lvm import report, tags, tuning
 
 # Key of the tag with the name that the CO gave a volume or snapshot. Each volume and snapshot of
 # Carver's has this tag; logical volumes of other programs have none.
@@ -175,6 +182,78 @@ CHUNK = "chunk"
 UNCLEAN = "unclean"
 # Key of the tag of a thin pool whose metadata snapshot, if the pool has one, belongs to Carver.
 METADATA_SNAPSHOT = "metadataSnapshot"
+
+
+class Follows(Flag):
+    """Where the value of a volume's tag goes besides the volume itself, unchanged."""
+
+    NOWHERE = 0
+    # To the volume on another node that a stream makes, by a move or a backup.
+    MOVE = auto()
+    # To a snapshot of the volume, as it was when the snapshot was taken.
+    SNAPSHOT = auto()
+    # To a volume that is restored from the snapshot, or cloned.
+    COPY = auto()
+
+
+_EVERYWHERE = Follows.MOVE | Follows.SNAPSHOT | Follows.COPY
+# Table of all tags: which of them follow a volume. What describes the contents follows them, and
+# what a class or a parameter gave follows a move unless it is bound to the node or the class there.
+# A restore and a clone have parameters of their own. Mutable parameters follow a move, also those
+# that lvm2 keeps without a tag (agent/extras/transfer/stream_descriptions.py).
+FOLLOWS: Mapping[str, Follows] = MappingProxyType(
+    {
+        # The contents.
+        ACCESS: Follows.MOVE | Follows.SNAPSHOT,
+        FORMATTED: _EVERYWHERE,
+        ENCRYPTION: Follows.MOVE | Follows.SNAPSHOT,
+        # A restore and a clone are planned with a header of this size (agent/operations/plan.py).
+        HEADER: Follows.MOVE | Follows.SNAPSHOT,
+        SEALED: _EVERYWHERE,
+        ROTATING: _EVERYWHERE,
+        # The first stage of a received or copied volume finds out the name of its key.
+        KEY_GENERATION: Follows.SNAPSHOT,
+        # Parameters, and what the caller asked for.
+        CLASS: Follows.MOVE | Follows.SNAPSHOT,
+        FS_TYPE: Follows.MOVE | Follows.SNAPSHOT,
+        MKFS_OPTIONS: Follows.MOVE | Follows.SNAPSHOT,
+        MOUNT_OPTIONS: Follows.MOVE,
+        CAPABILITIES: Follows.MOVE,
+        REQUESTED: Follows.MOVE | Follows.SNAPSHOT,
+        **{setting.tag: Follows.MOVE for setting in tuning.SETTINGS if setting.tag},
+        # The names of a volume's claim; those of other objects are not a volume's that moves.
+        PV: Follows.MOVE,
+        PVC: Follows.MOVE,
+        NAMESPACE: Follows.MOVE,
+        **dict.fromkeys((POD, POD_UID, SERVICE_ACCOUNT, EPHEMERAL, TARGET), Follows.NOWHERE),
+        **dict.fromkeys((SNAPSHOT, GROUP_SNAPSHOT_NAME, CONTENT), Follows.NOWHERE),
+        # Made anew for each volume and snapshot, by its name and its class on its node.
+        **dict.fromkeys((NAME, STATE, SIZE, LAYOUT, CACHE, ZERO), Follows.NOWHERE),
+        tuning.OWN_MAXIMUM: Follows.NOWHERE,
+        # How the volume itself was made, and what it awaits on its node. `needs` has no value that
+        # this version knows; a property of the contents would need a new form of streams.
+        **dict.fromkeys((FROM, BRIDGE, COPY, ADOPTED, RENEWED), Follows.NOWHERE),
+        **dict.fromkeys((ATTACHED, REMOUNT, WANTED, REFUSED, GIVEN_UP, NEEDS), Follows.NOWHERE),
+        # Tags of versions up to 0.2.0, without effect.
+        **dict.fromkeys((REENCRYPT, SHARED_KEY), Follows.NOWHERE),
+        # A snapshot's own.
+        **dict.fromkeys((SOURCE, TIME, SEQUENCE, ACTIVATED), Follows.NOWHERE),
+        **dict.fromkeys(
+            (GROUP_SNAPSHOT, MEMBERS, ASKED, MEMBER_GROUPS, COMMITTED), Follows.NOWHERE
+        ),
+        # A stream's and a move's own.
+        **dict.fromkeys((RECEIVED, CHAIN, INTO, OFFSET, RELEASE, FINISHING), Follows.NOWHERE),
+        **dict.fromkeys((RELEASED, MOVE_TO, MOVE_WORD, MOVE_ENDED), Follows.NOWHERE),
+        # A volume group's and a thin pool's.
+        **dict.fromkeys((SWEEP, SWEEP_DISKS, FILLED), Follows.NOWHERE),
+        **dict.fromkeys((CHUNK, UNCLEAN, METADATA_SNAPSHOT), Follows.NOWHERE),
+    }
+)
+
+
+def following(place: Follows) -> tuple[str, ...]:
+    """Return the keys of the tags whose values go to a place, by the table."""
+    return tuple(key for key, places in FOLLOWS.items() if place in places)
 
 
 # Length of a key and a text together, in ASCII characters, with which a tag is never too long: each

@@ -438,11 +438,13 @@ class _Gauges(Collector):
             return
         lvm_gauge.add_metric([], 1)
         yield lvm_gauge
-        yield GaugeMetricFamily(
-            "carver_report_timestamp_seconds",
-            "Time when the report of the groups was read.",
-            self._service.reports.time_seconds,
-        )
+        # Leave out the time where no group is present: 0 would be the time of an old report.
+        if time_seconds := self._service.reports.time_seconds:
+            yield GaugeMetricFamily(
+                "carver_report_timestamp_seconds",
+                "Time when the report of the groups was read.",
+                time_seconds,
+            )
         yield from [row.measured(scrape) for row in OF_GROUPS]
         # Leave out pools that do not answer within the time limit; `carver_storage_health` reports
         # these pools.

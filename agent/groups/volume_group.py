@@ -84,16 +84,17 @@ class VolumeGroup:
         self.metadata = metadata
         name = self.name = metadata.name
         self.lock = GroupLock(f"volume group {name}")
-        # The state that was read last, and the time of that read (epoch, seconds).
+        # The state that was read last; None if the group was absent or refused.
         self.cached: report.Group | None = None
-        self.time_seconds = 0.0
+        # The time of the last read that gave `status` (epoch, seconds); 0 before.
+        self.status_seconds = 0.0
         # Whether Carver has yet to create the group or to attach its loop device. A read of an
         # absent group then raises GroupAwaited.
         self.is_awaited = False
         # The last state in which the group was on this node, and the time of its read (epoch,
-        # seconds).
+        # seconds): the last read that succeeded and found the group.
         self.last_seen: report.Group | None = None
-        self.last_seen_seconds = 0.0
+        self.time_seconds = 0.0
         # The time of the last attempt to read the group's state, with or without success (epoch,
         # seconds).
         self.tried_seconds = 0.0
@@ -141,7 +142,7 @@ class VolumeGroup:
         if isinstance(self.problem, errors.GroupRefused):
             return "refused"
         if self.cached is None:
-            return "absent" if self.time_seconds else "unknown"
+            return "absent" if self.status_seconds else "unknown"
         return "partial" if self.cached.missing_disks else "ready"
 
     @property
@@ -200,7 +201,7 @@ class VolumeGroup:
         try:
             self.cached = _with_tags(self._report(), unwritten)
         except errors.GroupRefused as error:
-            self.cached, self.problem, self.time_seconds = None, error, time.time()
+            self.cached, self.problem, self.status_seconds = None, error, time.time()
             # Count a refused group as stale: it has no state, although changes by Carver may be on
             # its disks.
             self._is_stale, self._unanswered_since = True, None
@@ -212,10 +213,10 @@ class VolumeGroup:
             raise
         else:
             self._unanswered_since = None
-            self.problem, self.time_seconds, self._rests_until = None, time.time(), 0.0
+            self.problem, self.status_seconds, self._rests_until = None, time.time(), 0.0
             self._is_stale = self._changed
             if self.cached is not None:
-                self.last_seen, self.last_seen_seconds = self.cached, self.time_seconds
+                self.last_seen, self.time_seconds = self.cached, self.status_seconds
         finally:
             self.tried_seconds = time.time()
             self._log_change(previous_status)

@@ -344,7 +344,10 @@ class Copier:
         is not on this node.
         """
         if names.is_of(ids.SNAPSHOT_PREFIX, ids.logical_name(source_id)):
-            snapshot = self._reports.snapshot(state, source_id)
+            # Go on with a copy that has begun, even if the snapshot is of a group snapshot that was
+            # found to be half-made since. The snapshot alone shows one moment, and is kept until
+            # the copy has ended.
+            snapshot = state.taken_snapshot(source_id)
         elif (bridge := self._bridge_of(state, volume)) is not None:
             snapshot = bridge
         else:

@@ -119,12 +119,12 @@ class GroupSnapshotter:
             members = self._named(all_groups, own_name)
             if not members:
                 return self._make(call, state, undo, locked_groups)
-            if records.is_whole(members) and records.is_of_one_moment(members):
+            if records.is_complete(members):
                 existing = _same(_group_snapshot(members), call)
                 self._commit(members)
                 return existing
-            if not records.is_whole(members):
-                self._require_half_made(all_groups, members)
+            self._require_half_made(all_groups, members)
+            self._require_not_copied(all_groups, members)
         # Remove the snapshots of an earlier call, and start again. Crash point: some of the
         # snapshots exist, or an earlier call failed and could not remove them.
         self._discard(state, members[0].group_snapshot_id)
@@ -140,10 +140,8 @@ class GroupSnapshotter:
             raise errors.NoSuchGroupSnapshot(call.id)
         all_groups = self._reports.every_group(self._reports.fresh(*self._groups_of(call.id)))
         members = self._find(all_groups, call.id)
-        if not records.is_whole(members):
+        if not records.is_complete(members):
             self._require_half_made(all_groups, members)
-            raise errors.NoSuchGroupSnapshot(call.id)
-        if not records.is_of_one_moment(members):
             raise errors.NoSuchGroupSnapshot(call.id)
         _compare(call, members)
         return _group_snapshot(members)
@@ -163,23 +161,22 @@ class GroupSnapshotter:
             state = self._mender.mend(*groups)
             all_groups = self._reports.every_group(state)
             members = self._find(all_groups, call.id)
-            if records.is_whole(members):
+            if records.is_complete(members):
                 _compare(call, members)
             elif members and (awaited := self._reports.awaited(all_groups, members)):
                 raise errors.NotWhole(call.id, _why_awaited(awaited))
-            for snapshot in members:
-                all_groups.require_not_copied(str(snapshot.id))
-                self._snapshotter.require_unread(str(snapshot.id))
+            self._require_not_copied(all_groups, members)
         self._discard(state, call.id)
 
     def resume(self, *groups: str) -> int:
-        """Remove incomplete group snapshots of the named volume groups, or of all.
+        """Remove half-made group snapshots of the named volume groups, or of all.
 
-        Returns how many were incomplete. If some snapshots of a group snapshot have the tag
-        `committed`, all of them get the tag. If none has the tag, all are removed, even if none is
-        missing. A group snapshot that a call has locked is left to that call. Group
-        snapshots with the tag `committed` cost no command, and all others together one report.
-        Raises an ExceptionGroup after each of them was tried.
+        Returns how many were half-made (`Reports.is_half_made`), even if no snapshot is missing. If
+        some snapshots of a group snapshot have the tag `committed`, all of them get the tag. A
+        group snapshot that a call has locked is left to that call. Group snapshots with the tag
+        `committed` cost no command, and all others together one report. Raises an ExceptionGroup
+        after each of them was tried; it has a VolumeInUse for a half-made group snapshot of which
+        a volume is copied.
         """
         with ExitStack() as locks:
             locked_ids = set()
@@ -195,34 +192,22 @@ class GroupSnapshotter:
                 for identity, members in self._unrecorded(all_groups).items()
                 if identity in locked_ids
             }
-            whole_ids = {
-                identity for identity, members in uncommitted.items() if records.is_whole(members)
+            half_made_ids = {
+                identity
+                for identity, members in uncommitted.items()
+                if self._reports.is_half_made(all_groups, members)
             }
             # Complete the tag `committed`. Crash point: some of the snapshots lack the tag; or a
             # version of Carver without that tag took the snapshots.
             complete_ids = {
                 identity
-                for identity in whole_ids
-                if records.is_of_one_moment(uncommitted[identity])
-            }
-            # Crash point: all snapshots were taken, and whether at one moment is not known. They
-            # are removed by a job, which waits for copies of them.
-            undone_ids = whole_ids - complete_ids
-            incomplete_ids = {
-                identity
-                for identity in uncommitted.keys() - whole_ids
-                if self._reports.is_half_made(all_groups, uncommitted[identity])
+                for identity, members in uncommitted.items()
+                if records.is_complete(members)
             }
             with Attempts() as attempts:
-                for identity in sorted(undone_ids):
-                    members = uncommitted[identity]
-                    job = _Undo(key=identity, groups={snapshot.group.name for snapshot in members})
+                for identity in sorted(half_made_ids):
                     with attempts.one():
-                        # After a delay: until this recovery ends, it holds the lock that the job
-                        # needs.
-                        self.undone.start(job, after_seconds=_ANSWERED_SECONDS)
-                for identity in sorted(incomplete_ids):
-                    with attempts.one():
+                        self._require_not_copied(all_groups, uncommitted[identity])
                         self._discard(all_groups, identity)
                 with attempts.one():
                     self._commit(
@@ -232,7 +217,7 @@ class GroupSnapshotter:
                             for snapshot in uncommitted[identity]
                         ]
                     )
-        return len(incomplete_ids) + len(undone_ids)
+        return len(half_made_ids)
 
     def _everywhere(self, groups: Iterable[str]) -> EveryGroup:
         return self._reports.every_group(self._reports.fresh(*groups))
@@ -340,7 +325,7 @@ class GroupSnapshotter:
                 volumes.mark_all(self._volume_groups.lvm(group), batch, **change)
 
     def _require_half_made(self, all_groups: EveryGroup, snapshots: list[Snapshot]) -> None:
-        """Raise NotWhole for an incomplete group snapshot that may be complete, or once was.
+        """Raise NotWhole for a group snapshot with missing parts that is or was complete, perhaps.
 
         Such a group snapshot must be neither removed nor answered as missing. The method returns
         for a group snapshot that was never complete, and for a group snapshot without snapshots.
@@ -352,6 +337,17 @@ class GroupSnapshotter:
             " are left; volumes can be made of them, and DeleteVolumeGroupSnapshot removes them"
         )
         raise errors.NotWhole(snapshots[0].group_snapshot_id, why)
+
+    def _require_not_copied(self, all_groups: EveryGroup, snapshots: list[Snapshot]) -> None:
+        """Raise VolumeInUse while a volume is copied from one of these snapshots.
+
+        No copy of a half-made group snapshot's snapshots begins, but one may be in progress: a
+        version up to 0.2.0 handed these snapshots out, and so does this version while a volume
+        group is absent that may have further ones.
+        """
+        for snapshot in snapshots:
+            all_groups.require_not_copied(str(snapshot.id))
+            self._snapshotter.require_unread(str(snapshot.id))
 
     @contextmanager
     def _quiesced(
@@ -510,15 +506,11 @@ class GroupSnapshotter:
             with self._volume_groups.hold(*job.groups):
                 all_groups = self._everywhere(job.groups)
                 members = all_groups.members(job.key)
-                if records.is_whole(members):
-                    if records.is_of_one_moment(members):
-                        self._commit(members)
-                        return
-                    for snapshot in members:
-                        all_groups.require_not_copied(str(snapshot.id))
-                        self._snapshotter.require_unread(str(snapshot.id))
-                else:
-                    self._require_half_made(all_groups, members)
+                if records.is_complete(members):
+                    self._commit(members)
+                    return
+                self._require_half_made(all_groups, members)
+                self._require_not_copied(all_groups, members)
             self._discard(all_groups, job.key)
 
     def _discard(self, state: Known, group_snapshot_id: str) -> None:

@@ -21,6 +21,8 @@ from mount import mount_errors as mount_errors
 
 # Minimum size of a LUKS2 header, in bytes.
 LEAST_BYTES = 4 << 20
+# Keys of the tags that a copy gets from its source.
+_COPIED = tag.following(tag.Follows.COPY)
 # Default stripe size of lvm2, in bytes (lvmraid(7)).
 _STRIPE_BYTES = 64 << 10
 # Maximum size of a stripe or chunk, in bytes, to which the data behind a LUKS2 header are aligned.
@@ -154,11 +156,10 @@ def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dic
             " is made of it must be so, too: ask for"
             f" carver/encryption={source_encryption or 'nothing'}",
         )
-    # Copy the tags `sealed` and `rotating`: the copied header is the source's, and may have two
-    # keys while the source's key is being changed.
-    copied_tags |= {
-        key: source_tags[key] for key in (tag.SEALED, tag.ROTATING) if key in source_tags
-    }
+    # Copy the tags of the contents: the copied LUKS2 header is the source's, and may have two keys
+    # while the source's key is being changed.
+    copied_tags |= {key: source_tags[key] for key in _COPIED if key in source_tags}
+    formatted = copied_tags.pop(tag.FORMATTED, "")
     fs_type = own_tags.get(tag.FS_TYPE, "")
     if not fs_type:
         # Check no contents for a raw block volume, which may hold anything.
@@ -168,7 +169,6 @@ def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dic
             "volume_capabilities",
             f"mount: {source_id!r} is of a raw block volume; what it holds is not Carver's",
         )
-    formatted = source_tags.get(tag.FORMATTED, "")
     if formatted and formatted != fs_type:
         raise errors.BadField(
             "volume_content_source", f"{source_id!r} holds {formatted}, not {fs_type}"

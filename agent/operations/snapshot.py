@@ -30,11 +30,7 @@ _log = logging.getLogger(__name__)
 
 # Tags that a snapshot copies from its origin, as they were when it was taken, because a volume that
 # is created from the snapshot needs them.
-INHERITED = (
-    *(tag.REQUESTED, tag.MKFS_OPTIONS),
-    *(tag.ACCESS, tag.FORMATTED, tag.CLASS, tag.FS_TYPE),
-    *(tag.ENCRYPTION, tag.HEADER, tag.SEALED, *tag.OF_KEYS),
-)
+INHERITED = tag.following(tag.Follows.SNAPSHOT)
 
 
 class Snapshotter:

@@ -107,10 +107,10 @@ class StorageHealth:
             yield Condition(
                 Reason.DISK_IGNORED,
                 f"{path} is not used for {label}: it {why}; {REMEDY}",
-                volume_group.time_seconds,
+                volume_group.status_seconds,
             )
         if isinstance(problem, errors.GroupRefused):
-            yield Condition(Reason.GROUP_REFUSED, str(problem), volume_group.time_seconds)
+            yield Condition(Reason.GROUP_REFUSED, str(problem), volume_group.status_seconds)
             return
         if isinstance(problem, errors.GroupSilent):
             yield Condition(Reason.DISK_NOT_RESPONDING, str(problem), volume_group.tried_seconds)
@@ -127,12 +127,12 @@ class StorageHealth:
         if volume_group.cached is not None:
             yield from diagnosis.aged(_of_group(volume_group.cached), volume_group.time_seconds)
             yield from self._of_kernel(volume_group.cached, until_seconds)
-        elif volume_group.time_seconds and self._was_here(volume_group):
+        elif volume_group.status_seconds and self._was_here(volume_group):
             yield Condition(
                 Reason.GROUP_MISSING,
                 f"{label} is not on this node, and was: attach its disks (`pvs --all`), or correct"
                 " the classes that name it",
-                volume_group.time_seconds,
+                volume_group.status_seconds,
             )
 
     def _was_here(self, volume_group: VolumeGroup) -> bool:

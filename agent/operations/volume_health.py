@@ -215,7 +215,7 @@ class VolumesHealth:
             Condition(
                 Reason.GROUP_MISSING,
                 f"its volume group is not on this node; another has its name, {volume_group.name}",
-                volume_group.time_seconds,
+                volume_group.status_seconds,
             ),
         )
         return VolumeHealth(volume_id, diagnosis.distinct([*group_conditions, *conditions]))
@@ -262,7 +262,7 @@ class VolumesHealth:
         until_seconds: float | None = None,
     ) -> tuple[Condition, ...]:
         conditions = self._diagnosis.of(
-            volume, mounts, seen_seconds=volume_group.last_seen_seconds, until_seconds=until_seconds
+            volume, mounts, seen_seconds=volume_group.time_seconds, until_seconds=until_seconds
         )
         return diagnosis.distinct([*conditions, *diagnosis.silent_condition(volume_group)])
 
@@ -337,4 +337,4 @@ def _away(volume_group: VolumeGroup) -> tuple[Condition, ...]:
     if volume_group.status != "refused":
         reason, name = Reason.GROUP_MISSING, volume_group.name
         why = f"volume group {name} is not on this node: attach its disks (`pvs --all`)"
-    return (Condition(reason, why, volume_group.time_seconds),)
+    return (Condition(reason, why, volume_group.status_seconds),)

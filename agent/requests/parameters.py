@@ -6,6 +6,7 @@ class. The code that creates, compares, validates and stages volumes reads the r
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -154,7 +155,7 @@ MUTABLE: Sequence[Parameter] = (
 # Parameters of a VolumeSnapshotClass or VolumeGroupSnapshotClass.
 SNAPSHOT: Sequence[Parameter] = (Parameter(SIZE, values.parse_share),)
 # Parameters in a volume_context; each is also kept in a tag. The parameter in the last row has no
-# effect any more: it is in the contexts and streams of volumes that versions up to 0.2.0 created.
+# effect any more: it is in the contexts of volumes that versions up to 0.2.0 created.
 IN_CONTEXT = (
     *(row for row in STORAGE_CLASS if row.text is not None),
     Parameter(tag.REENCRYPT, _optional("true"), tag.REENCRYPT, str),
@@ -352,20 +353,35 @@ def snapshot_parameters(
     return _read(field, _without_kubernetes(wire), SNAPSHOT).get(SIZE), object_tags
 
 
-def tuning_of(wire: Mapping[str, str]) -> Tuning:
+def tuning_of(wire: Mapping[str, str], field: str = MUTABLE_FIELD) -> Tuning:
     """Read the parameters of a VolumeAttributesClass.
 
     Raises BadField for a parameter that is unknown or has a bad value, and for parameters that
-    lvm2 would refuse together.
+    lvm2 would refuse together; `field` is the name of the request's field that has the parameters.
     """
     if not wire:
         return AS_IT_IS
-    _check_map(MUTABLE_FIELD, wire)
-    parameters = _read(MUTABLE_FIELD, _without_kubernetes(wire), MUTABLE)
+    _check_map(field, wire)
+    parameters = _read(field, _without_kubernetes(wire), MUTABLE)
     tuning = _tuning(parameters, MUTABLE)
     if why := tuning.refusal:
-        raise errors.BadField(MUTABLE_FIELD, why)
+        raise errors.BadField(field, why)
     return tuning
+
+
+def texts_of(tuning: Tuning) -> dict[str, str]:
+    """Format the specified mutable parameters by their keys, as `tuning_of` reads them.
+
+    Left out are values that no parameter can have, as an operator may have set by lvchange(8).
+    """
+    texts = {}
+    for row in MUTABLE:
+        value = getattr(tuning, row.part)
+        text = f"{value}KiB" if row.part.endswith("_kib") else str(value)
+        with suppress(ValueError):
+            if value is not None and row.read(text) == value:
+                texts[row.key] = text
+    return texts
 
 
 def _tuning(parsed_values: Mapping[str, Any], rows: Sequence[Parameter]) -> Tuning:

@@ -802,6 +802,11 @@ def place_of(identity: str) -> str:
     return identity.partition("/")[0]
 
 
+def is_complete(members: Sequence[Snapshot]) -> bool:
+    """Whether these snapshots of one group snapshot are all that it has, and show one moment."""
+    return is_whole(members) and is_of_one_moment(members)
+
+
 def is_whole(members: Sequence[Snapshot]) -> bool:
     """Whether these snapshots of one group snapshot are all that it has, by the tag MEMBERS."""
     return bool(members) and len(members) == max(
@@ -815,12 +820,13 @@ def is_of_one_moment(members: Sequence[Snapshot]) -> bool:
     The tag `committed` of any of them says so: it is written after the last snapshot was taken and
     the volumes were found to have been suspended until then. Without the tag, the call may have
     failed between two snapshots. Versions of Carver that did not record the groups of the members
-    did not write the tag either; their group snapshots count as committed.
+    did not write the tag either; their group snapshots count as committed while none of their
+    snapshots is missing.
     """
-    return any(
-        tag.COMMITTED in snapshot.own_tags or tag.MEMBER_GROUPS not in snapshot.own_tags
-        for snapshot in members
-    )
+    if any(tag.COMMITTED in snapshot.own_tags for snapshot in members):
+        return True
+    is_older = any(tag.MEMBER_GROUPS not in snapshot.own_tags for snapshot in members)
+    return is_older and is_whole(members)
 
 
 def _thin_id(snapshot: Snapshot) -> int | None:

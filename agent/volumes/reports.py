@@ -157,7 +157,7 @@ class Reports:
 
         If the snapshot belongs to a group snapshot that is not recorded as complete, all groups are
         read, as by `every_group`. Raises NoSuchSnapshot if the snapshot is absent, or if its group
-        snapshot never was complete; else raises as `Current.taken_snapshot`.
+        snapshot is half-made (`is_half_made`); else raises as `Current.taken_snapshot`.
         """
         snapshot = state.taken_snapshot(snapshot_id)
         group_snapshot_id = snapshot.group_snapshot_id
@@ -170,7 +170,7 @@ class Reports:
     def listed_snapshots(self, state: Known) -> Iterator[Snapshot]:
         """Yield the snapshots in a report that callers asked for, to be listed.
 
-        Left out are temporary snapshots, and snapshots of group snapshots that never were complete.
+        Left out are temporary snapshots, and snapshots of half-made group snapshots (`half_made`).
         Snapshots that this version of Carver must not use (`MadeByNewerVersion`) are included. If a
         snapshot belongs to a group snapshot that is not recorded as complete, all groups are read,
         as by `every_group`.
@@ -189,12 +189,10 @@ class Reports:
             yield snapshot
 
     def half_made(self, all_groups: EveryGroup) -> set[str]:
-        """Return the ids of the group snapshots that certainly never were complete.
+        """Return the ids of the half-made group snapshots (`is_half_made`).
 
-        Callers do not get the snapshots of such a group snapshot. Three facts prove that it never
-        was complete: snapshots are missing, none of the present ones has the tag `committed`, and
-        no volume group is absent that may have a further one. Group snapshots with a snapshot that
-        this version of Carver must not use are left out.
+        Callers do not get the snapshots of such a group snapshot. Group snapshots with a snapshot
+        that this version of Carver must not use are left out.
         """
         return {
             identity
@@ -207,14 +205,13 @@ class Reports:
     def is_half_made(self, all_groups: EveryGroup, members: Sequence[Snapshot]) -> bool:
         """Whether the group snapshot of these snapshots certainly never was complete.
 
-        `members` are all its snapshots in the report. False if a volume group is absent that may
-        have a further one.
+        `members` are all its snapshots in the report. Nothing says that they are of one moment
+        (`records.is_of_one_moment`), and no volume group is absent that may have a further one,
+        whose tags may say so.
         """
-        if records.is_whole(members) or any(
-            tag.COMMITTED in snapshot.own_tags for snapshot in members
-        ):
+        if records.is_of_one_moment(members):
             return False
-        return not self._away(all_groups, members)
+        return records.is_whole(members) or not self._away(all_groups, members)
 
     def awaited(self, all_groups: EveryGroup, members: Sequence[Snapshot]) -> list[str]:
         """Return the absent volume groups that may have further snapshots of a group snapshot.
@@ -277,7 +274,7 @@ class Reports:
             # Remove the stack traces of earlier callers: the same error object is raised to each
             # caller.
             raise problems[0].with_traceback(None)
-        if groups and not any(group.time_seconds for group in groups):
+        if groups and not any(group.status_seconds for group in groups):
             raise mount_errors.CommandTimedOut(("lvm", "fullreport"), _MONITOR_WAIT_SECONDS)
         return self._cached()
 
@@ -334,9 +331,10 @@ class Reports:
     def time_seconds(self) -> float:
         """Time of the read of the volume groups' oldest cached state, in seconds since the epoch.
 
-        Groups that were never read do not count; 0 if none was read.
+        Groups without a cached state do not count, as those that are absent or refused; 0 if no
+        group has one.
         """
-        times = (group.time_seconds for group in self._volume_groups if group.time_seconds)
+        times = (group.time_seconds for group in self._volume_groups if group.cached is not None)
         return min(times, default=0.0)
 
     @property

@@ -18,6 +18,7 @@ from agent.core import errors, ids, tag
 from agent.csi.client import block, mounted
 from agent.extras.changed_blocks.extents import BLOCK_BYTES
 from agent.extras.transfer import streams_command
+from agent.requests.parameters import MUTABLE
 from mount import luks
 from mount import mount_errors as mount_errors
 from proto import csi_pb2 as csi
@@ -157,6 +158,77 @@ def test_a_received_file_system_is_checked_and_used(here: Node, there: Node) -> 
     streams_command.finish(there.at, "copy")
     there.client.delete(copy.volume_id)
     assert there.names() == set()
+
+
+Rows = dict[str, tuple[str, str, object]]
+# Mutable parameters, each with the field of Tuning and its value, as the first stream finds them;
+# and as a later one does.
+FIRST: Rows = {
+    "readAhead": ("1MiB", "read_ahead_bytes", MIB),
+    "readIOPS": ("500", "read_iops", 500),
+    "writeBandwidth": ("1MiB/s", "write_bandwidth", MIB),
+}
+LATER: Rows = {
+    "readAhead": ("auto", "read_ahead_bytes", "auto"),
+    "readIOPS": ("0", "read_iops", 0),
+    "writeBandwidth": ("2MiB/s", "write_bandwidth", 2 * MIB),
+    "writeIOPSPerGiB": ("20", "write_iops_per_gib", 20),
+}
+FIRST_OF_RAID: Rows = {"minimumRecoveryRate": ("1MiB", "minimum_recovery_kib", 1024)}
+LATER_OF_RAID: Rows = {
+    "minimumRecoveryRate": ("0", "minimum_recovery_kib", 0),
+    "maximumRecoveryRate": ("8MiB", "maximum_recovery_kib", 8192),
+}
+
+
+@pytest.mark.variation
+@pytest.mark.parametrize("kinds", ["thin, raid1", "raid1, raid1", "raid1, thin", "linear, linear"])
+def test_mutable_parameters_follow_a_volume_as_they_were_last(
+    here: Node, there: Node, kinds: str
+) -> None:
+    """Rates of RAID recovery only where both are RAIDs: other layouts have none."""
+    layout, other = kinds.split(", ")
+    volume = volume_of(here, layout)
+    rounds = ((FIRST, FIRST_OF_RAID), (LATER, LATER_OF_RAID))
+    name, since = "", ""
+    for number, (every, of_raid) in enumerate(rounds):
+        wanted = every | (of_raid if layout == "raid1" else {})
+        if number and layout != "thin":
+            # lvm2 changes the read-ahead of no volume that has copy-on-write snapshots.
+            wanted = {key: row for key, row in wanted.items() if key != "readAhead"}
+        here.client.modify(volume.volume_id, {key: text for key, (text, *_) in wanted.items()})
+        name = str(number)
+        here.client.snapshot(name, volume.volume_id, ROOM if layout != "thin" else None)
+        nodes.receive(there, "copy", nodes.stream(here, name, since=since), "" if since else other)
+        since = name
+        found = vars(logical(there.host, there.group, "vol-copy").tuning)
+        for key, (_, part, value) in wanted.items():
+            is_carried = key not in of_raid or other == "raid1"
+            assert found[part] == (value if is_carried else 0), key
+    finished(there)
+    here.client.unstage(volume.volume_id, here.directory / "staging")
+
+
+@pytest.mark.variation
+def test_no_fact_says_that_there_is_no_limit(here: Node) -> None:
+    """Versions up to 0.2.0 would keep a tag for it, and then a second one beside it."""
+    take(here)
+    with streams_command.outgoing(here.at, here.client.snapshots()[0].snapshot_id) as source:
+        assert not set(source.header.facts) & {row.key for row in MUTABLE}
+
+
+@pytest.mark.variation
+def test_a_file_system_that_is_made_between_two_streams_is_known(here: Node, there: Node) -> None:
+    volume = here.client.create("db", 64 * MIB, mounted("ext4"))
+    here.client.snapshot("1", volume.volume_id, ROOM)
+    receive_first(here, there)
+    assert not logical(there.host, there.group, "vol-copy").own_tags.get(tag.FORMATTED)
+    here.client.stage(volume, here.directory / "staging", mounted("ext4"))
+    here.client.unstage(volume.volume_id, here.directory / "staging")
+    here.client.snapshot("2", volume.volume_id, ROOM)
+    nodes.receive(there, "copy", nodes.stream(here, "2", since="1"))
+    assert logical(there.host, there.group, "vol-copy").own_tags[tag.FORMATTED] == "ext4"
+    finished(there)
 
 
 @pytest.mark.variation
@@ -447,6 +519,8 @@ def test_a_stream_is_not_for_a_terminal(here: Node) -> None:
         ({"fsType": "ext4", "mkfsOptions": "-E root_owner=1"}, "mkfsOptions"),
         ({"capabilities": "x" * 2000}, "capabilities"),
         ({"readIOPS": "1"}, "readIOPS"),
+        ({"readAhead": "soon"}, "readAhead"),
+        ({"minimumRecoveryRate": "2MiB", "maximumRecoveryRate": "1MiB"}, "minimum recovery rate"),
     ],
 )
 def test_the_facts_of_a_stream_are_checked(

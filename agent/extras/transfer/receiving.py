@@ -36,6 +36,7 @@ from agent.volumes.records import Volume
 from agent.volumes.volume_states import EndedBy
 from lvm import layout, names, report, volumes
 from lvm.active_devices import Device
+from lvm.tuning import PLAIN
 from lvm.volumes import New
 from mount import filesystem, luks
 from proto import carver_pb2 as carver
@@ -248,7 +249,8 @@ class Receiver:
             header.size_bytes, group.extent_size_bytes, device_class.layout
         )
         own_tags = stream_descriptions.tags_of(name, device_class, header, size_bytes, group)
-        tuning = modify.bounded(self._configuration.now, device_class)
+        sent = stream_descriptions.tuning_of(header, device_class.layout).lacking_in(PLAIN)
+        tuning = modify.bounded(self._configuration.now, device_class, sent)
         own_tags |= tuning.tags()
         allocator = self._allocators.of(device_class)
         if size_bytes > (maximum := allocator.maximum_bytes(group)):
@@ -266,9 +268,11 @@ class Receiver:
                 undo.callback(
                     self._pool_remover.remove_if_empty, group.name, pool_name(device_class.name)
                 )
-            new = New(own_name, size_bytes, own_tags, tuning)
-            allocator.create(self._volume_groups.lvm(group.name), group, new)
+            lvm = self._volume_groups.lvm(group.name)
+            allocator.create(lvm, group, New(own_name, size_bytes, own_tags, tuning.for_new()))
             undo.pop_all()
+        # Crash point: a RAID may lack its minimum recovery rate; the next stream sets the rate.
+        modify.complete(lvm, group.name, own_name, tuning)
         volume = Volume(
             VolumeId.of(group, own_name), backing.of(group, own_name), group, size_bytes, own_tags
         )
@@ -297,11 +301,15 @@ class Receiver:
             volume = replace(volume, size_bytes=size_bytes)
         self._activator.activate(volume)
         if volume.own_tags.get(tag.INTO) != header.chain:
+            # The volume may have been formatted, and its mutable parameters changed, since the last
+            # stream.
+            added_tags = stream_descriptions.added_tags(header)
+            tuning = stream_descriptions.tuning_of(header, volume.layout)
+            bound_kib = self._configuration.now.recovery_bound_kib(group.name)
+            modify.ensure(self._volume_groups.lvm(group.name), volume, tuning, bound_kib)
             requested_tag = stream_descriptions.requested(header, size_bytes)
             removed_keys = () if requested_tag else (tag.REQUESTED,)
-            new_tags = {tag.INTO: header.chain, tag.OFFSET: "0", **requested_tag}
-            if tag.ROTATING in header.facts:
-                new_tags[tag.ROTATING] = header.facts[tag.ROTATING]
+            new_tags = {tag.INTO: header.chain, tag.OFFSET: "0", **requested_tag, **added_tags}
             volume = self._mark(volume, new_tags, removed_keys=removed_keys)
         return _state(volume)
 

@@ -11,7 +11,8 @@ from agent.extras.changed_blocks.activations import Activations
 from agent.extras.streams import form
 from agent.extras.streams.form import Header
 from agent.operations import block_sizes, plan
-from agent.requests.parameters import IN_CONTEXT, LIMITS, Parameters, require_object_names
+from agent.requests import parameters
+from agent.requests.parameters import MUTABLE, STORAGE_CLASS, Parameters, require_object_names
 from agent.requests.requests import BLOCK, MOUNT
 from agent.settings.classes import DeviceClass
 from agent.volumes import records, volume_states
@@ -20,17 +21,23 @@ from agent.volumes.records import Snapshot
 from agent.volumes.report_age import Fresh
 from agent.volumes.volume_states import EndedBy
 from lvm import report, tags
+from lvm.layout import Layout
+from lvm.tuning import PLAIN, Tuning
 from mount import filesystem, luks
 from mount import mount_errors as mount_errors
 
-# Keys of the tags with the parameters that staging needs, and with the limits of I/O.
-PARAMETERS = (*(row.tag for row in IN_CONTEXT), *(row.key for row in LIMITS))
+# Keys, in the `facts` of a stream's header, of the mutable parameters: the limits of I/O, which
+# have tags of the same keys, and the settings that lvm2 keeps.
+_MUTABLE = tuple(row.key for row in MUTABLE)
+# Key, in the `facts` of a stream's header, that says that mutable parameters without a fact have
+# their defaults. Versions up to 0.2.0 do not send this fact, and of these parameters only limits.
+# Defaults themselves are not sent, as those versions would keep a tag for a limit of 0.
+_ALL_MUTABLE = "allMutable"
 # Keys of a volume's tags that a stream carries. All other tags belong to the node, or are made anew
 # on the node that receives the stream.
-SENT = (
-    *(tag.ACCESS, tag.CAPABILITIES, tag.FORMATTED, tag.HEADER, tag.SEALED, tag.ROTATING),
-    *(*PARAMETERS, tag.PVC, tag.NAMESPACE, tag.PV, tag.REQUESTED),
-)
+SENT = tuple(key for key in tag.following(tag.Follows.MOVE) if key not in _MUTABLE)
+# Keys of the tags that may be added to a volume after its first stream was received.
+_ADDED = (tag.FORMATTED, tag.SEALED, tag.ROTATING)
 
 # Key, in the `facts` of a stream's header, of the largest logical block size that the contents can
 # lie on, in bytes; 0 for any block size. This key is not the key of a tag.
@@ -60,16 +67,15 @@ def tags_of(
     access = sent_tags.get(tag.ACCESS, MOUNT if sent_tags.get(tag.FORMATTED) else "")
     if access not in (BLOCK, MOUNT):
         raise errors.NotAllowed("stream.facts[access]", access, (BLOCK, MOUNT))
-    given_parameters = {key: sent_tags[key] for key in PARAMETERS if key in sent_tags} | {
-        tag.CLASS: device_class.name
+    # Check the parameters that staging needs.
+    texts = {
+        row.key: sent_tags[row.tag] for row in STORAGE_CLASS if row.text and row.tag in sent_tags
     }
-    parameters = Parameters.from_proto(given_parameters, "stream.facts")
-    if parameters.fs_type:
-        parameters.check_for(parameters.fs_type, "stream.facts")
+    given = Parameters.from_proto(texts | {tag.CLASS: device_class.name}, "stream.facts")
+    if given.fs_type:
+        given.check_for(given.fs_type, "stream.facts")
     _check_encryption(device_class, sent_tags, header.size_bytes)
-    formatted = sent_tags.get(tag.FORMATTED, "")
-    if formatted and formatted not in filesystem.FILE_SYSTEMS:
-        raise errors.NotAllowed("stream.facts[formatted]", formatted, filesystem.FILE_SYSTEMS)
+    added_tags(header)
     own_tags = {
         **sent_tags,
         tag.CLASS: device_class.name,
@@ -90,6 +96,38 @@ def tags_of(
     for key, value in own_tags.items():
         tag.require_fits(f"stream.facts[{key}]", key, value)
     return own_tags
+
+
+def added_tags(header: Header) -> dict[str, str]:
+    """Return the tags of the contents that a volume may get after its first stream, by a header.
+
+    Raises BadField or NotAllowed if one is wrong.
+    """
+    added = {key: header.facts[key] for key in _ADDED if header.facts.get(key)}
+    formatted, sealed = added.get(tag.FORMATTED, ""), added.get(tag.SEALED, "")
+    if formatted and formatted not in filesystem.FILE_SYSTEMS:
+        raise errors.NotAllowed("stream.facts[formatted]", formatted, filesystem.FILE_SYSTEMS)
+    if sealed:
+        try:
+            uuid.UUID(sealed)
+        except ValueError:
+            raise errors.BadField("stream.facts[sealed]", f"{sealed!r} is no UUID") from None
+    for key, value in added.items():
+        tag.require_fits(f"stream.facts[{key}]", key, value)
+    return added
+
+
+def tuning_of(header: Header, shape: Layout) -> Tuning:
+    """Return the mutable parameters of the volume that receives a stream, by the stream's header.
+
+    Parameters that the header does not describe are unspecified, as are the rates of RAID recovery
+    if `shape`, the layout of that volume, is no RAID. Raises BadField if a parameter is wrong.
+    """
+    facts = {key: header.facts[key] for key in _MUTABLE if key in header.facts}
+    sent = parameters.tuning_of(facts, "stream.facts")
+    if _ALL_MUTABLE in header.facts:
+        sent = replace(sent.over(PLAIN), bound_recovery_kib=None)
+    return sent if shape.is_raid else replace(sent, **dict.fromkeys(sent.of_raid))
 
 
 def requested(header: Header, size_bytes: int) -> dict[str, str]:
@@ -127,12 +165,6 @@ def _check_encryption(
             "stream.facts[header]",
             f"{length!r} are not the bytes that an encrypted volume of {size_bytes} begins with",
         )
-    if not sealed:
-        return
-    try:
-        uuid.UUID(sealed)
-    except ValueError:
-        raise errors.BadField("stream.facts[sealed]", f"{sealed!r} is no UUID") from None
 
 
 class Sender:
@@ -194,7 +226,7 @@ class Sender:
             size_bytes=snapshot.size_bytes,
             taken_nanoseconds=snapshot.time_nanoseconds,
             chain=chain_of(snapshot),
-            facts=self._own_tags(fresh_report, snapshot),
+            facts=self._facts(fresh_report, snapshot),
         )
         if not base_id:
             return header
@@ -221,17 +253,21 @@ class Sender:
             raise errors.SourceLost(snapshot_id, snapshot.problem)
         return snapshot
 
-    def _own_tags(self, fresh_report: Fresh, snapshot: Snapshot) -> dict[str, str]:
-        """Return the volume's tags that a stream carries, as they were when the snapshot was taken.
+    def _facts(self, fresh_report: Fresh, snapshot: Snapshot) -> dict[str, str]:
+        """Return the tags and mutable parameters of a snapshot's volume that a stream carries.
 
-        If the volume is gone, the tags come from the snapshot, which has copies of the tags. Raises
-        TagsDamaged if no tag says the access type.
+        The tags of the contents are as they were when the snapshot was taken. If the volume is
+        gone, the tags come from the snapshot, which has copies of some, and the mutable parameters
+        are left out. Raises TagsDamaged if no tag says the access type.
         """
-        own_tags = snapshot.own_tags
+        own_tags, texts = snapshot.own_tags, dict[str, str]()
         volume_id = str(snapshot.source_id)
         if VolumeId.parse(volume_id) is not None:
             try:
-                volume_tags = fresh_report.volume(volume_id).own_tags
+                volume = fresh_report.volume(volume_id)
+                volume_tags = volume.own_tags
+                tuning = volume.group.volume(volume.name).tuning
+                texts = {**parameters.texts_of(tuning.lacking_in(PLAIN)), _ALL_MUTABLE: "yes"}
             except errors.NoSuchVolume:
                 volume_tags = {}
             # The tags of format, header and keys come from the snapshot only. Since the snapshot
@@ -243,7 +279,7 @@ class Sender:
         # `is_block` raises TagsDamaged if the tag of the access type is lost, and no other tag
         # implies the access type.
         is_block = records.is_block(str(snapshot.id), sent_tags)
-        return {**sent_tags, tag.ACCESS: BLOCK if is_block else MOUNT}
+        return {**sent_tags, **texts, tag.ACCESS: BLOCK if is_block else MOUNT}
 
 
 def chain_of(snapshot: Snapshot) -> str:

@@ -324,7 +324,7 @@ class TestWhereAGroupIsAway:
             raise errors.GroupSilent("fast", ["/dev/sdx"])
 
         monkeypatch.setattr(volume_group, "_report", look)
-        volume_group.cached, volume_group.time_seconds = None, 0.0
+        volume_group.cached, volume_group.status_seconds = None, 0.0
         assert "db" in shell("list")
         assert "/dev/sdx" in shell.complaint
 

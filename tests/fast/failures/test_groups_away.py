@@ -1,7 +1,9 @@
 """Group snapshots of several groups, one of which comes late, is lost, or was replaced."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import expect
 import in_background
@@ -12,7 +14,8 @@ from fakes.disks import FakeDisks
 from fakes.host import FakeHost
 from fakes.lvm import FakeGroup
 
-from agent.csi.client import block
+from agent.core import errors
+from agent.csi.client import block, of_snapshot
 from agent.daemon.server import Service
 from agent.settings.classes import DeviceClass
 from agent.settings.settings import Config
@@ -49,8 +52,8 @@ class Node:
         """Take a group snapshot of a volume in each group."""
         first = self.client.create("1", 32 * MIB, block())
         second = self.client.create("2", 32 * MIB, block(), parameters={"class": "second"})
-        sources = [first.volume_id, second.volume_id]
-        self.taken = self.client.group_snapshot("nightly", sources)
+        self.sources = [first.volume_id, second.volume_id]
+        self.taken = self.client.group_snapshot("nightly", self.sources)
         self.ids = [one.snapshot_id for one in self.taken.snapshots]
 
     def find(self) -> csi.VolumeGroupSnapshot:
@@ -63,9 +66,11 @@ class Node:
         """Remove the snapshot in group b by hand."""
         self.fake.lvm("lvremove", "--yes", "--", f"b/{self.ids[1].rpartition('/')[2]}")
 
-    def forget_record(self, *keys: str) -> None:
-        """Remove tags: as a kill before the record leaves it, or an older version."""
+    def forget_record(self, *keys: str, only: str = "") -> None:
+        """Remove tags, of all groups or of one: as a kill or an older version leaves them."""
         for group in self.fake.lvm2.groups.values():
+            if only not in ("", group.name):
+                continue
             for one in group.volumes.values():
                 one.tags = {tag for tag in one.tags if tag.partition("=")[0] not in keys}
 
@@ -141,7 +146,6 @@ def test_snapshots_of_which_no_tag_says_that_they_are_of_one_moment_are_taken_an
     if how == "a reload":
         assert node.service.group_snapshotter.resume("a", "b") == 1
     if how != "the repeated call":
-        in_background.ended(node.service.group_snapshotter.undone)
         assert node.snapshots() == 0
     before = node.taken.creation_time.ToNanoseconds()
     sources = [one.source_volume_id for one in node.taken.snapshots]
@@ -150,6 +154,85 @@ def test_snapshots_of_which_no_tag_says_that_they_are_of_one_moment_are_taken_an
     assert node.taken.creation_time.ToNanoseconds() > before
     assert node.snapshots() == 2
     assert node.find() == node.taken
+
+
+class Part(NamedTuple):
+    """What is left of one of the two snapshots: where it is, and which tags it has."""
+
+    place: str
+    is_committed: bool
+
+
+PLACES = ("there", "removed by hand", "in a group that is away")
+PARTS = [Part(*each) for each in itertools.product(PLACES, (True, False))]
+
+
+@pytest.mark.parametrize("is_older", [False, True], ids=["", "of an older version"])
+@pytest.mark.parametrize(
+    "second", PARTS, ids=lambda part: f"b {part.place} {part.is_committed and 'committed'}"
+)
+@pytest.mark.parametrize("is_first_committed", [False, True])
+def test_snapshots_are_shown_and_kept_unless_they_certainly_were_never_complete(
+    node: Node, is_first_committed: bool, second: Part, is_older: bool
+) -> None:
+    """One rule for lists, single snapshots, restores, the group snapshot, and the next start.
+
+    `committed` of any snapshot says that all were taken at one moment. Versions that did not record
+    the groups did not write it; theirs count while none is missing.
+    """
+    if not is_first_committed:
+        node.forget_record("carver.committed", only="a")
+    if not second.is_committed:
+        node.forget_record("carver.committed", only="b")
+    if is_older:
+        node.forget_record("carver.memberGroups")
+    is_there = second.place == "there"
+    if second.place == "removed by hand":
+        node.remove_second()
+    if second.place == "in a group that is away":
+        node.take("b")
+    expected_ids = node.ids if is_there else node.ids[:1]
+    is_of_one_moment = is_first_committed or (is_there and (second.is_committed or is_older))
+    is_kept = is_of_one_moment or second.place == "in a group that is away"
+    client = node.client
+    for number, snapshot_id in enumerate(expected_ids):
+        of_source = client.snapshots(volume_id=node.sources[number])
+        assert [one.snapshot_id for one in of_source] == [snapshot_id] * is_kept
+        asked, source = csi.GetSnapshotRequest(snapshot_id=snapshot_id), of_snapshot(snapshot_id)
+        if is_kept:
+            assert client.controller.GetSnapshot(asked).snapshot.snapshot_id == snapshot_id
+            client.create(f"restored-{number}", 0, block(), source=source)
+            continue
+        with expect.code("NOT_FOUND", snapshot_id):
+            client.controller.GetSnapshot(asked)
+        with expect.code("NOT_FOUND", snapshot_id):
+            client.create(f"restored-{number}", 0, block(), source=source)
+    if is_there and is_kept:
+        assert node.find() == node.taken
+    else:
+        with expect.code("FAILED_PRECONDITION" if is_kept else "NOT_FOUND"):
+            node.find()
+    node.restart()
+    assert node.snapshots() == (0 if not is_kept else 1 if second.place == "removed by hand" else 2)
+
+
+def test_a_copy_of_a_snapshot_that_older_versions_showed_is_completed_first(node: Node) -> None:
+    """Versions up to 0.2.0 restored from snapshots of which no tag says one moment."""
+    node.client.create("restored", 0, block(), source=of_snapshot(node.ids[0]))
+    node.forget_record("carver.committed")
+    restored = node.fake.lvm2.groups["a"].volumes["vol-restored"]
+    restored.tags = restored.tags - {"carver.state=ready"} | {"carver.state=copying"}
+    with pytest.raises(ExceptionGroup) as error:
+        node.service.group_snapshotter.resume()
+    assert error.group_contains(errors.VolumeInUse)
+    with expect.code("ABORTED", "vol-restored is copied from it"):
+        node.client.group_snapshot("nightly", node.sources)
+    assert node.snapshots() == 2
+    node.restart()
+    in_background.ended(node.service.copier.jobs)
+    assert "carver.state=ready" in node.fake.lvm2.groups["a"].volumes["vol-restored"].tags
+    node.service.group_snapshotter.resume()
+    assert node.snapshots() == 0
 
 
 @pytest.mark.parametrize("lost", ["a", "b", "b, replaced by another"])

@@ -418,7 +418,7 @@ def test_a_list_that_would_lack_a_group_is_unavailable_and_names_the_group(
 ) -> None:
     monkeypatch.setattr(volume_group, "_SHORT_WAIT_SECONDS", 0.1)
     group = service.volume_groups._volume_groups["a"]
-    group.cached, group.time_seconds = None, 0.0
+    group.cached, group.status_seconds = None, 0.0
     Trouble(fake)
     with expect.code("UNAVAILABLE", "volume group a"):
         LISTS[kind](client)
@@ -427,7 +427,7 @@ def test_a_list_that_would_lack_a_group_is_unavailable_and_names_the_group(
 def forget(service: Service, group: str) -> None:
     """As after a start at which the group has not answered yet."""
     found = service.volume_groups._volume_groups[group]
-    found.cached, found.last_seen, found.time_seconds = None, None, 0.0
+    found.cached, found.last_seen, found.status_seconds = None, None, 0.0
 
 
 @pytest.mark.parametrize("is_read", [True, False], ids=["read before", "never read"])
@@ -500,7 +500,7 @@ def test_a_disk_that_may_be_of_a_group_never_read_is_not_called_replaced(
 ) -> None:
     monkeypatch.setattr(volume_group, "_SHORT_WAIT_SECONDS", 0.1)
     group = service.volume_groups._volume_groups["a"]
-    group.cached, group.time_seconds = None, 0.0
+    group.cached, group.status_seconds = None, 0.0
     trouble = Trouble(fake)
     # By mistake the new one is a disk of the other group.
     with expect.code("UNAVAILABLE", "volume group a"):
@@ -556,7 +556,7 @@ def test_metrics_and_readiness_while_disks_hang(
     fake.disks.hanging |= {f"/dev/fake-{one}-0" for one in hangs.split(" and ")}
     for one in service.volume_groups:
         one.metadata.is_outdated = True
-        one.time_seconds = one.tried_seconds = 1.0
+        one.tried_seconds = 1.0
     found = scraped(service, config, tmp_path)
     if hangs == "a":
         assert found["carver_lvm_up",] == 1

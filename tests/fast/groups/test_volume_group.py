@@ -4,8 +4,9 @@ import gc
 import itertools
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,6 +87,87 @@ def test_a_group_that_is_refused_is_not_taken_for_one_of_which_all_is_known(
         else:
             state(known)
         assert known.has_own_changes is not exported
+
+
+class Clock:
+    """The time of day, which a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "time", lambda: self.now)
+
+
+Change = Callable[[FakeHost], None]
+
+
+def be_absent(fake: FakeHost) -> None:
+    fake.lvm2.groups.pop("data")
+
+
+def be_refused(fake: FakeHost) -> None:
+    fake.lvm2.groups["data"].exported = True
+    fake.lvm2.groups["data"].seqno += 1
+
+
+def be_silent(fake: FakeHost) -> None:
+    assert isinstance(fake.disks, FakeDisks)
+    fake.disks.hanging.add("/dev/fake-data-0")
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [(be_absent, "absent"), (be_refused, "refused"), (be_silent, "ready")],
+)
+@pytest.mark.parametrize("is_read_before", [True, False])
+def test_the_time_of_a_group_is_that_of_the_last_read_which_found_it(
+    fake: FakeHost,
+    known: VolumeGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Change,
+    status: str,
+    is_read_before: bool,
+) -> None:
+    clock = Clock(monkeypatch)
+    if is_read_before:
+        state(known)
+    found = 1000.0 if is_read_before else 0.0
+    clock.now = 2000.0
+    change(fake)
+    known.metadata.is_outdated = True
+    known.metadata.forget()
+    with suppress(errors.AgentError):
+        known.state()
+    is_answer = change is not be_silent
+    assert known.status == (status if is_answer or is_read_before else "unknown")
+    assert known.time_seconds == found
+    assert known.status_seconds == (2000.0 if is_answer else found)
+    assert known.tried_seconds == 2000.0
+
+
+def test_the_oldest_report_is_that_of_a_group_that_has_one(
+    fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group that is absent or refused has no rows in the metrics, whose time this is."""
+    clock = Clock(monkeypatch)
+    fake.lvm2.add_group("other", [100])
+    configuration = configured.on_groups("data", "other")
+    groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, configuration)
+    reports = Reports(groups)
+    assert reports.time_seconds == 0
+    for number, change in enumerate((None, be_refused, be_absent)):
+        if change is not None:
+            change(fake)
+        reports.outdate()
+        for one in groups:
+            clock.now = 2000.0 + 10 * number + (one.name == "other")
+            with suppress(errors.GroupRefused):
+                one.state()
+        assert reports.time_seconds == 2000 + 10 * number + (change is not None)
+    fake.lvm2.groups.pop("other")
+    reports.outdate()
+    for one in groups:
+        one.state()
+    assert reports.time_seconds == 0
 
 
 def test_no_tags_are_kept_of_a_volume_that_is_gone(fake: FakeHost, known: VolumeGroup) -> None:

@@ -171,7 +171,7 @@ def report_partial(fake: FakeHost, service: Service, name: str = "vol-pvc-1") ->
 def renew(service: Service) -> None:
     """Refresh the state, as the monitor does periodically."""
     for volume_group in service.volume_groups:
-        volume_group.time_seconds = volume_group.tried_seconds = 0.0
+        volume_group.tried_seconds = 0.0
     wait(service.reports.refresh(60.0))
 
 
@@ -246,7 +246,7 @@ def test_state_is_refreshed_only_while_it_is_in_use_and_old(
     assert len(fake.commands) == before + 1, "new enough, though a disk changed since"
 
     for volume_group in service.volume_groups:
-        volume_group.time_seconds = volume_group.tried_seconds = time.time() - 70
+        volume_group.tried_seconds = time.time() - 70
     wait(service.reports.refresh(60.0))
     assert len(fake.commands) == before + 2, "too old"
 

@@ -292,7 +292,7 @@ def test_a_group_that_was_never_seen_is_read_and_one_that_hangs_is_an_error(
 
     def forget() -> None:
         for one in node.service.volume_groups:
-            one.cached, one.time_seconds = None, 0.0
+            one.cached, one.status_seconds = None, 0.0
             one.metadata.forget()
 
     forget()

@@ -161,7 +161,7 @@ def test_every_tag_is_documented_and_no_other() -> None:
     text = section(text_of("docs/design.md"), "Tags")
     keys = {one for name, one in vars(tag).items() if name.isupper() and isinstance(one, str)}
     assert keys - {tag.FULLY, tag.BETWEEN} - coded(text) == set(), "Tags in docs/design.md"
-    of_tuning = {tuning._OWN_MAXIMUM, *(one.tag for one in tuning.SETTINGS)}
+    of_tuning = {tuning.OWN_MAXIMUM, *(one.tag for one in tuning.SETTINGS)}
     listed = "\n".join(re.findall(r"^- (`[^:]+):", text, re.M))
     assert coded(listed) - keys - of_tuning == set()
 

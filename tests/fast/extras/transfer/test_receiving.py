@@ -3,8 +3,10 @@
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import configured
 import expect
 import grpc
 import nodes
@@ -22,6 +24,7 @@ from agent.settings.classes import DeviceClass
 from agent.work import background
 from lvm import lvm_errors as lvm_errors
 from lvm import report
+from lvm.tuning import AS_IT_IS, PLAIN
 from mount.command import Result
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
@@ -193,6 +196,29 @@ def taken(directory: Path, facts: dict[str, str], encryption: str = "") -> dict[
 def test_the_facts_of_encryption_are_kept(tmp_path: Path) -> None:
     for encryption in ("", "luks2"):
         assert SEALED.items() <= taken(tmp_path, SEALED, encryption).items()
+
+
+def test_what_only_versions_up_to_0_2_0_send_is_passed_over(tmp_path: Path) -> None:
+    had = taken(tmp_path, {**SEALED, "reencrypt": "true", "unheardOf": "1"}, "luks2")
+    assert SEALED.items() <= had.items()
+    assert not {"reencrypt", "unheardOf"} & had.keys()
+
+
+@pytest.mark.parametrize("layout", ["linear", "raid1"])
+@pytest.mark.parametrize("has_all", [True, False], ids=["all", "limits alone, as up to 0.2.0"])
+def test_a_mutable_parameter_without_a_fact_is_as_it_was_unless_all_were_sent(
+    has_all: bool, layout: str
+) -> None:
+    """What is not specified is not changed where a further stream is received."""
+    shape = configured.LAYOUTS[layout]
+    facts = {"readIOPS": "100", "maximumRecoveryRate": "1MiB"}
+    header = Header(
+        "v", "s", 64 * MIB, 17, "c", facts=facts | ({"allMutable": "yes"} if has_all else {})
+    )
+    rates = {"maximum_recovery_kib": 1024} if shape.is_raid else {"minimum_recovery_kib": None}
+    wanted = replace(PLAIN if has_all else AS_IT_IS, read_iops=100, maximum_recovery_kib=None)
+    wanted = replace(wanted, bound_recovery_kib=None, **rates)
+    assert stream_descriptions.tuning_of(header, shape) == wanted
 
 
 @pytest.mark.parametrize(
