@@ -229,7 +229,7 @@ def volume_groups(settings: Config, host: Host) -> VolumeGroups:
 
     Raises NotReady if the file of a volume group has no loop device.
     """
-    lvm, devices = group_definitions.look(host.run, host.kernel, settings)
+    lvm, devices = group_definitions.service_lvm(host.run, host.kernel, settings)
     configuration = Configuration(settings)
     return VolumeGroups(
         lvm, host.disks, host.devices, configuration, listed=lambda name: devices.get(name, ())

@@ -179,9 +179,9 @@ class _Traced:
         if _current.get() is None or not callable(attribute):
             return attribute
 
-        def tracing(*words: object, **named: object) -> object:
+        def tracing(*words: object, **keyword_arguments: object) -> object:
             with step(KERNEL, name):
-                return attribute(*words, **named)
+                return attribute(*words, **keyword_arguments)
 
         return tracing
 

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from agent.core import errors, ids, tag
 from agent.core.trace import Traces
 from agent.csi import messages
-from agent.operations.adopt import Adopter, Adoption, Asked
+from agent.operations.adopt import Adopter, Adoption, AdoptionRequest
 from agent.operations.listing import Listing
 from agent.operations.repair import Progress, Repairer
 from agent.operations.replace_disk import Replacement
@@ -125,14 +125,14 @@ class Operator(carver_pb2_grpc.OperatorServicer):
     def AdoptVolume(
         self, request: carver.AdoptVolumeRequest, context: grpc.ServicerContext
     ) -> carver.AdoptVolumeResponse:
-        adoption = _asked(request)
+        adoption = _adoption_request(request)
         with self._locks.hold(adoption.name, adoption.new_name):
             return self._adoption(self._adopter.adopt(adoption))
 
     def UndoAdoptVolume(
         self, request: carver.AdoptVolumeRequest, context: grpc.ServicerContext
     ) -> carver.AdoptVolumeResponse:
-        adoption = _asked(request)
+        adoption = _adoption_request(request)
         with self._locks.hold(adoption.name, adoption.new_name):
             return self._adoption(self._adopter.undo(adoption))
 
@@ -142,12 +142,12 @@ class Operator(carver_pb2_grpc.OperatorServicer):
         return carver.AdoptVolumeResponse(volume=volume, changes=adoption.changes)
 
 
-def _asked(request: carver.AdoptVolumeRequest) -> Asked:
+def _adoption_request(request: carver.AdoptVolumeRequest) -> AdoptionRequest:
     require(request, "group", "logical_volume")
     names = {tag.PV: request.pv, tag.PVC: request.pvc, tag.NAMESPACE: request.namespace}
     claim = {key: name for key, name in names.items() if name}
     require_object_names("claim", claim)
-    return Asked(
+    return AdoptionRequest(
         request.group,
         request.logical_volume,
         request.device_class,

@@ -321,7 +321,7 @@ def _storage_health(scrape: Scrape) -> Samples:
 
 
 def _failures(scrape: Scrape) -> Samples:
-    for scan in scrape.service.looks:
+    for scan in scrape.service.scans:
         for group, count in scan.failures().items():
             yield (scan.kind, group), count
 

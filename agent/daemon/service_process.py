@@ -223,7 +223,7 @@ def serve(
         _log.info("serving %s on %s", ", ".join(config.groups), config.endpoint)
         notify("READY=1")
         starts: Sequence[Callable[[], object]] = [
-            *(scan.start for scan in service.looks),
+            *(scan.start for scan in service.scans),
             service.context.limiter.task.start,
             watch.start,
             *(extra.start for extra in service.extras.values()),

@@ -252,7 +252,9 @@ def _confine(definitions: GroupDefinitions, volume_groups: VolumeGroups) -> None
     volume_groups.node.devices = _confined(definitions.kernel, config, definitions.devices)
 
 
-def look(run: Run, kernel: Kernel, config: Config) -> tuple[Lvm, Mapping[str, Sequence[str]]]:
+def service_lvm(
+    run: Run, kernel: Kernel, config: Config
+) -> tuple[Lvm, Mapping[str, Sequence[str]]]:
     """Return lvm2 as the service uses it, and the devices of the volume groups that Carver creates.
 
     lvm2 is confined to devices as by `create`. No volume group, file or loop device is created.

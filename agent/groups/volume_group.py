@@ -365,7 +365,7 @@ class VolumeGroup:
         refused = set(names)
         with Attempts() as attempts:
             for new_tags, volume_names in names.items():
-                with attempts.one():
+                with attempts.attempt():
                     volumes.add_tags(self.lvm, self.name, volume_names, new_tags)
                     refused.remove(new_tags)
             with self._guard:

@@ -40,7 +40,7 @@ _LUKS = "crypto_LUKS"
 
 
 @dataclass(frozen=True)
-class Asked:
+class AdoptionRequest:
     """A request to adopt a logical volume, or to undo its adoption.
 
     `name` is the name of the logical volume before the adoption; for an adopted volume, its new
@@ -90,7 +90,7 @@ class Adopter:
         self._mender = context.mender
         self._holds, self._conflicts = context.holds, context.conflicts
 
-    def adopt(self, request: Asked) -> Adoption:
+    def adopt(self, request: AdoptionRequest) -> Adoption:
         """Adopt a logical volume: tag and rename it; an adopted volume stays as it is.
 
         An inactive logical volume is activated while its contents are probed. The group's lock is
@@ -108,7 +108,7 @@ class Adopter:
             raise errors.NotAllowed("made_by", request.made_by, other_drivers.DRIVERS)
         with self._held(request) as group:
             if (adopted := self._adopted(group, request)) is not None:
-                self._require_asked(request, adopted)
+                self._require_requested(request, adopted)
                 return Adoption(adopted)
             probed = group.volume(request.name)
             self._planned(request, group, probed)
@@ -142,7 +142,7 @@ class Adopter:
                 self._holds.allow(str(VolumeId.of(group, request.new_name)))
             return Adoption(_as_adopted(group, logical, request.new_name, own_tags), tuple(steps))
 
-    def undo(self, request: Asked) -> Adoption:
+    def undo(self, request: AdoptionRequest) -> Adoption:
         """Give an adopted volume that is not in use its old name back, and remove Carver's tags.
 
         A logical volume without Carver's tags stays as it is. In a dry run nothing is changed.
@@ -195,7 +195,7 @@ class Adopter:
             return Adoption(None, tuple(steps))
 
     @contextmanager
-    def _held(self, request: Asked) -> Iterator[report.Group]:
+    def _held(self, request: AdoptionRequest) -> Iterator[report.Group]:
         """Lock the requested volume group within the `with`, and provide its fresh state.
 
         What a killed lvm2 left in the group is repaired first, except in a dry run. Raises
@@ -208,7 +208,7 @@ class Adopter:
             state = read(request.group)
             yield self._reports.group(state, request.group)
 
-    def _adopted(self, group: report.Group, request: Asked) -> Volume | None:
+    def _adopted(self, group: report.Group, request: AdoptionRequest) -> Volume | None:
         """Return the adopted volume that has the requested name, now or before the adoption.
 
         The result is None if there is no such volume. Raises NeedsOther or TagsDamaged if this
@@ -223,7 +223,7 @@ class Adopter:
                 return state.volume(str(volume.id))
         return None
 
-    def _require_asked(self, request: Asked, adopted: Volume) -> None:
+    def _require_requested(self, request: AdoptionRequest, adopted: Volume) -> None:
         """Raise NotAdopted or Incompatible if an adopted volume is not as a request asks for.
 
         Incompatible says that the volume was adopted with another claim, device class or kind of
@@ -253,7 +253,11 @@ class Adopter:
                 )
 
     def _planned(
-        self, request: Asked, group: report.Group, logical: report.LogicalVolume, fs_type: str = ""
+        self,
+        request: AdoptionRequest,
+        group: report.Group,
+        logical: report.LogicalVolume,
+        fs_type: str = "",
     ) -> Mapping[str, str]:
         """Check that a logical volume can be adopted; return the tags that make it one of Carver's.
 
@@ -294,7 +298,7 @@ class Adopter:
             own_tags |= {tag.FS_TYPE: fs_type, tag.FORMATTED: fs_type}
         return own_tags
 
-    def _class(self, request: Asked) -> DeviceClass:
+    def _class(self, request: AdoptionRequest) -> DeviceClass:
         """Return the device class that an adopted volume gets.
 
         Raises NotAllowed if the requested class does not exist or is of another volume group, and
@@ -318,7 +322,7 @@ class Adopter:
         return device_class
 
     @staticmethod
-    def _check_name(request: Asked, logical: report.LogicalVolume) -> None:
+    def _check_name(request: AdoptionRequest, logical: report.LogicalVolume) -> None:
         if logical.own_tags and logical.own_tags.get(tag.ADOPTED) != request.name:
             why = "it has tags of Carver's already; `carver volume list` shows its volumes"
             raise errors.NotAdopted(request.path, why)
@@ -328,7 +332,7 @@ class Adopter:
             raise errors.NotAdopted(request.path, why)
 
     @staticmethod
-    def _check_driver(request: Asked, name: str, logical: report.LogicalVolume) -> None:
+    def _check_driver(request: AdoptionRequest, name: str, logical: report.LogicalVolume) -> None:
         made_by = other_drivers.maker(name, logical.tags)
         if made_by == request.made_by:
             return
@@ -337,7 +341,7 @@ class Adopter:
             why += f"; see that {made_by} uses it no more, and say --from {made_by}"
         raise errors.NotAdopted(request.path, why)
 
-    def _contents(self, request: Asked) -> str:
+    def _contents(self, request: AdoptionRequest) -> str:
         """Return the file system on a logical volume; empty for a raw block volume.
 
         An inactive logical volume is activated meanwhile. The group's lock is not held, since the
@@ -361,7 +365,7 @@ class Adopter:
             raise errors.NotAdopted(request.path, f"{why}; for a raw block volume say --block")
         return contents.fs_type
 
-    def _require_unneeded(self, request: Asked, volume: Volume) -> None:
+    def _require_unneeded(self, request: AdoptionRequest, volume: Volume) -> None:
         """Raise an error if an adoption cannot be undone, because the volume is still needed.
 
         Raises NotAdopted for a volume that is in use, is being copied, deleted or grown, or has
@@ -394,7 +398,10 @@ def _words(own_tags: Mapping[str, str]) -> str:
 
 
 def _shape(
-    request: Asked, group: report.Group, logical: report.LogicalVolume, device_class: DeviceClass
+    request: AdoptionRequest,
+    group: report.Group,
+    logical: report.LogicalVolume,
+    device_class: DeviceClass,
 ) -> layout.Layout:
     """Return the layout of a logical volume as lvm2 reports it; raise NotAdopted if it is unfit.
 

@@ -112,11 +112,11 @@ class Autoextender:
         # part (a pool's data or metadata, or a COW store).
         self._due: defaultdict[str, dict[_Part, float]] = defaultdict(dict)
         self._areas: defaultdict[str, _Areas] = defaultdict(_Areas)
-        self.looks = PeriodicJobs(
+        self.scans = PeriodicJobs(
             context.workers,
             "grow",
             lambda: context.config.groups,
-            self.look,
+            self.check_group,
             _LOOK_SECONDS,
             _FAILURE,
         )
@@ -132,10 +132,12 @@ class Autoextender:
         `now_seconds` (monotonic) is taken as the present time. Returns whether anything was
         extended.
         """
-        extended = [self.look(group, lambda: now_seconds) for group in self._volume_groups.names]
+        extended = [
+            self.check_group(group, lambda: now_seconds) for group in self._volume_groups.names
+        ]
         return any(extended)
 
-    def look(self, group: str, clock: Callable[[], float] = time.monotonic) -> bool:
+    def check_group(self, group: str, clock: Callable[[], float] = time.monotonic) -> bool:
         """Check a volume group once, and extend its thin pools and COW stores that are too full.
 
         A pool or COW store whose last extension failed is left out until its retry is due. Returns

@@ -388,13 +388,13 @@ class Copier:
         """
         with Attempts() as attempts:
             copies = 0
-            with attempts.one():
-                copies = self.jobs.look(group)
+            with attempts.attempt():
+                copies = self.jobs.start_due(group)
             state = self._reports.fresh(group)
             used_bridges = self._wanted(self._reports.every_group(state))
             for snapshot in state.snapshots():
                 if snapshot.is_bridge and str(snapshot.id) not in used_bridges:
-                    with attempts.one():
+                    with attempts.attempt():
                         self.bridges.start(Job(str(snapshot.id)))
         return copies
 
@@ -513,7 +513,7 @@ class Copier:
         # Skip zeroes in the copy if the new volume is thin, since its unwritten blocks read as
         # zeroes.
         blank = volume.is_thin
-        work = self._paces.of(volume.group.name).work(
+        task = self._paces.of(volume.group.name).task(
             "copy",
             reading,
             writing,
@@ -523,7 +523,7 @@ class Copier:
         # Prove that the device zeroes blocks correctly: where the source has zeroes, the copy has
         # the device zero the blocks instead of writing them.
         self._policy.prove(writing, source.size_bytes)
-        for piece in work.chunks(source.size_bytes):
+        for piece in task.chunks(source.size_bytes):
             with piece as (offset, length):
                 self._kernel.copy(reading, writing, offset, length, blank=blank)
             yield AGAIN
@@ -536,10 +536,10 @@ class Copier:
     def _overwrite(self, job: Copy, start_bytes: int) -> Steps:
         """Write zeroes to a new volume from `start_bytes` on, behind the data that were copied."""
         device = self._activator.activate(job.volume).path
-        work = self._policy.work(self._paces.of(job.volume.group.name), "zero", device, job)
+        task = self._policy.task(self._paces.of(job.volume.group.name), "zero", device, job)
         size_bytes = job.volume.size_bytes
         yield from self._policy.overwrite(
-            work, device, size_bytes, start_bytes, purpose=Purpose.NEW
+            task, device, size_bytes, start_bytes, purpose=Purpose.NEW
         )
 
     def _drop(self, source: Snapshot) -> None:

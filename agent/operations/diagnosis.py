@@ -244,7 +244,7 @@ class Diagnosis:
         self._kernel = kernel
         self._devices = kernel_devices
         self._activator = activator
-        self._looks: Probes[KernelConditions] = Probes()
+        self._probes: Probes[KernelConditions] = Probes()
         # Time after which a suspended device counts as left suspended, in seconds; tests change it.
         self.settling_seconds = SETTLING_SECONDS
 
@@ -283,7 +283,7 @@ class Diagnosis:
         pool_path = f"{group.name}/{name}"
         description = f"thin pool {pool_path}"
 
-        def look() -> KernelConditions:
+        def probe() -> KernelConditions:
             status = thin.status_of(self._activator.status(group.name, name))
             if status is None:
                 return KernelConditions()
@@ -292,7 +292,7 @@ class Diagnosis:
             )
 
         return self._waited(
-            f"pool {pool_path}", pool_path, description, look, until_seconds
+            f"pool {pool_path}", pool_path, description, probe, until_seconds
         ).conditions
 
     def _by_kernel(
@@ -304,8 +304,8 @@ class Diagnosis:
     ) -> KernelConditions:
         logical = backing.of_id(volume_id) if volume is None else volume.backing
 
-        def look() -> KernelConditions:
-            return self._look(logical, volume, mounts or self.mounts())
+        def probe() -> KernelConditions:
+            return self._kernel_conditions(logical, volume, mounts or self.mounts())
 
         if until_seconds is None:
             until_seconds = time.monotonic() + PATIENCE_SECONDS
@@ -314,17 +314,17 @@ class Diagnosis:
         pool = _pool_of(volume)
         pool_or_group = f"{logical.group}/{pool}" if pool else logical.group
         description = f"logical volume {logical.name}"
-        return self._waited(volume_id, pool_or_group, description, look, until_seconds)
+        return self._waited(volume_id, pool_or_group, description, probe, until_seconds)
 
     def _waited(
         self,
         probe_key: str,
         pool_or_group: str,
         description: str,
-        look: Callable[[], KernelConditions],
+        probe: Callable[[], KernelConditions],
         until_seconds: float,
     ) -> KernelConditions:
-        result = self._looks.probe(probe_key, look, until_seconds, pool_or_group)
+        result = self._probes.probe(probe_key, probe, until_seconds, pool_or_group)
         reported = result.value or KernelConditions()
         if result.hanging_seconds < _DEAD_SECONDS:
             return reported
@@ -335,7 +335,7 @@ class Diagnosis:
         )
         return KernelConditions((*reported.conditions, silent), reported.has_status)
 
-    def _look(
+    def _kernel_conditions(
         self, logical: Backing, volume: Volume | None, mounts: table.Table
     ) -> KernelConditions:
         status = self._activator.status_of(logical)

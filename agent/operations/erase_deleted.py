@@ -309,7 +309,7 @@ class Eraser:
             state = self._mender.mend(group)
             state.group(group)
             for volume in state.doomed():
-                with attempts.one():
+                with attempts.attempt():
                     state.require_repaired(volume)
                     yield self._wipe_of(volume)
 
@@ -558,9 +558,9 @@ class Eraser:
         def zero_present(offset: int, length: int, way: By) -> None:
             are_lost.append(self._zero_present(volume, device, offset, length, way))
 
-        work = self.policy.work(self._paces.of(volume.group.name), "erase", device, job)
+        task = self.policy.task(self._paces.of(volume.group.name), "erase", device, job)
         yield from self.policy.overwrite(
-            work,
+            task,
             device,
             size_bytes,
             purpose=purpose,

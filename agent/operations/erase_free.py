@@ -168,9 +168,9 @@ class GrowthZeroer:
 
     def _overwrite(self, job: _Growth) -> Steps:
         device = self._activator.ensure_active(job.group, job.name).path
-        work = self._policy.work(self._paces.of(job.group), "zero", device, job)
+        task = self._policy.task(self._paces.of(job.group), "zero", device, job)
         size_bytes = self._kernel.device_size_bytes(device)
-        yield from self._policy.overwrite(work, device, size_bytes, purpose=Purpose.NEW)
+        yield from self._policy.overwrite(task, device, size_bytes, purpose=Purpose.NEW)
         self._done.add(job.uuid)
 
 
@@ -276,9 +276,9 @@ class FreedSpaceEraser:
                 # earlier process may have zeroed an unknown part of it.
                 uuid, done_bytes = sweep.uuid, 0
             device = self._activator.ensure_active(name, ids.SWEEP).path
-            work = self.policy.work(self._paces.of(name), "erase", device, job)
+            task = self.policy.task(self._paces.of(name), "erase", device, job)
             yield from self.policy.overwrite(
-                work, device, sweep.size_bytes, done_bytes, purpose=Purpose.DELETED
+                task, device, sweep.size_bytes, done_bytes, purpose=Purpose.DELETED
             )
             done_bytes = sweep.size_bytes
 

@@ -217,14 +217,14 @@ class GroupSnapshotter:
                 for identity in sorted(undone_ids):
                     members = uncommitted[identity]
                     job = _Undo(key=identity, groups={snapshot.group.name for snapshot in members})
-                    with attempts.one():
+                    with attempts.attempt():
                         # After a delay: until this recovery ends, it holds the lock that the job
                         # needs.
                         self.undone.start(job, after_seconds=_ANSWERED_SECONDS)
                 for identity in sorted(incomplete_ids):
-                    with attempts.one():
+                    with attempts.attempt():
                         self._discard(all_groups, identity)
-                with attempts.one():
+                with attempts.attempt():
                     self._commit(
                         [
                             snapshot

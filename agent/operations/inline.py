@@ -141,7 +141,7 @@ class InlineVolumes:
         # Results of the last search for inline volumes whose pods are gone, by the volume group's
         # name.
         self._sweeps: defaultdict[str, _Sweep] = defaultdict(_Sweep)
-        self.looks = PeriodicJobs(
+        self.scans = PeriodicJobs(
             context.workers,
             "inline",
             lambda: self._configuration.now.groups,

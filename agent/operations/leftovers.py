@@ -118,7 +118,7 @@ class Leftovers:
         except errors.GroupRefused:
             # Leave out a volume group that Carver refuses to use: its volumes belong to another
             # node or have no owner, and no call on this node creates or deletes them.
-            state = Fresh({}, asked=frozenset({group}))
+            state = Fresh({}, named_groups=frozenset({group}))
         return self._reports.every_group(state)
 
 

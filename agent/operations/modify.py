@@ -112,7 +112,7 @@ def bound(context: Context, group: Group) -> int:
     with Attempts() as attempts:
         for (lacking, present), volume_names in volumes_by_change.items():
             change = partial(_change, lvm, group.name, lacking, present)
-            with attempts.one():
+            with attempts.attempt():
                 all_or_each(volume_names, change)
     return sum(len(volume_names) for volume_names in volumes_by_change.values())
 
@@ -132,7 +132,7 @@ def resume(context: Context, *groups: str) -> int:
     reports, count = context.reports, 0
     with Attempts() as attempts:
         for group in reports.fresh(*groups).groups.values():
-            with attempts.one(), context.volume_groups.hold(group.name):
+            with attempts.attempt(), context.volume_groups.hold(group.name):
                 count += bound(
                     context, context.reports.group(context.reports.fresh(group.name), group.name)
                 )

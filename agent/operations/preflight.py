@@ -705,7 +705,7 @@ def _io_limits(node: Node) -> Iterator[Seen]:
     Without an I/O controller, the I/O limits of volumes have no effect.
     """
     try:
-        directory = Cgroups(node.settings.pods_cgroup, node.at(str(cgroups.ROOT))).look()
+        directory = Cgroups(node.settings.pods_cgroup, node.at(str(cgroups.ROOT))).pods_directory()
         yield _pass(f"I/O can be limited, in {directory}")
         return
     except mount_errors.NoCgroup as error:

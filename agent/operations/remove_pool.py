@@ -298,7 +298,7 @@ class PoolRemover:
         data device of its pool.
         """
         pace, is_held = self._paces.of(job.key.split("/")[0]), bool(thin_path)
-        work = pace.work("erase", device, check=job.check, progress=job.progress)
+        task = pace.task("erase", device, check=job.check, progress=job.progress)
 
         def writing() -> AbstractContextManager[object]:
             return self._kernel.opened(thin_path) if thin_path else nullcontext()
@@ -310,7 +310,7 @@ class PoolRemover:
             self._kernel.flush(device)
 
         yield from self._policy.overwrite(
-            work,
+            task,
             device,
             size_bytes,
             purpose=Purpose.DELETED,

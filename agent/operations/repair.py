@@ -275,8 +275,8 @@ class AutoRepair:
         self._configuration = context.configuration
         # Degraded volumes of each volume group at the last check, by the group's name.
         self._seen: defaultdict[str, _Seen] = defaultdict(_Seen)
-        self.looks = PeriodicJobs(
-            context.workers, "repair", self._groups, self.look, _LOOK_SECONDS, _FAILURE
+        self.scans = PeriodicJobs(
+            context.workers, "repair", self._groups, self.check_group, _LOOK_SECONDS, _FAILURE
         )
 
     def _classes(self) -> list[DeviceClass]:
@@ -295,9 +295,9 @@ class AutoRepair:
         `now_seconds` (monotonic) is taken as the present time.
         """
         for group in self._groups():
-            self.look(group, lambda: now_seconds)
+            self.check_group(group, lambda: now_seconds)
 
-    def look(self, group: str, clock: Callable[[], float] = time.monotonic) -> bool:
+    def check_group(self, group: str, clock: Callable[[], float] = time.monotonic) -> bool:
         """Check a volume group for degraded volumes, and take the next step of each repair due.
 
         The state of the group is at most a minute old. Returns False, so that the next check runs

@@ -122,7 +122,7 @@ class Replacement:
         ]
         with Attempts() as attempts:
             for group in moving_groups:
-                with attempts.one():
+                with attempts.attempt():
                     groups.watch_moves(self._lvm(group.name))
         return len(moving_groups)
 

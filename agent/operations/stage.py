@@ -268,13 +268,13 @@ class Stager:
             call.parameters.check_for(fs_type, "volume_context")
             filesystem.check_size(fs_type, volume.capacity_bytes)
             probe = partial(filesystem.probe, self._kernel, path)
-            look = partial(self._require_same, volume, device, probe, signature)
+            recheck = partial(self._require_same, volume, device, probe, signature)
             # Run mkfs only on a volume that is blank by the probe, and was never formatted by its
             # tags.
             make = partial(filesystem.make, self._run, path, fs_type, mkfs_options)
             oldest = self._configuration.now.oldest_kernel
             make = partial(make, uuid=_own_uuid(device), oldest_kernel=oldest)
-            self._detached.do(str(volume.id), volume.group.name, MKFS, make, look)
+            self._detached.do(str(volume.id), volume.group.name, MKFS, make, recheck)
             return {tag.FORMATTED: fs_type}
         if not is_own and not filesystem.gives_uuid(fs_type, mkfs_options):
             missing = lvm_tags.format_one(tag.FORMATTED, fs_type)
@@ -282,9 +282,9 @@ class Stager:
         # Check the file system unless the device is in use: e2fsck refuses a device that another
         # mount namespace has mounted, although the kernel would mount it.
         if not self._kernel.device_is_held(path):
-            look = partial(self._require_same, volume, device, find, signature)
+            recheck = partial(self._require_same, volume, device, find, signature)
             check = partial(filesystem.check, self._run, path, fs_type)
-            self._detached.do(str(volume.id), volume.group.name, "fsck", check, look)
+            self._detached.do(str(volume.id), volume.group.name, "fsck", check, recheck)
         return {} if formatted else {tag.FORMATTED: fs_type}
 
     def _discard_unfinished(
@@ -327,15 +327,16 @@ class Stager:
         self,
         volume: Volume,
         device: Device,
-        look: Callable[[], filesystem.Signature | None],
+        read_signature: Callable[[], filesystem.Signature | None],
         signature: filesystem.Signature | None,
     ) -> None:
-        """Raise an error if a volume or its contents changed since `look` returned `signature`.
+        """Raise an error if a volume or its contents changed since `signature` was read.
 
-        The errors are NoSuchVolume and UnexpectedContents.
+        `read_signature` reads the present signature. The errors are NoSuchVolume and
+        UnexpectedContents.
         """
         self._activator.require_same(volume, device)
-        if (contents := look()) != signature:
+        if (contents := read_signature()) != signature:
             raise mount_errors.UnexpectedContents(device.path, str(contents), str(signature))
 
     def mount(

@@ -12,7 +12,7 @@ from agent.settings.configuration import Configuration
 from agent.settings.settings import WIPES, Config, Wipe
 from agent.volumes.records import Snapshot, Volume, is_encrypted
 from agent.work.group_worker import AGAIN, Job, Steps
-from agent.work.pace import Pace, Work
+from agent.work.pace import IoTask, Pace
 from lvm import names, report
 from mount.block_devices import SAMPLE_BYTES
 from mount.block_io import By
@@ -179,17 +179,17 @@ class ErasePolicy:
             _log.warning("deleted data on %s is zeroed, not discarded: %s", disk, doubts[disk])
         return not doubts
 
-    def work(self, pace: Pace, kind: str, device: str, job: Job) -> Work:
+    def task(self, pace: Pace, kind: str, device: str, job: Job) -> IoTask:
         """Return the paced I/O of a job that overwrites a device, which is flushed by each piece.
 
         `kind` is the kind of I/O, "erase" or "zero".
         """
         flush = partial(self._kernel.flush, device)
-        return pace.work(kind, device, check=job.check, flush=flush, progress=job.progress)
+        return pace.task(kind, device, check=job.check, flush=flush, progress=job.progress)
 
     def overwrite(
         self,
-        work: Work,
+        task: IoTask,
         device: str,
         end_bytes: int,
         begin_bytes: int = 0,
@@ -223,7 +223,7 @@ class ErasePolicy:
             is_known = way is By.HOLE and bool(tried) and tried <= self._proved
             blocks = _SAMPLE_AGAIN if is_known else _SAMPLE
             all_samples, is_zero = sample(begin_bytes, end_bytes, blocks), True
-            for piece in work.chunks(end_bytes, begin_bytes):
+            for piece in task.chunks(end_bytes, begin_bytes):
                 with piece as (offset, length):
                     is_first, is_last = offset == begin_bytes, offset + length == end_bytes
                     first_samples = sample(offset, offset + length, blocks) if is_first else []

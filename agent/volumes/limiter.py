@@ -216,9 +216,9 @@ class Limiter:
         present = list(self._reports.fresh(*groups).volumes())
         with Attempts() as attempts:
             for volume in present:
-                with attempts.one():
+                with attempts.attempt():
                     self.apply(volume)
-            with attempts.one():
+            with attempts.attempt():
                 self._lift_others(present)
         return sum(1 for volume in present if any(self._of(volume.backing)))
 

@@ -221,17 +221,17 @@ class Current(Contents):
 class Fresh(Current):
     """A report of the volume groups that a call named, each read after the call began.
 
-    `asked` has the names of these groups; those that are not on this node are not in the report.
-    `unasked` has the names of the other configured groups. To search for an id in one of these is
-    an error of the program.
+    `named_groups` has the names of these groups; those that are not on this node are not in the
+    report. `other_groups` has the names of the other configured groups. To search for an id in one
+    of these is an error of the program.
     """
 
-    asked: frozenset[str] = frozenset()
-    unasked: frozenset[str] = frozenset()
+    named_groups: frozenset[str] = frozenset()
+    other_groups: frozenset[str] = frozenset()
 
     def _find(self, identity: str) -> tuple[report.Group, report.LogicalVolume] | None:
         parsed = VolumeId.parse(identity)
-        if parsed is not None and parsed.group in self.unasked:
+        if parsed is not None and parsed.group in self.other_groups:
             raise AssertionError(f"{identity}: {parsed.group} was not read")
         return super()._find(identity)
 
@@ -332,7 +332,7 @@ class Seen(Contents):
 
         Raises as `Current.usable` for Call.USE, also if the absence of the volume is not proved.
         """
-        return Fresh(self.groups, asked=frozenset(self.groups)).usable(volume_id, Call.USE)
+        return Fresh(self.groups, named_groups=frozenset(self.groups)).usable(volume_id, Call.USE)
 
 
 # Union of the types of reports that are recent enough for decisions.
@@ -342,7 +342,7 @@ Known = Fresh | EveryGroup
 def fresh(groups: Iterable[report.Group]) -> Fresh:
     """Return a report of volume groups that the caller has just read, and whose locks it holds."""
     by_name = {group.name: group for group in groups}
-    return Fresh(by_name, asked=frozenset(by_name))
+    return Fresh(by_name, named_groups=frozenset(by_name))
 
 
 def _groups_of_copy(bridge: Snapshot) -> list[str]:

@@ -72,8 +72,8 @@ class Reports:
         }
         return Fresh(
             self._present(states),
-            asked=frozenset(group_names),
-            unasked=frozenset(configured).difference(group_names),
+            named_groups=frozenset(group_names),
+            other_groups=frozenset(configured).difference(group_names),
         )
 
     def every_group(self, state: Fresh) -> EveryGroup:
@@ -85,7 +85,9 @@ class Reports:
         group is `silent` as well, and is not read here: a call about that group, or the next
         retry, reads it.
         """
-        other_groups = [group for group in self._volume_groups if group.name not in state.asked]
+        other_groups = [
+            group for group in self._volume_groups if group.name not in state.named_groups
+        ]
         read = begin_states(filter(_is_to_be_read, other_groups))()
         cached = {group.name: group.cached for group in other_groups}
         silent = frozenset(group.name for group in other_groups if not group.has_own_changes)

@@ -96,9 +96,9 @@ class Outcome(StrEnum):
     AT_ONCE = "the call removes the volume, which has no data to overwrite"
 
 
-def _calls(**others: Outcome) -> Mapping[Call, Outcome]:
+def _calls(**outcomes: Outcome) -> Mapping[Call, Outcome]:
     """Return the outcome of each call, for a row of the table; BESIDE for calls not given."""
-    return MappingProxyType({call: others.get(call.name, Outcome.BESIDE) for call in Call})
+    return MappingProxyType({call: outcomes.get(call.name, Outcome.BESIDE) for call in Call})
 
 
 # Outcomes of calls on a volume that does not belong to this node yet, or any more.
@@ -124,8 +124,8 @@ def _no_volume(volume_id: str, _: Mapping[str, str]) -> errors.AgentError:
 class Row:
     """One row of the table of states: what is true of a volume in the state.
 
-    - `what` describes the state, `ended_by` says what ends it, and `calls` has the outcome of each
-      call.
+    - `description` describes the state, `ended_by` says what ends it, and `calls` has the outcome
+      of each call.
     - `has_tag`: the tag `state` records the state. Other states follow from other tags or from the
       layout, or only this process knows them.
     - `is_listed`: ListVolumes, `carver volume list` and ControllerListVolumeHealth show the volume.
@@ -137,7 +137,7 @@ class Row:
     - `problem`: returns the error of a call that the volume's state excludes.
     """
 
-    what: str
+    description: str
     ended_by: EndedBy
     calls: Mapping[Call, Outcome]
     has_tag: bool = True
@@ -412,12 +412,12 @@ def _by_tags(own_tags: Mapping[str, str]) -> set[State]:
     return {by_tag(own_tags)} | ({State.INLINE} if tag.EPHEMERAL in own_tags else set())
 
 
-def meets(call: Call, volume: Recorded, expected: Outcome) -> bool:
-    """Whether the table has the outcome `expected` for a call, in one of a volume's states.
+def meets(call: Call, volume: Recorded, expected_outcome: Outcome) -> bool:
+    """Whether the table has the outcome `expected_outcome` for a call, in one of a volume's states.
 
     The states are those of the volume's record.
     """
-    return any(STATES[state].calls[call] is expected for state in of(volume))
+    return any(STATES[state].calls[call] is expected_outcome for state in of(volume))
 
 
 def require(call: Call, volume: Recorded) -> None:

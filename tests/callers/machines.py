@@ -59,7 +59,7 @@ class Machine:
             return
         self._client.__exit__(None, None, None)
         if self._switch.dead.is_set():
-            self._service.inline_volumes.looks.stop()
+            self._service.inline_volumes.scans.stop()
         else:
             self._service.stop()
 

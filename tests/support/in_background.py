@@ -23,7 +23,7 @@ def again(jobs: Jobs[Any]) -> None:
     for one in failed:
         worker = jobs._worker(one.key)
         if worker.jobs.get((jobs.kind, one.key)) is one:
-            jobs._look_again(worker, one)
+            jobs._retry_failed(worker, one)
 
 
 def resume(service: Service) -> bool:
@@ -34,4 +34,4 @@ def resume(service: Service) -> bool:
 
 def look(service: Service, jobs: Jobs[Any]) -> int:
     """Begin all jobs of a kind that are left in all groups; how many there are."""
-    return sum(map(jobs.look, service.volume_groups.names))
+    return sum(map(jobs.start_due, service.volume_groups.names))

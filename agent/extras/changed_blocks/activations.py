@@ -108,10 +108,10 @@ class Reservations:
         count = 0
         with Attempts() as attempts:
             for name in groups or self._volume_groups.names:
-                with attempts.one(), self._volume_groups.hold(name):
+                with attempts.attempt(), self._volume_groups.hold(name):
                     volume_group = self._reports.fresh(name).groups.get(name)
                     for pool in _marked(volume_group) if volume_group is not None else ():
-                        with attempts.one():
+                        with attempts.attempt():
                             count += self._resume(name, pool)
         return count
 
@@ -361,7 +361,7 @@ class Activations:
         count = 0
         with Attempts() as attempts:
             for name in groups or self._volume_groups.names:
-                with attempts.one(), self._volume_groups.hold(name):
+                with attempts.attempt(), self._volume_groups.hold(name):
                     fresh_report = self._reports.fresh(name)
                     if unread := self._unread(fresh_report):
                         self._deactivate(name, unread)

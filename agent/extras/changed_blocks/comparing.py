@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import SpooledTemporaryFile
 
 from agent.extras.changed_blocks.extents import BLOCK_BYTES, Extent, clipped, merged
-from agent.work.pace import Work
+from agent.work.pace import IoTask
 from lvm.active_devices import Exceptions
 from mount.block_io import PIECE_BYTES, Reader
 
@@ -140,7 +140,7 @@ def differing(
     base: Reader | None,
     base_bytes: int,
     target: Reader,
-    work: Work,
+    task: IoTask,
     extents: Iterable[Extent],
 ) -> Iterator[Extent]:
     """Compare two devices; yield the blocks that differ, as ranges of at most MAX_RANGE_BYTES.
@@ -149,30 +149,30 @@ def differing(
     block is compared from the start of that block on. From `base_bytes` on, the base counts as
     zeroes. If `base` is None, all of it counts as zeroes.
 
-    The devices are read in I/O slots of `work` (agent/work/pace.py). No slot is held while the
-    caller uses a range. `work.check` is called before each read of at most PIECE_BYTES. Raises
-    OSError if a device cannot be read, and what `work.check` raises.
+    The devices are read in I/O slots of `task` (agent/work/pace.py). No slot is held while the
+    caller uses a range. `task.check` is called before each read of at most PIECE_BYTES. Raises
+    OSError if a device cannot be read, and what `task.check` raises.
     """
-    return merged(_differing(base, base_bytes, target, work, extents), MAX_RANGE_BYTES)
+    return merged(_differing(base, base_bytes, target, task, extents), MAX_RANGE_BYTES)
 
 
 def _differing(
     base: Reader | None,
     base_bytes: int,
     target: Reader,
-    work: Work,
+    task: IoTask,
     extents: Iterable[Extent],
 ) -> Iterator[Extent]:
     ahead = _Ahead(extents)
     while ahead.any():
         differences = list[Extent]()
-        with work.piece(_TURN_BYTES) as io_slot:
+        with task.piece(_TURN_BYTES) as io_slot:
             remaining_bytes, io_slot.length_bytes = (
                 io_slot.length_bytes // (1 if base is None else 2),
                 0,
             )
             while remaining_bytes > 0 and ahead.any():
-                work.check()
+                task.check()
                 extent = ahead.take(min(remaining_bytes, PIECE_BYTES))
                 offset, length = extent.offset_bytes, extent.length_bytes
                 target_data = target.read(offset, length)

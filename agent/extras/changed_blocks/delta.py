@@ -30,7 +30,7 @@ from agent.volumes.records import Snapshot, Volume
 from agent.volumes.report_age import Fresh
 from agent.volumes.volume_states import Call
 from agent.work.group_worker import Stopping
-from agent.work.pace import Work
+from agent.work.pace import IoTask
 from lvm import lvm_errors as lvm_errors
 from lvm import names
 from lvm import thin as thinmaps
@@ -177,8 +177,8 @@ class ChangedRanges:
         with ExitStack() as exit_stack:
             [(source, reader)] = self._opened(exit_stack, identity)
             compares = is_compared and not source.is_encrypted
-            work = self._work(check, source, reader)
-            unlike_zeroes = partial(comparing.differing, None, 0, reader, work)
+            task = self._task(check, source, reader)
+            unlike_zeroes = partial(comparing.differing, None, 0, reader, task)
             pick: _Filter = unlike_zeroes if compares else iter
             candidates: _Candidates = _everything
             if pool := _pool(source):
@@ -230,9 +230,9 @@ class ChangedRanges:
                 candidates = partial(clipped, ranges)
             elif tables := self._tables(base, target):
                 candidates = partial(_overwritten, tables, base.size_bytes, check)
-            work = self._work(check, target, base_reader, target_reader)
+            task = self._task(check, target, base_reader, target_reader)
             unlike: _Filter = partial(
-                comparing.differing, base_reader, base.size_bytes, target_reader, work
+                comparing.differing, base_reader, base.size_bytes, target_reader, task
             )
             if target.is_encrypted:
                 unlike = partial(_up_to, base.size_bytes, unlike)
@@ -319,9 +319,9 @@ class ChangedRanges:
 
         return check
 
-    def _work(self, check: Callable[[], None], source: _Read, *readers: Reader) -> Work:
+    def _task(self, check: Callable[[], None], source: _Read, *readers: Reader) -> IoTask:
         devices = [reader.device for reader in readers]
-        return self._paces.of(source.group.name).work(
+        return self._paces.of(source.group.name).task(
             "compare", *devices, check=check, may_join=True
         )
 

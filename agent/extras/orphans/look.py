@@ -176,10 +176,10 @@ def judged(
     return sorted(orphans, key=lambda orphan: (not orphan.sure, orphan.candidate.kind))
 
 
-class Looking(Protocol):
+class OrphanSearch(Protocol):
     """Interface of a search for orphans, on one node or in the whole cluster."""
 
-    def look(self) -> Sequence[Orphan]:
+    def search(self) -> Sequence[Orphan]:
         """Search for orphans; return those that were found for the grace period first."""
 
 
@@ -193,7 +193,7 @@ class Finder:
         # The history's file is in the socket's directory, like Carver's other files.
         self._history = History(configuration.now.endpoint.parent / "orphans.json")
 
-    def look(self) -> Sequence[Orphan]:
+    def search(self) -> Sequence[Orphan]:
         """Search for orphans on this node and in the cluster; record all candidates in the history.
 
         Returns each candidate as an Orphan. Those that every search has found for the grace period
@@ -241,12 +241,12 @@ class OrphanWatch:
 
     def __init__(
         self,
-        look: Callable[[], "Sequence[Orphan]"],
+        search: Callable[[], "Sequence[Orphan]"],
         interval_seconds: float,
         clock: Callable[[], float] = time.time,
         first_seconds: float = 0.0,
     ) -> None:
-        self._look = look
+        self._search = search
         self._clock = clock
         self._counts: Counter[Kind] = Counter()
         self._logged: frozenset[str] = frozenset()
@@ -273,7 +273,7 @@ class OrphanWatch:
 
         Candidates count as orphans once they were found for the grace period.
         """
-        sure_candidates = [orphan.candidate for orphan in self._look() if orphan.sure]
+        sure_candidates = [orphan.candidate for orphan in self._search() if orphan.sure]
         self._counts, self.time_seconds = (
             Counter(candidate.kind for candidate in sure_candidates),
             self._clock(),

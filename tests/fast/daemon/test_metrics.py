@@ -258,10 +258,10 @@ def test_failed_background_scans_are_counted(
     monkeypatch.setattr("agent.operations.autoextend._LOOK_SECONDS", 0.001)
     monkeypatch.setattr(measured.service.autoextender, "_full", broken)
     assert measured.samples()["carver_round_failures_total", "data", "grow"] == 0
-    measured.service.autoextender.looks.start()
+    measured.service.autoextender.scans.start()
     expect.soon(lambda: measured.samples()["carver_round_failures_total", "data", "grow"] > 1)
     assert measured.samples()["carver_round_failures_total", "data", "inline"] == 0
-    measured.service.autoextender.looks.stop()
+    measured.service.autoextender.scans.stop()
 
 
 def test_orphans_are_counted_by_kind_where_they_are_looked_for() -> None:

@@ -416,7 +416,7 @@ def test_no_retry_begins_while_a_call_has_it_halted(
     worker = work.workers.of("data")
     with work.jobs.halted("data@1/vol-a"):
         assert not work.jobs.has("data@1/vol-a")
-        work.jobs._look_again(worker, failed)
+        work.jobs._retry_failed(worker, failed)
         assert not work.jobs.has("data@1/vol-a")
     assert work.done == []
 
@@ -498,11 +498,11 @@ def test_a_look_begins_all_that_is_due_though_a_call_halts_one(work: Work) -> No
     keys = [f"data/{one}" for one in "abc"]
     work.there |= set(keys)
     with work.jobs.halted("data/b"), pytest.raises(ExceptionGroup):
-        work.jobs.look("data")
+        work.jobs.start_due("data")
     expect.soon(lambda: work.done == ["data/a", "data/c"])
-    assert work.jobs.look("data") == 1
+    assert work.jobs.start_due("data") == 1
     expect.soon(lambda: len(work.done) == 3)
-    assert work.jobs.look("other") == 0
+    assert work.jobs.start_due("other") == 0
 
 
 def test_a_wake_during_a_step_has_one_more_follow(work: Work) -> None:
@@ -661,7 +661,7 @@ def test_a_group_that_is_let_go_of_has_its_jobs_called_off_and_what_is_last_done
         work.workers, "tags", lambda job: written.append(job.key), "%s: %s", survives_halt=True
     )
     tags.wake(Job("data"), 600)
-    work.workers.let_go("data")
+    work.workers.cancel_jobs("data")
     go.set()
     for one in (job, waiting):
         with pytest.raises(Stopping):
@@ -681,7 +681,7 @@ def test_what_is_last_is_done_also_in_a_group_without_a_thread(work: Work) -> No
     )
     with expect.no_threads():
         tags.wake(Job("data"), 600)
-    work.workers.let_go("data")
+    work.workers.cancel_jobs("data")
     expect.soon(lambda: written == ["data"])
 
 
@@ -721,7 +721,7 @@ def test_a_group_that_is_let_go_and_comes_back_has_no_job_done_twice_at_once(wor
     work.do = do
     first = work.jobs.start(Job("data/vol"))
     expect.soon(lambda: at_once[0] == 1)
-    work.workers.let_go("data")
+    work.workers.cancel_jobs("data")
     second = work.jobs.start(Job("data/vol"))
     work.workers.replace_hanging_threads()
     time.sleep(0.1)
@@ -746,7 +746,7 @@ def test_a_deferred_job_that_failed_survives_that_its_group_is_let_go(work: Work
     )
     job = tags.start(Job("data/tag"))
     wait([job.ended], 20)
-    work.workers.let_go("data")
+    work.workers.cancel_jobs("data")
     assert done.wait(20)
 
 

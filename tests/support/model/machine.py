@@ -441,7 +441,7 @@ def die(service: Service) -> None:
 
 def _end_work(service: Service) -> None:
     # A look a minute later would be met by whatever test is under way by then.
-    service.inline_volumes.looks.stop()
+    service.inline_volumes.scans.stop()
     service.context.workers.halt()
 
 

@@ -89,7 +89,7 @@ class Node:
         return made
 
     def look(self) -> list[Orphan]:
-        return list(self.finder().look())
+        return list(self.finder().search())
 
     def sure(self) -> dict[str, Kind]:
         """What a look finds that was seen a grace ago, too."""
@@ -587,7 +587,7 @@ def test_without_the_service_nothing_is_deleted(node: Node, tmp_path: Path) -> N
 def test_the_service_counts_sure_orphans_and_logs_each_once(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watch = OrphanWatch(lambda: node.finder().look(), 600, clock=lambda: 42.0)
+    watch = OrphanWatch(lambda: node.finder().search(), 600, clock=lambda: 42.0)
     node.volume("pvc-1")
     watch.task.run_once()
     assert set(watch.counts().values()) == {0}
@@ -605,7 +605,7 @@ def test_a_failed_look_changes_no_count_and_is_logged_once(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = iter((1.0, 2.0))
-    watch = OrphanWatch(lambda: node.finder().look(), 600, clock=lambda: next(now))
+    watch = OrphanWatch(lambda: node.finder().search(), 600, clock=lambda: next(now))
     watch.task.run_once()
     node.api.lie(VOLUMES, *[status(403)] * 3)
     with caplog.at_level(logging.WARNING):
