@@ -147,19 +147,19 @@ class Disks:
         return {path: sequence for path, sequence in sequences.items() if sequence}
 
     def _each(
-        self, read: Callable[[str], _T], paths: Iterable[str], end_monotonic_seconds: float
+        self, read_disk: Callable[[str], _T], paths: Iterable[str], end_monotonic_seconds: float
     ) -> dict[str, _T | Unreadable]:
-        """Call `read` for each disk, in the disk's thread, and collect the results by path.
+        """Call `read_disk` for each disk, in the disk's thread, and collect the results by path.
 
         A disk without a result at `end_monotonic_seconds` is Unanswered.
         """
-        futures = {path: self._begin(read, path) for path in paths}
+        futures = {path: self._begin(read_disk, path) for path in paths}
         return {
             path: self._ended(path, future, end_monotonic_seconds)
             for path, future in futures.items()
         }
 
-    def _begin(self, read: Callable[[str], _T], path: str) -> Future[_T | Unreadable] | None:
+    def _begin(self, read_disk: Callable[[str], _T], path: str) -> Future[_T | Unreadable] | None:
         """Start a read in the disk's thread; None while an earlier read of the disk is late."""
         late_result = self._late.get(path)
         if late_result is not None and not late_result.done():
@@ -170,7 +170,7 @@ class Disks:
             reader = self._readers.get(path)
             if reader is None:
                 reader = self._readers[path] = _Reader(path, self._forget_if_idle)
-            reader.tasks.put(partial(_fulfil, future, read, path))
+            reader.tasks.put(partial(_fulfil, future, read_disk, path))
         return future
 
     def _ended(

@@ -45,9 +45,9 @@ CONTIGUOUS = "contiguous"
 _CLING = ("cling", "cling_by_tags")
 
 
-def whole(part: str) -> str:
+def whole(hidden_name: str) -> str:
     """The name of the volume that a hidden volume is a part of; other names are unchanged."""
-    return _PART.sub("", part)
+    return _PART.sub("", hidden_name)
 
 
 @dataclass(frozen=True)

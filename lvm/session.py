@@ -379,7 +379,7 @@ class Session:
         with self._locked(_RENEWED, _RENEW_SECONDS):
             self._hang_up()
 
-    def rest(self) -> None:
+    def end_if_idle(self) -> None:
         """End the lvm2 shell if it is idle for a minute, and has run many commands or is large.
 
         The next command starts another shell. lvm2 returns no memory: a shell is as large as its
@@ -483,8 +483,8 @@ class Session:
             )
             self._hang_up("its start")
 
-    def _give_up(self, line: Line, why: str) -> None:
-        _log.warning("lvm2's shell is given up at %s: %s", line.subcommand, why)
+    def _give_up(self, line: Line, reason: str) -> None:
+        _log.warning("lvm2's shell is given up at %s: %s", line.subcommand, reason)
         self._rests_until_monotonic_seconds = time.monotonic() + self._rest_seconds
         self._hang_up(line.subcommand)
 

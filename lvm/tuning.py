@@ -87,25 +87,27 @@ class Tuning:
             f" {maximum_kib}KiB"
         )
 
-    def over(self, present: Self) -> Self:
-        """The settings of a volume with the settings `present` after these are applied."""
-        return replace(present, **self._said())
+    def over(self, present_tuning: Self) -> Self:
+        """The settings of a volume with the settings `present_tuning` after these are applied."""
+        return replace(present_tuning, **self._said())
 
-    def bounded(self, present: Self, bound_kib: int) -> Self:
-        """These settings with a recovery bound, for a RAID volume with the settings `present`.
+    def bounded(self, present_tuning: Self, bound_kib: int) -> Self:
+        """Return these settings with a recovery bound, for a RAID volume with `present_tuning`.
 
         A bound is raised to the volume's minimum rate, as lvm2 would refuse a lower one. The bound
         is 0 where the volume's own maximum is as low as the bound.
         """
-        applied = self.over(present)
+        applied = self.over(present_tuning)
         if bound_kib:
             bound_kib = max(bound_kib, applied.minimum_recovery_kib or 0)
         is_lower = not applied.maximum_recovery_kib or bound_kib < applied.maximum_recovery_kib
         return replace(self, bound_recovery_kib=bound_kib if is_lower else 0)
 
-    def lacking_in(self, present: Self) -> Self:
-        """The specified settings that differ from a volume's present settings, `present`."""
-        changes = {key: value for key, value in self._said().items() if value != vars(present)[key]}
+    def lacking_in(self, present_tuning: Self) -> Self:
+        """The specified settings that differ from a volume's present settings, `present_tuning`."""
+        changes = {
+            key: value for key, value in self._said().items() if value != vars(present_tuning)[key]
+        }
         return type(self)(**changes)
 
     def for_new(self) -> Self:
@@ -250,18 +252,18 @@ PLAIN = replace(Tuning(**dict.fromkeys(vars(AS_IT_IS), 0)), read_ahead_bytes=AUT
 
 
 def change(
-    lvm: Lvm, group: str, names: Sequence[str], tuning: Tuning, present: Tuning = PLAIN
+    lvm: Lvm, group: str, names: Sequence[str], tuning: Tuning, present_tuning: Tuning = PLAIN
 ) -> None:
-    """Change settings of volumes that all have the settings `present`, by one lvchange(8).
+    """Change settings of volumes that all have the settings `present_tuning`, by one lvchange(8).
 
     Each volume gets all changes in one metadata write; a killed command has changed some of the
     volumes. lvm2 refuses a read-ahead that equals the present one, and any for the origin of
     copy-on-write snapshots.
     """
-    present_tags, parts = present.tags(), set(tuning._said())
+    present_tags, parts = present_tuning.tags(), set(tuning._said())
     if parts & _MAXIMUM_PARTS:
         # The value of the option, and whether there is a tag, depend on maximum and bound together.
-        applied = tuning.over(present)
+        applied = tuning.over(present_tuning)
         tuning = replace(tuning, **{part: vars(applied)[part] for part in _MAXIMUM_PARTS})
     old_tags = {
         setting.tag: present_tags[setting.tag]

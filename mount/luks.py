@@ -76,12 +76,12 @@ def read(kernel: Kernel, device: str) -> Header | None:
             time.sleep(_LOOK_SECONDS)
         if newest := _newest(partial(kernel.read, device)):
             return newest
-        if not bears_any(kernel, device):
+        if not has_header_copy(kernel, device):
             break
     return None
 
 
-def bears_any(kernel: Kernel, device: str) -> bool:
+def has_header_copy(kernel: Kernel, device: str) -> bool:
     """Whether a device has a copy of a LUKS2 header, be it whole or damaged."""
     starts = (kernel.read(device, number * METADATA_BYTES, 6) for number in range(len(_MAGICS)))
     return any(start in _MAGICS for start in starts)
@@ -97,10 +97,10 @@ def _newest(read: Callable[[int, int], bytes]) -> Header | None:
     return None if newest is None else newest[1]
 
 
-def _copy(data: bytes, expected: bytes) -> tuple[int, Header] | None:
+def _copy(data: bytes, expected_magic: bytes) -> tuple[int, Header] | None:
     """Parse one copy of a header into sequence number and header; None for a damaged copy."""
     magic, version, size, sequence, _, kind, _, uuid, *_ = _BINARY.unpack_from(data)
-    if (magic, version, size) != (expected, _VERSION, METADATA_BYTES):
+    if (magic, version, size) != (expected_magic, _VERSION, METADATA_BYTES):
         return None
     try:
         if digest(data, _text(kind)) != data[_CHECKSUM_AT:][:_CHECKSUM_BYTES]:

@@ -345,7 +345,7 @@ class VolumeVerbs:
         self.caller.delete(volume.volume_id)
         print(f"{name} is deleted")
 
-    def take(self, volume_name: str, name: str, size: str) -> None:
+    def take_snapshot(self, volume_name: str, name: str, size: str) -> None:
         """Take a snapshot; `size` is the COW store's, empty for the default of the device class."""
         volume = self.find(volume_name)
         parameters = {"size": size} if size else {}
@@ -374,7 +374,7 @@ class VolumeVerbs:
                 grid.add_row(row["name"], row["volume"], row["taken"], size, ready_text, key)
             terminal.console().print(grid)
 
-    def drop(self, name: str, *, confirmed: bool) -> None:
+    def delete_snapshot(self, name: str, *, confirmed: bool) -> None:
         """Delete a snapshot, if the user confirms."""
         snapshot = self.find_snapshot(name)
         if not confirmed and not terminal.confirmed(f"Delete snapshot {name}?"):

@@ -91,13 +91,13 @@ class Interceptor(grpc.ServerInterceptor):
         if handler is None:
             return _unknown(handler_call_details.method)
         method = handler_call_details.method.rpartition("/")[2]
-        wire = (handler.request_deserializer, handler.response_serializer)
+        serialization = (handler.request_deserializer, handler.response_serializer)
         if handler.unary_stream:
             stream = self._stream(method, handler.unary_stream, self._admission.streams)
-            return grpc.unary_stream_rpc_method_handler(stream, *wire)
+            return grpc.unary_stream_rpc_method_handler(stream, *serialization)
         if handler.stream_stream:
             exchange = self._bidirectional(method, handler.stream_stream)
-            return grpc.stream_stream_rpc_method_handler(exchange, *wire)
+            return grpc.stream_stream_rpc_method_handler(exchange, *serialization)
         if handler.unary_unary is None:
             return handler
         # RPCs of Identity take no thread from the admission: liveness probes are answered even
@@ -105,7 +105,7 @@ class Interceptor(grpc.ServerInterceptor):
         is_probe = handler_call_details.method.startswith("/csi.v1.Identity/")
         thread = nullcontext if is_probe else self._admission.thread
         call = self._call(method, handler.unary_unary, thread)
-        return grpc.unary_unary_rpc_method_handler(call, *wire)
+        return grpc.unary_unary_rpc_method_handler(call, *serialization)
 
     def _call(
         self,

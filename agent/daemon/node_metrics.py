@@ -295,7 +295,7 @@ def _volume_health(scrape: Scrape) -> Samples:
     mounts, until_seconds = diagnosis.mounts(), time.monotonic() + conditions.PATIENCE_SECONDS
     for volume in scrape.volumes:
         for condition in diagnosis.of(volume, mounts, until_seconds=until_seconds):
-            yield (str(volume.id), condition.reason.of_volume, condition.reason.word), 1
+            yield (str(volume.id), condition.reason.volume_status, condition.reason.word), 1
 
 
 def _snapshots_used(scrape: Scrape) -> Samples:
@@ -317,7 +317,7 @@ def _available(scrape: Scrape) -> Samples:
 
 def _storage_health(scrape: Scrape) -> Samples:
     for condition in scrape.service.storage.conditions():
-        yield (condition.reason.of_storage, condition.reason.word), 1
+        yield (condition.reason.storage_status, condition.reason.word), 1
 
 
 def _failures(scrape: Scrape) -> Samples:

@@ -140,13 +140,13 @@ class Service:
         self.pool_remover = PoolRemover(context, freed=self.freed_eraser.start)
         self.eraser = Eraser(
             context,
-            emptied=partial(self.pool_remover.after, wait_seconds=0),
+            emptied=partial(self.pool_remover.remove_after, wait_seconds=0),
             given_up=self.freed_eraser.start,
         )
         self.autoextender = Autoextender(context, self.freed_eraser)
         snapshotter = Snapshotter(
             *(context, self.eraser, self.pool_remover),
-            readers=lambda snapshot_id: self.copier.reading(snapshot_id),
+            readers=lambda snapshot_id: self.copier.copies_from(snapshot_id),
         )
         self.group_snapshotter = GroupSnapshotter(context, snapshotter, self.eraser)
         self.copier = Copier(context, snapshotter)

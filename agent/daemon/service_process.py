@@ -215,7 +215,7 @@ def serve(
                 recovery.begin()
 
         def rest_and_retry() -> None:
-            service.volume_groups.rest()
+            service.volume_groups.trim_idle_sessions()
             recovery.step()
 
         watch = Watch(service.reports, retry_groups=rest_and_retry)
@@ -263,7 +263,7 @@ def _log_findings(service: Service) -> None:
     served.
     """
     notify("STATUS=ready")
-    for finding in preflight.everything(service.node):
+    for finding in preflight.all_findings(service.node):
         if finding.verdict != preflight.PASS:
             _log.warning(
                 "preflight %s, %s: %s; %s",

@@ -205,7 +205,7 @@ class Recovery:
         While all groups are recovered and answer, no command runs.
         """
         for group in self._volume_groups:
-            if not group.answers:
+            if not group.is_answering:
                 self._recovered.discard(group.name)
             age_seconds = time.monotonic() - self._tried_at.get(group.name, -_RETRY_SECONDS)
             # A refused group counts as outdated, too: each attempt scans all disks for it.

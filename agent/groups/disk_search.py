@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 
 from agent.core import errors
 from lvm import candidate_devices
-from lvm.candidate_devices import Excluded, Why
+from lvm.candidate_devices import Excluded, ExclusionReason
 from lvm.disk_reader import Found, Unanswered, Unreadable
 from lvm.labels import Damaged, Group, Kind, PhysicalLabel
 
@@ -130,7 +130,7 @@ def unknown(
         if isinstance(disk, PhysicalLabel):
             why = _unknown_group(disk, uuids, members) if path in labels else ""
         elif candidate_devices.is_foreign(path) or (
-            isinstance(disk, Excluded) and disk.why is not Why.UNKNOWN
+            isinstance(disk, Excluded) and disk.reason is not ExclusionReason.UNKNOWN
         ):
             why = ""
         else:

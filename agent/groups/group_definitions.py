@@ -94,10 +94,10 @@ class GroupDefinitions:
             absent = [device for device in allowed if not _numbers(self.kernel, [device])]
             raise lvm_errors.GroupMissing(name, absent)
         group = state.group(name)
-        self.require_meant(group)
+        self.require_expected(group)
         return group
 
-    def require_meant(self, group: report.Group) -> None:
+    def require_expected(self, group: report.Group) -> None:
         """Raise GroupRefused for a volume group that is not the one which Carver creates.
 
         The group has the name of a group that Carver creates, but no listed disk, and not the tag
@@ -207,7 +207,7 @@ def create(definitions: GroupDefinitions, volume_groups: VolumeGroups, name: str
     volume_group.is_awaited = False
     if name not in definitions.failures and (group := volume_group.state()) is not None:
         with _noted(definitions.failures, name):
-            definitions.require_meant(group)
+            definitions.require_expected(group)
             _log_absent(definitions, group)
             fast, slow = (
                 _numbers(kernel, definition.fast),

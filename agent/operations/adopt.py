@@ -135,7 +135,9 @@ class Adopter:
             if not request.dry_run:
                 lvm = self._volume_groups.lvm(request.group)
                 if removed_tags or added_tags:
-                    volumes.mark(lvm, request.group, request.name, old=removed_tags, new=added_tags)
+                    volumes.mark(
+                        lvm, request.group, request.name, old_tags=removed_tags, new_tags=added_tags
+                    )
                 # Crash point: the logical volume is tagged and not renamed, so it is no volume yet;
                 # a repeated call renames it.
                 volumes.rename(lvm, request.group, request.name, request.new_name)
@@ -191,7 +193,7 @@ class Adopter:
                 # Crash point: the logical volume has its old name and still the tags; this call,
                 # repeated, continues from that state.
                 if own_tags:
-                    volumes.mark(lvm, request.group, old_name, old=own_tags, new={})
+                    volumes.mark(lvm, request.group, old_name, old_tags=own_tags, new_tags={})
             return Adoption(None, tuple(steps))
 
     @contextmanager

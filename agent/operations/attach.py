@@ -53,7 +53,7 @@ class Attacher:
         volume = self._mender.mended_volume(call.volume_id, Call.MANAGE)
         if call.node_id != self._node_id:
             raise errors.NoSuchNode(call.node_id, f"this is node {self._node_id!r}")
-        if why := validate.unfit(volume, call.capability):
+        if why := validate.reason_unfit(volume, call.capability):
             raise errors.BadField("volume_capability", why)
         capability = call.capability
         attachment = Attachment(capability.access, capability.mode, call.read_only, self._node_id)

@@ -248,7 +248,9 @@ class Autoextender:
             is_unclean_left = room.for_overwriting.free_extents > room.free_extents
             if more_bytes == 0 and self._may_be_unclean(part) and is_unclean_left:
                 if part.kind != AREA and tag.UNCLEAN not in group.volume(part.name).own_tags:
-                    volumes.mark(lvm, group.name, part.name, old={}, new={tag.UNCLEAN: "yes"})
+                    volumes.mark(
+                        lvm, group.name, part.name, old_tags={}, new_tags={tag.UNCLEAN: "yes"}
+                    )
                 more_bytes = part.extend(lvm, room.for_overwriting, percent)
             return more_bytes, self._may_be_unclean(part) and erase_deleted.is_sweep(
                 group, ids.SWEEP
@@ -262,10 +264,10 @@ class Autoextender:
         """
         return part.kind != AREA or self._sweeper.policy.zeroes
 
-    def _give_up(self, part: _Part, percent: float, outcome: str, why: str) -> None:
+    def _give_up(self, part: _Part, percent: float, outcome: str, reason: str) -> None:
         if part not in self._due[part.group]:
             self._count(part, outcome)
-            _log.warning("%s: %.0f %% full, and cannot grow: %s", part, percent, why)
+            _log.warning("%s: %.0f %% full, and cannot grow: %s", part, percent, reason)
 
     def _count(self, part: _Part, outcome: str) -> None:
         with self._counting:
@@ -288,7 +290,9 @@ class Autoextender:
         extent, present_bytes = group.extent_size_bytes, snapshot.size_bytes
         useful_bytes = layout.copy_on_write_bytes(origin.size_bytes, _ALL_OF_IT, group)
         wanted_extents = thin.wanted_extents(present_bytes // extent, percent, _OF_SNAPSHOTS)
-        beside_bytes = self._allocators.beside_bytes(room, origin.own_tags.get(tag.CLASS, ""))
+        beside_bytes = self._allocators.available_cow_bytes(
+            room, origin.own_tags.get(tag.CLASS, "")
+        )
         most_bytes = min(beside_bytes, useful_bytes - present_bytes)
         more_bytes = max(0, min(wanted_extents * extent, most_bytes))
         if more_bytes:

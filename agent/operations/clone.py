@@ -271,7 +271,7 @@ class Copier:
         patience = command.patience_seconds(_DISMISS_SECONDS)
         wait([self.bridges.start(Job(bridge_id)).ended for bridge_id in bridge_ids], patience)
 
-    def reading(self, snapshot_id: str) -> list[str]:
+    def copies_from(self, snapshot_id: str) -> list[str]:
         """Return the volumes that this process fills, or is about to fill, from a snapshot.
 
         A volume that does not exist yet is returned by its name, other volumes by their ids. The

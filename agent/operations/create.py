@@ -239,7 +239,7 @@ class VolumeCreator:
                 return device_class.group
             own_name = names.logical_volume(prefix, call.name)
             if existing is None and (
-                why := self._volume_groups.why_unsure(all_groups.silent, own_name)
+                why := self._volume_groups.reason_unsure(all_groups.silent, own_name)
             ):
                 # Create no volume while a volume group that may have the volume, from an earlier
                 # call, does not answer.
@@ -446,7 +446,7 @@ class VolumeCreator:
         if device_class.layout.is_thin:
             # Crash point: the thin pool exists without a volume; the next call uses the pool, or
             # the next start of Carver removes it.
-            self._pool_remover.empty(group, pool)
+            self._pool_remover.remove_zeroing_volume(group, pool)
             undo.callback(self._pool_remover.remove_if_empty, group.name, pool)
         allocator.create(lvm, group, New(name, size_bytes, own_tags, tuning.for_new()))
         undo.pop_all()

@@ -107,7 +107,7 @@ class VolumeDeleter:
                 volume = state.volume(volume_id)
                 self._pool_remover.remove(volume)
         if at_once:
-            self._pool_remover.after(volume, self._eraser.grace_seconds)
+            self._pool_remover.remove_after(volume, self._eraser.grace_seconds)
         elif not is_bare:
             # Crash point: before the volume has the tag `wiping`, the caller repeats the call;
             # afterwards the next start of Carver continues the deletion.

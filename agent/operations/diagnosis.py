@@ -86,12 +86,14 @@ class Reason(enum.Enum):
     DISK_NOT_RESPONDING = "DiskNotResponding", "", STORAGE_UNREACHABLE
     LVM_NOT_ANSWERING = "LvmNotAnswering", DEGRADED, STORAGE_UNREACHABLE
 
-    def __init__(self, word: str, of_volume: str, of_storage: str, access: str = "") -> None:
+    def __init__(
+        self, word: str, volume_status: str, storage_status: str, access: str = ""
+    ) -> None:
         self.word = word
-        self.of_volume = of_volume
-        self.of_storage = of_storage
+        self.volume_status = volume_status
+        self.storage_status = storage_status
         self.access = access
-        self.rank = _WORST_FIRST.index(of_volume or of_storage)
+        self.rank = _WORST_FIRST.index(volume_status or storage_status)
 
     def __str__(self) -> str:
         return self.word
@@ -153,7 +155,7 @@ def distinct(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
     return tuple(worst_first[:_MOST_CONDITIONS])
 
 
-def silent_condition(volume_group: VolumeGroup) -> Iterator[Condition]:
+def silent_group_conditions(volume_group: VolumeGroup) -> Iterator[Condition]:
     """Yield a health condition if a volume group has not answered for long; usually yield nothing.
 
     The condition concerns all volumes of the group. Volumes in use may work all the same, on disks
@@ -169,7 +171,7 @@ def silent_condition(volume_group: VolumeGroup) -> Iterator[Condition]:
         )
 
 
-def aged(conditions: Iterable[Condition], seen_seconds: float) -> Iterator[Condition]:
+def with_time(conditions: Iterable[Condition], seen_seconds: float) -> Iterator[Condition]:
     """Yield health conditions with `seen_seconds` set to this Unix time."""
     return (replace(condition, seen_seconds=seen_seconds) for condition in conditions)
 
@@ -266,10 +268,10 @@ class Diagnosis:
         `until_seconds` (monotonic), or for two seconds by default.
         """
         by_kernel = self._by_kernel(str(volume.id), volume, mounts, until_seconds)
-        reported = by_report(volume, has_status=by_kernel.has_status)
-        return distinct([*aged(reported, seen_seconds), *by_kernel.conditions])
+        reported = conditions_by_report(volume, has_status=by_kernel.has_status)
+        return distinct([*with_time(reported, seen_seconds), *by_kernel.conditions])
 
-    def by_kernel(self, volume_id: str) -> tuple[Condition, ...]:
+    def conditions_by_kernel(self, volume_id: str) -> tuple[Condition, ...]:
         """Return the health conditions that the kernel reports of a volume.
 
         The method is for a volume that no report has yet, or whose report is of no use.
@@ -342,7 +344,7 @@ class Diagnosis:
         # Assume, without a report, that the thin pool has room for all its volumes: only a report
         # says how large the volumes are.
         has_room = volume is None or has_all(volume.group, _pool_of(volume))
-        conditions = [*by_device_mapper(logical.name, status, has_room)]
+        conditions = [*conditions_by_device_mapper(logical.name, status, has_room)]
         device = self._activator.device(logical)
         if device is not None:
             conditions += self._of_device(logical, device, mounts)
@@ -415,7 +417,7 @@ def _pool_of(volume: Volume | None) -> str:
     return logical.pool if logical is not None else ""
 
 
-def by_report(volume: Volume, *, has_status: bool = False) -> Iterator[Condition]:
+def conditions_by_report(volume: Volume, *, has_status: bool = False) -> Iterator[Condition]:
     """Yield the health conditions of a volume and its snapshots that lvm2's report shows.
 
     With `has_status`, device-mapper reports on the volume, and the health status that lvm2 has from
@@ -491,7 +493,7 @@ def overflowed(snapshot: records.Snapshot) -> Condition:
 
 
 def _of_missing(volume: Volume, partial: str) -> Condition:
-    holder, reason = volume.on_disks, Reason.DISK_MISSING
+    holder, reason = volume.allocated_volume, Reason.DISK_MISSING
     if raid.level(holder.layout) is not None:
         reason = Reason.RAID_DEGRADED if volume.group.survives(holder) else Reason.RAID_FAILED
     missing_disks = [
@@ -525,7 +527,7 @@ def has_all(group: report.Group, pool: str) -> bool:
     return pool_usage.promised_bytes <= pool_usage.data_extents * group.extent_size_bytes
 
 
-def by_device_mapper(
+def conditions_by_device_mapper(
     name: str, statuses: Sequence[Status], has_all: bool = False
 ) -> Iterator[Condition]:
     """Yield the health conditions that device-mapper reports about an active volume.

@@ -257,7 +257,7 @@ class EncryptedDevices:
         return {key: text for key, text in present_tags.items() if key not in volume.own_tags}
 
     def _require_blank(self, volume: Volume, device: Device) -> None:
-        if luks.bears_any(self._kernel, device.path):
+        if luks.has_header_copy(self._kernel, device.path):
             raise errors.HeaderDamaged(str(volume.id), "there is a header that is not whole")
         contents = filesystem.probe_grown(self._kernel, device.path, volume.made_bytes)
         if contents is not None:

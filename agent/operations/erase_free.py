@@ -73,7 +73,7 @@ class GrowthZeroer:
         self._conflicts = context.conflicts
         self._conflicts.add(Work.GROWTH, self.jobs)
 
-    def take(self, volume: Volume, more_bytes: int, allocator: Allocator) -> tuple[str, ...]:
+    def take(self, volume: Volume, growth_bytes: int, allocator: Allocator) -> tuple[str, ...]:
         """Return free extents, already zeroed, for a volume to grow by.
 
         Call the method with the group's lock held and a report that was read under that lock, and
@@ -85,17 +85,17 @@ class GrowthZeroer:
         group, reservation = volume.group, records.reservation_name(volume.name)
         lvm = self._lvm(group.name)
         reserved = records.reservation(group, volume.name)
-        if reserved is not None and reserved.size_bytes != _taken_bytes(volume, more_bytes):
+        if reserved is not None and reserved.size_bytes != _taken_bytes(volume, growth_bytes):
             # Free the extents that an earlier call reserved for another size.
             self.require_none(volume)
             volumes.remove(lvm, group.name, reservation)
             reserved = None
         if reserved is None:
-            if more_bytes > (free_bytes := allocator.maximum_growth_bytes(volume)):
+            if growth_bytes > (free_bytes := allocator.maximum_growth_bytes(volume)):
                 raise errors.NoRoom(
-                    group.name, more_bytes, free_bytes, f"more {allocator.purpose(group)}"
+                    group.name, growth_bytes, free_bytes, f"more {allocator.purpose(group)}"
                 )
-            reserved = self._reserve(volume, more_bytes)
+            reserved = self._reserve(volume, growth_bytes)
         if reserved.uuid not in self._done:
             growth = _Growth(
                 key=str(volume.id),

@@ -234,7 +234,7 @@ class Expander:
         with `read_only`, stays as it is.
         """
         mounts = table.read(self._kernel)
-        device, mounted = self._volumes.anywhere(call, mounts)
+        device, mounted = self._volumes.find_mount(call, mounts)
         is_whole = True
         if device.below is not None:
             is_whole = self._encrypted.fill(call.volume_id, device, keys, if_possible=if_possible)
@@ -413,7 +413,11 @@ class Expander:
             group = volume.group.name
             with tag_writer.logging_refusals(str(volume.id), tag.REQUESTED):
                 volumes.mark(
-                    self._volume_groups.lvm(group), group, volume.name, old=old_tags, new=new_tags
+                    self._volume_groups.lvm(group),
+                    group,
+                    volume.name,
+                    old_tags=old_tags,
+                    new_tags=new_tags,
                 )
 
     def _record(self, volume: Volume, size_bytes: int, key: str = tag.WANTED) -> None:
@@ -425,7 +429,9 @@ class Expander:
         if new_tags and volume.own_tags.get(key) == new_tags[key]:
             return
         old_tags = {key: volume.own_tags[key] for key in _ON_RECORD if key in volume.own_tags}
-        volumes.mark(self._volume_groups.lvm(group), group, volume.name, old=old_tags, new=new_tags)
+        volumes.mark(
+            self._volume_groups.lvm(group), group, volume.name, old_tags=old_tags, new_tags=new_tags
+        )
         if new_tags:
             # Refresh the cached state, so that it has the new tag: staging of a raw block volume
             # decides by the cached state alone.

@@ -288,7 +288,7 @@ class GroupSnapshotter:
             tag.MEMBERS: str(len(sources)),
             tag.MEMBER_GROUPS: places,
             tag.ASKED: _size_text(call),
-            **call.about,
+            **call.object_tags,
         }
         remaining_seconds = command.remaining_seconds()
         limit_seconds = min(
@@ -325,7 +325,7 @@ class GroupSnapshotter:
         """
         lacking = [snapshot for snapshot in members if tag.COMMITTED not in snapshot.own_tags]
         if lacking:
-            self._mark(lacking, new={tag.COMMITTED: "yes"})
+            self._mark(lacking, new_tags={tag.COMMITTED: "yes"})
 
     def _mark(self, members: list[Snapshot], **change: Mapping[str, str]) -> None:
         """Change tags of several snapshots, by one command for each volume group.
@@ -435,16 +435,19 @@ class GroupSnapshotter:
         return self._groups([id_group], lambda report: report.members(group_snapshot_id))
 
     def _groups(
-        self, group_names: Iterable[str], find: Callable[[EveryGroup], list[Snapshot]]
+        self, group_names: Iterable[str], find_members: Callable[[EveryGroup], list[Snapshot]]
     ) -> Set[str]:
         """Return the named volume groups, and all others that have snapshots of a group snapshot.
 
-        `find` returns the snapshots of the group snapshot in all volume groups that were read. Each
-        round reads the volume groups that the snapshots' tags name, until no group is added.
+        `find_members` returns the snapshots of the group snapshot in all volume groups that were
+        read. Each round reads the volume groups that the snapshots' tags name, until no group is
+        added.
         """
         groups, fresh = frozenset(group_names), self._reports.fresh
         while (
-            more_groups := self._member_groups(find(self._reports.every_group(fresh(*groups))))
+            more_groups := self._member_groups(
+                find_members(self._reports.every_group(fresh(*groups)))
+            )
             - groups
         ):
             groups |= more_groups
@@ -528,7 +531,7 @@ class GroupSnapshotter:
             # the tag, the remaining snapshots count as an incomplete group snapshot, which the next
             # start of Carver removes.
             with self._volume_groups.hold(*(snapshot.group.name for snapshot in members)):
-                self._mark(members, old={tag.COMMITTED: "yes"})
+                self._mark(members, old_tags={tag.COMMITTED: "yes"})
         # Delete the snapshots in the volume group that the id names last: if these were deleted
         # first, a call with the id would not find the other snapshots.
         id_group = group_snapshot_id.partition("@")[0]

@@ -165,14 +165,14 @@ class InlineVolumes:
         )
         parameters = plan.with_defaults(call.parameters, [call.capability], device_class)
         self._stager.check_keys(call.volume_id, parameters, call.keys)
-        about = {**parameters.about, tag.EPHEMERAL: "true"}
+        about = {**parameters.object_tags, tag.EPHEMERAL: "true"}
         if tags.fits(tag.TARGET, target_path):
             about[tag.TARGET] = target_path
         request = CreateVolume(
             name=call.volume_id,
             size=SizeRange(call.size_bytes),
             capabilities=(call.capability,),
-            parameters=replace(call.parameters, about=about),
+            parameters=replace(call.parameters, object_tags=about),
             topology=Topology(),
             tuning=call.parameters.tuning,
             is_ephemeral=True,

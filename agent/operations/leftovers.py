@@ -47,7 +47,7 @@ class Leftovers:
             all_groups = self._every(device_class.group)
             logical_volumes = _callers(all_groups.groups.values())
             is_there = any(logical.name == name for logical in logical_volumes)
-            return is_there or bool(self._volume_groups.why_unsure(all_groups.silent, name))
+            return is_there or bool(self._volume_groups.reason_unsure(all_groups.silent, name))
 
         with _unfinished(f"volume {call.name!r}", codes.ends_create_volume, left):
             yield

@@ -24,7 +24,7 @@ _NO_ANSWER = (
 
 
 @dataclass(frozen=True)
-class Here(Generic[T]):
+class NodeListing(Generic[T]):
     """Volumes or snapshots of the readable volume groups, and why other groups could not be read.
 
     `entries` are sorted by id. `away` has the reason for each unreadable group, by the group's
@@ -55,23 +55,23 @@ class Listing:
             all_groups.group(name)
         return requests.part({str(volume.id): volume for volume in all_groups.listed()}, page)
 
-    def volumes(self) -> Here[Volume]:
+    def volumes(self) -> NodeListing[Volume]:
         """Return the volumes of all readable volume groups, and why others cannot be read.
 
         Raises TooManyCalls if too many calls run, and Starting before the end of the start.
         """
         all_groups, away = self._look()
         volumes = all_groups.listed()
-        return Here(tuple(sorted(volumes, key=lambda volume: str(volume.id))), away)
+        return NodeListing(tuple(sorted(volumes, key=lambda volume: str(volume.id))), away)
 
-    def snapshots(self) -> Here[Snapshot]:
+    def snapshots(self) -> NodeListing[Snapshot]:
         """Return the snapshots of all readable volume groups, and why others cannot be read.
 
         Raises TooManyCalls if too many calls run, and Starting before the end of the start.
         """
         all_groups, away = self._look()
         snapshots = self._reports.listed_snapshots(all_groups)
-        return Here(tuple(sorted(snapshots, key=lambda snapshot: str(snapshot.id))), away)
+        return NodeListing(tuple(sorted(snapshots, key=lambda snapshot: str(snapshot.id))), away)
 
     def _look(self) -> tuple[EveryGroup, Mapping[str, str]]:
         """Return the volume groups that can be read, and why the other groups cannot be read.

@@ -42,13 +42,13 @@ class NodeVolumes:
         self._configuration = context.configuration
 
     @property
-    def inside(self) -> Sequence[str]:
+    def kubelet_directories(self) -> Sequence[str]:
         """The directories in which kubelet may have volumes mounted."""
         return self._configuration.now.kubelet_dir
 
-    def place(self, path: str) -> str:
+    def resolve(self, path: str) -> str:
         """Return a request's path, resolved; raise BadPath if it is outside kubelet's directory."""
-        return target.resolve(self._kernel, path, self.inside)
+        return target.resolve(self._kernel, path, self.kubelet_directories)
 
     def device(self, volume_id: str) -> Device | None:
         """Return the device of a volume that CreateVolume made; None if the volume is inactive.
@@ -80,10 +80,10 @@ class NodeVolumes:
 
         The volume may be mounted at the path of the call or at another path.
         """
-        device, _ = self.anywhere(call, table.read(self._kernel))
+        device, _ = self.find_mount(call, table.read(self._kernel))
         return filesystem_health.device_size_bytes(self._kernel, device.path)
 
-    def anywhere(self, call: VolumePath, mount_table: table.Table) -> tuple[Device, table.Mount]:
+    def find_mount(self, call: VolumePath, mount_table: table.Table) -> tuple[Device, table.Mount]:
         """Return a volume's device, and its mount at the path of the call, or else any other mount.
 
         The method is for the growth of volumes. For a raw block volume in several pods, kubelet
@@ -116,7 +116,7 @@ class NodeVolumes:
         else:
             device = self.device(call.volume_id)
         try:
-            mounted = mount_table.top(self.place(call.path))
+            mounted = mount_table.top(self.resolve(call.path))
         except mount_errors.BadPath:
             mounted = None
         if device is not None and mounted is not None:

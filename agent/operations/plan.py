@@ -203,7 +203,7 @@ def _planned(
         else MOUNT,
         tag.CAPABILITIES: _capabilities(call),
         **parameters.own_tags(),
-        **parameters.about,
+        **parameters.object_tags,
         **records.requested(call.size.required_bytes, size, header_bytes),
     }
     if header_bytes:
@@ -345,13 +345,13 @@ def differing(volume: Volume, parameters: Parameters) -> Iterator[tuple[str, str
     requested = parameters.own_tags()
     present = {key: own_tags.get(key, "") for key in requested}
     for row in STORAGE_CLASS:
-        if row.part and row.tag == tag.LAYOUT and row.key in parameters.given:
-            requested[row.key] = str(parameters.given[row.key])
+        if row.field_name and row.tag == tag.LAYOUT and row.key in parameters.parsed:
+            requested[row.key] = str(parameters.parsed[row.key])
             # Compare with the layout that the volume was created with; an operator may have
             # converted the volume since.
             shape = layout.Layout.parse(own_tags.get(tag.LAYOUT, "")) or volume.layout
-            present[row.key] = str(getattr(shape, row.part))
-    if (size := parameters.given.get(CACHE_SIZE)) is not None:
+            present[row.key] = str(getattr(shape, row.field_name))
+    if (size := parameters.parsed.get(CACHE_SIZE)) is not None:
         present[CACHE_SIZE] = own_tags.get(tag.CACHE, "") or "no cache"
         cache, extent = Cache.parse(present[CACHE_SIZE]), volume.group.extent_size_bytes
         requested_cache = None if cache is None else replace(cache, size=size)

@@ -101,14 +101,14 @@ class Node:
 Check = Callable[[Node], Iterator[Seen]]
 
 
-def everything(node: Node) -> Sequence[Finding]:
+def all_findings(node: Node) -> Sequence[Finding]:
     """Run all checks of the node, each after the checks that it depends on; return the findings."""
     return tuple(
         finding for name, check in CHECKS.items() for finding in _findings(name, check, node)
     )
 
 
-def cheap(node: Node) -> Sequence[Finding]:
+def quick_findings(node: Node) -> Sequence[Finding]:
     """Run the checks that start no process and read no report; return the findings.
 
     The function is for frequent callers, such as the RPC Probe.
@@ -472,7 +472,7 @@ def _erasing(node: Node, group: Group) -> Iterator[Seen]:
     ways = dict[str, list[str]]()
     for disk in group.disks:
         try:
-            way, objection = erase_policy.way_on(node.settings, node.kernel, disk.name)
+            way, objection = erase_policy.zeroing_method(node.settings, node.kernel, disk.name)
         except OSError:
             # Skip a disk that cannot be read, such as a missing one.
             continue

@@ -57,8 +57,8 @@ class Publisher:
         """
         call = replace(
             call,
-            staging_path=self._volumes.place(call.staging_path),
-            target_path=self._volumes.place(call.target_path),
+            staging_path=self._volumes.resolve(call.staging_path),
+            target_path=self._volumes.resolve(call.target_path),
         )
         device = self._volumes.device(call.volume_id)
         if call.capability.is_block:
@@ -165,7 +165,9 @@ class Publisher:
         """Raise VolumeInUse for a second target, unless the access mode allows several targets."""
         if call.capability.is_shared:
             return
-        targets = set(users.targets(self._kernel, mount_table, device, self._volumes.inside))
+        targets = set(
+            users.targets(self._kernel, mount_table, device, self._volumes.kubelet_directories)
+        )
         if other_targets := targets - {call.staging_path, call.target_path}:
             raise errors.VolumeInUse(
                 call.volume_id,
@@ -175,7 +177,7 @@ class Publisher:
 
     def unpublish(self, call: VolumePath) -> None:
         """Unmount and remove the target path of a volume; a missing path is no error."""
-        call = replace(call, path=self._volumes.place(call.path))
+        call = replace(call, path=self._volumes.resolve(call.path))
         with self._limiter.leaving(
             backing.of_id(call.volume_id), is_last=ids.is_inline(call.volume_id)
         ):

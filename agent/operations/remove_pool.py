@@ -85,10 +85,10 @@ class PoolRemover:
         try:
             volumes.remove(self._lvm(group), group, thin_volume.name)
         except mount_errors.CommandError:
-            self.after(thin_volume, wait_seconds=0)
+            self.remove_after(thin_volume, wait_seconds=0)
             raise
 
-    def after(self, removed_volume: Volume | Snapshot, wait_seconds: float) -> None:
+    def remove_after(self, removed_volume: Volume | Snapshot, wait_seconds: float) -> None:
         """Remove the thin pool of a removed volume if the volume was the last one in the pool.
 
         Waits up to `wait_seconds` for the job that removes the pool. The caller held the group's
@@ -131,7 +131,7 @@ class PoolRemover:
         return job.ended
 
     @contextmanager
-    def kept(self, group: str, pool: str) -> Iterator[None]:
+    def keep_pool(self, group: str, pool: str) -> Iterator[None]:
         """Keep a thin pool within the `with`: no job zeroes it, so that a volume can be created.
 
         To be entered without the group's lock. Raises Stopping if the job of the pool takes longer
@@ -158,7 +158,7 @@ class PoolRemover:
             return create()
         except PoolBeingZeroed:
             pass
-        with self.kept(group, pool):
+        with self.keep_pool(group, pool):
             return create()
 
     def require_kept(self, group: str, pool: str) -> None:
@@ -166,11 +166,11 @@ class PoolRemover:
         if self.jobs.has(f"{group}/{pool}"):
             raise PoolBeingZeroed(pool)
 
-    def empty(self, group: report.Group, pool: str) -> None:
+    def remove_zeroing_volume(self, group: report.Group, pool: str) -> None:
         """Remove the volume that zeroes a thin pool, if it exists, so that a new volume has room.
 
-        The caller keeps the pool by `kept`, holds the group's lock, and read the report under that
-        lock.
+        The caller keeps the pool by `keep_pool`, holds the group's lock, and read the report under
+        that lock.
         """
         for volume in group.in_pool(pool):
             if _is_zeroing_volume(volume):
@@ -303,8 +303,8 @@ class PoolRemover:
         def writing() -> AbstractContextManager[object]:
             return self._kernel.opened(thin_path) if thin_path else nullcontext()
 
-        def zero(offset: int, length: int, way: By) -> None:
-            self._kernel.zero_out(device, offset, length, allow_in_use=is_held, method=way)
+        def zero(offset: int, length: int, method: By) -> None:
+            self._kernel.zero_out(device, offset, length, allow_in_use=is_held, method=method)
             # Flush the device; on a thin volume this also commits the pool's mapping of the zeroed
             # chunks.
             self._kernel.flush(device)
@@ -315,8 +315,8 @@ class PoolRemover:
             size_bytes,
             purpose=Purpose.DELETED,
             is_held=is_held,
-            zero=zero,
-            within=writing,
+            zero_piece=zero,
+            piece_context=writing,
         )
 
 

@@ -287,7 +287,7 @@ class Replacement:
             if filled and not (group.moves or is_first):
                 # Remove the tag `filled`, which says how full the new disk was to become: a move
                 # was aborted, and may have left data on the new disk.
-                groups.mark(lvm, group.name, old=filled)
+                groups.mark(lvm, group.name, old_tags=filled)
             elapsed_seconds = time.monotonic() - self._watched.get(old_disk.uuid, -_WATCH_SECONDS)
             if not group.moves or elapsed_seconds >= _WATCH_SECONDS:
                 groups.move(lvm, old_disk.name, new_disk.name)
@@ -303,7 +303,7 @@ class Replacement:
             # free extents are as clean as before.
             erase_deleted.unmark_disk(lvm, group, new_disk.uuid, filled)
         elif filled:
-            groups.mark(lvm, group.name, old=filled)
+            groups.mark(lvm, group.name, old_tags=filled)
         groups.reduce(lvm, group.name, old_disk.name)
         self._volume_groups.outdate()
         return self._settled(self._look(group.name))

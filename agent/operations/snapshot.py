@@ -18,7 +18,7 @@ from agent.requests import requests
 from agent.requests.requests import CreateSnapshot, ListPage, ListSnapshots
 from agent.settings.classes import SNAPSHOT_SIZE
 from agent.volumes import backing, records, users, volume_states
-from agent.volumes.allocation import closed_to_new, full
+from agent.volumes.allocation import full, reason_closed_to_new
 from agent.volumes.context import Context
 from agent.volumes.records import Snapshot, Volume
 from agent.volumes.report_age import Known
@@ -89,7 +89,7 @@ class Snapshotter:
             self.make_room(volume)
             # Crash point: a COW store with these tags and without an origin is left; the next call
             # or the next start of Carver erases the COW store as a deleted snapshot.
-            return self.take(name, volume, {tag.NAME: call.name, **call.about}, call.size)
+            return self.take(name, volume, {tag.NAME: call.name, **call.object_tags}, call.size)
 
     def take(
         self,
@@ -201,8 +201,10 @@ class Snapshotter:
                 SNAPSHOT_SIZE if device_class is None else device_class.snapshot_size
             )
             needed_bytes = layout.copy_on_write_bytes(volume.size_bytes, store_size, group)
-            closed = closed_to_new(group) or full(group, 1 + further_count)
-            free_bytes = 0 if closed else self._allocators.beside_bytes(Room(group), class_name)
+            closed = reason_closed_to_new(group) or full(group, 1 + further_count)
+            free_bytes = (
+                0 if closed else self._allocators.available_cow_bytes(Room(group), class_name)
+            )
             purpose = f"for a snapshot of {volume.name} {closed}".rstrip()
         free_bytes = max(0, free_bytes - further_bytes)
         if needed_bytes > free_bytes:
@@ -301,7 +303,7 @@ class Snapshotter:
         if self._is_deferred(snapshot):
             self._eraser.finish(records.remains_of(snapshot, is_split=False))
         elif snapshot.is_thin:
-            self._pool_remover.after(snapshot, self._eraser.grace_seconds)
+            self._pool_remover.remove_after(snapshot, self._eraser.grace_seconds)
         elif self._eraser.policy.erases(snapshot):
             self._eraser.finish(records.remains_of(snapshot))
 

@@ -81,7 +81,7 @@ class Stager:
         tag that records mkfs is written after the response. A volume that is smaller than its tag
         `wanted` says grows first. A raw block volume is activated and opened only.
         """
-        call = replace(call, staging_path=self._volumes.place(call.staging_path))
+        call = replace(call, staging_path=self._volumes.resolve(call.staging_path))
         device = self._volumes.device(call.volume_id)
         if call.capability.is_block:
             self._ensure_open(call, device)
@@ -133,12 +133,12 @@ class Stager:
         self,
         call: StageVolume,
         device: Device | None,
-        find: Callable[[], Volume],
+        find_volume: Callable[[], Volume],
         mount_table: table.Table,
     ) -> None:
         """Find or create a volume, activate, open, format and mount it, and grow its file system.
 
-        `find` is called for the volume only if the volume is not mounted at the staging path
+        `find_volume` is called for the volume only if the volume is not mounted at the staging path
         according to `mount_table`; no command runs if the volume is mounted there.
         """
         volume: Volume | None
@@ -146,7 +146,7 @@ class Stager:
             device is None
             or (mounted := mount_table.top_of(call.staging_path, device.number)) is None
         ):
-            volume = self._mounted(call, find())
+            volume = self._mounted(call, find_volume())
         else:
             volume = self._reports.cached(call.volume_id)
             fs_type = call.capability.fs_type or call.parameters.fs_type or mounted.fs_type
@@ -450,7 +450,7 @@ class Stager:
 
         An encrypted volume is closed by one command, unless it is still published.
         """
-        path, logical = self._volumes.place(call.path), backing.of_id(call.volume_id)
+        path, logical = self._volumes.resolve(call.path), backing.of_id(call.volume_id)
         with self._limiter.leaving(logical, is_last=True):
             self._volumes.ensure_unmounted(replace(call, path=path))
         cached_volume = self._reports.cached(call.volume_id)

@@ -17,7 +17,7 @@ def refusal(volume: Volume, call: ValidateVolume) -> str:
         return str(error)
     formatted = volume.own_tags.get(tag.FORMATTED)
     for capability in call.capabilities:
-        if why := unfit(volume, capability):
+        if why := reason_unfit(volume, capability):
             return why
         if capability.is_block:
             continue
@@ -28,7 +28,7 @@ def refusal(volume: Volume, call: ValidateVolume) -> str:
     return ""
 
 
-def unfit(volume: Volume, capability: Capability) -> str:
+def reason_unfit(volume: Volume, capability: Capability) -> str:
     """Return why a volume's contents rule out a capability for good; empty if the volume fits it.
 
     The contents are either raw blocks or a file system of one type, and neither ever changes.

@@ -118,7 +118,7 @@ class VolumesHealth:
         begin_states({*silent, *unread})()
         unknown = [group for group in unread if group.status == "unknown"]
         if unknown and len(unknown) == len(self._volume_groups.names):
-            raise unknown[0].silence
+            raise unknown[0].silence_error
         entries: list[tuple[str, VolumeGroup, Volume | None]] = [
             (str(volume.id), volume_group, volume)
             for volume_group in self._volume_groups
@@ -140,7 +140,7 @@ class VolumesHealth:
         mounts, deadline = self._diagnosis.mounts(), time.monotonic() + diagnosis.PATIENCE_SECONDS
         for volume_id, volume_group, volume in reported_volumes:
             if volume is None:
-                conditions = [*diagnosis.silent_condition(volume_group)]
+                conditions = [*diagnosis.silent_group_conditions(volume_group)]
             else:
                 group_conditions = _away(volume_group)
                 conditions = [
@@ -229,7 +229,7 @@ class VolumesHealth:
         logical = backing.of_id(volume_id) if volume is None else volume.backing
         if self._activator.device(logical) is not None:
             if volume is None:
-                return VolumeHealth(volume_id, self._diagnosis.by_kernel(volume_id))
+                return VolumeHealth(volume_id, self._diagnosis.conditions_by_kernel(volume_id))
         elif volume is None or self._group_of(volume).is_changed:
             volume = self._found_anywhere(volume_id)
         return VolumeHealth(volume_id, self._conditions(self._group_of(volume), volume))
@@ -264,15 +264,15 @@ class VolumesHealth:
         conditions = self._diagnosis.of(
             volume, mounts, seen_seconds=volume_group.last_seen_seconds, until_seconds=until_seconds
         )
-        return diagnosis.distinct([*conditions, *diagnosis.silent_condition(volume_group)])
+        return diagnosis.distinct([*conditions, *diagnosis.silent_group_conditions(volume_group)])
 
     def _by_kernel(self, volume_group: VolumeGroup, volume_id: str) -> tuple[Condition, ...]:
         """Return the health conditions that the kernel shows of a volume that no report has.
 
         The condition of a volume group that does not answer is added.
         """
-        conditions = self._diagnosis.by_kernel(volume_id)
-        return diagnosis.distinct([*conditions, *diagnosis.silent_condition(volume_group)])
+        conditions = self._diagnosis.conditions_by_kernel(volume_id)
+        return diagnosis.distinct([*conditions, *diagnosis.silent_group_conditions(volume_group)])
 
     def _reported(self, group: Group, volume_id: str) -> Volume | None:
         """Return a volume as a report of its volume group shows it; None if there is none.
@@ -323,7 +323,7 @@ class VolumesHealth:
         locks.enter(volume_group.name)
         begin_states([volume_group])()
         if volume_group.status == "unknown":
-            raise volume_group.silence
+            raise volume_group.silence_error
 
 
 def _away(volume_group: VolumeGroup) -> tuple[Condition, ...]:

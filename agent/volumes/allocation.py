@@ -107,7 +107,7 @@ def closed(room: Room) -> str:
     )
 
 
-def closed_to_new(group: report.Group) -> str:
+def reason_closed_to_new(group: report.Group) -> str:
     """Return why no volume can be created or expanded in a volume group now; empty if it can.
 
     Beside the reasons of `closed`, the reason is a metadata area that is nearly full. Thin pools
@@ -165,7 +165,7 @@ class ThickAllocator:
 
     def maximum_bytes(self, group: report.Group) -> int:
         """Return the size of the largest volume that can be created in a volume group, in bytes."""
-        if closed_to_new(group) or self.full(group):
+        if reason_closed_to_new(group) or self.full(group):
             return 0
         return layout.maximum_bytes(self.room(group), self.layout)
 
@@ -188,13 +188,13 @@ class ThickAllocator:
         that it has.
         """
         group, logical = volume.group, volume.group.volume(volume.name)
-        if closed_to_new(group):
+        if reason_closed_to_new(group):
             return 0
         return layout.maximum_growth_bytes(self.room(group), logical, self.layout)
 
     def purpose(self, group: report.Group) -> str:
         """Return a text for error messages: the layout, and the disks that it needs."""
-        if why := closed_to_new(group):
+        if why := reason_closed_to_new(group):
             return why
         room = self.room(group)
         disks = sum(1 for disk in room.slow if room.free_on(disk))
@@ -238,7 +238,7 @@ class Cached(ThickAllocator):
 
         The volume needs free extents on the slow disks, its cache on the fast disks.
         """
-        if closed_to_new(group) or self.full(group):
+        if reason_closed_to_new(group) or self.full(group):
             return 0
         return caches.maximum_bytes(self.room(group), self.cache)
 
@@ -251,7 +251,7 @@ class Cached(ThickAllocator):
 
     def purpose(self, group: report.Group) -> str:
         """Return a text for error messages: the cache, and the free space of the fast disks."""
-        if why := closed_to_new(group):
+        if why := reason_closed_to_new(group):
             return why
         fast_bytes = Room(group).fast_extents * group.extent_size_bytes
         return (
@@ -425,7 +425,7 @@ class ThinAllocator:
         if more_extents:
             disks = room.anywhere()
             thin.extend_metadata(
-                lvm, group.name, pool.name, by_bytes=more_extents * extent, disks=disks
+                lvm, group.name, pool.name, added_bytes=more_extents * extent, disks=disks
             )
         return more_extents * extent
 
@@ -471,7 +471,7 @@ class ThinAllocator:
 
     def _refusal(self, group: report.Group) -> str:
         """Return why the pool, or its volume group, takes no new volume now; empty if it does."""
-        if why := closed_to_new(group):
+        if why := reason_closed_to_new(group):
             return why
         pool = self.pool(group)
         existing = group.volumes.get(pool.name)
@@ -512,7 +512,9 @@ class CachedThin(ThinAllocator):
 
         The second is returned if the fast disks have too little room for the pool's cache.
         """
-        if closed_to_new(group) or caches.has_room(group, pool_name(self.device_class), self.cache):
+        if reason_closed_to_new(group) or caches.has_room(
+            group, pool_name(self.device_class), self.cache
+        ):
             return super().purpose(group)
         wanted_extents, free_extents = self.cache.of_pool(group), Room(group).fast_extents
         return (
@@ -536,7 +538,7 @@ class CachedThin(ThinAllocator):
         own_tags, new_tags = pool.own_tags, self._cache_tags(group)
         old_tags = {key: own_tags[key] for key in new_tags if key in own_tags}
         if old_tags != new_tags:
-            volumes.mark(lvm, group.name, pool.name, old=old_tags, new=new_tags)
+            volumes.mark(lvm, group.name, pool.name, old_tags=old_tags, new_tags=new_tags)
 
     def _cache_tags(self, group: report.Group) -> Mapping[str, str]:
         """Return the tag that describes the pool's cache, with the size that it will have."""
@@ -664,7 +666,7 @@ class Allocators:
             self._activator,
         )
 
-    def beside_bytes(self, room: Room, device_class: str) -> int:
+    def available_cow_bytes(self, room: Room, device_class: str) -> int:
         """Return how many bytes are available for the COW stores of a device class's snapshots.
 
         The class's reserve, and the extents that pools have promised, are not available. 0 if

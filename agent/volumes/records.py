@@ -119,7 +119,7 @@ class Volume:
         return requested_bytes(self.own_tags, self.size_bytes) or self.capacity_bytes
 
     @property
-    def on_disks(self) -> report.LogicalVolume:
+    def allocated_volume(self) -> report.LogicalVolume:
         """Logical volume whose extents hold the volume's data: its own, or its thin pool."""
         return _lies_on(self.group, self.group.volume(self.name))
 
@@ -439,7 +439,7 @@ class MadeByNewerVersion(Generic[_Record]):
         return errors.TagsDamaged(str(self.shown.id), self.faults)
 
 
-def to_use(record: _Record | MadeByNewerVersion[_Record]) -> _Record:
+def require_usable(record: _Record | MadeByNewerVersion[_Record]) -> _Record:
     """Return the record of a volume or snapshot that may be used.
 
     Raises NeedsOther or TagsDamaged for one that this version of Carver must not use.
@@ -477,7 +477,7 @@ def faults(logical: report.LogicalVolume) -> frozenset[str]:
     # Search for keys with several values only if there are more tags than keys of Carver's. This
     # saves time, since most volumes have no tags of other programs.
     if len(logical.tags) > len(own_tags):
-        doubled = {f"`{key}` twice" for key in tags.doubled(logical.tags) & _DECIDING}
+        doubled = {f"`{key}` twice" for key in tags.ambiguous_keys(logical.tags) & _DECIDING}
     return frozenset({*doubled, *volume_states.faults(own_tags)})
 
 
@@ -646,7 +646,7 @@ def named(group: report.Group, name: str, prefix: str = ids.VOLUME_PREFIX) -> Vo
     """
     logical = group.volumes.get(names.logical_volume(prefix, name))
     record = None if logical is None else volume(group, logical)
-    return None if record is None else to_use(record)
+    return None if record is None else require_usable(record)
 
 
 def remains(

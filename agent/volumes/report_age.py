@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from agent.core import errors, ids, tag
 from agent.core.ids import VolumeId
 from agent.volumes import records, volume_states
-from agent.volumes.records import MadeByNewerVersion, Snapshot, Volume, to_use
+from agent.volumes.records import MadeByNewerVersion, Snapshot, Volume, require_usable
 from agent.volumes.volume_states import Call, EndedBy
 from lvm import names, report
 
@@ -112,7 +112,7 @@ class Current(Contents):
         volume = None if location is None else records.volume(*location)
         if volume is None:
             raise errors.NoSuchVolume(volume_id)
-        return to_use(volume)
+        return require_usable(volume)
 
     def usable(self, volume_id: str, call: Call) -> Volume:
         """Return the volume with an id, if its state lets a call use the volume.
@@ -132,7 +132,7 @@ class Current(Contents):
         """
         location = self._find(snapshot_id)
         record = None if location is None else records.snapshot(*location)
-        snapshot = None if record is None else to_use(record)
+        snapshot = None if record is None else require_usable(record)
         if snapshot is None or snapshot.is_bridge:
             raise errors.NoSuchSnapshot(snapshot_id)
         return snapshot
@@ -142,7 +142,10 @@ class Current(Contents):
 
         Raises NeedsOther or TagsDamaged if this version must not use one of the snapshots.
         """
-        return [to_use(snapshot) for snapshot in self.group_snapshots().get(group_snapshot_id, ())]
+        return [
+            require_usable(snapshot)
+            for snapshot in self.group_snapshots().get(group_snapshot_id, ())
+        ]
 
     def doomed(self) -> Iterator[Volume]:
         """Yield the volumes that are recorded as deleted and have yet to be erased.
@@ -165,7 +168,7 @@ class Current(Contents):
         record = (
             None if location is None else records.volume(*location) or records.remains(*location)
         )
-        volume = None if record is None else to_use(record)
+        volume = None if record is None else require_usable(record)
         if volume is None or not volume.is_doomed:
             raise errors.NoSuchVolume(identity)
         return volume

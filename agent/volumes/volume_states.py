@@ -455,4 +455,4 @@ def hand_over(lvm: Lvm, group: str, name: str, own_tags: Mapping[str, str], ende
     tags of the logical volume.
     """
     old_tags = {tag.STATE: str(by_tag(own_tags))}
-    volumes.mark(lvm, group, name, old=old_tags, new=tags_for(ender))
+    volumes.mark(lvm, group, name, old_tags=old_tags, new_tags=tags_for(ender))

@@ -185,7 +185,9 @@ class Reservations:
             # again.
             self._devices.release_metadata(group, pool)
             with self._volume_groups.hold(group):
-                volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
+                volumes.mark(
+                    self._volume_groups.lvm(group), group, pool, old_tags=_RESERVED, new_tags={}
+                )
 
     @staticmethod
     def _changed(pool_readers: MetadataReaders, readers: int) -> None:
@@ -207,11 +209,15 @@ class Reservations:
                 self._release(group, pool)
             elif self._has(group, pool):
                 raise errors.MetadataReserved(group, pool)
-            volumes.mark(self._volume_groups.lvm(group), group, pool, old={}, new=_RESERVED)
+            volumes.mark(
+                self._volume_groups.lvm(group), group, pool, old_tags={}, new_tags=_RESERVED
+            )
             try:
                 self._devices.reserve_metadata(group, pool)
             except OSError as error:
-                volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
+                volumes.mark(
+                    self._volume_groups.lvm(group), group, pool, old_tags=_RESERVED, new_tags={}
+                )
                 if error.errno == errno.EBUSY:
                     raise errors.MetadataReserved(group, pool) from error
                 raise
@@ -223,7 +229,7 @@ class Reservations:
         """
         if self._has(group, pool):
             self._devices.release_metadata(group, pool)
-        volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
+        volumes.mark(self._volume_groups.lvm(group), group, pool, old_tags=_RESERVED, new_tags={})
 
     def _has(self, group: str, pool: str) -> bool:
         """Return whether a thin pool has a metadata snapshot; the pool must be active."""
@@ -372,7 +378,7 @@ class Activations:
         group, name = snapshot.group.name, snapshot.name
         is_own = tag.ACTIVATED in snapshot.own_tags
         if snapshot.is_thin and not is_own and not self._activator.is_active(group, name):
-            volumes.mark(self._volume_groups.lvm(group), group, name, old={}, new=_OWN)
+            volumes.mark(self._volume_groups.lvm(group), group, name, old_tags={}, new_tags=_OWN)
         return self._activator.activate_snapshot(snapshot)
 
     def _unread(self, fresh_report: Fresh) -> list[str]:
@@ -423,4 +429,4 @@ class Activations:
         """Remove the tag ACTIVATED from the snapshots in `names` that are inactive."""
         inactive = [(group, name) for name in names if not self._activator.is_active(group, name)]
         if inactive:
-            volumes.mark_all(self._volume_groups.lvm(group), inactive, old=_OWN)
+            volumes.mark_all(self._volume_groups.lvm(group), inactive, old_tags=_OWN)

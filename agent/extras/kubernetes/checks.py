@@ -16,7 +16,7 @@ _DISTRIBUTED = "--enable-distributed-snapshotting"
 _VERBS = ("get", "list", "watch")
 
 
-def everything(lists: Lists, objects: Objects) -> Sequence[Finding]:
+def all_findings(lists: Lists, objects: Objects) -> Sequence[Finding]:
     """Check what Carver needs in the cluster, and return the findings.
 
     Raises ClusterSilent, ClusterRefused if the API server refuses or does not answer.

@@ -95,13 +95,14 @@ class Place:
 class _State:
     """The objects of a rebinding as last read; None for an object that does not exist.
 
-    `old` and `new` are the PersistentVolumes. `namespace` and `name` are those of the claim.
+    `old_volume` and `new_volume` are the PersistentVolumes. `namespace` and `name` are those of the
+    claim.
     """
 
     namespace: str
     name: str
-    old: Object | None
-    new: Object | None
+    old_volume: Object | None
+    new_volume: Object | None
     claim: Object | None
 
     @property
@@ -117,12 +118,12 @@ class _State:
     @property
     def confirmed_state(self) -> object:
         """The UIDs and specs of the objects; if they change, the user's confirmation is void."""
-        objects = (self.old, self.new, self.claim)
+        objects = (self.old_volume, self.new_volume, self.claim)
         return [item and (item["metadata"]["uid"], item["spec"]) for item in objects]
 
-    def refused(self, why: str) -> errors.NotRebound:
+    def refused(self, reason: str) -> errors.NotRebound:
         """Return the error NotRebound, which says why the claim cannot be rebound."""
-        return errors.NotRebound(str(self), why)
+        return errors.NotRebound(str(self), reason)
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
@@ -130,13 +131,13 @@ class _State:
 
 @dataclass(frozen=True)
 class _Step:
-    """The next step of a rebinding: `what` is the question to the user, `act` the action.
+    """The next step of a rebinding: `question` is asked of the user, `action` takes the step.
 
-    If `what` is empty, the user is not asked, as the last confirmation includes this step.
+    If `question` is empty, the user is not asked, as the last confirmation includes this step.
     """
 
-    what: str
-    act: Callable[[], None]
+    question: str
+    action: Callable[[], None]
 
 
 class Rebinding:
@@ -158,7 +159,7 @@ class Rebinding:
         Raises NotConfirmed if the user declines a step.
         """
         state = self._take_steps(self._next, confirmed, report)
-        where = f"{_name(state.new or {})}, the volume on {self._place.node}"
+        where = f"{_name(state.new_volume or {})}, the volume on {self._place.node}"
         report(f"the claim {state} is bound to {where}")
 
     def undo(self, confirmed: Callable[[str], bool], report: Callable[[str], None]) -> None:
@@ -168,36 +169,36 @@ class Rebinding:
         the user declines a step.
         """
         state = self._take_steps(self._back, confirmed, report)
-        report(f"the claim {state} is as it was, of {_name(state.old or {})}")
+        report(f"the claim {state} is as it was, of {_name(state.old_volume or {})}")
 
     def _take_steps(
         self,
-        next_of: Callable[[_State], _Step | None],
+        next_step: Callable[[_State], _Step | None],
         confirmed: Callable[[str], bool],
         report: Callable[[str], None],
     ) -> _State:
-        """Take the steps that `next_of` returns, and return the final state.
+        """Take the steps that `next_step` returns, and return the final state.
 
-        `next_of` returns the next step in a state; None if no step is left. The user confirms each
-        step that has a question. Raises NotConfirmed if the user declines, NotRebound if the
+        `next_step` returns the next step in a state; None if no step is left. The user confirms
+        each step that has a question. Raises NotConfirmed if the user declines, NotRebound if the
         objects change while the user is asked.
         """
-        while (step := next_of(state := self._look())) is not None:
-            if step.what:
-                if not confirmed(f"In Kubernetes: {step.what}?"):
+        while (step := next_step(state := self._read_state())) is not None:
+            if step.question:
+                if not confirmed(f"In Kubernetes: {step.question}?"):
                     raise errors.NotConfirmed(str(state), "rebound any further")
                 # Read the objects again, as the user may have taken a while to confirm.
-                current = self._look()
+                current = self._read_state()
                 if current.confirmed_state != state.confirmed_state:
                     raise state.refused("its objects changed meanwhile: look, and call again")
-                step = next_of(current)
+                step = next_step(current)
                 if step is None:
                     continue
-                report(f"in Kubernetes: {step.what}")
-            step.act()
+                report(f"in Kubernetes: {step.question}")
+            step.action()
         return state
 
-    def _look(self) -> _State:
+    def _read_state(self) -> _State:
         volumes: dict[str, Object] = {}
         for volume in self._lists.whole(VOLUMES, f"{_VOLUME}List").items:
             handle = str(_at(volume, "spec", "csi", "volumeHandle"))
@@ -222,7 +223,7 @@ class Rebinding:
 
         Raises NotRebound if the objects do not allow a next step.
         """
-        old, new, claim = state.old, state.new, state.claim
+        old, new, claim = state.old_volume, state.new_volume, state.claim
         if new is not None:
             self._check_new(state, new)
             if _is_going(new):
@@ -246,7 +247,7 @@ class Rebinding:
         Raises NotRebound if the claim does not have the old PersistentVolume any more, or if the
         new PersistentVolume is not as a rebinding makes it.
         """
-        old, new, claim = state.old, state.new, state.claim
+        old, new, claim = state.old_volume, state.new_volume, state.claim
         if old is None or claim is None or state.claimed != _name(old):
             why = "it is the moved volume's already, or between both: go on with the move, and then"
             raise state.refused(f"{why} move the volume back from {self._place.node}")
@@ -262,24 +263,24 @@ class Rebinding:
 
     # Steps of a rebinding while the claim has the old PersistentVolume
 
-    def _before(self, state: _State, old: Object, claim: Object) -> _Step:
-        new = state.new
+    def _before(self, state: _State, old_volume: Object, claim: Object) -> _Step:
+        new = state.new_volume
         if _is_going(claim):
-            if new is None or _policy(old) != _RETAIN:
+            if new is None or _policy(old_volume) != _RETAIN:
                 raise state.refused("it is being deleted")
             return _Step("", partial(self._await_end, state, state.path, claim))
-        self._check_old(state, old, claim)
+        self._check_old(state, old_volume, claim)
         self._check_unused(state)
-        if (policy := _policy(old)) != _RETAIN:
-            question = f"have {_name(old)} kept whatever becomes of its claim"
-            return _Step(f"{question} (Retain, now {policy})", partial(self._retain, old))
-        expected = _volume_at(self._place, old, claim)
+        if (policy := _policy(old_volume)) != _RETAIN:
+            question = f"have {_name(old_volume)} kept whatever becomes of its claim"
+            return _Step(f"{question} (Retain, now {policy})", partial(self._retain, old_volume))
+        expected = _volume_at(self._place, old_volume, claim)
         if new is None:
             question = f"make {_VOLUME} {_name(expected)}, reserved for {state}, of the volume on"
             make = partial(self._objects.create, VOLUMES, expected)
             return _Step(f"{question} {self._place.node}", make)
         if not _is_alike(new, expected) or _policy(new) != _RETAIN:
-            why = f"{_name(new)} is not what would be made of {_name(old)} now"
+            why = f"{_name(new)} is not what would be made of {_name(old_volume)} now"
             raise state.refused(f"{why}: delete that, and call again")
         key = self._place.claim_key
         if _annotations(new).get(key) != (manifest := _annotations(expected)[key]):
@@ -290,16 +291,16 @@ class Rebinding:
         # keeps the claim's manifest.
         return self._deletion(question, state.path, claim)
 
-    def _check_old(self, state: _State, old: Object, claim: Object) -> None:
-        name, key = _name(old), self._place.topology_key
-        if _at(old, "spec", "claimRef", "uid") != claim["metadata"]["uid"]:
+    def _check_old(self, state: _State, old_volume: Object, claim: Object) -> None:
+        name, key = _name(old_volume), self._place.topology_key
+        if _at(old_volume, "spec", "claimRef", "uid") != claim["metadata"]["uid"]:
             raise state.refused(f"{name} is of another claim of that name")
-        if _is_going(old):
+        if _is_going(old_volume):
             raise state.refused(f"{name} is being deleted")
         owners = _at(claim, "metadata", "ownerReferences") or ()
         if any(owner.get("kind") == "Pod" for owner in owners):
             raise state.refused("it is its pod's, and goes with it")
-        if list(_wanted_labels(old)) != [key]:
+        if list(_wanted_labels(old_volume)) != [key]:
             raise state.refused(f"{name} is not for a node by {key} alone; rebind it by hand")
         nodes = self._lists.whole(NODES, "NodeList").items
         segment = self._place.segment
@@ -316,25 +317,25 @@ class Rebinding:
             if _at(pod, "spec", "nodeName") and state.name in claims_of(pod):
                 raise state.refused(f"the pod {_name(pod)} uses it; stop that")
 
-    def _retain(self, old: Object) -> None:
-        annotations = {self._place.policy_key: _policy(old)}
+    def _retain(self, old_volume: Object) -> None:
+        annotations = {self._place.policy_key: _policy(old_volume)}
         change = {"spec": {"persistentVolumeReclaimPolicy": _RETAIN}}
-        self._change(old, {**change, "metadata": {"annotations": annotations}})
+        self._change(old_volume, {**change, "metadata": {"annotations": annotations}})
 
     # Steps of a rebinding while there is no claim, or the claim has the new PersistentVolume
 
-    def _check_new(self, state: _State, new: Object) -> None:
-        name = _name(new)
-        reference = _at(new, "spec", "claimRef") or {}
+    def _check_new(self, state: _State, new_volume: Object) -> None:
+        name = _name(new_volume)
+        reference = _at(new_volume, "spec", "claimRef") or {}
         if (reference.get("namespace"), reference.get("name")) != (state.namespace, state.name):
             raise state.refused(f"{name} is for another claim")
-        if _at(new, "spec", "nodeAffinity") != self._place.affinity:
+        if _at(new_volume, "spec", "nodeAffinity") != self._place.affinity:
             raise state.refused(f"{name} is not for {self._place.node}")
 
-    def _recreate_claim(self, state: _State, new: Object) -> _Step:
-        name = _name(new)
+    def _recreate_claim(self, state: _State, new_volume: Object) -> _Step:
+        name = _name(new_volume)
         try:
-            manifest = json.loads(_annotations(new).get(self._place.claim_key, ""))
+            manifest = json.loads(_annotations(new_volume).get(self._place.claim_key, ""))
             metadata = manifest["metadata"]
             names = (metadata["namespace"], metadata["name"], manifest["spec"]["volumeName"])
         except (KeyError, TypeError, ValueError):
@@ -344,23 +345,23 @@ class Rebinding:
         create = partial(self._objects.create, _path(state.namespace, _CLAIMS), manifest)
         return _Step(f"make the claim {state} anew, for {name}", create)
 
-    def _end_of(self, state: _State, volume: Object, why: str) -> _Step:
+    def _end_of(self, state: _State, volume: Object, reason: str) -> _Step:
         """Return the step that deletes a PersistentVolume, or that waits until it is gone."""
         if _is_going(volume):
             return _Step("", partial(self._await_end, state, _volume_path(volume), volume))
-        question = f"delete {_VOLUME} {_name(volume)}, {why}"
+        question = f"delete {_VOLUME} {_name(volume)}, {reason}"
         return self._deletion(question, _volume_path(volume), volume)
 
-    def _after(self, state: _State, new: Object, claim: Object) -> _Step | None:
-        if not _is_bound(new, claim):
-            return _Step("", partial(self._await_binding, state, new))
-        if (old := state.old) is not None:
+    def _after(self, state: _State, new_volume: Object, claim: Object) -> _Step | None:
+        if not _is_bound(new_volume, claim):
+            return _Step("", partial(self._await_binding, state, new_volume))
+        if (old := state.old_volume) is not None:
             name = _name(old)
             if _policy(old) != _RETAIN:
                 raise state.refused(f"{name} is not Retain any more: have it be so, and call again")
             return self._end_of(state, old, "an object that no volume goes with")
-        name, annotations = _name(new), _annotations(new)
-        restore = partial(self._restore, new)
+        name, annotations = _name(new_volume), _annotations(new_volume)
+        restore = partial(self._restore, new_volume)
         if policy := annotations.get(self._place.policy_key):
             question = (
                 f"have {name} be {policy} again, as it was; see first that its data are there"
@@ -368,10 +369,10 @@ class Rebinding:
             return _Step(question, restore)
         return _Step("", restore) if self._place.claim_key in annotations else None
 
-    def _await_binding(self, state: _State, new: Object) -> None:
+    def _await_binding(self, state: _State, new_volume: Object) -> None:
         def is_bound() -> bool:
             claim = self._objects.find(state.path, _CLAIM)
-            volume = self._objects.find(_volume_path(new), _VOLUME)
+            volume = self._objects.find(_volume_path(new_volume), _VOLUME)
             return None not in (claim, volume) and _is_bound(volume or {}, claim or {})
 
         self._wait(state, is_bound, "it is not bound yet; see `kubectl describe pvc`")
@@ -409,27 +410,27 @@ class Rebinding:
         version = str(volume["metadata"]["resourceVersion"])
         self._objects.change(_volume_path(volume), change, version)
 
-    def _wait(self, state: _State, condition: Callable[[], bool], why: str) -> None:
+    def _wait(self, state: _State, condition: Callable[[], bool], reason: str) -> None:
         for _ in range(_WAIT_SECONDS):
             if condition():
                 return
             sleep(1.0)
-        raise state.refused(f"{why}; call again")
+        raise state.refused(f"{reason}; call again")
 
 
-def _volume_at(place: Place, old: Object, claim: Object) -> dict[str, Any]:
+def _volume_at(place: Place, old_volume: Object, claim: Object) -> dict[str, Any]:
     """Return the new PersistentVolume that is to be created, made from the old one.
 
     Its reclaim policy is Retain, and it is reserved for the claim. One of its annotations keeps the
     manifest by which the claim is created anew.
     """
-    volume = _copy_under_name(_VOLUME, old, moved_name(_name(old), place.handle))
+    volume = _copy_under_name(_VOLUME, old_volume, moved_name(_name(old_volume), place.handle))
     manifest = json.dumps(_claim_of(claim, _name(volume)), sort_keys=True)
     volume["metadata"].pop("ownerReferences", None)
     volume["metadata"]["annotations"] = {**_annotations(volume), place.claim_key: manifest}
     reference = {"apiVersion": "v1", "kind": _CLAIM, "name": _name(claim)}
     volume["spec"] |= {
-        "csi": {**old["spec"]["csi"], "volumeHandle": place.handle},
+        "csi": {**old_volume["spec"]["csi"], "volumeHandle": place.handle},
         "nodeAffinity": place.affinity,
         "claimRef": {**reference, "namespace": claim["metadata"]["namespace"]},
         "persistentVolumeReclaimPolicy": _RETAIN,

@@ -283,7 +283,7 @@ class OrphanWatch:
                 log_fields = (
                     candidate.kind,
                     candidate.name,
-                    candidate.about,
+                    candidate.description,
                     candidate.full_remedy,
                 )
                 _log.warning("orphan: %s %s: %s; %s", *log_fields)

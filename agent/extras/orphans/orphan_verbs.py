@@ -36,7 +36,7 @@ def show(orphans: Sequence[Orphan], grace_seconds: int, *, as_json: bool) -> Non
             else f"{_duration(orphan.seen_seconds)}, wait"
         )
         table.add_row(
-            orphan.candidate.kind, orphan.candidate.name, seen_text, orphan.candidate.about
+            orphan.candidate.kind, orphan.candidate.name, seen_text, orphan.candidate.description
         )
     terminal.console().print(table)
     for orphan in orphans:

@@ -233,7 +233,7 @@ class Mover:
             if key in volume.own_tags
         }
         lvm, group = self._volume_groups.lvm(volume.group.name), volume.group.name
-        volumes.mark(lvm, group, volume.name, old=old_tags, new=new_tags)
+        volumes.mark(lvm, group, volume.name, old_tags=old_tags, new_tags=new_tags)
 
 
 def _is_gone(volume: Volume) -> bool:

@@ -261,7 +261,7 @@ class Receiver:
         self._holds.receiving(volume_id)
         with ExitStack() as undo:
             if device_class.layout.is_thin:
-                self._pool_remover.empty(group, pool_name(device_class.name))
+                self._pool_remover.remove_zeroing_volume(group, pool_name(device_class.name))
                 undo.callback(
                     self._pool_remover.remove_if_empty, group.name, pool_name(device_class.name)
                 )
@@ -418,7 +418,7 @@ class Receiver:
         old_keys = {key for key in (*new_tags, *removed_keys) if key in volume.own_tags}
         old_tags = {key: volume.own_tags[key] for key in old_keys}
         lvm, group = self._volume_groups.lvm(volume.group.name), volume.group.name
-        volumes.mark(lvm, group, volume.name, old=old_tags, new=new_tags)
+        volumes.mark(lvm, group, volume.name, old_tags=old_tags, new_tags=new_tags)
         kept_tags = {key: value for key, value in volume.own_tags.items() if key not in old_keys}
         return replace(volume, own_tags={**kept_tags, **new_tags})
 

@@ -390,9 +390,9 @@ def test_each_reason_of_health_has_an_alert_but_that_of_a_repair_that_goes_on() 
     ]
     for kind in ("volume", "storage"):
         wanted = {
-            (getattr(one, f"of_{kind}"), one.word)
+            (getattr(one, f"{kind}_status"), one.word)
             for one in Reason
-            if getattr(one, f"of_{kind}") and one is not Reason.RAID_RESYNCING
+            if getattr(one, f"{kind}_status") and one is not Reason.RAID_RESYNCING
         }
         chosen = [
             (status, excepted)
@@ -405,7 +405,7 @@ def test_each_reason_of_health_has_an_alert_but_that_of_a_repair_that_goes_on() 
             (status, one.word)
             for status, excepted in chosen
             for one in Reason
-            if getattr(one, f"of_{kind}") == status and one.word != excepted
+            if getattr(one, f"{kind}_status") == status and one.word != excepted
         }
         assert fired == wanted
 
@@ -425,7 +425,7 @@ def test_alerts_and_dashboard_use_only_values_that_occur(measured: Measured) -> 
         "state": {*registration.State, *measured.service.eraser.jobs.counts()},
         "kind": {one.looks.kind for one in scanning(measured.service)},
         "method": STREAMS,
-        "status": {status for one in Reason for status in (one.of_volume, one.of_storage)},
+        "status": {status for one in Reason for status in (one.volume_status, one.storage_status)},
         "reason": {one.word for one in Reason},
         # The dashboard's variable.
         "driver_name": {"$driver"},

@@ -121,7 +121,7 @@ def test_the_loss_of_a_fast_disk_is_reported_by_what_only_it_had(
         fast.missing = slow.missing = False
         disk.missing = True
         [volume] = known.fresh().volumes()
-        [problem] = diagnosis.by_report(volume)
+        [problem] = diagnosis.conditions_by_report(volume)
         assert problem.reason is Reason.DISK_MISSING
         assert disk.uuid in problem.message
         assert what in problem.message

@@ -102,7 +102,9 @@ def test_volumes_of_all_nodes_that_nothing_refers_to_are_orphans(site: Site) -> 
     assert site.sure() == {}
     site.seconds += 1
     assert site.sure() == dict.fromkeys(lost, Kind.VOLUME)
-    wheres = {one.candidate.about.partition(" bytes on ")[2] for one in site.finder().search()}
+    wheres = {
+        one.candidate.description.partition(" bytes on ")[2] for one in site.finder().search()
+    }
     assert wheres == {"a", "b"}
 
 
@@ -175,7 +177,7 @@ def test_of_what_nodes_list_no_more_is_kept_than_a_look_needs(
     monkeypatch.setattr(Client, "every_snapshot", snapshots)
     found = site.finder().search()
     assert len(found) == 100
-    assert all("with 1 snapshots" in one.candidate.about for one in found)
+    assert all("with 1 snapshots" in one.candidate.description for one in found)
     assert most < 5
 
 
@@ -296,7 +298,7 @@ def test_an_orphan_with_snapshots_says_so_and_is_kept(site: Site) -> None:
     site.cluster.client.snapshot("snap-1", lost)
     site.after_a_grace()
     [found] = site.finder().search()
-    assert found.candidate.about.endswith("with 1 snapshots, which must be deleted first")
+    assert found.candidate.description.endswith("with 1 snapshots, which must be deleted first")
     with pytest.raises(errors.CallRefused, match="snap-1"):
         site.delete(lost)
 

@@ -175,7 +175,7 @@ def test_volumes_that_are_referenced_or_not_carver_s_are_no_orphans(node: Node) 
 def change_state(node: Node, state: str) -> None:
     # A copy of nothing: without a source it would be one whose tags were lost.
     new = {"state": state, **({"zero": "fully"} if state == "copying" else {})}
-    volumes.mark(node.host.lvm, "data", "vol-pvc-1", old={"state": "ready"}, new=new)
+    volumes.mark(node.host.lvm, "data", "vol-pvc-1", old_tags={"state": "ready"}, new_tags=new)
 
 
 def test_a_deleted_volume_that_is_not_erased_is_reported(node: Node) -> None:
@@ -429,7 +429,7 @@ def test_a_claim_that_waits_for_a_dead_node_is_reported_with_a_remedy(
     claim(node)
     assert node.after_a_grace() == {"shop/data": Kind.CLAIM}
     [found] = node.look()
-    assert found.candidate.about == (
+    assert found.candidate.description == (
         f"waits for gone, which is {'gone' if state == 'gone' else 'not ready'}"
     )
     with pytest.raises(errors.NoOrphan) as refused:
