@@ -167,7 +167,7 @@ class Devices:
         None also for a device without a table, which lvm2 leaves if it is killed at activation;
         lvm2 reports such a volume as active.
         """
-        return self._named(names.device(group, name))
+        return self._device_named(names.device(group, name))
 
     def mapping(self, device: Device) -> Device | None:
         """Find Carver's open dm-crypt device over a volume's device; None if there is none.
@@ -339,12 +339,12 @@ class Devices:
         Raises Inactive if there is no such device.
         """
         dm_name = names.device(group, name) + part
-        device = self._named(dm_name)
+        device = self._device_named(dm_name)
         if device is None:
             raise lvm_errors.Inactive(group, name + part)
         return device.path
 
-    def _named(self, dm_name: str) -> Device | None:
+    def _device_named(self, dm_name: str) -> Device | None:
         """The device of a device-mapper name; None for no such logical volume.
 
         All devices in sysfs are searched only if device-mapper does not answer.

@@ -87,7 +87,7 @@ class Tuning:
             f" {maximum_kib}KiB"
         )
 
-    def over(self, present_tuning: Self) -> Self:
+    def applied_to(self, present_tuning: Self) -> Self:
         """The settings of a volume with the settings `present_tuning` after these are applied."""
         return replace(present_tuning, **self._said())
 
@@ -97,13 +97,13 @@ class Tuning:
         A bound is raised to the volume's minimum rate, as lvm2 would refuse a lower one. The bound
         is 0 where the volume's own maximum is as low as the bound.
         """
-        applied = self.over(present_tuning)
+        applied = self.applied_to(present_tuning)
         if bound_kib:
             bound_kib = max(bound_kib, applied.minimum_recovery_kib or 0)
         is_lower = not applied.maximum_recovery_kib or bound_kib < applied.maximum_recovery_kib
         return replace(self, bound_recovery_kib=bound_kib if is_lower else 0)
 
-    def lacking_in(self, present_tuning: Self) -> Self:
+    def missing_from(self, present_tuning: Self) -> Self:
         """The specified settings that differ from a volume's present settings, `present_tuning`."""
         changes = {
             key: value for key, value in self._said().items() if value != vars(present_tuning)[key]
@@ -263,7 +263,7 @@ def change(
     present_tags, parts = present_tuning.tags(), set(tuning._said())
     if parts & _MAXIMUM_PARTS:
         # The value of the option, and whether there is a tag, depend on maximum and bound together.
-        applied = tuning.over(present_tuning)
+        applied = tuning.applied_to(present_tuning)
         tuning = replace(tuning, **{part: vars(applied)[part] for part in _MAXIMUM_PARTS})
     old_tags = {
         setting.tag: present_tags[setting.tag]

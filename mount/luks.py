@@ -381,7 +381,7 @@ class Cryptsetup:
 
     def _with_key(self, action: str, device: str, key: bytearray, *words: str) -> None:
         common = ("--batch-mode", "--disable-external-tokens", "--key-file", "-")
-        with _turn(device):
+        with _reserve_memory(device):
             result = self._run(*self._prefix, "cryptsetup", action, *common, *words, stdin=key)
         if result.exit_code == _NO_PERMISSION:
             raise mount_errors.WrongKey(device)
@@ -390,7 +390,7 @@ class Cryptsetup:
 
 
 @contextmanager
-def _turn(device: str) -> Iterator[None]:
+def _reserve_memory(device: str) -> Iterator[None]:
     """Reserve the memory for one derivation of a key within the `with`.
 
     Raises CryptPending if other derivations have the memory for too long (_PATIENCE_SECONDS).

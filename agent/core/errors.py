@@ -241,10 +241,12 @@ class NoRoom(AgentError):
     missing.
     """
 
-    def __init__(self, group: str, asked_bytes: int, available_bytes: int, purpose: str) -> None:
+    def __init__(
+        self, group: str, requested_bytes: int, available_bytes: int, purpose: str
+    ) -> None:
         super().__init__(
             f"volume group {group} has room for {available_bytes} bytes {purpose},"
-            f" {asked_bytes} were asked"
+            f" {requested_bytes} were asked"
         )
 
 
@@ -303,10 +305,10 @@ class NotRepairable(AgentError):
 class InlineTotal(AgentError):
     """Raised when all inline volumes of the node would together exceed `inline_total_limit`."""
 
-    def __init__(self, asked_bytes: int, present_bytes: int, limit_bytes: int) -> None:
+    def __init__(self, requested_bytes: int, present_bytes: int, limit_bytes: int) -> None:
         super().__init__(
             f"this node's inline volumes take {present_bytes} bytes of its volume groups, this one"
-            f" would take {asked_bytes} more (with the copies or parity of its class), and"
+            f" would take {requested_bytes} more (with the copies or parity of its class), and"
             f" inline_total_limit is {limit_bytes} bytes; use a claim instead, or have an operator"
             " raise it"
         )

@@ -33,9 +33,9 @@ class Operator(carver_pb2_grpc.OperatorServicer):
 
     A new method may need more parts of `context`, which `__init__` then stores. `kernel` is the
     interface to system calls. `mender.mended_volume(volume_id, call)` returns the volume with an
-    id; `reports.lists().named(name)` returns the volume that the CO calls `name`, or None, for
-    which the method raises errors.NoSuchVolume. The tags of a volume (agent/core/tag.py) are its
-    `own_tags`. `tag_writer.replace(volume.backing, keys, {key: text})` locks the volume group,
+    id; `reports.for_lists().find_named(name)` returns the volume that the CO calls `name`, or None,
+    for which the method raises errors.NoSuchVolume. The tags of a volume (agent/core/tag.py) are
+    its `own_tags`. `tag_writer.replace(volume.backing, keys, {key: text})` locks the volume group,
     writes the given tags, removes each tag of `keys` for which no text is given, and raises
     BadField for a text that is too long.
     """

@@ -171,11 +171,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, busy.encode())
             return
         try:
-            self._answer(*self._made(page))
+            self._answer(*self._make_content(page))
         finally:
             requests.release()
 
-    def _made(self, page: Page) -> tuple[HTTPStatus, bytes, str]:
+    def _make_content(self, page: Page) -> tuple[HTTPStatus, bytes, str]:
         try:
             return HTTPStatus.OK, page.make(), page.content_type
         except Unhealthy as problem:

@@ -257,7 +257,7 @@ def _by_state(name: str, text: str, counts: Callable[[Service], Mapping[str, int
 
 
 def _by_group(name: str, text: str, measure: Callable[[report.Group], float]) -> Row:
-    return Row(name, text, ("group",), lambda scrape: _each(scrape, measure))
+    return Row(name, text, ("group",), lambda scrape: _measure_groups(scrape, measure))
 
 
 def _by_pool(name: str, text: str, measure: Callable[[PoolState], float | None]) -> Row:
@@ -269,7 +269,7 @@ def _by_pool(name: str, text: str, measure: Callable[[PoolState], float | None])
     return Row(name, text, ("class", "group"), samples)
 
 
-def _each(scrape: Scrape, measure: Callable[[report.Group], float]) -> Samples:
+def _measure_groups(scrape: Scrape, measure: Callable[[report.Group], float]) -> Samples:
     for name, group in scrape.groups.items():
         if group is not None:
             yield (name,), measure(group)
@@ -278,7 +278,7 @@ def _each(scrape: Scrape, measure: Callable[[report.Group], float]) -> Samples:
 def _volumes(scrape: Scrape, *, encrypted_only: bool = False) -> Samples:
     volumes = (volume for volume in scrape.volumes if volume.is_encrypted or not encrypted_only)
     counts = Counts(volume.group.name for volume in volumes)
-    return _each(scrape, lambda group: counts[group.name])
+    return _measure_groups(scrape, lambda group: counts[group.name])
 
 
 def _key_generations(scrape: Scrape) -> Samples:

@@ -145,7 +145,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
     def _ensure_served(self) -> None:
         # After a refusal make the socket anew, because kubelet registers new sockets only.
         is_due = self._retry_at is not None and time.monotonic() >= self._retry_at
-        if self._is_ours() and not is_due:
+        if self._is_own_socket() and not is_due:
             return
         self._end()
         if not self._directory.is_dir():
@@ -209,13 +209,13 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
     def _end(self) -> None:
         if self._server is None:
             return
-        if self._is_ours():
+        if self._is_own_socket():
             self.socket.unlink(missing_ok=True)
         self._server.stop(self._interval).wait()
         self._server = self._inode = None
         self.state = State.OFF
 
-    def _is_ours(self) -> bool:
+    def _is_own_socket(self) -> bool:
         """Whether the socket in kubelet's directory is the socket that this object serves."""
         return self._inode is not None and sockets.inode(self.socket) == self._inode
 

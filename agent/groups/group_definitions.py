@@ -103,7 +103,7 @@ class GroupDefinitions:
         The group has the name of a group that Carver creates, but no listed disk, and not the tag
         of groups that Carver created. Groups that the configuration does not define pass.
         """
-        if group.name in self.devices and not self._is_meant(group):
+        if group.name in self.devices and not self._is_expected(group):
             disks = ", ".join(disk.name for disk in group.disks)
             raise errors.GroupRefused(
                 group.name,
@@ -124,7 +124,7 @@ class GroupDefinitions:
             if not _numbers(self.kernel, [device]) & present
         ]
 
-    def _is_meant(self, group: report.Group) -> bool:
+    def _is_expected(self, group: report.Group) -> bool:
         """Whether a volume group has a listed disk, or the tag of groups that Carver creates."""
         if group.own_tags.items() & _MADE.items():
             return True
@@ -191,7 +191,7 @@ def create(definitions: GroupDefinitions, volume_groups: VolumeGroups, name: str
     if definition is None or volume_group is None:
         return
     kernel, is_here = definitions.kernel, True
-    with _noted(definitions.failures, name):
+    with _keep_failure(definitions.failures, name):
         _note(definitions, volume_groups, definition, _devices(kernel, definition))
         is_here = (
             locate(volume_groups.scan(), name, listed_disks=volume_groups.listed(name)) is not None
@@ -201,12 +201,12 @@ def create(definitions: GroupDefinitions, volume_groups: VolumeGroups, name: str
         node_report = report.read(lvm)
         if definitions.pending.get(name) != definition:
             return  # a reload has removed or changed the definition meanwhile
-        with _noted(definitions.failures, name):
+        with _keep_failure(definitions.failures, name):
             _make(lvm, definitions, node_report, definition)
     volume_group.metadata.is_outdated = True
     volume_group.is_awaited = False
     if name not in definitions.failures and (group := volume_group.state()) is not None:
-        with _noted(definitions.failures, name):
+        with _keep_failure(definitions.failures, name):
             definitions.require_expected(group)
             _log_absent(definitions, group)
             fast, slow = (
@@ -260,12 +260,14 @@ def service_lvm(
     lvm2 is confined to devices as by `create`. No volume group, file or loop device is created.
     Raises NotReady if the file of a group has no loop device.
     """
-    devices = {definition.group: _found(kernel, definition) for definition in config.definitions}
+    devices = {
+        definition.group: _existing_devices(kernel, definition) for definition in config.definitions
+    }
     return replace(on_node(run, config), devices=_confined(kernel, config, devices)), devices
 
 
 @contextmanager
-def _noted(failures: dict[str, str], name: str) -> Iterator[None]:
+def _keep_failure(failures: dict[str, str], name: str) -> Iterator[None]:
     """Log an error of the body, keep it in `failures` as the volume group's, and suppress it.
 
     An earlier error of the group is removed. OutcomeUnknown and GroupSilent are raised instead:
@@ -361,7 +363,7 @@ def _log_absent(definitions: GroupDefinitions, group: report.Group) -> None:
             )
 
 
-def _found(kernel: Kernel, definition: GroupDefinition) -> Sequence[str]:
+def _existing_devices(kernel: Kernel, definition: GroupDefinition) -> Sequence[str]:
     """Return the devices of a volume group that Carver creates, without creating any device.
 
     For a group in a file, this is the file's loop device. Raises NotReady if the file has no loop

@@ -373,10 +373,10 @@ class VolumeGroups:
         """
         if (volume_group := self._volume_groups.get(name)) is None:
             with self._guard:
-                volume_group = self._volume_groups.get(name) or self._made(name)
+                volume_group = self._volume_groups.get(name) or self._new_volume_group(name)
         return volume_group
 
-    def _made(self, name: str) -> VolumeGroup:
+    def _new_volume_group(self, name: str) -> VolumeGroup:
         """Create the VolumeGroup object of a name, with its lvm2 session and metadata cache."""
         node, renew = self.node, None
         if self._session is not None:

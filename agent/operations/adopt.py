@@ -106,14 +106,14 @@ class Adopter:
         """
         if request.made_by and request.made_by not in other_drivers.DRIVERS:
             raise errors.NotAllowed("made_by", request.made_by, other_drivers.DRIVERS)
-        with self._held(request) as group:
+        with self._locked_group(request) as group:
             if (adopted := self._adopted(group, request)) is not None:
                 self._require_requested(request, adopted)
                 return Adoption(adopted)
             probed = group.volume(request.name)
             self._planned(request, group, probed)
         fs_type = self._contents(request)
-        with self._held(request) as group:
+        with self._locked_group(request) as group:
             logical = group.volume(request.name)
             if logical.uuid != probed.uuid:
                 raise errors.NotAdopted(request.path, "it was made anew meanwhile; call again")
@@ -154,7 +154,7 @@ class Adopter:
         volume or its group does not exist.
         """
         self._reports.await_others(request.group)
-        with self._held(request) as group:
+        with self._locked_group(request) as group:
             adopted = self._adopted(group, request)
             if adopted is None:
                 logical = group.volume(request.name)
@@ -175,7 +175,7 @@ class Adopter:
                 present = group.volume(adopted.name).tuning
                 # Remove the limit on RAID recovery that Carver set, as the logical volume did not
                 # have that limit before.
-                lacking = replace(AS_IT_IS, bound_recovery_kib=0).lacking_in(present)
+                lacking = replace(AS_IT_IS, bound_recovery_kib=0).missing_from(present)
                 if lacking != AS_IT_IS:
                     kib = present.maximum_recovery_kib
                     steps.append(f"set the maximum recovery rate to {kib} KiB a second, as it was")
@@ -197,7 +197,7 @@ class Adopter:
             return Adoption(None, tuple(steps))
 
     @contextmanager
-    def _held(self, request: AdoptionRequest) -> Iterator[report.Group]:
+    def _locked_group(self, request: AdoptionRequest) -> Iterator[report.Group]:
         """Lock the requested volume group within the `with`, and provide its fresh state.
 
         What a killed lvm2 left in the group is repaired first, except in a dry run. Raises
@@ -446,7 +446,9 @@ def _as_adopted(
 ) -> Volume:
     """Return the record of an adopted volume, made from a report before the adoption."""
     other_volumes = {
-        volume.name: volume for volume in records.every(group) if volume.name != logical.name
+        volume.name: volume
+        for volume in records.all_logical_volumes(group)
+        if volume.name != logical.name
     }
     group = replace(group, volumes={**other_volumes, name: replace(logical, name=name)})
     return Volume(

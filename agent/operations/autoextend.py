@@ -296,7 +296,7 @@ class Autoextender:
         most_bytes = min(beside_bytes, useful_bytes - present_bytes)
         more_bytes = max(0, min(wanted_extents * extent, most_bytes))
         if more_bytes:
-            size, disks = present_bytes + more_bytes, room.anywhere()
+            size, disks = present_bytes + more_bytes, room.disk_arguments()
             volumes.extend(lvm, group.name, name, size_bytes=size, disks=disks)
         return more_bytes
 

@@ -183,7 +183,7 @@ class Copier:
             "copy",
             self._copy,
             "cannot complete volume %s: %s",
-            due_jobs=self._due,
+            due_jobs=self._due_copies,
             clear_failed=self._clear_failed,
         )
         context.conflicts.add(
@@ -391,7 +391,7 @@ class Copier:
             with attempts.attempt():
                 copies = self.jobs.start_due(group)
             state = self._reports.fresh(group)
-            used_bridges = self._wanted(self._reports.every_group(state))
+            used_bridges = self._bridges_in_use(self._reports.every_group(state))
             for snapshot in state.snapshots():
                 if snapshot.is_bridge and str(snapshot.id) not in used_bridges:
                     with attempts.attempt():
@@ -406,7 +406,7 @@ class Copier:
         made_bytes = volume.made_bytes
         return Copy(key=str(volume.id), volume=volume, source_id=source_id, size_bytes=made_bytes)
 
-    def _due(self, group: str) -> Iterator[Copy]:
+    def _due_copies(self, group: str) -> Iterator[Copy]:
         # Hold the lock of the volume group, so that no volume in the report is completed, and used,
         # before its job exists.
         with self._volume_groups.hold(group):
@@ -576,14 +576,14 @@ class Copier:
                 self._snapshotter.go_on(all_groups, job.key)
                 return
             all_groups.require_known_unused(bridge)
-            if job.key in self._wanted(all_groups):
+            if job.key in self._bridges_in_use(all_groups):
                 raise errors.VolumeInUse(job.key, "a volume is copied from it")
             self._snapshotter.require_unread(job.key)
             self._snapshotter.part(bridge)
             self._unused.pop(job.key, None)
         self._snapshotter.finish(bridge)
 
-    def _wanted(self, all_groups: EveryGroup) -> set[str]:
+    def _bridges_in_use(self, all_groups: EveryGroup) -> set[str]:
         """Return the ids of the bridge snapshots from which volumes are, or may be, copied."""
         copies = list(all_groups.copies())
         bridge_ids = {

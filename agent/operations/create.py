@@ -4,10 +4,10 @@ The logical volume's name is a function of the CO's name, so a repeated call fin
 earlier call, whichever process made it. One lvcreate creates the logical volume with its tags and
 its device.
 
-A source in another volume group is prepared with that group locked (`VolumeCreator._take`), and the
-volume is created afterwards with its own group locked. A process that is killed in between leaves
-at most a bridge: a temporary snapshot of the source volume, from which the new volume is copied
-(agent/operations/clone.py).
+A source in another volume group is prepared with that group locked
+(`VolumeCreator._reserve_source`), and the volume is created afterwards with its own group locked. A
+process that is killed in between leaves at most a bridge: a temporary snapshot of the source
+volume, from which the new volume is copied (agent/operations/clone.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -62,7 +62,8 @@ class CreatedVolume:
 class _SourceToReserve:
     """A source in another volume group that must be reserved before the new volume is created.
 
-    `group` is the volume group of the new volume. `VolumeCreator._take` reserves the source.
+    `group` is the volume group of the new volume. `VolumeCreator._reserve_source` reserves the
+    source.
     """
 
     source: Source
@@ -119,7 +120,7 @@ class VolumeCreator:
         self._limiter, self._conflicts = context.limiter, context.conflicts
         self._allocators = context.allocators
 
-    def create(self, call: CreateVolume, admit: Admit | None = None) -> CreatedVolume:
+    def create(self, request: CreateVolume, admit: Admit | None = None) -> CreatedVolume:
         """Create a volume, or find the one that an earlier call created.
 
         If the volume still lacks its contents, the result has the job that fills it, and `complete`
@@ -134,48 +135,50 @@ class VolumeCreator:
         - Raises OperationPending while a volume of this name is being erased, or was erased in
           part, and while a chunk of the class's empty thin pool is being zeroed.
         """
-        if not call.topology.includes(self._configuration.now.here):
+        if not request.topology.includes(self._configuration.now.here):
             raise errors.ExcludedByTopology(self._configuration.now.node_id)
-        device_class = self.class_for(call.name, call.parameters, is_ephemeral=call.is_ephemeral)
-        modify.check(call.tuning, device_class.layout)
-        self._limiter.require(call.tuning)
-        if call.source is not None:
+        device_class = self.class_for(
+            request.name, request.parameters, is_ephemeral=request.is_ephemeral
+        )
+        modify.check(request.tuning, device_class.layout)
+        self._limiter.require(request.tuning)
+        if request.source is not None:
             # Raise the error for a malformed source id before anything is read.
-            ids.group_of(call.source.id)
-            if call.source.kind == VOLUME:
-                origin = backing.of_id(call.source.id)
+            ids.group_of(request.source.id)
+            if request.source.kind == VOLUME:
+                origin = backing.of_id(request.source.id)
                 with self._limiter.lifted(origin):
                     users.flush(self._kernel, self._activator, origin)
-        make = partial(self._find_or_create, call, device_class, admit)
+        make = partial(self._find_or_create, request, device_class, admit)
         return self._pool_remover.retry_holding(
             device_class.group, pool_name(device_class.name), make
         )
 
     def _find_or_create(
-        self, call: CreateVolume, device_class: DeviceClass, admit: Admit | None
+        self, request: CreateVolume, device_class: DeviceClass, admit: Admit | None
     ) -> CreatedVolume:
         """Create or find a volume, while the lock of only one volume group is held at a time.
 
         A source in another volume group is reserved first. If the volume cannot be created, its
         bridge snapshot is removed.
         """
-        prefix = _prefix(call.is_ephemeral)
+        prefix = _prefix(request.is_ephemeral)
         # Begin with the volume group in which an earlier call may have created the volume: the
         # configuration may have given the device class another volume group since.
         earlier_group = self._volume_groups.unconfigured_group_of(
-            names.logical_volume(prefix, call.name)
+            names.logical_volume(prefix, request.name)
         )
         group_name, reserved_source = earlier_group or device_class.group, None
         with ExitStack() as undo, ExitStack() as promises:
             while True:
                 self._reports.await_others(group_name)
-                match self._create(call, device_class, group_name, reserved_source, admit):
+                match self._create(request, device_class, group_name, reserved_source, admit):
                     case CreatedVolume() as created:
                         undo.pop_all()
                         return created
                     case _SourceToReserve() as source_to_reserve:
-                        reserved_source = self._take(
-                            call, device_class, source_to_reserve, undo, promises
+                        reserved_source = self._reserve_source(
+                            request, device_class, source_to_reserve, undo, promises
                         )
                     case str(elsewhere):
                         group_name = elsewhere
@@ -202,7 +205,7 @@ class VolumeCreator:
 
     def _create(
         self,
-        call: CreateVolume,
+        request: CreateVolume,
         device_class: DeviceClass,
         group_name: str,
         reserved_source: _ReservedSource | None,
@@ -214,13 +217,13 @@ class VolumeCreator:
         name of another volume group that must be locked instead. A source in another group is not
         read here.
         """
-        prefix = _prefix(call.is_ephemeral)
-        is_across = call.source is not None and ids.group_of(call.source.id) != group_name
+        prefix = _prefix(request.is_ephemeral)
+        is_across = request.source is not None and ids.group_of(request.source.id) != group_name
         with ExitStack() as undo, self._volume_groups.hold(group_name):
             with _absence_as_perhaps_elsewhere():
                 state = self._mender.mend(group_name)
             all_groups = self._reports.every_group(state)
-            existing = all_groups.named(call.name, prefix)
+            existing = all_groups.find_named(request.name, prefix)
             if existing is not None and existing.group.name != group_name:
                 # Go on in the volume group of the existing volume: the volume was created by
                 # another device class, or by this class while the class had another volume group.
@@ -237,13 +240,13 @@ class VolumeCreator:
                 all_groups = self._reports.every_group(state)
             if existing is None and group_name != device_class.group:
                 return device_class.group
-            own_name = names.logical_volume(prefix, call.name)
+            own_name = names.logical_volume(prefix, request.name)
             if existing is None and (
                 why := self._volume_groups.reason_unsure(all_groups.silent, own_name)
             ):
                 # Create no volume while a volume group that may have the volume, from an earlier
                 # call, does not answer.
-                raise errors.GroupBusy(f"volume {call.name!r}", why)
+                raise errors.GroupBusy(f"volume {request.name!r}", why)
             source, source_id = None, ""
             try:
                 if existing is None:
@@ -252,10 +255,10 @@ class VolumeCreator:
                     is_taken = (
                         reserved_source is not None and _disks(group) <= reserved_source.disks
                     )
-                    if is_across and call.source is not None and not is_taken:
-                        return _SourceToReserve(call.source, group)
+                    if is_across and request.source is not None and not is_taken:
+                        return _SourceToReserve(request.source, group)
                     volume, source = self._make(
-                        call,
+                        request,
                         device_class,
                         (state, all_groups),
                         prefix,
@@ -266,7 +269,7 @@ class VolumeCreator:
                     source_id = "" if source is None else str(source.id)
                 else:
                     volume = existing
-                    self._finish(call, volume)
+                    self._finish(request, volume)
                     if volume.ended_by is EndedBy.COPIER and not is_across:
                         with _absence_as_perhaps_elsewhere():
                             source = self._copier.source_of(state, volume)
@@ -286,9 +289,9 @@ class VolumeCreator:
         self._deleter.delete(str(existing.id))
         raise final_error
 
-    def _take(
+    def _reserve_source(
         self,
-        call: CreateVolume,
+        request: CreateVolume,
         device_class: DeviceClass,
         source_to_reserve: _SourceToReserve,
         undo: ExitStack,
@@ -302,7 +305,7 @@ class VolumeCreator:
         group, source_group = source_to_reserve.group, ids.group_of(source_to_reserve.source.id)
         with self._volume_groups.hold(source_group):
             _, origin = self._origin(source_to_reserve.source)
-        size_bytes, _, _ = self._planned(call, device_class, group, origin)
+        size_bytes, _, _ = self._planned(request, device_class, group, origin)
         self._require_room(device_class, group, size_bytes)
         self._require_blocks(origin, group)
         with self._volume_groups.hold(source_group):
@@ -313,23 +316,23 @@ class VolumeCreator:
                 raise errors.OperationPending(str(reread.id))
             # Crash point: the bridge snapshot exists without its volume; the next call uses the
             # bridge, or the next start of Carver removes it.
-            snapshot = self._copier.prepare(state, call.name, reread, group)
+            snapshot = self._copier.prepare(state, request.name, reread, group)
             if snapshot.is_bridge:
                 undo.callback(self._copier.dismiss, str(snapshot.id))
-            promises.enter_context(self._copier.promised(snapshot, call.name))
+            promises.enter_context(self._copier.promised(snapshot, request.name))
         return _ReservedSource(clone.origin_at_snapshot(reread, snapshot), snapshot, _disks(group))
 
     def _origin(self, source: Source) -> tuple[Fresh, Snapshot | Volume]:
         """Return the source of a new volume, and the fresh state of the source's volume group.
 
-        The caller holds that group's lock. Raises the errors of `_found`, and PerhapsOnAnotherNode
-        if the group is not on this node.
+        The caller holds that group's lock. Raises the errors of `_find_source`, and
+        PerhapsOnAnotherNode if the group is not on this node.
         """
         with _absence_as_perhaps_elsewhere():
             state = self._mender.mend(ids.group_of(source.id))
-        return state, self._found(state, source)
+        return state, self._find_source(state, source)
 
-    def _found(self, state: Fresh, source: Source) -> Snapshot | Volume:
+    def _find_source(self, state: Fresh, source: Source) -> Snapshot | Volume:
         """Return the source of a new volume, if a volume may be copied from that source now.
 
         The caller holds the lock of the source's volume group. Raises PerhapsOnAnotherNode and the
@@ -362,7 +365,7 @@ class VolumeCreator:
                     self._deleter.delete(created.filling.key)
             raise
 
-    def _finish(self, call: CreateVolume, volume: Volume) -> None:
+    def _finish(self, request: CreateVolume, volume: Volume) -> None:
         """Complete an existing volume as a CreateVolume request asks for it.
 
         Sets mutable parameters, and adds a cache that is missing. Raises Incompatible if the volume
@@ -370,7 +373,7 @@ class VolumeCreator:
         or Moved if the volume is being received or was moved to another node.
         """
         volume_states.require(Call.CREATE, volume)
-        plan.require_same(call, volume)
+        plan.require_same(request, volume)
         lvm = self._volume_groups.lvm(volume.group.name)
         if tag.CACHE in volume.own_tags:
             # Use the device class as it was when the volume was created; the configuration may have
@@ -383,11 +386,11 @@ class VolumeCreator:
         # among them are not set in the kernel; the next start of Carver, or a repeated call, sets
         # the limits.
         bound_kib = self._configuration.now.recovery_bound_kib(volume.group.name)
-        self._limiter.apply(volume, modify.ensure(lvm, volume, call.tuning, bound_kib))
+        self._limiter.apply(volume, modify.ensure(lvm, volume, request.tuning, bound_kib))
 
     def _make(
         self,
-        call: CreateVolume,
+        request: CreateVolume,
         device_class: DeviceClass,
         states: tuple[Fresh, EveryGroup],
         prefix: str,
@@ -406,9 +409,9 @@ class VolumeCreator:
         origin = None
         if reserved_source is not None:
             origin = reserved_source.origin
-        elif call.source is not None:
-            origin = self._found(state, call.source)
-        size_bytes, own_tags, tuning = self._planned(call, device_class, group, origin)
+        elif request.source is not None:
+            origin = self._find_source(state, request.source)
+        size_bytes, own_tags, tuning = self._planned(request, device_class, group, origin)
         if admit is not None:
             admit(all_groups, size_bytes)
         allocator, pool = self._allocators.of(device_class), pool_name(device_class.name)
@@ -419,10 +422,10 @@ class VolumeCreator:
             reserved_source is None
             and origin is not None
             and not is_shared
-            and self._copier.takes_bridge(state, call.name, origin)
+            and self._copier.takes_bridge(state, request.name, origin)
         )
         self._require_room(device_class, group, size_bytes, int(takes_bridge))
-        lvm, name = self._volume_groups.lvm(group.name), names.logical_volume(prefix, call.name)
+        lvm, name = self._volume_groups.lvm(group.name), names.logical_volume(prefix, request.name)
         volume_id = VolumeId.of(group, name)
         # Forget the job that erased an earlier volume with this id: the report proves that no such
         # volume exists.
@@ -436,11 +439,11 @@ class VolumeCreator:
         if origin is not None and source is None:
             # Crash point: the bridge snapshot exists without its volume; the next call uses the
             # bridge, or the next start of Carver removes it.
-            source = self._copier.prepare(state, call.name, origin, group)
+            source = self._copier.prepare(state, request.name, origin, group)
             if source.is_bridge:
                 undo.callback(self._copier.dismiss, str(source.id))
             origin = clone.origin_at_snapshot(origin, source)
-            size_bytes, own_tags, tuning = self._planned(call, device_class, group, origin)
+            size_bytes, own_tags, tuning = self._planned(request, device_class, group, origin)
         if source is not None and source.is_bridge:
             own_tags |= {tag.BRIDGE: str(source.time_nanoseconds)}
         if device_class.layout.is_thin:
@@ -458,7 +461,7 @@ class VolumeCreator:
 
     def _planned(
         self,
-        call: CreateVolume,
+        request: CreateVolume,
         device_class: DeviceClass,
         group: report.Group,
         origin: Snapshot | Volume | None,
@@ -469,9 +472,9 @@ class VolumeCreator:
         """
         plan.check_stripe_size(device_class, group)
         size_bytes, own_tags = plan.new(
-            call, device_class, self._allocators.of(device_class), group, origin
+            request, device_class, self._allocators.of(device_class), group, origin
         )
-        tuning = modify.bounded(self._configuration.now, device_class, call.tuning)
+        tuning = modify.bounded(self._configuration.now, device_class, request.tuning)
         return size_bytes, own_tags | tuning.tags(), tuning
 
     def _require_room(
@@ -520,7 +523,7 @@ class VolumeCreator:
                 return self._activator.activate(origin)
             return self._activator.activate_snapshot(origin)
 
-    def capacity(self, call: GetCapacity) -> Capacity:
+    def capacity(self, request: GetCapacity) -> Capacity:
         """Return the sizes that CreateVolume with the same parameters could create now.
 
         Runs one command, or none if nothing can be created here. The sizes are zero if this node
@@ -531,13 +534,15 @@ class VolumeCreator:
         """
         node_segments = self._configuration.now.here
         if (
-            call.unsupported
-            or any(node_segments.get(key) != value for key, value in (call.segments or {}).items())
-            or self._configuration.now.device_class(call.parameters.device_class) is None
+            request.unsupported
+            or any(
+                node_segments.get(key) != value for key, value in (request.segments or {}).items()
+            )
+            or self._configuration.now.device_class(request.parameters.device_class) is None
         ):
             return Capacity(0, 0, 0)
-        device_class = plan.device_class(self._configuration.now, "parameters", call.parameters)
-        parameters = plan.with_defaults(call.parameters, call.capabilities, device_class)
+        device_class = plan.device_class(self._configuration.now, "parameters", request.parameters)
+        parameters = plan.with_defaults(request.parameters, request.capabilities, device_class)
         try:
             with _absence_as_perhaps_elsewhere():
                 group = self._reports.group(
@@ -551,7 +556,7 @@ class VolumeCreator:
         maximum = max(0, allocator.maximum_bytes(group) - header)
         smallest = SizeRange(1)
         minimum = plan.size_bytes(
-            smallest, call.capabilities, parameters, group, device_class.layout, header
+            smallest, request.capabilities, parameters, group, device_class.layout, header
         )
         # Return the size of the largest volume as the available size: several smaller volumes could
         # have more together, but that is not promised.

@@ -44,7 +44,7 @@ class VolumeDeleter:
         """
         if ids.is_inline(volume_id):
             return False
-        return bool(users.mounted_at(self._kernel, self._activator, backing.of_id(volume_id)))
+        return bool(users.mount_paths(self._kernel, self._activator, backing.of_id(volume_id)))
 
     def delete(self, volume_id: str, *, is_own: bool = True) -> None:
         """Erase and remove a volume; a volume that does not exist is no error.

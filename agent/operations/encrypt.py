@@ -92,7 +92,7 @@ class EncryptedDevices:
                 " with carver/encryption, or give no secret",
             )
         if encrypted and not keys.present and self._key_file(device_class) is None:
-            raise errors.KeyMissing(volume_id, self._gone(device_class))
+            raise errors.KeyMissing(volume_id, self._missing_class(device_class))
 
     def check(self, volume: Volume, keys: Keys) -> None:
         """Raise KeyMissing or BadField if the keys of a call do not fit an existing volume."""
@@ -125,7 +125,7 @@ class EncryptedDevices:
                 self._mappings.ensure_closed(volume)
             # Crash point: the LUKS2 header exists and the tag `sealed` does not. The UUID of the
             # header proves that the header is the volume's own.
-            tags = self._sealed(volume, device, key, header)
+            tags = self._ensure_header(volume, device, key, header)
             self._unlock(volume, device, keys, key)
         if tag.SHARED_KEY in volume.own_tags:
             self._adopt_header(volume, device)
@@ -213,7 +213,7 @@ class EncryptedDevices:
         with tag_writer.logging_refusals(str(volume.id), tag.SHARED_KEY):
             self._tag_writer.replace(volume.backing, (tag.SHARED_KEY, tag.SEALED), sealed_tags)
 
-    def _sealed(
+    def _ensure_header(
         self, volume: Volume, device: Device, key: Key, header: Header | None
     ) -> dict[str, str]:
         """Create a volume's LUKS2 header, or check the existing one; return the tags to be written.
@@ -269,7 +269,7 @@ class EncryptedDevices:
         If the keys cannot be changed now, the volume is opened by whichever of the two keys opens
         it. Raises WrongKey if neither key opens the volume.
         """
-        previous_key = _other(keys.previous, key)
+        previous_key = _former_key(keys.previous, key)
         is_unknown = False
         if previous_key or tag.ROTATING in volume.own_tags or _is_newer(volume, keys):
             try:
@@ -297,7 +297,7 @@ class EncryptedDevices:
         case.
         """
         slots, path = self._header(volume, device).slots, device.path
-        previous_key = _other(keys.previous, key)
+        previous_key = _former_key(keys.previous, key)
         fitting_slot = next(
             (slot for slot in slots if self._cryptsetup.check(path, key.data, slot)), None
         )
@@ -369,12 +369,12 @@ class EncryptedDevices:
             return
         file = self._key_file(device_class)
         if file is None:
-            raise errors.KeyMissing(volume_id, self._gone(device_class))
+            raise errors.KeyMissing(volume_id, self._missing_class(device_class))
         key = read_key(file)
         with Keys(key).used():
             yield key
 
-    def _gone(self, device_class: str) -> str:
+    def _missing_class(self, device_class: str) -> str:
         """Return the name of a device class that the configuration lacks, or an empty string.
 
         The result is empty if the configuration has the class.
@@ -457,7 +457,7 @@ def change(
     return free_slot
 
 
-def _other(previous_key: Key | None, present_key: Key) -> Key | None:
+def _former_key(previous_key: Key | None, present_key: Key) -> Key | None:
     """Return the previous key if it differs from the present one, else None."""
     return previous_key if previous_key and previous_key.data != present_key.data else None
 

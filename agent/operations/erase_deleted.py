@@ -214,7 +214,7 @@ class Eraser:
             "wipe",
             self._steps,
             "volume %s is deleted, but not erased and removed yet: %s",
-            due_jobs=self._due,
+            due_jobs=self._due_jobs,
         )
         conflicts = context.conflicts
         conflicts.add(EndedBy.ERASER, self.jobs, aborted=_being_erased)
@@ -297,7 +297,7 @@ class Eraser:
             raise Stopping(job.key)
         return job
 
-    def _due(self, group: str) -> Iterator[EraseJob]:
+    def _due_jobs(self, group: str) -> Iterator[EraseJob]:
         """Yield a job for each deleted volume of a volume group.
 
         Raises an ExceptionGroup of the reasons why volumes that lvm2 left suspended cannot be
@@ -555,8 +555,8 @@ class Eraser:
                 self._mappings.erase(volume)
         are_lost = [True]
 
-        def zero_present(offset: int, length: int, method: By) -> None:
-            are_lost.append(self._zero_present(volume, device, offset, length, method))
+        def zero_present(offset: int, length: int, zeroing_method: By) -> None:
+            are_lost.append(self._zero_present(volume, device, offset, length, zeroing_method))
 
         task = self.policy.task(self._paces.of(volume.group.name), "erase", device, job)
         yield from self.policy.overwrite(
@@ -575,7 +575,7 @@ class Eraser:
         return all(are_lost)
 
     def _zero_present(
-        self, volume: Volume, device: str, offset: int, length: int, method: By
+        self, volume: Volume, device: str, offset: int, length: int, zeroing_method: By
     ) -> bool:
         """Zero the extents of a range that are on present disks.
 
@@ -586,7 +586,7 @@ class Eraser:
         while offset < end:
             size = min(extent - offset % extent, end - offset)
             try:
-                self._kernel.zero_out(device, offset, size, method=method)
+                self._kernel.zero_out(device, offset, size, method=zeroing_method)
             except OSError as error:
                 is_lost = _is_lost(volume, offset // extent)
                 if error.errno != errno.EIO or is_lost is False:

@@ -217,7 +217,7 @@ class FreedSpaceEraser:
             "sweep",
             self._sweep,
             "%s: free extents are not zeroed yet: %s",
-            due_jobs=self._due,
+            due_jobs=self._due_sweeps,
         )
         self._conflicts = context.conflicts
         self._conflicts.add(Work.SWEEP, self.jobs, key_of=lambda group: f"{group}/{ids.SWEEP}")
@@ -252,7 +252,7 @@ class FreedSpaceEraser:
                 # disk does not answer yet.
                 job.ended.add_done_callback(lambda _: self.start(group))
 
-    def _due(self, name: str) -> Iterator[Job]:
+    def _due_sweeps(self, name: str) -> Iterator[Job]:
         if _is_left(self._reports.fresh(name).group(name)):
             yield Job(f"{name}/{ids.SWEEP}")
 
@@ -261,7 +261,7 @@ class FreedSpaceEraser:
         uuid, done_bytes = "", 0
         while True:
             with self._volume_groups.hold(name):
-                if (group := self._take(name)) is None:
+                if (group := self._extend_sweep(name)) is None:
                     return
                 sweep = group.volume(ids.SWEEP)
                 if sweep.uuid == uuid and sweep.size_bytes == done_bytes:
@@ -282,7 +282,7 @@ class FreedSpaceEraser:
             )
             done_bytes = sweep.size_bytes
 
-    def _take(self, name: str) -> report.Group | None:
+    def _extend_sweep(self, name: str) -> report.Group | None:
         """Remove volumes that an operator gave up, and take free extents into a sweep.
 
         An operator gives up volumes that lost data with a disk. The sweep is the logical volume in
@@ -379,7 +379,7 @@ def _removable_roots(group: report.Group) -> Iterator[report.LogicalVolume]:
     Each of them was given up (tag `givenUp`), has a part on a missing disk, and is deleted with all
     its dependents. A thin pool counts as deleted if all its volumes are.
     """
-    for logical in records.usable(group):
+    for logical in records.usable_logical_volumes(group):
         if not is_given_up(logical) or logical.disks.isdisjoint(group.missing_uuids):
             continue
         dependents = _dependents(group, logical)

@@ -48,7 +48,7 @@ class Listing:
         Raises the error of a volume group that cannot be read: GroupBusy, GroupSilent,
         GroupAwaited, GroupRefused; GroupMissing for a configured group that is not on this node.
         """
-        all_groups = self._reports.lists()
+        all_groups = self._reports.for_lists()
         for name in self._volume_groups.names:
             # Raise GroupMissing if a configured volume group is missing: a list without the group's
             # volumes would say that these were deleted.

@@ -21,19 +21,19 @@ from lvm.report import Group
 from lvm.tuning import PLAIN, Tuning
 
 
-def modify(context: Context, call: ModifyVolume) -> None:
+def modify(context: Context, request: ModifyVolume) -> None:
     """Set a volume's mutable parameters; run two commands, or one if the volume has them.
 
     Raises BadField for parameters that the volume cannot have, HasSnapshots if the read-ahead of a
     volume with copy-on-write snapshots would change, and NoCgroup if I/O cannot be limited on this
     node; nothing is changed in these cases.
     """
-    context.limiter.require(call.tuning)
-    with context.volume_groups.hold(ids.group_of(call.volume_id)):
-        volume = context.mender.mended_volume(call.volume_id, Call.MANAGE)
+    context.limiter.require(request.tuning)
+    with context.volume_groups.hold(ids.group_of(request.volume_id)):
+        volume = context.mender.mended_volume(request.volume_id, Call.MANAGE)
         name = volume.group.name
         bound_kib = context.config.recovery_bound_kib(name)
-        tuned = ensure(context.volume_groups.lvm(name), volume, call.tuning, bound_kib)
+        tuned = ensure(context.volume_groups.lvm(name), volume, request.tuning, bound_kib)
         # Crash point: the parameters are in the metadata of the volume group, and the I/O limits
         # among them are not set in the kernel; the next start of Carver, or a repeated call, sets
         # the limits.
@@ -52,7 +52,7 @@ def ensure(lvm: Lvm, volume: Volume, requested: Tuning, bound_kib: int) -> Tunin
     check(requested, volume.layout, present)
     if volume.layout.is_raid:
         requested = requested.bounded(present, bound_kib)
-    lacking = requested.lacking_in(present)
+    lacking = requested.missing_from(present)
     if lacking == tuning.AS_IT_IS:
         return present
     snapshot_ids = [
@@ -63,7 +63,7 @@ def ensure(lvm: Lvm, volume: Volume, requested: Tuning, bound_kib: int) -> Tunin
             str(volume.id), snapshot_ids, "lvm2 changes its read-ahead only while it has none"
         )
     tuning.change(lvm, group.name, [volume.name], lacking, present)
-    return requested.over(present)
+    return requested.applied_to(present)
 
 
 def complete(lvm: Lvm, group: str, name: str, requested: Tuning) -> None:
@@ -71,7 +71,7 @@ def complete(lvm: Lvm, group: str, name: str, requested: Tuning) -> None:
 
     Few volumes have such parameters.
     """
-    lacking = requested.lacking_in(requested.for_new().over(PLAIN))
+    lacking = requested.missing_from(requested.for_new().applied_to(PLAIN))
     if lacking != tuning.AS_IT_IS:
         tuning.change(lvm, group, [name], lacking)
 
@@ -105,7 +105,7 @@ def bound(context: Context, group: Group) -> int:
         logical = group.volume(volume.name)
         if "raid" not in logical.layout:
             continue
-        lacking = tuning.AS_IT_IS.bounded(logical.tuning, bound_kib).lacking_in(logical.tuning)
+        lacking = tuning.AS_IT_IS.bounded(logical.tuning, bound_kib).missing_from(logical.tuning)
         if lacking != tuning.AS_IT_IS:
             volumes_by_change[lacking, logical.tuning].append(volume.name)
     lvm = context.volume_groups.lvm(group.name)
@@ -155,5 +155,5 @@ def check(requested: Tuning, shape: Layout, present_tuning: Tuning = PLAIN) -> N
             f"{MUTABLE_FIELD}[{keys[raid_parts[-1]]}]",
             f"is for a RAID's layouts, this volume is {shape.kind}; allowed: {', '.join(allowed)}",
         )
-    if why := requested.over(present_tuning).refusal:
+    if why := requested.applied_to(present_tuning).refusal:
         raise errors.BadField(MUTABLE_FIELD, why)

@@ -16,9 +16,9 @@ zeroed before it is removed, unless the setting `wipe` is `none`. The steps are:
 6. Remove the pool with the volume and the cache.
 
 A restart resumes the work by the tag `wiping`: a process that was killed before step 2 left an
-empty pool, and one that was killed later left a pool with only that volume. `_due` finds both. If a
-call needs the pool meanwhile, the pool is kept: the job ends at its next chunk, before the call
-locks the group, and the zeroing volume is removed.
+empty pool, and one that was killed later left a pool with only that volume. `_due_removals` finds
+both. If a call needs the pool meanwhile, the pool is kept: the job ends at its next chunk, before
+the call locks the group, and the zeroing volume is removed.
 """
 
 from collections.abc import Callable, Iterator
@@ -67,7 +67,7 @@ class PoolRemover:
             "reclaim",
             self._erase_and_remove,
             "pool %s is empty, but not removed yet: %s",
-            due_jobs=self._due,
+            due_jobs=self._due_removals,
         )
         self._conflicts = context.conflicts
         self._conflicts.add(Work.EMPTY_POOL, self.jobs)
@@ -176,7 +176,7 @@ class PoolRemover:
             if _is_zeroing_volume(volume):
                 volumes.remove(self._lvm(group.name), group.name, volume.name)
 
-    def _due(self, group: str) -> Iterator[Job]:
+    def _due_removals(self, group: str) -> Iterator[Job]:
         for pool in _abandoned(self._reports.fresh(group).group(group)):
             yield Job(f"{group}/{pool}")
 
@@ -334,7 +334,7 @@ def _abandoned(group: report.Group) -> list[str]:
     The result has pools without volumes, pools that were being zeroed, and pools whose creation was
     interrupted.
     """
-    logical_volumes = list(records.usable(group))
+    logical_volumes = list(records.usable_logical_volumes(group))
     half_made = [logical.name for logical in logical_volumes if is_half_made_pool(logical)]
     own_pools = (
         (pool.name, group.in_pool(pool.name)) for pool in logical_volumes if is_own_pool(pool)

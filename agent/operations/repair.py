@@ -44,7 +44,7 @@ def rebuilding(activator: Activator, group: report.Group) -> str:
     The result is empty if all active RAID volumes are in sync.
     """
     entries = []
-    for logical in sorted(records.every(group), key=attrgetter("name")):
+    for logical in sorted(records.all_logical_volumes(group), key=attrgetter("name")):
         is_raid = "raid" in logical.layout
         status = _raid(activator, group.name, logical.name) if is_raid else None
         if status is not None and status.is_syncing:

@@ -62,7 +62,7 @@ class Snapshotter:
         self._allocators = context.allocators
         self._limiter, self._conflicts = context.limiter, context.conflicts
 
-    def create(self, call: CreateSnapshot) -> Snapshot:
+    def create(self, request: CreateSnapshot) -> Snapshot:
         """Take a snapshot, or find the one that an earlier call took.
 
         Runs two commands at most: a report, and lvcreate, which also adds the tags. Raises
@@ -70,26 +70,28 @@ class Snapshotter:
         with another source, OperationPending while a deleted snapshot of that name is being erased,
         NoRoom, NotSnapshotted.
         """
-        if not call.topology.includes(self._configuration.now.here):
+        if not request.topology.includes(self._configuration.now.here):
             raise errors.ExcludedByTopology(self._configuration.now.node_id)
-        name = names.logical_volume(ids.SNAPSHOT_PREFIX, call.name)
-        source = backing.of_id(call.source_id)
+        name = names.logical_volume(ids.SNAPSHOT_PREFIX, request.name)
+        source = backing.of_id(request.source_id)
         with self._limiter.lifted(source):
             users.flush(self._kernel, self._activator, source)
-        group = ids.group_of(call.source_id)
+        group = ids.group_of(request.source_id)
         self._reports.await_others(group)
         with self._volume_groups.hold(group):
             state = self._mender.mend(group)
             self.require_free(state, name)
             for snapshot in self._reports.listed_snapshots(self._reports.every_group(state)):
                 if snapshot.name == name:
-                    return _same(snapshot, call)
-            volume = state.volume(call.source_id)
+                    return _require_same_source(snapshot, request)
+            volume = state.volume(request.source_id)
             self._conflicts.require(Call.SNAPSHOT, volume)
             self.make_room(volume)
             # Crash point: a COW store with these tags and without an origin is left; the next call
             # or the next start of Carver erases the COW store as a deleted snapshot.
-            return self.take(name, volume, {tag.NAME: call.name, **call.object_tags}, call.size)
+            return self.take(
+                name, volume, {tag.NAME: request.name, **request.object_tags}, request.size
+            )
 
     def take(
         self,
@@ -133,7 +135,7 @@ class Snapshotter:
                     origin=volume.name,
                     size_bytes=area_bytes,
                     own_tags=own_tags,
-                    disks=Room(group).anywhere(),
+                    disks=Room(group).disk_arguments(),
                 )
         return Snapshot(
             VolumeId.of(group, name),
@@ -326,27 +328,27 @@ class Snapshotter:
             raise errors.NoSuchSnapshot(snapshot_id)
         return self._reports.snapshot(self._reports.fresh(parsed.group), snapshot_id)
 
-    def list(self, call: ListSnapshots) -> ListPage[Snapshot]:
+    def list(self, request: ListSnapshots) -> ListPage[Snapshot]:
         """Return one page of the snapshots, sorted by id.
 
         If the request names a snapshot or a source, only the group of that id is read.
         """
-        parsed = VolumeId.parse(call.snapshot_id or call.source_id)
+        parsed = VolumeId.parse(request.snapshot_id or request.source_id)
         if parsed is not None and self._volume_groups.of(parsed.group) is not None:
             # Read only the volume group that the id in the request names: the external-snapshotter
             # polls a snapshot this way, and another volume group may hang.
             state: Known = self._reports.fresh(parsed.group)
             self._reports.group(state, parsed.group)
         else:
-            state = self._reports.lists()
+            state = self._reports.for_lists()
             self._reports.require_groups(state)
         snapshots = {
             str(snapshot.id): snapshot
             for snapshot in self._reports.listed_snapshots(state)
-            if call.source_id in ("", str(snapshot.source_id))
-            and call.snapshot_id in ("", str(snapshot.id))
+            if request.source_id in ("", str(snapshot.source_id))
+            and request.snapshot_id in ("", str(snapshot.id))
         }
-        return requests.part(snapshots, call.page)
+        return requests.part(snapshots, request.page)
 
     def require_free(self, state: Known, *logical: str) -> None:
         """Raise OperationPending while a deleted snapshot of one of these names is being erased.
@@ -360,15 +362,15 @@ class Snapshotter:
                 raise self._eraser.pending(doomed)
 
 
-def _same(existing: Snapshot, call: CreateSnapshot) -> Snapshot:
+def _require_same_source(existing: Snapshot, request: CreateSnapshot) -> Snapshot:
     """Return the snapshot of an earlier call; raise Incompatible if it has another source.
 
     A snapshot whose data are lost is returned, too, with a warning in the log.
     """
-    if str(existing.source_id) != call.source_id:
+    if str(existing.source_id) != request.source_id:
         raise errors.Incompatible(
-            f"cannot take snapshot {call.name!r}: it exists, of {existing.source_id}, not of"
-            f" {call.source_id}; use another name"
+            f"cannot take snapshot {request.name!r}: it exists, of {existing.source_id}, not of"
+            f" {request.source_id}; use another name"
         )
     if existing.problem:
         _log.warning("snapshot %s can no longer be used: %s", existing.id, existing.problem)

@@ -146,7 +146,7 @@ class StorageHealth:
         return name in lvm2.backed_up_groups(self.node.lvm_root)
 
     def _of_kernel(self, group: Group, until_seconds: float) -> Iterator[Condition]:
-        for logical in records.every(group):
+        for logical in records.all_logical_volumes(group):
             if {"thin", "pool"} <= logical.layout:
                 yield from self._diagnosis.of_pool(group, logical.name, until_seconds)
         for disk in group.disks:

@@ -74,9 +74,9 @@ class VolumesHealth:
         """
         if (parsed := VolumeId.parse(volume_id)) is None:
             raise errors.NoSuchVolume(volume_id)
-        return self._of(volume_id, parsed, by_node=False)
+        return self._health_of(volume_id, parsed, by_node=False)
 
-    def on_node(self, call: GetVolumeHealth) -> VolumeHealth:
+    def on_node(self, request: GetVolumeHealth) -> VolumeHealth:
         """Return the health of a volume on this node, staged or not, inline or not.
 
         A missing volume group is reported as a health condition, and so is a device that went away
@@ -84,11 +84,11 @@ class VolumesHealth:
         directories.
         """
         inside = self._configuration.now.kubelet_dir
-        paths = [target.resolve(self._kernel, path, inside) for path in call.paths]
-        if (parsed := VolumeId.parse(call.volume_id)) is None:
-            health = self._inline(call.volume_id)
+        paths = [target.resolve(self._kernel, path, inside) for path in request.paths]
+        if (parsed := VolumeId.parse(request.volume_id)) is None:
+            health = self._inline(request.volume_id)
         else:
-            health = self._of(call.volume_id, parsed, by_node=True)
+            health = self._health_of(request.volume_id, parsed, by_node=True)
         mounts = table.read(self._kernel)
         gone_devices = [
             Condition(
@@ -99,7 +99,9 @@ class VolumesHealth:
             for path in paths
             if any(mounted.is_stale_node for mounted in mounts.at(path))
         ]
-        return VolumeHealth(call.volume_id, diagnosis.distinct([*health.conditions, *gone_devices]))
+        return VolumeHealth(
+            request.volume_id, diagnosis.distinct([*health.conditions, *gone_devices])
+        )
 
     def list(self, page: Page) -> ListPage[VolumeHealth]:
         """Return one page of the unhealthy volumes of Carver's volume groups.
@@ -165,7 +167,7 @@ class VolumesHealth:
                     self._conflicts.check(Call.USE, str(volume.id))
                     yield volume
 
-    def _of(self, volume_id: str, parsed_id: VolumeId, *, by_node: bool) -> VolumeHealth:
+    def _health_of(self, volume_id: str, parsed_id: VolumeId, *, by_node: bool) -> VolumeHealth:
         self._conflicts.check(Call.USE, volume_id)
         self._reports.keep_fresh()
         groups, name = self._volume_groups, parsed_id.group
@@ -310,7 +312,7 @@ class VolumesHealth:
         if group is None:
             return None
         if VolumeId.parse(volume_id) is None:
-            return records.named(group, volume_id, ids.INLINE_PREFIX)
+            return records.find_named(group, volume_id, ids.INLINE_PREFIX)
         return self._reported(group, volume_id)
 
     def _require_seen(self, volume_group: VolumeGroup) -> None:

@@ -345,7 +345,7 @@ class CreateVolume:
             topology=Topology.from_proto(message.accessibility_requirements),
             source=source,
             # Settings of a VolumeAttributesClass take precedence over those of the StorageClass.
-            tuning=tuning_of(message.mutable_parameters).over(parameters.tuning),
+            tuning=tuning_of(message.mutable_parameters).applied_to(parameters.tuning),
         )
 
 
@@ -376,7 +376,7 @@ class ValidateVolume:
             capabilities = Capability.all_from_proto(wire_capabilities)
             parameters = Parameters.from_proto(message.parameters)
             context = Parameters.from_context(message.volume_context, newer=False).context()
-            tuning = tuning_of(message.mutable_parameters).over(parameters.tuning)
+            tuning = tuning_of(message.mutable_parameters).applied_to(parameters.tuning)
         except errors.BadField as error:
             return cls(volume_id, (), str(error))
         return cls(volume_id, capabilities, "", tuning, context, parameters)

@@ -181,7 +181,7 @@ class Activator:
         """
         whole_names = {
             logical.name
-            for logical in records.every(group)
+            for logical in records.all_logical_volumes(group)
             if not logical.layout & {"linear", "striped"} and records.is_usable(group, logical)
         }
         if not whole_names:

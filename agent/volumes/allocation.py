@@ -403,11 +403,11 @@ class ThinAllocator:
         group, extent = room.group, room.group.extent_size_bytes
         if not (pool := self.pool(group)).promised_bytes:
             return None
-        growth = pools.room_extents(room.keeping(self.kept_extents(group)), pool)
+        growth = pools.room_extents(room.keeping_free(self.kept_extents(group)), pool)
         more_extents = self._more_extents(room, growth, pool.data_extents, percent)
         if more_extents:
             size_bytes = (pool.data_extents + more_extents) * extent
-            disks = room.anywhere()
+            disks = room.disk_arguments()
             volumes.extend(lvm, group.name, pool.name, size_bytes=size_bytes, disks=disks)
         return more_extents * extent
 
@@ -420,10 +420,10 @@ class ThinAllocator:
         group, extent = room.group, room.group.extent_size_bytes
         if not (pool := self.pool(group)).promised_bytes:
             return None
-        growth = pools.metadata_growth_extents(room.keeping(self.kept_extents(group)), pool)
+        growth = pools.metadata_growth_extents(room.keeping_free(self.kept_extents(group)), pool)
         more_extents = self._more_extents(room, growth, pool.metadata_extents, percent)
         if more_extents:
-            disks = room.anywhere()
+            disks = room.disk_arguments()
             thin.extend_metadata(
                 lvm, group.name, pool.name, added_bytes=more_extents * extent, disks=disks
             )
@@ -462,7 +462,7 @@ class ThinAllocator:
                 tag.CHUNK: str(pool.chunk_size_bytes),
                 **self._cache_tags(group),
             },
-            disks=Room(group).anywhere(),
+            disks=Room(group).disk_arguments(),
         )
 
     def _cache_tags(self, _group: report.Group) -> Mapping[str, str]:
@@ -563,7 +563,7 @@ class Allocators:
 
     def of(self, device_class: DeviceClass) -> Allocator:
         """Return the allocator of a device class."""
-        kept_extents = partial(self._kept, device_class)
+        kept_extents = partial(self._kept_extents, device_class)
         match device_class.pool, device_class.cache:
             case None, None:
                 return ThickAllocator(device_class.layout, kept_extents)
@@ -592,7 +592,7 @@ class Allocators:
         """
         logical = volume.group.volumes.get(volume.name)
         pool = volume.group.volumes.get(logical.pool) if logical is not None else None
-        if pool is not None and (called := self._called(pool)) is not None:
+        if pool is not None and (called := self._class_of_pool(pool)) is not None:
             return self._of_pool(called, volume.group.name)
         shape = volume.layout
         for device_class in self._classes:
@@ -631,9 +631,11 @@ class Allocators:
 
     def _pooled(self, group: report.Group) -> Iterator[str]:
         """Return the name of the device class of each pool of Carver's in a volume group."""
-        yield from filter(None, map(self._called, filter(is_pool, records.every(group))))
+        yield from filter(
+            None, map(self._class_of_pool, filter(is_pool, records.all_logical_volumes(group)))
+        )
 
-    def _called(self, pool: report.LogicalVolume) -> str | None:
+    def _class_of_pool(self, pool: report.LogicalVolume) -> str | None:
         """Return the name of the device class whose pool has this pool's name; None if unknown.
 
         The classes in the pool's tags are tried first, then the configured classes, then the rest
@@ -662,7 +664,7 @@ class Allocators:
             name,
             group,
             device_class.pool or Policy(),
-            partial(self._kept, device_class),
+            partial(self._kept_extents, device_class),
             self._activator,
         )
 
@@ -679,9 +681,9 @@ class Allocators:
         for configured in self._classes:
             if configured.name == device_class:
                 kept_extents += configured.reserve.extents(group)
-        return layout.maximum_bytes(room.keeping(kept_extents))
+        return layout.maximum_bytes(room.keeping_free(kept_extents))
 
-    def _kept(self, device_class: DeviceClass, group: report.Group) -> int:
+    def _kept_extents(self, device_class: DeviceClass, group: report.Group) -> int:
         """Return how many extents of a volume group volumes of a device class must leave free.
 
         These are the class's reserve, and the extents that the pools of other classes have promised

@@ -157,7 +157,7 @@ class Limiter:
         `size_bytes` is the size as users see it, without a LUKS2 header.
         """
         with self._guard:
-            for limited in self._of(volume):
+            for limited in self._limited_list(volume):
                 if limited.size_bytes != size_bytes:
                     limited.size_bytes = size_bytes
                     self._set_own(limited)
@@ -177,7 +177,7 @@ class Limiter:
 
     def _forget_unused(self, volume: Backing) -> None:
         """Remove the I/O limits of a volume, if the volume is not mounted or published any more."""
-        for limited in self._of(volume):
+        for limited in self._limited_list(volume):
             if not self._is_used(self._activator.device(volume)):
                 with self._guard:
                     self._limited.pop(limited.number, None)
@@ -192,7 +192,7 @@ class Limiter:
         write all data that is in memory, while other calls wait for the volume group.
         """
         with self._guard:
-            limited = [entry for volume in volumes for entry in self._of(volume)]
+            limited = [entry for volume in volumes for entry in self._limited_list(volume)]
             for entry in limited:
                 self._lifted[entry.number] += 1
                 self._set(entry, UNLIMITED)
@@ -220,7 +220,7 @@ class Limiter:
                     self.apply(volume)
             with attempts.attempt():
                 self._lift_others(present)
-        return sum(1 for volume in present if any(self._of(volume.backing)))
+        return sum(1 for volume in present if any(self._limited_list(volume.backing)))
 
     def _lift_others(self, own_volumes: Sequence[Volume]) -> None:
         """Remove I/O limits that a killed process left on volumes and that no tag records."""
@@ -280,10 +280,10 @@ class Limiter:
     def _is_used(self, device: Device | None) -> bool:
         """Whether the volume with this device is mounted or published."""
         return device is not None and bool(
-            users.places(self._kernel, table.read(self._kernel), device)
+            users.mounts_of_volume(self._kernel, table.read(self._kernel), device)
         )
 
-    def _of(self, volume: Backing) -> Sequence[Limited]:
+    def _limited_list(self, volume: Backing) -> Sequence[Limited]:
         """Return the record of a volume's I/O limits, in a list; an empty list if there are none.
 
         The record is found by the volume's device number, because the backing of an inline volume

@@ -87,7 +87,7 @@ class Contents(report.Report):
     def _logical(self) -> Iterator[tuple[report.Group, report.LogicalVolume]]:
         """Yield each logical volume in the report, with its volume group."""
         for group in self.groups.values():
-            yield from ((group, logical) for logical in records.every(group))
+            yield from ((group, logical) for logical in records.all_logical_volumes(group))
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Current(Contents):
         `name` is the CO's name for the volume, `prefix` that of its logical volume's name.
         """
         for group in self.groups.values():
-            records.named(group, name, prefix)
+            records.find_named(group, name, prefix)
 
     def require_group_of(self, identity: str) -> None:
         """Raise OtherGroup if the volume group of an id is not in the report.
@@ -254,13 +254,13 @@ class EveryGroup(Current):
     silent: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
 
-    def named(self, name: str, prefix: str = ids.VOLUME_PREFIX) -> Volume | None:
+    def find_named(self, name: str, prefix: str = ids.VOLUME_PREFIX) -> Volume | None:
         """Return the volume that the CO calls `name`, in any volume group; None if there is none.
 
         Raises NeedsOther or TagsDamaged if this version must not use the volume, and the error of a
         failed repair of the volume.
         """
-        candidates = (records.named(group, name, prefix) for group in self.groups.values())
+        candidates = (records.find_named(group, name, prefix) for group in self.groups.values())
         volume = next(filter(None, candidates), None)
         if volume is not None:
             self.require_repaired(volume)

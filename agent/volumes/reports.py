@@ -110,7 +110,7 @@ class Reports:
         other_groups = (group for group in self._volume_groups if group.name not in groups)
         begin_states(filter(_is_to_be_read, other_groups))()
 
-    def lists(self) -> EveryGroup:
+    def for_lists(self) -> EveryGroup:
         """Return a report of all volume groups, for RPCs that list objects.
 
         The state of each group is fresh or, if the read takes long, cached with all changes by

@@ -33,7 +33,7 @@ def run_all(functions: Mapping[str, Callable[[], object]], seconds: float) -> No
     `functions` has the functions by the names under which they are logged. An error of a function
     is logged, and so is a function that has not ended in time; no error is raised.
     """
-    futures = {name: _begun(name, work) for name, work in functions.items()}
+    futures = {name: _start_thread(name, work) for name, work in functions.items()}
     wait(futures.values(), seconds)
     for name, future in futures.items():
         if not future.done():
@@ -75,7 +75,7 @@ def reasons(error: BaseException) -> str:
     return str(error) or repr(error)
 
 
-def _begun(name: str, function: Callable[[], object]) -> Future[object]:
+def _start_thread(name: str, function: Callable[[], object]) -> Future[object]:
     """Run a function in a new thread; return a future of the function's result.
 
     If no thread can be started, the function is not run, and the future has the error.
@@ -213,7 +213,7 @@ _LEAST_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class Seen(Generic[T]):
+class ProbeResult(Generic[T]):
     """The result of a probe, or an earlier result if the probe did not end in time.
 
     `value` is the result. If the probe did not end in time, it is the last earlier result of a
@@ -248,7 +248,7 @@ class Probes(Generic[T]):
 
     def probe(
         self, target: str, work: Callable[[], T], until_seconds: float, pool_or_group: str = ""
-    ) -> Seen[T]:
+    ) -> ProbeResult[T]:
         """Run `work` as a probe of `target`; wait for the result, or return an earlier result.
 
         The wait ends at `until_seconds` (monotonic). If a probe of `target` is running already, it
@@ -269,9 +269,9 @@ class Probes(Generic[T]):
                 [running.result for running in awaited], left_seconds, FIRST_COMPLETED
             ).done:
                 with self._guard:
-                    return Seen(self._last.get(target), time.monotonic() - began)
+                    return ProbeResult(self._last.get(target), time.monotonic() - began)
             if awaited[0].target == target:
-                return Seen(awaited[0].result.result())
+                return ProbeResult(awaited[0].result.result())
 
     def _awaited(
         self, target: str, work: Callable[[], T], pool_or_group: str

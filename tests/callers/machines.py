@@ -117,7 +117,7 @@ class Machine:
                 device = self.host.devices.find(group.name, name)
                 if device is None or logical.is_copy_on_write:
                     continue  # that one goes with its origin
-                for one in loop.over(kernel, device.number):
+                for one in loop.loop_devices_over(kernel, device.number):
                     loop.detach(kernel, one)
                 self.host.deactivate(group.name, name)
         self._start(Switch())

@@ -110,7 +110,7 @@ class Reservations:
             for name in groups or self._volume_groups.names:
                 with attempts.attempt(), self._volume_groups.hold(name):
                     volume_group = self._reports.fresh(name).groups.get(name)
-                    for pool in _marked(volume_group) if volume_group is not None else ():
+                    for pool in _reserved_pools(volume_group) if volume_group is not None else ():
                         with attempts.attempt():
                             count += self._resume(name, pool)
         return count
@@ -172,13 +172,13 @@ class Reservations:
             # Run in an empty context (contextvars). That context has neither the caller's deadline,
             # which may have passed, nor the caller's position in the queue for the volume group's
             # lock.
-            contextvars.Context().run(self._let_go, group, pool)
+            contextvars.Context().run(self._release_reservation, group, pool)
         except (errors.AgentError, mount_errors.CommandError, OSError) as error:
             _log.error("thin pool %s/%s keeps old metadata for now: %s", group, pool, error)
         finally:
             self._changed(pool_readers, readers=0)
 
-    def _let_go(self, group: str, pool: str) -> None:
+    def _release_reservation(self, group: str, pool: str) -> None:
         with command.time_limit(_RELEASE_SECONDS):
             # Release the metadata snapshot first, because it slows the pool down. Remove the tag
             # last: after a crash in between, the tag makes the next start of Carver check the pool
@@ -204,7 +204,7 @@ class Reservations:
     def _reserve(self, group: str, pool: str) -> None:
         with self._volume_groups.hold(group):
             volume_group = self._reports.fresh(group).group(group)
-            if pool in _marked(volume_group):
+            if pool in _reserved_pools(volume_group):
                 # Release the metadata snapshot of an earlier call, which failed to release it.
                 self._release(group, pool)
             elif self._has(group, pool):
@@ -246,9 +246,13 @@ def _deactivate(lvm: Lvm, group: str, names: Sequence[str]) -> None:
         volumes.deactivate(lvm, group, *names)
 
 
-def _marked(group: report.Group) -> list[str]:
+def _reserved_pools(group: report.Group) -> list[str]:
     """Return the names of thin pools with the tag of a metadata snapshot that Carver reserved."""
-    return [pool.name for pool in records.usable(group) if tag.METADATA_SNAPSHOT in pool.own_tags]
+    return [
+        pool.name
+        for pool in records.usable_logical_volumes(group)
+        if tag.METADATA_SNAPSHOT in pool.own_tags
+    ]
 
 
 # Tag of a thin snapshot that Carver activated in order to read it, and has to deactivate.

@@ -64,7 +64,7 @@ def _chunks(
     while part * _PART_CHUNKS < end_chunk:
         base = part * _PART_CHUNKS
         chunks = min(_PART_CHUNKS, end_chunk - base)
-        for number, count in _runs(_marked(tables, base, chunks, remaining, check)):
+        for number, count in _runs(_mark_chunks(tables, base, chunks, remaining, check)):
             yield Extent((base + number) * chunk_bytes, count * chunk_bytes)
         remaining.discard(part)
         if not remaining:
@@ -72,7 +72,7 @@ def _chunks(
         part = min(remaining)
 
 
-def _marked(
+def _mark_chunks(
     tables: Sequence[Exceptions],
     first_chunk: int,
     chunks: int,
@@ -94,7 +94,7 @@ def _marked(
         if 0 <= first <= last < chunks and last - first == len(copied) - 1:
             # A table contains each chunk only once, so these chunks are one contiguous run, as
             # after most writes. Set their bits together.
-            _mark(bits, first, last + 1)
+            _set_bits(bits, first, last + 1)
             continue
         for chunk in copied:
             bit = chunk - first_chunk
@@ -105,7 +105,7 @@ def _marked(
     return bits
 
 
-def _mark(bits: bytearray, start: int, end: int) -> None:
+def _set_bits(bits: bytearray, start: int, end: int) -> None:
     """Set the bits of `bits` with the numbers from `start` up to, but not including, `end`."""
     first, last = min(-(-start // 8), end // 8), end // 8
     bits[first:last] = bytes([_ALL]) * (last - first)

@@ -175,7 +175,7 @@ class ChangedRanges:
         """
         check = self._check(identity, is_wanted)
         with ExitStack() as exit_stack:
-            [(source, reader)] = self._opened(exit_stack, identity)
+            [(source, reader)] = self._open_devices(exit_stack, identity)
             compares = is_compared and not source.is_encrypted
             task = self._task(check, source, reader)
             unlike_zeroes = partial(comparing.differing, None, 0, reader, task)
@@ -217,7 +217,7 @@ class ChangedRanges:
         """
         check = self._check(target_id, is_wanted)
         with ExitStack() as exit_stack:
-            (base, base_reader), (target, target_reader) = self._opened(
+            (base, base_reader), (target, target_reader) = self._open_devices(
                 exit_stack, base_id, target_id
             )
             candidates: _Candidates = _everything
@@ -267,7 +267,9 @@ class ChangedRanges:
             source, source.size_bytes, reader.device, candidates, range_filter, require, user_start
         )
 
-    def _opened(self, exit_stack: ExitStack, *identities: str) -> list[tuple[_Source, Reader]]:
+    def _open_devices(
+        self, exit_stack: ExitStack, *identities: str
+    ) -> list[tuple[_Source, Reader]]:
         """Open the devices of the snapshots or volumes with these ids, and activate inactive ones.
 
         Runs at most two lvm2 commands for each inactive one, and commands that repair what a killed
@@ -281,7 +283,7 @@ class ChangedRanges:
         groups = sorted({ids.group_of(identity) for identity in identities})
         with self._volume_groups.hold(*groups):
             fresh_report = self._mender.mend(*groups)
-            sources = [self._found(fresh_report, identity) for identity in identities]
+            sources = [self._find_source(fresh_report, identity) for identity in identities]
             if len(sources) > 1:
                 _require_comparable(*sources)
             if thin_groups := sorted({source.group.name for source in sources if _pool(source)}):
@@ -296,7 +298,7 @@ class ChangedRanges:
                 for source, reader in zip(sources, readers, strict=True)
             ]
 
-    def _found(self, fresh_report: Fresh, identity: str) -> _Source:
+    def _find_source(self, fresh_report: Fresh, identity: str) -> _Source:
         if names.is_of(ids.VOLUME_PREFIX, ids.logical_name(identity)):
             return fresh_report.usable(identity, Call.MANAGE)
         snapshot = self._reports.snapshot(fresh_report, identity)
@@ -352,7 +354,7 @@ class ChangedRanges:
             self.reservations.held(group, pool) as metadata,
             self._stream(*make_command(metadata, *numbers)) as output,
         ):
-            ranges.fill(merged(_checked(parse_output(output), check)))
+            ranges.fill(merged(_checked_runs(parse_output(output), check)))
 
     def _number(self, group: str, name: str) -> int:
         number = self._devices.thin_id(group, name)
@@ -508,7 +510,7 @@ def _overwritten(
     yield from _everything(max(start, base_bytes), end)
 
 
-def _checked(runs: Iterable[Run], check: Callable[[], None]) -> Iterator[Extent]:
+def _checked_runs(runs: Iterable[Run], check: Callable[[], None]) -> Iterator[Extent]:
     for run in runs:
         check()
         yield Extent(run.offset_bytes, run.length_bytes)

@@ -113,7 +113,7 @@ class _State:
     @property
     def claimed(self) -> str:
         """The name of the PersistentVolume that the claim names; empty if it names none."""
-        return str(_at(self.claim or {}, "spec", "volumeName") or "")
+        return str(_field_at(self.claim or {}, "spec", "volumeName") or "")
 
     @property
     def confirmed_state(self) -> object:
@@ -168,7 +168,7 @@ class Rebinding:
         This is possible only while the claim has the old PersistentVolume. Raises NotConfirmed if
         the user declines a step.
         """
-        state = self._take_steps(self._back, confirmed, report)
+        state = self._take_steps(self._next_undo, confirmed, report)
         report(f"the claim {state} is as it was, of {_name(state.old_volume or {})}")
 
     def _take_steps(
@@ -201,8 +201,8 @@ class Rebinding:
     def _read_state(self) -> _State:
         volumes: dict[str, Object] = {}
         for volume in self._lists.whole(VOLUMES, f"{_VOLUME}List").items:
-            handle = str(_at(volume, "spec", "csi", "volumeHandle"))
-            if _at(volume, "spec", "csi", "driver") != self._place.driver:
+            handle = str(_field_at(volume, "spec", "csi", "volumeHandle"))
+            if _field_at(volume, "spec", "csi", "driver") != self._place.driver:
                 continue
             if handle in (self._old_handle, self._place.handle):
                 if handle in volumes:
@@ -210,7 +210,7 @@ class Rebinding:
                     raise errors.NotRebound(handle, f"{names} are both of it")
                 volumes[handle] = volume
         old, new = volumes.get(self._old_handle), volumes.get(self._place.handle)
-        reference = _at(new or old or {}, "spec", "claimRef") or {}
+        reference = _field_at(new or old or {}, "spec", "claimRef") or {}
         namespace, name = str(reference.get("namespace", "")), str(reference.get("name", ""))
         if not (namespace and name):
             why = f"no {_VOLUME} of this cluster has it for a claim"
@@ -229,7 +229,7 @@ class Rebinding:
             if _is_going(new):
                 raise state.refused(f"{_name(new)} is being deleted")
         if old is not None and claim is not None and state.claimed == _name(old):
-            return self._before(state, old, claim)
+            return self._next_with_old_volume(state, old, claim)
         if new is None:
             problem = (
                 f"it has {state.claimed!r}" if claim else "it is gone, and nothing is kept of it"
@@ -239,9 +239,9 @@ class Rebinding:
             return self._recreate_claim(state, new)
         if state.claimed not in ("", _name(new)):
             raise state.refused(f"it has another volume, {state.claimed}")
-        return self._after(state, new, claim)
+        return self._next_with_new_volume(state, new, claim)
 
-    def _back(self, state: _State) -> _Step | None:
+    def _next_undo(self, state: _State) -> _Step | None:
         """Return the next step of undoing the rebinding; None if no step is left.
 
         Raises NotRebound if the claim does not have the old PersistentVolume any more, or if the
@@ -263,7 +263,7 @@ class Rebinding:
 
     # Steps of a rebinding while the claim has the old PersistentVolume
 
-    def _before(self, state: _State, old_volume: Object, claim: Object) -> _Step:
+    def _next_with_old_volume(self, state: _State, old_volume: Object, claim: Object) -> _Step:
         new = state.new_volume
         if _is_going(claim):
             if new is None or _policy(old_volume) != _RETAIN:
@@ -293,18 +293,18 @@ class Rebinding:
 
     def _check_old(self, state: _State, old_volume: Object, claim: Object) -> None:
         name, key = _name(old_volume), self._place.topology_key
-        if _at(old_volume, "spec", "claimRef", "uid") != claim["metadata"]["uid"]:
+        if _field_at(old_volume, "spec", "claimRef", "uid") != claim["metadata"]["uid"]:
             raise state.refused(f"{name} is of another claim of that name")
         if _is_going(old_volume):
             raise state.refused(f"{name} is being deleted")
-        owners = _at(claim, "metadata", "ownerReferences") or ()
+        owners = _field_at(claim, "metadata", "ownerReferences") or ()
         if any(owner.get("kind") == "Pod" for owner in owners):
             raise state.refused("it is its pod's, and goes with it")
         if list(_wanted_labels(old_volume)) != [key]:
             raise state.refused(f"{name} is not for a node by {key} alone; rebind it by hand")
         nodes = self._lists.whole(NODES, "NodeList").items
         segment = self._place.segment
-        if segment not in (_at(node, "metadata", "labels", key) for node in nodes):
+        if segment not in (_field_at(node, "metadata", "labels", key) for node in nodes):
             why = f"no node has the label {key}={segment}; does Carver run there?"
             raise state.refused(why)
 
@@ -314,7 +314,7 @@ class Rebinding:
         Kubelet on the pod's node may be about to mount the volume.
         """
         for pod in self._lists.whole(_path(state.namespace, "pods"), "PodList").items:
-            if _at(pod, "spec", "nodeName") and state.name in claims_of(pod):
+            if _field_at(pod, "spec", "nodeName") and state.name in claims_of(pod):
                 raise state.refused(f"the pod {_name(pod)} uses it; stop that")
 
     def _retain(self, old_volume: Object) -> None:
@@ -326,10 +326,10 @@ class Rebinding:
 
     def _check_new(self, state: _State, new_volume: Object) -> None:
         name = _name(new_volume)
-        reference = _at(new_volume, "spec", "claimRef") or {}
+        reference = _field_at(new_volume, "spec", "claimRef") or {}
         if (reference.get("namespace"), reference.get("name")) != (state.namespace, state.name):
             raise state.refused(f"{name} is for another claim")
-        if _at(new_volume, "spec", "nodeAffinity") != self._place.affinity:
+        if _field_at(new_volume, "spec", "nodeAffinity") != self._place.affinity:
             raise state.refused(f"{name} is not for {self._place.node}")
 
     def _recreate_claim(self, state: _State, new_volume: Object) -> _Step:
@@ -352,7 +352,9 @@ class Rebinding:
         question = f"delete {_VOLUME} {_name(volume)}, {reason}"
         return self._deletion(question, _volume_path(volume), volume)
 
-    def _after(self, state: _State, new_volume: Object, claim: Object) -> _Step | None:
+    def _next_with_new_volume(
+        self, state: _State, new_volume: Object, claim: Object
+    ) -> _Step | None:
         if not _is_bound(new_volume, claim):
             return _Step("", partial(self._await_binding, state, new_volume))
         if (old := state.old_volume) is not None:
@@ -387,7 +389,8 @@ class Rebinding:
             )
 
         finalizers = (
-            ", ".join(_at(terminating, "metadata", "finalizers") or ()) or "nothing that it names"
+            ", ".join(_field_at(terminating, "metadata", "finalizers") or ())
+            or "nothing that it names"
         )
         subject = "it" if is_claim else _name(terminating)
         self._wait(state, is_gone, f"{subject} is not gone yet, kept by {finalizers}")
@@ -479,31 +482,31 @@ def _is_alike(volume: Object, expected: Object) -> bool:
 
 
 def _is_bound(volume: Object, claim: Object) -> bool:
-    binding = (_at(claim, "status", "phase"), _at(claim, "spec", "volumeName"))
-    claim_uid: object = _at(volume, "spec", "claimRef", "uid")
+    binding = (_field_at(claim, "status", "phase"), _field_at(claim, "spec", "volumeName"))
+    claim_uid: object = _field_at(volume, "spec", "claimRef", "uid")
     return binding == ("Bound", _name(volume)) and claim_uid == claim["metadata"]["uid"]
 
 
 def _wanted_labels(volume: Object) -> Iterator[str]:
-    for term in _at(volume, "spec", "nodeAffinity", "required", "nodeSelectorTerms") or ():
+    for term in _field_at(volume, "spec", "nodeAffinity", "required", "nodeSelectorTerms") or ():
         for expression in (*(term.get("matchExpressions") or ()), *(term.get("matchFields") or ())):
             yield str(expression.get("key"))
 
 
 def _annotations(item: Object) -> Mapping[str, str]:
-    return _at(item, "metadata", "annotations") or {}
+    return _field_at(item, "metadata", "annotations") or {}
 
 
 def _policy(volume: Object) -> str:
-    return str(_at(volume, "spec", "persistentVolumeReclaimPolicy") or "")
+    return str(_field_at(volume, "spec", "persistentVolumeReclaimPolicy") or "")
 
 
 def _name(item: Object) -> str:
-    return str(_at(item, "metadata", "name") or "")
+    return str(_field_at(item, "metadata", "name") or "")
 
 
 def _is_going(item: Object) -> bool:
-    return _at(item, "metadata", "deletionTimestamp") is not None
+    return _field_at(item, "metadata", "deletionTimestamp") is not None
 
 
 def _volume_path(volume: Object) -> str:
@@ -514,7 +517,7 @@ def _path(namespace: str, *parts: str) -> str:
     return "/".join(["/api/v1/namespaces", *(quote(name, safe="") for name in (namespace, *parts))])
 
 
-def _at(item: Object, *keys: str) -> Any:
+def _field_at(item: Object, *keys: str) -> Any:
     value: Any = item
     for key in keys:
         if not isinstance(value, dict):

@@ -132,7 +132,7 @@ def find_volumes(
     for volume in fresh_report.doomed():
         why = f"deleted, not overwritten yet, {volume.size_bytes} bytes"
         yield Candidate(Kind.WIPING, str(volume.id), _uuid(volume), why)
-    yield from _half_made(reports, reports.every_group(fresh_report))
+    yield from _unneeded_snapshots(reports, reports.every_group(fresh_report))
 
 
 def find_objects(references: References) -> Iterator[Candidate]:
@@ -186,7 +186,7 @@ def _inline(volume: Volume) -> Candidate:
     )
 
 
-def _half_made(reports: Reports, all_groups: EveryGroup) -> Iterator[Candidate]:
+def _unneeded_snapshots(reports: Reports, all_groups: EveryGroup) -> Iterator[Candidate]:
     """Yield temporary snapshots that no copy uses, and snapshots of incomplete group snapshots.
 
     A temporary snapshot is the source from which a volume is copied.

@@ -79,7 +79,7 @@ class History:
 
         Raises NotReady if the file cannot be opened, locked or written.
         """
-        with self._opened() as descriptor:
+        with self._open_locked() as descriptor:
             previous = _parse(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
             now, boot = self._clock.seconds(), self._clock.boot()
             if (
@@ -97,7 +97,7 @@ class History:
         return {key: now - first_seconds for key, first_seconds in since.items()}
 
     @contextmanager
-    def _opened(self) -> Iterator[int]:
+    def _open_locked(self) -> Iterator[int]:
         """Open and lock the history's file for the `with`, so that no two searches write at once.
 
         Yields the file's descriptor. Raises NotReady if the file cannot be used.

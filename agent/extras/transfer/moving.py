@@ -95,7 +95,8 @@ class Mover:
                 with self._volume_groups.hold(group):
                     volume_group = self._mender.mend(group).group(group)
                     uuids = frozenset(
-                        logical_volume.uuid for logical_volume in records.every(volume_group)
+                        logical_volume.uuid
+                        for logical_volume in records.all_logical_volumes(volume_group)
                     )
                     self._holds.note(volume_id, hold_token, uuids)
         except BaseException:
@@ -213,7 +214,7 @@ class Mover:
     def _state(self, volume: Volume) -> carver.MoveState:
         own_tags = volume.own_tags
         word = own_tags.get(tag.MOVE_WORD, "") if tag.MOVE_TO in own_tags else ""
-        mount_points = users.mounted_at(self._kernel, self._activator, volume.backing)
+        mount_points = users.mount_paths(self._kernel, self._activator, volume.backing)
         return carver.MoveState(
             volume_id=str(volume.id),
             state=volume_states.word_of(EndedBy.ERASER if _is_going(volume) else volume.ended_by),

@@ -104,7 +104,7 @@ class Receiver:
         self._reports.await_others(device_class.group)
         with self._volume_groups.hold(device_class.group):
             fresh_report = self._mender.mend(device_class.group)
-            volume = self._reports.every_group(fresh_report).named(name)
+            volume = self._reports.every_group(fresh_report).find_named(name)
             if volume is None:
                 return self._make(fresh_report, device_class, name, header)
             if volume.group.name == device_class.group:

@@ -218,7 +218,7 @@ def test_the_search_for_inline_volumes_is_bounded(
 ) -> None:
     monkeypatch.setattr("agent.operations.inline._PATIENCE_SECONDS", 0.1)
     for one in service.inline_volumes._sweeps.values():
-        one.may_be_some = True
+        one.may_have_volumes = True
     hang()
     expect.soon(lambda: "volume group a: inline volumes that were left" in caplog.text)
 

@@ -93,7 +93,7 @@ def config(tmp_path: Path) -> Config:
 @pytest.fixture(autouse=True)
 def well(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node without a problem that is not lvm2's."""
-    monkeypatch.setattr(preflight, "CHEAP", ())
+    monkeypatch.setattr(preflight, "QUICK_CHECKS", ())
     monkeypatch.setattr(preflight, "CHECKS", {})
 
 
