@@ -241,7 +241,7 @@ class BlockDevices:
                 yield name, Excluded(ExclusionReason.NO_DISK)
             elif name in partitioned:
                 yield name, Excluded(ExclusionReason.PARTITIONED)
-            elif holder := stacks.stranger(device):
+            elif holder := stacks.exclusive_user(device):
                 yield name, Excluded(ExclusionReason.TAKEN, holder)
 
 
@@ -363,7 +363,7 @@ class _Stacks:
         number = self._backings.get(device.name)
         return device.is_loop and (number is None or (number > 0 and not self.below(device)))
 
-    def stranger(self, device: _Device) -> str:
+    def exclusive_user(self, device: _Device) -> str:
         """The name of a device, other than a logical volume, that uses a device exclusively.
 
         Such holders are crypt, multipath and MD devices. Empty for none.

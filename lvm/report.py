@@ -45,7 +45,7 @@ CONTIGUOUS = "contiguous"
 _CLING = ("cling", "cling_by_tags")
 
 
-def whole(hidden_name: str) -> str:
+def visible_name(hidden_name: str) -> str:
     """The name of the volume that a hidden volume is a part of; other names are unchanged."""
     return _PART.sub("", hidden_name)
 
@@ -448,7 +448,7 @@ def _disks_by_volume(segments: Iterable[Row]) -> Mapping[str, set[str]]:
     """The UUIDs of the disks of each volume and of its hidden parts, by the volume's name."""
     disks: defaultdict[str, set[str]] = defaultdict(set)
     for row in segments:
-        name = whole(row["lv_name"].strip("[]"))
+        name = visible_name(row["lv_name"].strip("[]"))
         if name:
             disks[name].add(row["pv_uuid"])
     return disks

@@ -15,7 +15,8 @@ overwritten later by a background task. The table says what may be allocated on 
 
 "What is overwritten anyway" is never read before it is written: a rebuilt image of a RAID, and
 extents for a pool or a COW store whose writers wait for space. A disk that is being emptied is
-closed. While a disk is missing, lvm2 allocates for rebuilt images alone (`allocation.closed`).
+closed. While a disk is missing, lvm2 allocates for rebuilt images alone
+(`allocation.reason_closed`).
 """
 
 from collections.abc import Iterable, Sequence

@@ -703,7 +703,7 @@ def is_on(kernel: Kernel, device: str) -> bool:
     return offset + _SIZE <= size_bytes and kernel.read(device, offset, _SIZE)[_MAGIC_AT] == _MAGIC
 
 
-def renew(kernel: Kernel, device: str) -> None:
+def renew_uuid(kernel: Kernel, device: str) -> None:
     """Give the btrfs on an unmounted device a new random UUID.
 
     Raises RenewFailed if no superblock is undamaged, with a checksum of type crc32c.

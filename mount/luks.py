@@ -61,7 +61,7 @@ class Header:
     # A digest of all in the header that decides how the ciphertext is decrypted: the segments, and
     # the digests of their master key, which cryptsetup makes anew for each master key. The key
     # slots, whose passphrases may change, are not part of the digest.
-    reading: str = ""
+    decryption_digest: str = ""
 
 
 def read(kernel: Kernel, device: str) -> Header | None:
@@ -136,12 +136,14 @@ def _header(uuid: str, metadata: Mapping[str, Any]) -> Header:
         int(first_segment["sector_size"]),
         tuple(sorted({str(slot["kdf"]["type"]) for slot in slots.values()})),
         any(requirement.startswith(_REENCRYPTION) for requirement in required),
-        _reading(data, digests),
+        _decryption_digest(data, digests),
     )
 
 
-def _reading(segments: Sequence[Mapping[str, Any]], digests: Sequence[Mapping[str, Any]]) -> str:
-    """The digest of all that decides how the ciphertext is decrypted (`Header.reading`).
+def _decryption_digest(
+    segments: Sequence[Mapping[str, Any]], digests: Sequence[Mapping[str, Any]]
+) -> str:
+    """The digest of all that decides how the ciphertext is decrypted (`Header.decryption_digest`).
 
     The assignment of the master key to key slots is left out.
     """
@@ -172,7 +174,7 @@ _BLOCK_BYTES = 4096
 _ZEROES = bytes(_BLOCK_BYTES)
 
 
-def erase(kernel: Kernel, device: str, offset_bytes: int) -> None:
+def zero_ends(kernel: Kernel, device: str, offset_bytes: int) -> None:
     """Zero the ends of the data area of a device that has no LUKS2 header yet.
 
     The zeroes are durable once a header was made, as cryptsetup flushes the device. Raises
@@ -185,7 +187,7 @@ def erase(kernel: Kernel, device: str, offset_bytes: int) -> None:
                 opened_device.zero_out(offset_bytes + start, length_bytes)
 
 
-def blank(kernel: Kernel, device: str, offset_bytes: int, mapping: str) -> None:
+def zero_blank_ends(kernel: Kernel, device: str, offset_bytes: int, mapping: str) -> None:
     """Zero the ends of an open dm-crypt device (`mapping`) where its ciphertext is all zeroes.
 
     Such blocks were never written by the volume's user, and would decrypt to noise. Blocks that
@@ -358,7 +360,7 @@ class Cryptsetup:
         finally:
             both_keys[:] = bytes(len(both_keys))
 
-    def kill(self, device: str, key: bytearray, slot: int) -> None:
+    def remove_key(self, device: str, key: bytearray, slot: int) -> None:
         """Remove the key of a key slot; `key` must open another slot.
 
         Raises WrongKey if `key` opens no key slot, CryptFailed.

@@ -54,7 +54,7 @@ _NOT_YET = (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCod
 class VolumeVerbs:
     """The subcommands of `carver` that call the running service; each prints its own result.
 
-    A subcommand raises an error of the service as grpc.RpcError, which `connected` turns into
+    A subcommand raises an error of the service as grpc.RpcError, which `connect` turns into
     CallRefused.
     """
 
@@ -444,7 +444,7 @@ class VolumeVerbs:
 
 
 @contextmanager
-def connected(settings: Config, host: Host) -> Iterator[VolumeVerbs]:
+def connect(settings: Config, host: Host) -> Iterator[VolumeVerbs]:
     """Connect to the running service; raises NotServed and NotPermitted.
 
     An error of the service in the body of the `with` is raised as CallRefused.

@@ -111,7 +111,7 @@ def _on_service(parsed: argparse.Namespace) -> int:
     from agent.daemon.host import this_host
 
     config = settings.load(parsed, os.environ)
-    with volume_verbs.connected(config, this_host(config)) as service:
+    with volume_verbs.connect(config, this_host(config)) as service:
         parsed.action(service, parsed)
     return 0
 

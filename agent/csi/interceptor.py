@@ -262,7 +262,7 @@ def _end(context: grpc.ServicerContext, code: grpc.StatusCode, message: str) -> 
     hold an encryption key, and the exception that `abort` raises would keep the frames alive.
     """
     if code is not grpc.StatusCode.OK:
-        context.abort(code, codes.cut(message))
+        context.abort(code, codes.shorten(message))
 
 
 def _identity_of(request: Message) -> str:

@@ -204,7 +204,7 @@ class Scrape:
         return [
             PoolState((allocator.device_class, group.name), group, pool, self._status(group, pool))
             for group in self.known.groups.values()
-            for allocator in self.allocators.thin(group)
+            for allocator in self.allocators.thin_allocators(group)
             if (pool := allocator.pool(group)).data_extents
         ]
 

@@ -141,7 +141,7 @@ class Adopter:
                 # Crash point: the logical volume is tagged and not renamed, so it is no volume yet;
                 # a repeated call renames it.
                 volumes.rename(lvm, request.group, request.name, request.new_name)
-                self._holds.allow(str(VolumeId.of(group, request.new_name)))
+                self._holds.remove_note(str(VolumeId.of(group, request.new_name)))
             return Adoption(_as_adopted(group, logical, request.new_name, own_tags), tuple(steps))
 
     def undo(self, request: AdoptionRequest) -> Adoption:

@@ -161,7 +161,7 @@ class Autoextender:
         for name, percent in self._full_areas(group, clock()):
             yield _Part(group, name, AREA, _OF_SNAPSHOTS, partial(self._extend_area, name)), percent
         volume_group = self._volume_groups.known(group)
-        for pool_allocator in self._allocators.growing(
+        for pool_allocator in self._allocators.pools_to_grow(
             group, None if volume_group is None else volume_group.cached
         ):
             pool = pool_name(pool_allocator.device_class)

@@ -12,8 +12,8 @@ when the new volume is ready.
 
 If the source is in another volume group than the new volume, only one of the two groups is locked
 at a time, so that a disk that hangs delays its own group only. Between the two locks, a note in
-this process (`Copier.promised`) keeps the source from being removed. If the process dies, the note
-is lost, and at most a bridge is left.
+this process (`Copier.keep_source`) keeps the source from being removed. If the process dies, the
+note is lost, and at most a bridge is left.
 
 A bridge is unused if no incomplete volume is copied from it. Carver removes an unused bridge; a
 removal that fails is retried each minute, and at the next start. But an unused bridge stays while
@@ -241,7 +241,7 @@ class Copier:
         self._snapshotter.require_free(state, bridge.name)
         self._snapshotter.make_room(origin)
         try:
-            new_bridge = self._snapshotter.take(
+            new_bridge = self._snapshotter.take_snapshot(
                 bridge.name, origin, {tag.NAME: name, tag.COPY: copy_id}, None
             )
         except mount_errors.CommandError:
@@ -253,7 +253,7 @@ class Copier:
         return new_bridge
 
     @contextmanager
-    def promised(self, source: Snapshot, name: str) -> Iterator[None]:
+    def keep_source(self, source: Snapshot, name: str) -> Iterator[None]:
         """Prevent the removal of a snapshot while, in the `with`, a volume is created from it.
 
         The volume is called `name`. To be entered with the snapshot's group locked, like `prepare`,
@@ -266,7 +266,7 @@ class Copier:
         finally:
             self._promised.discard(promise)
 
-    def dismiss(self, *bridge_ids: str) -> None:
+    def remove_bridges(self, *bridge_ids: str) -> None:
         """Remove unused bridge snapshots in the background; wait up to ten seconds for that."""
         patience = command.patience_seconds(_DISMISS_SECONDS)
         wait([self.bridges.start(Job(bridge_id)).ended for bridge_id in bridge_ids], patience)
@@ -355,7 +355,7 @@ class Copier:
             raise errors.SourceLost(str(snapshot.id), snapshot.problem)
         return snapshot
 
-    def clear(self, volume: Volume) -> None:
+    def remove_bridge_of(self, volume: Volume) -> None:
         """Remove the bridge snapshot of a deleted volume in the background, if the bridge is left.
 
         The volume's tags name the bridge: the source may be in another volume group, whose cached
@@ -366,7 +366,7 @@ class Copier:
         if not (bridge_id := _bridge_id(volume)):
             return
         if volume.ended_by is EndedBy.COPIER:
-            self.dismiss(bridge_id)
+            self.remove_bridges(bridge_id)
         elif self._is_in_cache(bridge_id):
             self.bridges.start(Job(bridge_id))
 
@@ -480,7 +480,7 @@ class Copier:
         """Give the btrfs on a copied volume a new UUID, if the volume has a btrfs."""
         device = self._activator.activate(volume).path
         if tag.FORMATTED in volume.own_tags or filesystem.is_on(self._kernel, device):
-            filesystem.renew(self._kernel, device)
+            filesystem.renew_uuid(self._kernel, device)
 
     def _grow(self, volume: Volume) -> None:
         """Extend a volume that shares the blocks of its source to its requested size.
@@ -579,9 +579,9 @@ class Copier:
             if job.key in self._bridges_in_use(all_groups):
                 raise errors.VolumeInUse(job.key, "a volume is copied from it")
             self._snapshotter.require_unread(job.key)
-            self._snapshotter.part(bridge)
+            self._snapshotter.split_or_remove(bridge)
             self._unused.pop(job.key, None)
-        self._snapshotter.finish(bridge)
+        self._snapshotter.erase_split(bridge)
 
     def _bridges_in_use(self, all_groups: EveryGroup) -> set[str]:
         """Return the ids of the bridge snapshots from which volumes are, or may be, copied."""

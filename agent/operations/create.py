@@ -147,7 +147,7 @@ class VolumeCreator:
             ids.group_of(request.source.id)
             if request.source.kind == VOLUME:
                 origin = backing.of_id(request.source.id)
-                with self._limiter.lifted(origin):
+                with self._limiter.lift(origin):
                     users.flush(self._kernel, self._activator, origin)
         make = partial(self._find_or_create, request, device_class, admit)
         return self._pool_remover.retry_holding(
@@ -318,8 +318,8 @@ class VolumeCreator:
             # bridge, or the next start of Carver removes it.
             snapshot = self._copier.prepare(state, request.name, reread, group)
             if snapshot.is_bridge:
-                undo.callback(self._copier.dismiss, str(snapshot.id))
-            promises.enter_context(self._copier.promised(snapshot, request.name))
+                undo.callback(self._copier.remove_bridges, str(snapshot.id))
+            promises.enter_context(self._copier.keep_source(snapshot, request.name))
         return _ReservedSource(clone.origin_at_snapshot(reread, snapshot), snapshot, _disks(group))
 
     def _origin(self, source: Source) -> tuple[Fresh, Snapshot | Volume]:
@@ -433,7 +433,7 @@ class VolumeCreator:
         if origin is not None and is_shared:
             allocator.make_room(lvm, group)
             volume = clone.share(lvm, origin, name, size_bytes, own_tags, tuning)
-            self._holds.allow(str(volume_id))
+            self._holds.remove_note(str(volume_id))
             return volume, None
         source = None if reserved_source is None else reserved_source.snapshot
         if origin is not None and source is None:
@@ -441,7 +441,7 @@ class VolumeCreator:
             # bridge, or the next start of Carver removes it.
             source = self._copier.prepare(state, request.name, origin, group)
             if source.is_bridge:
-                undo.callback(self._copier.dismiss, str(source.id))
+                undo.callback(self._copier.remove_bridges, str(source.id))
             origin = clone.origin_at_snapshot(origin, source)
             size_bytes, own_tags, tuning = self._planned(request, device_class, group, origin)
         if source is not None and source.is_bridge:
@@ -455,7 +455,7 @@ class VolumeCreator:
         undo.pop_all()
         # Allow calls to use the id of the new volume only now that the volume exists: another node
         # might have sent a volume with this id in between.
-        self._holds.allow(str(volume_id))
+        self._holds.remove_note(str(volume_id))
         modify.complete(lvm, group.name, name, tuning)
         return Volume(volume_id, backing.of(group, name), group, size_bytes, own_tags), source
 
@@ -471,7 +471,7 @@ class VolumeCreator:
         Raises BadField or BadSize for a request that cannot be met.
         """
         plan.check_stripe_size(device_class, group)
-        size_bytes, own_tags = plan.new(
+        size_bytes, own_tags = plan.size_and_tags(
             request, device_class, self._allocators.of(device_class), group, origin
         )
         tuning = modify.bounded(self._configuration.now, device_class, request.tuning)
@@ -490,7 +490,7 @@ class VolumeCreator:
         further logical volumes that the group gets together with the volume.
         """
         allocator = self._allocators.of(device_class)
-        limited = allocator.full(group, further_count)
+        limited = allocator.reason_full(group, further_count)
         if size_bytes > (maximum := 0 if limited else allocator.maximum_bytes(group)):
             purpose = limited or allocator.purpose(group)
             raise errors.NoRoom(group.name, size_bytes, maximum, purpose)

@@ -114,4 +114,4 @@ class VolumeDeleter:
             self._eraser.delete(volume)
         # Crash point: the volume's bridge (the temporary snapshot that it was copied from) is left;
         # the next start of Carver removes the bridge.
-        self._copier.clear(volume)
+        self._copier.remove_bridge_of(volume)

@@ -135,13 +135,13 @@ class EncryptedDevices:
             raise lvm_errors.Inactive(volume.group.name, mapping_name(device))
         if tag.FORMATTED not in volume.own_tags:
             offset_bytes = self._header(volume, device).offset_bytes
-            luks.blank(self._kernel, device.path, offset_bytes, mapping.path)
+            luks.zero_blank_ends(self._kernel, device.path, offset_bytes, mapping.path)
         is_new_copy = volume.is_copied and tag.RENEWED not in volume.own_tags
         # Read the tags before the device is probed: a raw block volume may hold a btrfs that
         # belongs to its user.
         if is_new_copy and volume.may_hold_btrfs and filesystem.is_on(self._kernel, mapping.path):
             # Give the copied btrfs a new UUID: the copy still has the UUID of its source.
-            filesystem.renew(self._kernel, mapping.path)
+            filesystem.renew_uuid(self._kernel, mapping.path)
             tags[tag.RENEWED] = "yes"
         return mapping, tags
 
@@ -231,7 +231,7 @@ class EncryptedDevices:
             # Erase the area of the header. The code gets here only if the probe found the device
             # blank, or if the device has the volume's own header without a key slot, and only if no
             # tag records a header.
-            luks.erase(self._kernel, device.path, volume.header_bytes)
+            luks.zero_ends(self._kernel, device.path, volume.header_bytes)
             is_large = self._kernel.physical_block_bytes(device.path) >= _LARGE_SECTOR_BYTES
             self._cryptsetup.make(
                 device.path,
@@ -309,7 +309,7 @@ class EncryptedDevices:
         elif old_slots := self._old_slots(volume, path, slots, fitting_slot, previous_key):
             self._record(volume, _PENDING)
             for slot in old_slots:
-                self._cryptsetup.kill(path, key.data, slot)
+                self._cryptsetup.remove_key(path, key.data, slot)
         remaining_slots = self._header(volume, device).slots
         is_changed = remaining_slots != slots or tag.ROTATING in volume.own_tags
         if is_changed:
@@ -433,8 +433,8 @@ def change(
 ) -> int:
     """Replace a volume's key, and return the slot of the new key.
 
-    `old_key` is the volume's key or its recovery key. Crash points: before each `kill` the volume
-    can be opened by both keys. Raises WrongKey if `old_key` opens no slot.
+    `old_key` is the volume's key or its recovery key. Crash points: before each `remove_key` the
+    volume can be opened by both keys. Raises WrongKey if `old_key` opens no slot.
     """
     free_slot = next((slot for slot in _USUAL if slot not in slots), None)
     if free_slot is None:
@@ -443,7 +443,7 @@ def change(
         # the new key by `old_key`.
         candidates = (slot for slot in _USUAL if not program.check(device, old_key.data, slot))
         free_slot = next(candidates, _USUAL[-1])
-        program.kill(device, old_key.data, free_slot)
+        program.remove_key(device, old_key.data, free_slot)
     program.add(device, old_key.data, new_key.data, free_slot)
     if not program.check(device, new_key.data, free_slot):
         raise mount_errors.CryptFailed(
@@ -453,7 +453,7 @@ def change(
         if slot in (free_slot, luks.RECOVERY):
             continue
         if slot in _USUAL or program.check(device, old_key.data, slot):
-            program.kill(device, new_key.data, slot)
+            program.remove_key(device, new_key.data, slot)
     return free_slot
 
 

@@ -73,7 +73,9 @@ class GrowthZeroer:
         self._conflicts = context.conflicts
         self._conflicts.add(Work.GROWTH, self.jobs)
 
-    def take(self, volume: Volume, growth_bytes: int, allocator: Allocator) -> tuple[str, ...]:
+    def take_extents(
+        self, volume: Volume, growth_bytes: int, allocator: Allocator
+    ) -> tuple[str, ...]:
         """Return free extents, already zeroed, for a volume to grow by.
 
         Call the method with the group's lock held and a report that was read under that lock, and
@@ -129,9 +131,9 @@ class GrowthZeroer:
                 volumes.remove(self._lvm(group), group, reserved.name)
 
     def wait(self, volume_id: str) -> bool:
-        """Wait up to ten seconds for the job that `take` started; return whether the job has ended.
+        """Wait up to ten seconds for the job that `take_extents` started.
 
-        The result is True if there is no job.
+        Returns whether the job has ended; True if there is no job.
         """
         job = self.jobs.of(volume_id)
         patience = command.patience_seconds(self.grace_seconds)

@@ -203,7 +203,7 @@ class Expander:
             if request.size.required_bytes:
                 self._withdraw(volume, wanted_bytes)
         volume = replace(volume, size_bytes=max(wanted_bytes, volume.size_bytes))
-        self._limiter.grown(volume.backing, volume.capacity_bytes)
+        self._limiter.adapt_to_size(volume.backing, volume.capacity_bytes)
         return volume
 
     def needs_node(self, volume: Volume) -> bool:
@@ -348,7 +348,7 @@ class Expander:
         growth_bytes = size_bytes - volume.size_bytes
         if tag.ZERO in volume.own_tags and not volume.is_thin:
             self._deactivate_origin(state, volume)
-            ranges = self._growth_zeroer.take(volume, growth_bytes, allocator)
+            ranges = self._growth_zeroer.take_extents(volume, growth_bytes, allocator)
             volumes.extend(lvm, group.name, volume.name, size_bytes=size_bytes, disks=ranges)
             return
         if growth_bytes > (free_bytes := allocator.maximum_growth_bytes(volume)):

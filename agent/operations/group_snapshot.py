@@ -109,7 +109,7 @@ class GroupSnapshotter:
         sources = {ids.group_of(source_id) for source_id in request.source_ids}
         for source_id in request.source_ids:
             source = backing.of_id(source_id)
-            with self._limiter.lifted(source):
+            with self._limiter.lift(source):
                 users.flush(self._kernel, self._activator, source)
         own_name = self.logical_name(request.name)
         groups = self._groups(sources, lambda report: self._find_members(report, own_name))
@@ -308,7 +308,7 @@ class GroupSnapshotter:
             own_tags |= {tag.TIME: str(time.time_ns())}
             undo.callback(self._undo, identity, {volume.group.name for volume in sources})
             snapshots = [
-                self._snapshotter.take(
+                self._snapshotter.take_snapshot(
                     name, volume, own_tags, request.size, copy_on_write=str(volume.id) in suspended
                 )
                 for name, volume in planned.items()
@@ -370,7 +370,7 @@ class GroupSnapshotter:
             )
         quiesce = Quiesce(self._devices, seconds)
         try:
-            with self._limiter.lifted(*(volume.backing for volume in suspended_volumes)), quiesce:
+            with self._limiter.lift(*(volume.backing for volume in suspended_volumes)), quiesce:
                 yield quiesce
         finally:
             for (group, _), resumed in quiesce.free.items():

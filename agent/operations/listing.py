@@ -53,7 +53,9 @@ class Listing:
             # Raise GroupMissing if a configured volume group is missing: a list without the group's
             # volumes would say that these were deleted.
             all_groups.group(name)
-        return requests.part({str(volume.id): volume for volume in all_groups.listed()}, page)
+        return requests.select_page(
+            {str(volume.id): volume for volume in all_groups.listed()}, page
+        )
 
     def volumes(self) -> NodeListing[Volume]:
         """Return the volumes of all readable volume groups, and why others cannot be read.

@@ -91,7 +91,7 @@ def with_defaults(
     return parameters.with_class_values(device_class, fs_type)
 
 
-def new(
+def size_and_tags(
     request: CreateVolume,
     device_class: DeviceClass,
     allocator: Allocator,

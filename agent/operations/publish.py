@@ -188,7 +188,7 @@ class Publisher:
     def unpublish(self, request: VolumePath) -> None:
         """Unmount and remove the target path of a volume; a missing path is no error."""
         request = replace(request, path=self._volumes.resolve(request.path))
-        with self._limiter.leaving(
+        with self._limiter.remove_after(
             backing.of_id(request.volume_id), is_last=ids.is_inline(request.volume_id)
         ):
             self._volumes.ensure_unmounted(request)

@@ -18,7 +18,7 @@ from agent.requests import requests
 from agent.requests.requests import CreateSnapshot, ListPage, ListSnapshots
 from agent.settings.classes import SNAPSHOT_SIZE
 from agent.volumes import backing, records, users, volume_states
-from agent.volumes.allocation import full, reason_closed_to_new
+from agent.volumes.allocation import reason_closed_to_new, reason_full
 from agent.volumes.context import Context
 from agent.volumes.records import Snapshot, Volume
 from agent.volumes.report_age import Known
@@ -74,7 +74,7 @@ class Snapshotter:
             raise errors.ExcludedByTopology(self._configuration.now.node_id)
         name = names.logical_volume(ids.SNAPSHOT_PREFIX, request.name)
         source = backing.of_id(request.source_id)
-        with self._limiter.lifted(source):
+        with self._limiter.lift(source):
             users.flush(self._kernel, self._activator, source)
         group = ids.group_of(request.source_id)
         self._reports.await_others(group)
@@ -89,11 +89,11 @@ class Snapshotter:
             self.make_room(volume)
             # Crash point: a COW store with these tags and without an origin is left; the next call
             # or the next start of Carver erases the COW store as a deleted snapshot.
-            return self.take(
+            return self.take_snapshot(
                 name, volume, {tag.NAME: request.name, **request.object_tags}, request.size
             )
 
-    def take(
+    def take_snapshot(
         self,
         name: str,
         volume: Volume,
@@ -122,7 +122,7 @@ class Snapshotter:
             tag.SEQUENCE: str(records.next_sequence(group)),
             **{key: volume.own_tags[key] for key in INHERITED if key in volume.own_tags},
         }
-        with self._limiter.lifted(volume.backing):
+        with self._limiter.lift(volume.backing):
             if pool:
                 thin.snapshot(
                     lvm, group.name, name, origin=volume.name, own_tags=own_tags, read_only=True
@@ -189,7 +189,7 @@ class Snapshotter:
         is_thin = bool(group.volume(volume.name).pool) and not copy_on_write
         if is_thin:
             allocator = self._allocators.of_volume(volume)
-            limited = allocator.full(group, further_count)
+            limited = allocator.reason_full(group, further_count)
             needed_bytes, free_bytes = (
                 volume.size_bytes,
                 0 if limited else allocator.maximum_bytes(group),
@@ -203,7 +203,7 @@ class Snapshotter:
                 SNAPSHOT_SIZE if device_class is None else device_class.snapshot_size
             )
             needed_bytes = layout.copy_on_write_bytes(volume.size_bytes, store_size, group)
-            closed = reason_closed_to_new(group) or full(group, 1 + further_count)
+            closed = reason_closed_to_new(group) or reason_full(group, 1 + further_count)
             free_bytes = (
                 0 if closed else self._allocators.available_cow_bytes(Room(group), class_name)
             )
@@ -239,8 +239,8 @@ class Snapshotter:
             # group that volume is: the snapshot's extents are erased at once.
             self._reports.every_group(state).require_not_copied(snapshot_id)
             self.require_unread(snapshot_id)
-            self.part(snapshot)
-        self.finish(snapshot)
+            self.split_or_remove(snapshot)
+        self.erase_split(snapshot)
 
     def require_unread(self, snapshot_id: str) -> None:
         """Raise VolumeInUse while this process fills a volume from a snapshot.
@@ -274,15 +274,15 @@ class Snapshotter:
                 # Read a fresh report, which says if the snapshot is the last volume in its pool.
                 name = snapshot.group.name
                 snapshot = replace(snapshot, group=self._reports.fresh(name).group(name))
-            self.part(snapshot)
-        self.finish(snapshot)
+            self.split_or_remove(snapshot)
+        self.erase_split(snapshot)
 
-    def part(self, snapshot: Snapshot) -> None:
+    def split_or_remove(self, snapshot: Snapshot) -> None:
         """Take the first step of a snapshot's deletion: split it from its origin, or remove it.
 
         The caller holds the group's lock. A copy-on-write snapshot is split if it has to be erased;
-        `finish` erases it afterwards. Other snapshots are removed. While a disk is missing lvm2
-        splits nothing, so the snapshot is tagged as deleted.
+        `erase_split` erases it afterwards. Other snapshots are removed. While a disk is missing
+        lvm2 splits nothing, so the snapshot is tagged as deleted.
         """
         group = snapshot.group.name
         lvm = self._volume_groups.lvm(group)
@@ -297,8 +297,8 @@ class Snapshotter:
         else:
             volumes.remove(lvm, group, snapshot.name)
 
-    def finish(self, snapshot: Snapshot) -> None:
-        """Erase the COW store that `part` split from its origin; that may outlast the call.
+    def erase_split(self, snapshot: Snapshot) -> None:
+        """Erase a COW store that `split_or_remove` split from its origin; may outlast the call.
 
         For a thin snapshot, remove its pool if the snapshot was the last volume in it.
         """
@@ -348,7 +348,7 @@ class Snapshotter:
             if request.source_id in ("", str(snapshot.source_id))
             and request.snapshot_id in ("", str(snapshot.id))
         }
-        return requests.part(snapshots, request.page)
+        return requests.select_page(snapshots, request.page)
 
     def require_free(self, state: Known, *logical: str) -> None:
         """Raise OperationPending while a deleted snapshot of one of these names is being erased.

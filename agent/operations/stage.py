@@ -207,7 +207,7 @@ class Stager:
             or DEFAULT_FS_TYPE
         )
         # Wait for an mkfs or fsck of an earlier call, which may outlast that call.
-        self._detached.finish(str(volume.id))
+        self._detached.wait_for(str(volume.id))
         device, tags = self._encrypted.opened(volume, device, request.keys)
         with self._closing_on_failure(volume, device):
             tags |= self.ensure_formatted(request, volume, device, fs_type)
@@ -402,7 +402,7 @@ class Stager:
             self._mappings.close_unused(volume.backing)
             self._mounted(request, volume)
         else:
-            self._detached.finish(request.volume_id)
+            self._detached.wait_for(request.volume_id)
             self.ensure_formatted(request, volume, device, fs_type)
             self.mount(request, device, fs_type)
         with suppress(*_LOOKUP_ERRORS):
@@ -451,7 +451,7 @@ class Stager:
         An encrypted volume is closed by one command, unless it is still published.
         """
         path, logical = self._volumes.resolve(request.path), backing.of_id(request.volume_id)
-        with self._limiter.leaving(logical, is_last=True):
+        with self._limiter.remove_after(logical, is_last=True):
             self._volumes.ensure_unmounted(replace(request, path=path))
         cached_volume = self._reports.cached(request.volume_id)
         if cached_volume is not None and tag.REMOUNT in cached_volume.own_tags:

@@ -134,7 +134,7 @@ class VolumesHealth:
         page_entries = sorted(
             (entry for entry in entries if entry[0] >= page.starting_token), key=itemgetter(0)
         )
-        return requests.first(self._unhealthy(page_entries), page, attrgetter("size_bytes"))
+        return requests.first_page(self._unhealthy(page_entries), page, attrgetter("size_bytes"))
 
     def _unhealthy(
         self, reported_volumes: Iterable[tuple[str, VolumeGroup, Volume | None]]

@@ -181,7 +181,8 @@ class Page:
         """Read and check the page that a list request asks for; raises BadField, BadToken."""
         if message.max_entries < 0:
             raise errors.BadField("max_entries", "must not be negative")
-        # Check that the token is an id: `part` uses the first id of the next page as the token.
+        # Check that the token is an id: `select_page` uses the first id of the next page as the
+        # token.
         if message.starting_token and VolumeId.parse(message.starting_token) is None:
             raise errors.BadToken(message.starting_token)
         return cls(message.max_entries, message.starting_token)
@@ -195,7 +196,7 @@ class ListPage(Generic[T]):
     next_token: str
 
 
-def part(entries_by_id: Mapping[str, T], page: Page) -> ListPage[T]:
+def select_page(entries_by_id: Mapping[str, T], page: Page) -> ListPage[T]:
     """The requested page of a list of volumes or snapshots, sorted by ids.
 
     `entries_by_id` has all entries of the list by their ids. The token is the first id of the next
@@ -205,10 +206,10 @@ def part(entries_by_id: Mapping[str, T], page: Page) -> ListPage[T]:
     entries = [
         (key, entries_by_id[key]) for key in sorted(entries_by_id) if key >= page.starting_token
     ]
-    return first(entries, page)
+    return first_page(entries, page)
 
 
-def first(
+def first_page(
     remaining: Iterable[tuple[str, T]], page: Page, weigh_bytes: Callable[[T], int] = lambda _: 0
 ) -> ListPage[T]:
     """The requested page of a list that is already sorted by ids.

@@ -187,7 +187,7 @@ class Activator:
         if not whole_names:
             return False
         active = set(self._devices.active(group.name))
-        parts = {name: report.whole(name) for name in active if names.is_part(name)}
+        parts = {name: report.visible_name(name) for name in active if names.is_part(name)}
         # Read the status as well, since a pool may be active without a device of its own name.
         leftovers = [
             part

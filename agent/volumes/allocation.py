@@ -91,7 +91,7 @@ def chunk_bytes(pool: report.LogicalVolume) -> int:
     return size_bytes if is_in_range and not size_bytes % pools.LEAST_CHUNK_BYTES else 0
 
 
-def closed(room: Room) -> str:
+def reason_closed(room: Room) -> str:
     """Return why nothing can be created or extended in a volume group now; empty if it can.
 
     There are two reasons. While a disk is missing, lvm2 refuses both, also on the disks that are
@@ -110,10 +110,10 @@ def closed(room: Room) -> str:
 def reason_closed_to_new(group: report.Group) -> str:
     """Return why no volume can be created or expanded in a volume group now; empty if it can.
 
-    Beside the reasons of `closed`, the reason is a metadata area that is nearly full. Thin pools
-    and COW stores are extended even then, since writers wait for that.
+    Beside the reasons of `reason_closed`, the reason is a metadata area that is nearly full. Thin
+    pools and COW stores are extended even then, since writers wait for that.
     """
-    if not (why := closed(Room(group))) and groups.is_text_full(group):
+    if not (why := reason_closed(Room(group))) and groups.is_text_full(group):
         return (
             f"while {groups.about_area(group)} is {groups.text_percent(group):.0f} % full; see"
             " `A group's metadata area is full` in docs/operations.md"
@@ -121,7 +121,7 @@ def reason_closed_to_new(group: report.Group) -> str:
     return why
 
 
-def full(group: report.Group, added_count: int = 1) -> str:
+def reason_full(group: report.Group, added_count: int = 1) -> str:
     """Return why a volume group has too many logical volumes for more of them; empty if it has not.
 
     `added_count` is the number of further logical volumes. The group's max_lv sets the limit. Free
@@ -165,7 +165,7 @@ class ThickAllocator:
 
     def maximum_bytes(self, group: report.Group) -> int:
         """Return the size of the largest volume that can be created in a volume group, in bytes."""
-        if reason_closed_to_new(group) or self.full(group):
+        if reason_closed_to_new(group) or self.reason_full(group):
             return 0
         return layout.maximum_bytes(self.room(group), self.layout)
 
@@ -173,13 +173,13 @@ class ThickAllocator:
         """Return the free space of a volume group, of which `kept_extents` must stay free."""
         return Room(group, self.kept_extents(group))
 
-    def full(self, group: report.Group, further_count: int = 0) -> str:
+    def reason_full(self, group: report.Group, further_count: int = 0) -> str:
         """Return why a group has too many logical volumes for another volume; empty if it has not.
 
         `further_count` is the number of other logical volumes that are to be created together with
         the volume.
         """
-        return full(group, 1 + further_count)
+        return reason_full(group, 1 + further_count)
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
         """Return the number of bytes by which a volume can grow now.
@@ -238,16 +238,16 @@ class Cached(ThickAllocator):
 
         The volume needs free extents on the slow disks, its cache on the fast disks.
         """
-        if reason_closed_to_new(group) or self.full(group):
+        if reason_closed_to_new(group) or self.reason_full(group):
             return 0
         return caches.maximum_bytes(self.room(group), self.cache)
 
-    def full(self, group: report.Group, further_count: int = 0) -> str:
+    def reason_full(self, group: report.Group, further_count: int = 0) -> str:
         """Return why a group has too many logical volumes for another volume; empty if it has not.
 
         The volume's cache counts as well: until it is attached, it is a logical volume of its own.
         """
-        return full(group, 2 + further_count)
+        return reason_full(group, 2 + further_count)
 
     def purpose(self, group: report.Group) -> str:
         """Return a text for error messages: the cache, and the free space of the fast disks."""
@@ -309,15 +309,15 @@ class ThinAllocator:
         It is the number of bytes that the pool may still promise to volumes. 0 if the volume group
         or the pool takes no new volume now, for instance while the pool is too full.
         """
-        return 0 if self.full(group) else self._maximum_bytes(group)
+        return 0 if self.reason_full(group) else self._maximum_bytes(group)
 
-    def full(self, group: report.Group, further_count: int = 0) -> str:
+    def reason_full(self, group: report.Group, further_count: int = 0) -> str:
         """Return why a group has too many logical volumes for another volume; empty if it has not.
 
         If the pool is missing, it is to be created and counts as well. `further_count` is as for
-        `ThickAllocator.full`.
+        `ThickAllocator.reason_full`.
         """
-        return full(
+        return reason_full(
             group, further_count + (1 if pool_name(self.device_class) in group.volumes else 2)
         )
 
@@ -434,7 +434,7 @@ class ThinAllocator:
 
         The part has `present` extents, is `percent` full, and has room for `growth` more extents.
         """
-        if closed(room):
+        if reason_closed(room):
             return 0
         return min(growth, pools.wanted_extents(present, percent, self.policy))
 
@@ -606,7 +606,7 @@ class Allocators:
         class_name = volume.own_tags.get(tag.CLASS, "")
         return self.of(DeviceClass(class_name, volume.group.name, layout=shape, pool=policy))
 
-    def thin(self, group: report.Group) -> list[ThinAllocator]:
+    def thin_allocators(self, group: report.Group) -> list[ThinAllocator]:
         """Return an allocator for each thin pool of Carver's in a volume group.
 
         The pool's device class may be gone, or have no pool by now, or be in another volume group:
@@ -614,7 +614,7 @@ class Allocators:
         """
         return [self._of_pool(class_name, group.name) for class_name in self._pooled(group)]
 
-    def growing(self, group: str, last_state: report.Group | None) -> list[ThinAllocator]:
+    def pools_to_grow(self, group: str, last_state: report.Group | None) -> list[ThinAllocator]:
         """Return an allocator for each thin pool of a volume group that may have to grow.
 
         These are the pools in `last_state`, a state of the group that may be old, and the pools of
@@ -672,10 +672,10 @@ class Allocators:
         """Return how many bytes are available for the COW stores of a device class's snapshots.
 
         The class's reserve, and the extents that pools have promised, are not available. 0 if
-        nothing can be allocated in the volume group now (`closed`).
+        nothing can be allocated in the volume group now (`reason_closed`).
         """
         group = room.group
-        if closed(room):
+        if reason_closed(room):
             return 0
         kept_extents = self.promised_extents(group)
         for configured in self._classes:
@@ -698,5 +698,7 @@ class Allocators:
 
         The pool of the device class `excluded_class` is left out.
         """
-        allocators = (pool for pool in self.thin(group) if pool.device_class != excluded_class)
+        allocators = (
+            pool for pool in self.thin_allocators(group) if pool.device_class != excluded_class
+        )
         return sum(pool.outstanding_extents(group) for pool in allocators)

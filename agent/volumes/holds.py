@@ -57,11 +57,11 @@ class Holds:
         if note is not None and volume_states.outcome(call, note[0]) is Outcome.NOT_OWN:
             raise note[1].with_traceback(None)
 
-    def receiving(self, volume_id: str) -> None:
+    def note_receiving(self, volume_id: str) -> None:
         """Note that a volume is being received as a stream, so that calls are refused."""
         self._note(volume_id, EndedBy.RECEIVER, {})
 
-    def moved(self, volume_id: str, node: str) -> None:
+    def note_moved(self, volume_id: str, node: str) -> None:
         """Note that a volume was moved to another node, so that calls are refused."""
         self._note(volume_id, EndedBy.MOVER, {tag.MOVE_TO: node})
 
@@ -71,7 +71,7 @@ class Holds:
         with self._guard:
             self._notes[volume_id] = ender, why
 
-    def allow(self, volume_id: str) -> None:
+    def remove_note(self, volume_id: str) -> None:
         """Remove the note of a volume that now belongs to this node and is complete."""
         with self._guard:
             self._notes.pop(volume_id, None)
@@ -102,7 +102,7 @@ class Holds:
             if self._lease(volume_id, secret) is not None:
                 del self._held[volume_id]
 
-    def note(self, volume_id: str, secret: str, logical_uuids: frozenset[str]) -> None:
+    def note_unused(self, volume_id: str, secret: str, logical_uuids: frozenset[str]) -> None:
         """Note, once for each hold, that a held volume is unused.
 
         `logical_uuids` are the present LVM UUIDs of the logical volumes of its volume group. Does
@@ -116,9 +116,9 @@ class Holds:
     def has_all(self, volume_id: str, secret: str, snapshot_uuid: str) -> bool:
         """Whether a snapshot has all writes to a held volume.
 
-        It has if it was taken after `note`, in the present, uninterrupted hold with this secret:
-        the snapshot is then not among the logical volumes that `note` recorded. Times are not
-        compared, because clocks may be set.
+        It has if it was taken after `note_unused`, in the present, uninterrupted hold with this
+        secret: the snapshot is then not among the logical volumes that `note_unused` recorded.
+        Times are not compared, because clocks may be set.
         """
         with self._guard:
             lease = self._lease(volume_id, secret)
@@ -139,7 +139,7 @@ class Holds:
                 self._note(str(volume.id), volume.ended_by, volume.own_tags)
                 number += 1
             else:
-                self.allow(str(volume.id))
+                self.remove_note(str(volume.id))
         return number
 
     def _lease(self, volume_id: str, secret: str | None = None) -> _Lease | None:

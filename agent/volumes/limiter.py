@@ -151,7 +151,7 @@ class Limiter:
             if new_limits.io_max != (UNLIMITED if previous is None else previous.io_max):
                 self._set_own(new_limits)
 
-    def grown(self, volume: Backing, size_bytes: int) -> None:
+    def adapt_to_size(self, volume: Backing, size_bytes: int) -> None:
         """Adapt the I/O limits of a volume to its new size.
 
         `size_bytes` is the size as users see it, without a LUKS2 header.
@@ -163,7 +163,7 @@ class Limiter:
                     self._set_own(limited)
 
     @contextmanager
-    def leaving(self, volume: Backing, *, is_last: bool) -> Iterator[None]:
+    def remove_after(self, volume: Backing, *, is_last: bool) -> Iterator[None]:
         """After the body, which unmounts a volume, remove the volume's limits if it is unused.
 
         With `is_last` the volume has no limits during the body either: the last unmount writes the
@@ -184,7 +184,7 @@ class Limiter:
                     self._set(limited, UNLIMITED)
 
     @contextmanager
-    def lifted(self, *volumes: Backing) -> Iterator[None]:
+    def lift(self, *volumes: Backing) -> Iterator[None]:
         """Lift the I/O limits of volumes within the `with`.
 
         Several callers may lift the limits of a volume at the same time: the limits are set again
@@ -294,7 +294,7 @@ class Limiter:
         return [] if limited is None else [limited]
 
     def _set_own(self, limited: Limited) -> None:
-        """Set the I/O limits of a volume, unless the limits are lifted at the moment (`lifted`)."""
+        """Set the I/O limits of a volume, unless the limits are lifted at the moment (`lift`)."""
         if not self._lifted[limited.number]:
             self._set(limited, limited.io_max)
 

@@ -398,9 +398,9 @@ class DetachedTasks:
             # No thread could be started: the next call begins the task.
             self._forget(volume_id)
             raise
-        self.finish(volume_id)
+        self.wait_for(volume_id)
 
-    def finish(self, volume_id: str) -> None:
+    def wait_for(self, volume_id: str) -> None:
         """Wait for the task that an earlier call began for a volume; return at once without one.
 
         Raises the task's error, and StillAtWork if the task has not ended at the caller's deadline.

@@ -105,7 +105,7 @@ def _start(kernel: Kernel, source: _Source, device: str) -> tuple[LogicalOffset,
             f"its data begin at byte {header.offset_bytes}, inside a block of {BLOCK_BYTES} bytes",
             "back it up by reading all of it",
         )
-    return LogicalOffset(header.offset_bytes), header.reading
+    return LogicalOffset(header.offset_bytes), header.decryption_digest
 
 
 # Function of two offsets that yields the candidates between them: the ranges that may belong to the

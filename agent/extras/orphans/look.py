@@ -35,8 +35,8 @@ class Clock:
     - `boot` returns the id of the present boot.
     """
 
-    seconds: Callable[[], float] = boot.seconds
-    boot: Callable[[], str] = boot.identity
+    seconds: Callable[[], float] = boot.uptime_seconds
+    boot: Callable[[], str] = boot.boot_id
 
 
 @dataclass(frozen=True)

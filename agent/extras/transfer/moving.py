@@ -98,7 +98,7 @@ class Mover:
                         logical_volume.uuid
                         for logical_volume in records.all_logical_volumes(volume_group)
                     )
-                    self._holds.note(volume_id, hold_token, uuids)
+                    self._holds.note_unused(volume_id, hold_token, uuids)
         except BaseException:
             self._holds.release(volume_id, hold_token)
             raise
@@ -134,7 +134,7 @@ class Mover:
             if snapshot.source_id != volume.id or snapshot.size_bytes != volume.size_bytes:
                 raise errors.NotMoved(volume_id, f"{snapshot_id} is not all of it")
             users.require_unused(self._kernel, self._activator, volume)
-            self._holds.moved(volume_id, volume.own_tags[tag.MOVE_TO])
+            self._holds.note_moved(volume_id, volume.own_tags[tag.MOVE_TO])
             try:
                 self._mark(volume, volume_states.tags_for(EndedBy.MOVER))
             except BaseException:
@@ -162,7 +162,7 @@ class Mover:
             if tag.MOVE_TO in volume.own_tags:
                 new_tags = volume_states.tags_for(EndedBy.CALLER) if _is_gone(volume) else {}
                 self._mark(volume, new_tags, removed_keys=(tag.MOVE_TO, tag.MOVE_WORD))
-            self._holds.allow(volume_id)
+            self._holds.remove_note(volume_id)
 
     def finish(self, volume_id: str) -> None:
         """Delete what is left on this node of a volume that is the other node's; idempotent.
@@ -186,7 +186,7 @@ class Mover:
             if not _is_going(volume):
                 self._mark(volume, {tag.MOVE_ENDED: volume_states.word_of(EndedBy.ERASER)})
         self._deleter.delete(volume_id, is_own=False)
-        self._holds.allow(volume_id)
+        self._holds.remove_note(volume_id)
 
     def _recall(self, volume_id: str) -> None:
         try:
@@ -196,7 +196,7 @@ class Mover:
             # is undone, or the notes are made anew from tags (`Holds.resume`).
             return
         if not is_moved:
-            self._holds.allow(volume_id)
+            self._holds.remove_note(volume_id)
 
     def _volume(self, volume_id: str) -> Volume:
         fresh_report = self._mender.mend(ids.group_of(volume_id))

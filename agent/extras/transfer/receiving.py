@@ -165,7 +165,7 @@ class Receiver:
             if tag.RECEIVED in volume.own_tags and volume.is_listed:
                 # The volume is finished already. Allow its use here as well: the earlier call may
                 # have set the tags and yet got an error of lvm2.
-                self._holds.allow(volume_id)
+                self._holds.remove_note(volume_id)
                 return
             volume = self._receiving(volume_id)
             self._require_whole(volume, release)
@@ -178,7 +178,7 @@ class Receiver:
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._receiving(volume_id)
             self._mark(volume, volume_states.tags_for(EndedBy.CALLER), removed_keys=_COMING)
-        self._holds.allow(volume_id)
+        self._holds.remove_note(volume_id)
 
     def abort(self, volume_id: str) -> None:
         """Erase and remove a volume that is being received; do nothing if it does not exist.
@@ -191,7 +191,7 @@ class Receiver:
             try:
                 volume = fresh_report.volume(volume_id)
             except errors.NoSuchVolume:
-                self._holds.allow(volume_id)
+                self._holds.remove_note(volume_id)
                 return
             if not (_is_coming(volume) or volume.is_doomed):
                 raise errors.NotReceived(volume_id, "it is finished, and a volume like any other")
@@ -202,7 +202,7 @@ class Receiver:
                 removed_keys = (tag.CHAIN, tag.INTO, tag.OFFSET)
                 self._mark(volume, {tag.FINISHING: _WITHDRAWN}, removed_keys=removed_keys)
         self._deleter.delete(volume_id, is_own=False)
-        self._holds.allow(volume_id)
+        self._holds.remove_note(volume_id)
 
     def withdraw(self, volume_id: str, release: str) -> None:
         """Undo `finish`: the volume cannot be used on this node any more; `abort` can remove it.
@@ -229,7 +229,7 @@ class Receiver:
                 )
             users.require_unused(self._kernel, self._activator, volume)
             new_tags = {**volume_states.tags_for(EndedBy.RECEIVER), tag.FINISHING: _WITHDRAWN}
-            self._holds.receiving(volume_id)
+            self._holds.note_receiving(volume_id)
             self._mark(volume, new_tags)
 
     def _make(
@@ -258,7 +258,7 @@ class Receiver:
         volume_id = str(VolumeId.of(group, own_name))
         # Before lvcreate runs, note that calls may not use the volume: lvcreate may fail and yet
         # create the volume. `abort` finds out whether the volume exists.
-        self._holds.receiving(volume_id)
+        self._holds.note_receiving(volume_id)
         with ExitStack() as undo:
             if device_class.layout.is_thin:
                 self._pool_remover.remove_zeroing_volume(group, pool_name(device_class.name))
@@ -278,7 +278,7 @@ class Receiver:
             raise errors.OperationPending(f"{volume.id} (being erased)")
         if not _is_coming(volume):
             raise errors.Incompatible(f"volume {name!r} exists, and is not being received")
-        self._holds.receiving(str(volume.id))
+        self._holds.note_receiving(str(volume.id))
         if volume.own_tags.get(tag.CHAIN) == header.chain:
             return _state(volume)
         self._require_fit(volume, name, header)
@@ -360,10 +360,10 @@ class Receiver:
             return
         if volume.is_block:
             return
-        self._detached.finish(identity)
+        self._detached.wait_for(identity)
         formatted = own_tags.get(tag.FORMATTED, "")
         if clone.may_hold_btrfs(own_tags) and filesystem.is_on(self._kernel, device.path):
-            filesystem.renew(self._kernel, device.path)
+            filesystem.renew_uuid(self._kernel, device.path)
         if not formatted:
             signature = filesystem.probe(self._kernel, device.path)
             if signature is None or signature.fs_type not in filesystem.FILE_SYSTEMS:

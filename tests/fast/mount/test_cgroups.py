@@ -152,7 +152,7 @@ def test_a_device_that_is_gone_is_no_error(root: Path, monkeypatch: pytest.Monke
 
 
 METHODS: dict[str, Callable[[Cgroups], object]] = {
-    "look": lambda one: one.pods_directory(),
+    "pods_directory": lambda one: one.pods_directory(),
     "prepare": lambda one: one.prepare(),
     "limits": lambda one: one.limits(),
     "limit": lambda one: one.limit((1, 2), UNLIMITED),

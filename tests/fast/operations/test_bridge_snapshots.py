@@ -379,7 +379,7 @@ def test_a_bridge_that_was_promised_when_it_was_looked_at_is_removed_later(
     running.copier.bridges.retry_seconds = 0.05
     known = running.reports.fresh("a")
     [bridge] = known.snapshots()
-    with running.copier.promised(bridge, "x"):
+    with running.copier.keep_source(bridge, "x"):
         serving.recover(running)
         [job] = running.copier.bridges.unfinished()
         with pytest.raises(errors.VolumeInUse):

@@ -321,11 +321,11 @@ def test_a_long_piece_that_has_ended_makes_no_waiter_count_as_hanging(disk: Disk
     turns._begin(long, MIB)
     disk.now += 2 * pace._HANGING_SECONDS
     turns._remove(long)
-    assert turns._turn_for(last) is None
-    assert turns._turn_for(first) is first
+    assert turns._enterable_slot(last) is None
+    assert turns._enterable_slot(first) is first
     turns._begin(first, MIB)
     disk.now += 2 * pace._HANGING_SECONDS
-    assert turns._turn_for(last) is last
+    assert turns._enterable_slot(last) is last
 
 
 def test_of_those_that_wait_for_one_that_hangs_none_is_left_out(disk: Disk, busy: Pace) -> None:
@@ -333,7 +333,7 @@ def test_of_those_that_wait_for_one_that_hangs_none_is_left_out(disk: Disk, busy
     busy._queue.extend(waiting)
     disk.now += 2 * pace._HANGING_SECONDS
     # Whoever looks first, the turn is the first one's.
-    found = [busy._turn_for(one) for one in reversed(waiting)]
+    found = [busy._enterable_slot(one) for one in reversed(waiting)]
     assert found == [None, None, waiting[0]]
 
 

@@ -205,8 +205,8 @@ class VolumeCommands(PoolCommands):
         assert arguments.flag("--yes") == bool(policy or settings)
         tuning = tuning_in(arguments)
         path, *further = arguments.rest()
-        if activate == "n" and (whole := report.whole(path)) != path:
-            assert {report.whole(one) for one in further} <= {whole}, "not needed so far"
+        if activate == "n" and (whole := report.visible_name(path)) != path:
+            assert {report.visible_name(one) for one in further} <= {whole}, "not needed so far"
             self._found(whole)[1].left = ()
             return ""
         group, volume = self._found(path)
