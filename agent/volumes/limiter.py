@@ -169,7 +169,7 @@ class Limiter:
         With `is_last` the volume has no limits during the body either: the last unmount writes the
         data that is still in memory.
         """
-        with self.lifted(*[volume] * is_last):
+        with self.lift(*[volume] * is_last):
             try:
                 yield
             finally:

@@ -383,7 +383,8 @@ class VolumeLocks:
 
 
 # Maximum number of calls that wait for the lock of one volume group in order to change the group,
-# and maximum number of those that wait to read the group's state. Each is a part of PLACES.
+# and maximum number of those that wait to read the group's state. Each is a part of
+# ADMISSION_SLOTS.
 MOST_WAITING = ADMISSION_SLOTS // 2
 MOST_READING = ADMISSION_SLOTS * 3 // 8
 

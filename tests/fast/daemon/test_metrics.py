@@ -423,7 +423,7 @@ def test_alerts_and_dashboard_use_only_values_that_occur(measured: Measured) -> 
             *(name for name in {**vars(lvm_errors), **vars(mount_errors)} if name[0].isupper()),
         },
         "state": {*registration.State, *measured.service.eraser.jobs.counts()},
-        "kind": {one.looks.kind for one in scanning(measured.service)},
+        "kind": {one.scans.kind for one in scanning(measured.service)},
         "method": STREAMS,
         "status": {status for one in Reason for status in (one.volume_status, one.storage_status)},
         "reason": {one.word for one in Reason},

@@ -442,7 +442,7 @@ def test_a_group_that_appears_during_an_attempt_is_recovered_by_a_later_step(
     own = Recovery(volume_groups, recover)
     own.begin()
     expect.soon(lambda: sorted(tried) == ["a", "b"])
-    assert all(one.answers for one in volume_groups)
+    assert all(one.is_answering for one in volume_groups)
 
     def step_until_both_are_recovered() -> bool:
         own.step()

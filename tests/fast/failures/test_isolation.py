@@ -290,7 +290,7 @@ def test_calls_on_a_group_that_hangs_end_at_their_deadlines_and_hold_no_place(
     with Client(bench.config.endpoint, timeout_seconds=1.5) as hasty:
         sick = bench.forty(hasty)
         assert {code_of(one) for one in sick} <= {"DEADLINE_EXCEEDED", "UNAVAILABLE"}
-    expect.soon(lambda: service.context.admission.places.free_slots == locks.PLACES)
+    expect.soon(lambda: service.context.admission.slots.free_slots == locks.ADMISSION_SLOTS)
     trouble.over.set()
     assert client.volume(bench.sick.volume_id).volume.capacity_bytes == 16 * MIB
     assert client.capacity(SICK).available_capacity
