@@ -73,7 +73,9 @@ class Tuning:
     def of_raid(self) -> Sequence[str]:
         """The names of those specified settings that only a RAID volume can have."""
         return [
-            setting.part for setting in SETTINGS if setting.of_raid and setting.part in self._said()
+            setting.field_name
+            for setting in SETTINGS
+            if setting.of_raid and setting.field_name in self._said()
         ]
 
     @property
@@ -133,11 +135,11 @@ class Tuning:
             writes=self._limit("write_iops", size_bytes, LEAST_IOPS),
         )
 
-    def _limit(self, part: str, size_bytes: int, least: int) -> int:
+    def _limit(self, field_name: str, size_bytes: int, least: int) -> int:
         limits = []
-        if fixed := getattr(self, part):
+        if fixed := getattr(self, field_name):
             limits.append(fixed)
-        if for_each := getattr(self, f"{part}_per_gib", 0):
+        if for_each := getattr(self, f"{field_name}_per_gib", 0):
             limits.append(max(least, for_each * size_bytes >> 30))
         return min(limits, default=0)
 
@@ -146,20 +148,22 @@ class Tuning:
         specified = self._said()
         if self.bound_recovery_kib:
             specified["maximum_recovery_kib"] = self.bound_recovery_kib
-        settings = [setting for setting in SETTINGS if setting.part in specified and setting.option]
+        settings = [
+            setting for setting in SETTINGS if setting.field_name in specified and setting.option
+        ]
         return [
             word
             for setting in settings
-            for word in (setting.option, setting.write(specified[setting.part]))
+            for word in (setting.option, setting.write(specified[setting.field_name]))
         ]
 
     def tags(self) -> dict[str, str]:
         """The values of Carver's tags for these settings, by the tags' keys."""
         specified = self._said()
         tags_of_settings = {
-            setting.tag: str(specified[setting.part])
+            setting.tag: str(specified[setting.field_name])
             for setting in SETTINGS
-            if setting.tag and specified.get(setting.part)
+            if setting.tag and specified.get(setting.field_name)
         }
         if self.bound_recovery_kib:
             tags_of_settings[_OWN_MAXIMUM] = str(self.maximum_recovery_kib or 0)
@@ -171,13 +175,13 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Setting:
-    """How LVM's metadata record a field of Tuning, called `part`.
+    """How LVM's metadata record a field of Tuning, called `field_name`.
 
     lvm2's own property has a `column` of its report, read by `read`, and an `option` that sets the
     property, whose value `write` gives. A setting that Carver applies is kept in a `tag`.
     """
 
-    part: str
+    field_name: str
     column: str = ""
     option: str = ""
     read: Callable[[str], Any] = str
@@ -224,13 +228,15 @@ _MAXIMUM_PARTS = {"maximum_recovery_kib", "bound_recovery_kib"}
 # Columns of lvm2's report with the settings of a volume.
 COLUMNS = tuple(setting.column for setting in SETTINGS if setting.column)
 # Fields of Tuning with I/O limits.
-_LIMITS = {setting.part for setting in SETTINGS if setting.tag}
+_LIMITS = {setting.field_name for setting in SETTINGS if setting.tag}
 
 
 def reported(row: Mapping[str, str], own_tags: Mapping[str, str]) -> Tuning:
     """The settings of a volume by its row of a report and its tags."""
     values = {
-        setting.part: setting.read(row[setting.column]) for setting in SETTINGS if setting.column
+        setting.field_name: setting.read(row[setting.column])
+        for setting in SETTINGS
+        if setting.column
     }
     values["bound_recovery_kib"] = 0
     if (own_maximum_kib := tags.number(own_tags.get(_OWN_MAXIMUM, ""))) is not None:
@@ -241,7 +247,9 @@ def reported(row: Mapping[str, str], own_tags: Mapping[str, str]) -> Tuning:
 
 def limits(own_tags: Mapping[str, str]) -> Tuning:
     """The I/O limits of a volume by its tags; a tag whose text is no number counts as no limit."""
-    texts = {setting.part: own_tags.get(setting.tag, "") for setting in SETTINGS if setting.tag}
+    texts = {
+        setting.field_name: own_tags.get(setting.tag, "") for setting in SETTINGS if setting.tag
+    }
     return Tuning(**{part: tags.number(text) or 0 for part, text in texts.items()})
 
 
@@ -268,7 +276,7 @@ def change(
     old_tags = {
         setting.tag: present_tags[setting.tag]
         for setting in SETTINGS
-        if setting.tag in present_tags and setting.part in parts
+        if setting.tag in present_tags and setting.field_name in parts
     }
     if parts & _MAXIMUM_PARTS and _OWN_MAXIMUM in present_tags:
         old_tags[_OWN_MAXIMUM] = present_tags[_OWN_MAXIMUM]

@@ -183,7 +183,7 @@ class Recovery:
         not delay the start. Raises the first group's error if all attempts fail, and RuntimeError
         where no thread can be started.
         """
-        attempts = [self.jobs.start(self._job(name)).ended for name in self._volume_groups.names]
+        attempts = [self.jobs.start(self._job(name)).future for name in self._volume_groups.names]
         wait(attempts, _OTHERS_SECONDS)
         pending = set(attempts)
         while pending and not any(

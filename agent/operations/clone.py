@@ -269,7 +269,7 @@ class Copier:
     def remove_bridges(self, *bridge_ids: str) -> None:
         """Remove unused bridge snapshots in the background; wait up to ten seconds for that."""
         patience = command.patience_seconds(_DISMISS_SECONDS)
-        wait([self.bridges.start(Job(bridge_id)).ended for bridge_id in bridge_ids], patience)
+        wait([self.bridges.start(Job(bridge_id)).future for bridge_id in bridge_ids], patience)
 
     def copies_from(self, snapshot_id: str) -> list[str]:
         """Return the volumes that this process fills, or is about to fill, from a snapshot.
@@ -314,15 +314,15 @@ class Copier:
         caller's deadline, or at once if too many calls wait. If the job failed, raises the error of
         the job.
         """
-        if not job.ended.done():
+        if not job.future.done():
             remaining, seconds = command.remaining_seconds(), self.grace_seconds
             if remaining is not None:
                 seconds = max(0.0, min(remaining - _MARGIN_SECONDS, seconds))
             with suppress(errors.TooManyCalls), locks.without_slot(ids.group_of(job.key)):
-                wait([job.ended], seconds)
-        if not job.ended.done():
+                wait([job.future], seconds)
+        if not job.future.done():
             raise errors.Copying(job.key, str(job))
-        job.ended.result()
+        job.future.result()
         volume = job.volume
         own_tags = {**volume.own_tags, **volume_states.tags_for(EndedBy.CALLER)}
         return replace(volume, size_bytes=volume.made_bytes, own_tags=own_tags)

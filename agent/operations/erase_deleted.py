@@ -246,13 +246,13 @@ class Eraser:
         job = self._start(volume)
         self.jobs.wait(job, self.grace_seconds)
         try:
-            if not job.ended.done() and self._put_on_record(job):
+            if not job.future.done() and self._put_on_record(job):
                 return
         except Exception:
             # Cancel the job, because the call fails; the repeated call starts a new job.
             self.jobs.cancel(job)
             raise
-        job.ended.result()
+        job.future.result()
 
     def finish(self, volume: Volume) -> None:
         """Erase and remove a volume that is tagged as deleted; wait up to two seconds for that."""
@@ -269,7 +269,7 @@ class Eraser:
             own_tags = job.volume.own_tags
             volume_states.hand_over(self._lvm(group), group, name, own_tags, EndedBy.ERASER)
             job.on_record = True
-        if job.ended.done():
+        if job.future.done():
             # Retry the job: the job failed before the volume was tagged as deleted, so the
             # background thread does not retry the job by itself.
             self.jobs.wake(job, self.jobs.retry_seconds)

@@ -115,7 +115,7 @@ class GrowthZeroer:
     def require_none(self, volume: Volume) -> None:
         """Raise AnotherSize while extents for a volume's growth are being zeroed."""
         job = self.jobs.of(str(volume.id))
-        if job is not None and not job.ended.done():
+        if job is not None and not job.future.done():
             raise AnotherSize(job.key, str(job.progress))
 
     def withdraw(self, volume_id: str) -> None:
@@ -137,7 +137,7 @@ class GrowthZeroer:
         """
         job = self.jobs.of(volume_id)
         patience = command.patience_seconds(self.grace_seconds)
-        return job is None or bool(wait([job.ended], patience).done)
+        return job is None or bool(wait([job.future], patience).done)
 
     def problem(self, volume_id: str) -> Exception | None:
         """Return the error with which the zeroing of a volume's new extents failed.
@@ -146,9 +146,9 @@ class GrowthZeroer:
         an error of a disk or of a command.
         """
         job = self.jobs.of(volume_id)
-        if job is None or not job.ended.done():
+        if job is None or not job.future.done():
             return None
-        error = job.ended.exception()
+        error = job.future.exception()
         return error if isinstance(error, OSError | CommandError) else None
 
     def _reserve(self, volume: Volume, size_bytes: int) -> report.LogicalVolume:
@@ -229,7 +229,7 @@ class FreedSpaceEraser:
 
         Returns a future of the job's end.
         """
-        return self.jobs.start(Job(f"{group}/{ids.SWEEP}")).ended
+        return self.jobs.start(Job(f"{group}/{ids.SWEEP}")).future
 
     @contextmanager
     def without_sweep(self, group: str) -> Iterator[None]:
@@ -247,12 +247,12 @@ class FreedSpaceEraser:
                         volumes.remove(self._lvm(group), group, ids.SWEEP)
                 yield
         finally:
-            if job is None or job.ended.done():
+            if job is None or job.future.done():
                 self.start(group)
             else:
                 # Start a new job that zeroes free extents when the cancelled job ends: that job's
                 # disk does not answer yet.
-                job.ended.add_done_callback(lambda _: self.start(group))
+                job.future.add_done_callback(lambda _: self.start(group))
 
     def _due_sweeps(self, name: str) -> Iterator[Job]:
         if _is_left(self._reports.fresh(name).group(name)):

@@ -147,9 +147,9 @@ def check(requested: Tuning, shape: Layout, present_tuning: Tuning = PLAIN) -> N
     if not (raid_parts := requested.of_raid):
         return
     if not shape.is_raid:
-        keys = {parameter.part: parameter.key for parameter in MUTABLE}
+        keys = {parameter.field_name: parameter.key for parameter in MUTABLE}
         allowed = [
-            PREFIX + keys[setting.part] for setting in tuning.SETTINGS if not setting.of_raid
+            PREFIX + keys[setting.field_name] for setting in tuning.SETTINGS if not setting.of_raid
         ]
         raise errors.BadField(
             f"{MUTABLE_FIELD}[{keys[raid_parts[-1]]}]",

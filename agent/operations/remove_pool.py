@@ -127,8 +127,8 @@ class PoolRemover:
         if job.cancelled.is_set():
             # The present job was cancelled, and has not ended because its disk does not answer:
             # start another job when the present one ends.
-            job.ended.add_done_callback(lambda _: self.remove_if_empty(group, pool))
-        return job.ended
+            job.future.add_done_callback(lambda _: self.remove_if_empty(group, pool))
+        return job.future
 
     @contextmanager
     def keep_pool(self, group: str, pool: str) -> Iterator[None]:

@@ -323,14 +323,14 @@ class _Detached:
     lock: GroupLock
     # The future with the task's outcome. It is in the state "running" from the start of the work
     # on. If it is cancelled before the start, the work never starts.
-    ended: Future[None] = field(default_factory=Future)
+    future: Future[None] = field(default_factory=Future)
     # Whether a tag records the task; always false. `Conflicts` reads this attribute of each job.
     on_record: ClassVar = False
     started_seconds: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
         with self.lock.hold() as had_to_wait:
-            if not self.ended.set_running_or_notify_cancel():
+            if not self.future.set_running_or_notify_cancel():
                 return
             try:
                 if had_to_wait:
@@ -338,14 +338,14 @@ class _Detached:
                 self.work()
             except BaseException as error:
                 # Keep each error, of whatever class, for the call that waits for the task.
-                self.ended.set_exception(error)
+                self.future.set_exception(error)
             else:
-                self.ended.set_result(None)
+                self.future.set_result(None)
 
     @property
     def goes_on(self) -> bool:
         """Whether the task has not ended, so that it may still write to its volume."""
-        return not self.ended.done()
+        return not self.future.done()
 
     def problem(self) -> errors.StillAtWork:
         seconds = time.monotonic() - self.started_seconds
@@ -412,11 +412,11 @@ class DetachedTasks:
         # Add the wait to the call's trace, and not the program that the task runs: the program may
         # outlive the call.
         with trace.step(trace.WAIT, task.name):
-            wait([task.ended], command.remaining_seconds())
-        if not task.ended.done():
+            wait([task.future], command.remaining_seconds())
+        if not task.future.done():
             raise task.problem()
         self._forget(volume_id)
-        task.ended.result()
+        task.future.result()
 
     def mkfs_of(self, volume_id: str) -> _Detached | None:
         """Return the mkfs that an RPC began for a volume; None if there is none.
@@ -434,7 +434,7 @@ class DetachedTasks:
         """
         with self._guard:
             task = self._detached.get(volume_id)
-        if task is not None and not (task.ended.cancel() or task.ended.done()):
+        if task is not None and not (task.future.cancel() or task.future.done()):
             raise task.problem()
         self._forget(volume_id)
 

@@ -84,7 +84,7 @@ class Stopping(errors.OperationPending):
 class Job:
     """A job: background work on the volume, pool or volume group with the id `key`.
 
-    `ended` is a future with the outcome. `on_record` means that LVM tags record the job, and that
+    `future` has the outcome. `on_record` means that LVM tags record the job, and that
     the call which began it was answered: if the job fails, it is retried in the background.
     `size_bytes` is the number of bytes that the job erases or copies.
     """
@@ -99,7 +99,7 @@ class Job:
     # The next three fields are made anew for the job that replaces a failed one.
     progress: Progress = field(default_factory=Progress, init=False)
     cancelled: threading.Event = field(default_factory=threading.Event, init=False)
-    ended: Future[None] = field(default_factory=Future, init=False)
+    future: Future[None] = field(default_factory=Future, init=False)
     # The time at which the job's next step is due, or after a failure the retry (monotonic,
     # seconds). This field and the next ones are changed only under the `guard` of the job's
     # GroupWorker, except `steps`, which only the thread that does the job's step sets.
@@ -116,7 +116,7 @@ class Job:
     @property
     def goes_on(self) -> bool:
         """Whether the job is still to be done: it has not ended, or will be retried."""
-        return self.on_record or not self.ended.done()
+        return self.on_record or not self.future.done()
 
     @property
     def left_bytes(self) -> float:
@@ -140,7 +140,7 @@ class Job:
         if isinstance(self.steps, Generator):
             self.steps.close()
         with suppress(InvalidStateError):
-            self.ended.set_exception(stopping)
+            self.future.set_exception(stopping)
 
 
 J = TypeVar("J", bound=Job)
@@ -197,7 +197,7 @@ class Jobs(Generic[J]):
             running = self._of(worker, job.key)
             if (self.kind, job.key) in worker.barred:
                 raise Stopping(job.key)
-            if running is not None and not running.ended.done():
+            if running is not None and not running.future.done():
                 return running
             job.due_seconds = time.monotonic() + after_seconds if after_seconds else -math.inf
             worker.add(self, job)
@@ -226,11 +226,11 @@ class Jobs(Generic[J]):
         """
         worker = self._worker(job.key)
         if not worker.is_own_thread:
-            return bool(wait([job.ended], seconds).done)
+            return bool(wait([job.future], seconds).done)
         until_seconds = time.monotonic() + seconds
         while time.monotonic() < until_seconds and worker.do_step_now(self, job):
             pass
-        return job.ended.done()
+        return job.future.done()
 
     def has(self, key: str) -> bool:
         """Whether a job for this key has not succeeded yet: it is queued, running or failed."""
@@ -287,8 +287,8 @@ class Jobs(Generic[J]):
                 if job is not None:
                     job.cancelled.set()
                     worker.halted.setdefault(entry_key, job)
-                at_work = job is not None and job.at_work and not job.ended.done()
-            if job is not None and at_work and not wait([job.ended], _ENDING_SECONDS).done:
+                at_work = job is not None and job.at_work and not job.future.done()
+            if job is not None and at_work and not wait([job.future], _ENDING_SECONDS).done:
                 raise Stopping(key)
             self.forget(key)
             yield
@@ -309,7 +309,7 @@ class Jobs(Generic[J]):
         entry_key = (self.kind, halted_job.key)
         if halted_job.on_record and self._due_jobs is not None and entry_key not in worker.jobs:
             failed_job = replace(halted_job)
-            failed_job.ended.set_exception(Stopping(failed_job.key))
+            failed_job.future.set_exception(Stopping(failed_job.key))
             with suppress(RuntimeError):
                 worker.wake(self, failed_job, -math.inf)
 
@@ -352,7 +352,7 @@ class Jobs(Generic[J]):
         (`_retry_failed`). No error of the step is raised: it becomes the job's outcome.
         """
         try:
-            if job.ended.done():
+            if job.future.done():
                 self._retry_failed(worker, job)
                 return
             job.check()
@@ -361,7 +361,7 @@ class Jobs(Generic[J]):
             pause_seconds = next(job.steps)
         except StopIteration:
             worker.drop(self, job)
-            job.ended.set_result(None)
+            job.future.set_result(None)
         except BaseException as error:
             if isinstance(error, Stopping) and job.cancelled.is_set():
                 job.end(error)
@@ -387,7 +387,7 @@ class Jobs(Generic[J]):
         self._log(job, error)
         # Complete the future before `on_record` is read. So a call that sets `on_record` at the
         # same time either finds that the job has ended, or the job is retried.
-        job.ended.set_exception(error)
+        job.future.set_exception(error)
         with worker.guard:
             # Keep an earlier time that a wake during the step has set.
             if job.on_record:
@@ -407,7 +407,7 @@ class Jobs(Generic[J]):
                 job.key: job
                 for entry_key, job in worker.jobs.items()
                 if entry_key[0] == self.kind
-                and job.ended.done()
+                and job.future.done()
                 and (job is due_job or (not job.at_work and job.due_seconds <= until_seconds))
             }
         if self._due_jobs is None:
@@ -691,7 +691,7 @@ class GroupWorker:
         Returns whether a step was done.
         """
         with self.guard:
-            is_here = self.jobs.get((jobs.kind, job.key)) is job and not job.ended.done()
+            is_here = self.jobs.get((jobs.kind, job.key)) is job and not job.future.done()
             if not is_here or job.at_work or job.due_seconds > time.monotonic():
                 return False
             self._begin(task := _Task(jobs, job))
@@ -884,7 +884,7 @@ def _group_of(key: str) -> str:
 
 def _state(job: Job) -> str:
     """Return whether a job is queued, running or failed."""
-    if job.ended.done():
+    if job.future.done():
         # A job that has ended is a failed one, because jobs that succeeded are not kept.
         return "failed"
     return "queued" if job.steps is None and not job.at_work else "running"

@@ -12,12 +12,12 @@ from agent.work.group_worker import Jobs
 def ended(*every: Jobs[Any], seconds: float = 60) -> None:
     """Wait until all jobs have ended, or failed."""
     for jobs in every:
-        wait([one.ended for one in jobs.unfinished()], seconds)
+        wait([one.future for one in jobs.unfinished()], seconds)
 
 
 def again(jobs: Jobs[Any]) -> None:
     """Have the jobs that failed begun anew, as a minute later."""
-    failed = [one for one in jobs.unfinished() if one.ended.done()]
+    failed = [one for one in jobs.unfinished() if one.future.done()]
     for one in failed:
         one.due_seconds = time.monotonic()
     for one in failed:

@@ -146,13 +146,13 @@ def _is_older(versions: Mapping[str, str], earlier_versions: Mapping[str, str]) 
 class Orphan:
     """A candidate, and the seconds for which every search for orphans has found the candidate.
 
-    `sure` is true once these seconds have reached the grace period: the candidate is then an
+    `is_sure` is true once these seconds have reached the grace period: the candidate is then an
     orphan.
     """
 
     candidate: Candidate
     seen_seconds: float
-    sure: bool
+    is_sure: bool
 
 
 def judged(
@@ -173,7 +173,7 @@ def judged(
         Orphan(candidate, seen_seconds[candidate.key], seen_seconds[candidate.key] >= grace_seconds)
         for candidate in all_candidates
     ]
-    return sorted(orphans, key=lambda orphan: (not orphan.sure, orphan.candidate.kind))
+    return sorted(orphans, key=lambda orphan: (not orphan.is_sure, orphan.candidate.kind))
 
 
 class OrphanSearch(Protocol):
@@ -273,7 +273,7 @@ class OrphanWatch:
 
         Candidates count as orphans once they were found for the grace period.
         """
-        sure_candidates = [orphan.candidate for orphan in self._search() if orphan.sure]
+        sure_candidates = [orphan.candidate for orphan in self._search() if orphan.is_sure]
         self._counts, self.time_seconds = (
             Counter(candidate.kind for candidate in sure_candidates),
             self._clock(),

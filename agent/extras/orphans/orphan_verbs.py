@@ -32,7 +32,7 @@ def show(orphans: Sequence[Orphan], grace_seconds: int, *, as_json: bool) -> Non
     for orphan in orphans:
         seen_text = (
             _duration(orphan.seen_seconds)
-            if orphan.sure
+            if orphan.is_sure
             else f"{_duration(orphan.seen_seconds)}, wait"
         )
         table.add_row(
@@ -40,9 +40,9 @@ def show(orphans: Sequence[Orphan], grace_seconds: int, *, as_json: bool) -> Non
         )
     terminal.console().print(table)
     for orphan in orphans:
-        if orphan.sure:
+        if orphan.is_sure:
             print(f"\n{orphan.candidate.name}:\n    {orphan.candidate.full_remedy}")
-    if not all(orphan.sure for orphan in orphans):
+    if not all(orphan.is_sure for orphan in orphans):
         print(
             f"\nOne that must wait counts when it is seen again {_duration(grace_seconds)} after it"
             " was first seen."
@@ -87,7 +87,7 @@ def _sure(orphans: Sequence[Orphan], name: str, grace_seconds: int) -> Candidate
     for orphan in orphans:
         if orphan.candidate.name != name:
             continue
-        if not orphan.sure:
+        if not orphan.is_sure:
             seen_text = f"it was seen for {_duration(orphan.seen_seconds)}"
             raise errors.NoOrphan(name, f"{seen_text}, and counts after {_duration(grace_seconds)}")
         if not orphan.candidate.full_remedy.startswith("carver "):
@@ -132,7 +132,7 @@ def _row(orphan: Orphan) -> dict[str, object]:
         **fields,
         "remedy": orphan.candidate.full_remedy,
         "seen_seconds": int(orphan.seen_seconds),
-        "sure": orphan.sure,
+        "sure": orphan.is_sure,
     }
 
 

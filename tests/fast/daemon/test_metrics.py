@@ -266,7 +266,7 @@ def test_failed_background_scans_are_counted(
 
 def test_orphans_are_counted_by_kind_where_they_are_looked_for() -> None:
     lost = Candidate(Kind.VOLUME, "data@00000000/vol-1", "uuid", "4 MiB")
-    found = [Orphan(lost, 3600, sure=True), Orphan(lost, 60, sure=False)]
+    found = [Orphan(lost, 3600, is_sure=True), Orphan(lost, 60, is_sure=False)]
     watch = OrphanWatch(lambda: found, 600, clock=lambda: 42.0)
     watch.task.run_once()
     by_kind, when = Orphans(watch).gauges()

@@ -52,7 +52,7 @@ class Site:
 
     def sure(self) -> dict[str, Kind]:
         found = self.finder().search()
-        return {one.candidate.name: one.candidate.kind for one in found if one.sure}
+        return {one.candidate.name: one.candidate.kind for one in found if one.is_sure}
 
     def after_a_grace(self) -> dict[str, Kind]:
         self.finder().search()

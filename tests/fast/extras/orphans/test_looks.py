@@ -93,7 +93,7 @@ class Node:
 
     def sure(self) -> dict[str, Kind]:
         """What a look finds that was seen a grace ago, too."""
-        return {one.candidate.name: one.candidate.kind for one in self.look() if one.sure}
+        return {one.candidate.name: one.candidate.kind for one in self.look() if one.is_sure}
 
     def after_a_grace(self) -> dict[str, Kind]:
         """The same, by two looks."""
@@ -136,7 +136,7 @@ def node(tmp_path: Path, api: ApiServer) -> Iterator[Node]:
 def test_an_unreferenced_volume_is_an_orphan_after_the_grace_period(node: Node) -> None:
     lost = node.volume("pvc-1")
     [seen] = node.look()
-    assert (seen.candidate.name, seen.sure) == (lost, False)
+    assert (seen.candidate.name, seen.is_sure) == (lost, False)
     node.seconds += GRACE - 1
     assert node.sure() == {}
     node.seconds += 1

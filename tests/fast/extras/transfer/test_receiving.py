@@ -171,7 +171,7 @@ def test_a_queued_check_leaves_the_next_volume_of_its_name_alone(
         there.client.create("copy", 64 * MIB, mounted("ext4"))
         fake.commands.clear()
         over.set()
-        expect.soon(queued.ended.done)
+        expect.soon(queued.future.done)
     assert "fsck.ext4" not in {words[0] for words in fake.commands}
 
 
