@@ -104,7 +104,7 @@ class Operator(carver_pb2_grpc.OperatorServicer):
             entries=[
                 messages.volume(volume, self._configuration.now.here) for volume in listing.entries
             ],
-            away=listing.away,
+            away=listing.unread_groups,
             claims={str(volume.id): volume.claim for volume in listing.entries if volume.claim},
             keys=_keys(listing.entries),
         )
@@ -118,7 +118,7 @@ class Operator(carver_pb2_grpc.OperatorServicer):
                 messages.snapshot(snapshot, self._configuration.now.here)
                 for snapshot in listing.entries
             ],
-            away=listing.away,
+            away=listing.unread_groups,
             keys=_keys(listing.entries),
         )
 

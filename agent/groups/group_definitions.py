@@ -57,7 +57,7 @@ class GroupDefinitions:
     failures: dict[str, str] = field(default_factory=dict)
     # The definition of each group for which `create` has ended, with success or with a failure, by
     # the group's name.
-    ended: dict[str, GroupDefinition] = field(default_factory=dict)
+    finished: dict[str, GroupDefinition] = field(default_factory=dict)
     guard: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -72,7 +72,7 @@ class GroupDefinitions:
         return {
             name: definition
             for name, definition in definitions.items()
-            if self.ended.get(name) != definition
+            if self.finished.get(name) != definition
         }
 
     def group(self, state: report.Report, name: str) -> report.Group:
@@ -151,7 +151,7 @@ def begin(definitions: GroupDefinitions, volume_groups: VolumeGroups) -> None:
     """
     config = definitions.configuration.now
     for name in list(definitions.failures):
-        definitions.ended.pop(name, None)
+        definitions.finished.pop(name, None)
     for definition in definitions.pending.values():
         _note(
             definitions,
@@ -163,9 +163,9 @@ def begin(definitions: GroupDefinitions, volume_groups: VolumeGroups) -> None:
             volume_group.is_awaited = True
     with definitions.guard:
         defined = {definition.group for definition in config.definitions}
-        for name in {*definitions.failures, *definitions.ended} - defined:
+        for name in {*definitions.failures, *definitions.finished} - defined:
             definitions.failures.pop(name, None)
-            definitions.ended.pop(name, None)
+            definitions.finished.pop(name, None)
         for name in definitions.devices.keys() - defined:
             if (volume_group := volume_groups.known(name)) is not None:
                 volume_group.is_awaited = False
@@ -216,7 +216,7 @@ def create(definitions: GroupDefinitions, volume_groups: VolumeGroups, name: str
             if unmarked := [disk for disk in slow if _numbers(kernel, [disk]) & fast]:
                 groups.mark_fast(volume_group.lvm, unmarked)
     if definitions.pending.get(name) == definition:
-        definitions.ended[name] = definition
+        definitions.finished[name] = definition
 
 
 def _seeing(lvm: Lvm, kernel: Kernel, devices: Iterable[str]) -> Lvm:

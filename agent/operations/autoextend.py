@@ -73,8 +73,8 @@ class _Growable:
     """A thin pool's data or metadata, or a COW store, that may have to be extended.
 
     `extend` is called with lvm2, the free room of the volume group, and how full the data, metadata
-    or store is, in percent. `extend` returns the number of bytes by which it extended that: 0 if
-    there is no room, None if there is nothing to extend.
+    or store is, in percent. `extend` returns the number of bytes that it added: 0 if there is
+    no room, None if there is nothing to extend.
     """
 
     group: str

@@ -55,7 +55,7 @@ class CreatedVolume:
     """
 
     volume: Volume
-    filling: Copy | None = None
+    fill_job: Copy | None = None
 
 
 @dataclass(frozen=True)
@@ -352,17 +352,17 @@ class VolumeCreator:
         lock the volume is deleted if this node cannot fill it: if its source is lost or not on this
         node, or if there is no room.
         """
-        if created.filling is None:
+        if created.fill_job is None:
             return created.volume
         try:
             with _absent_source_as_perhaps_elsewhere():
-                return self._copier.wait(created.filling)
+                return self._copier.wait(created.fill_job)
         except _NOT_HERE:
             with hold():
                 # Delete the volume, which cannot be filled, unless a call deleted it meanwhile, or
                 # began to create it anew.
-                if self._copier.jobs.of(created.filling.key) is created.filling:
-                    self._deleter.delete(created.filling.key)
+                if self._copier.jobs.of(created.fill_job.key) is created.fill_job:
+                    self._deleter.delete(created.fill_job.key)
             raise
 
     def _finish(self, request: CreateVolume, volume: Volume) -> None:

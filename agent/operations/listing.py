@@ -27,12 +27,12 @@ _NO_ANSWER = (
 class NodeListing(Generic[T]):
     """Volumes or snapshots of the readable volume groups, and why other groups could not be read.
 
-    `entries` are sorted by id. `away` has the reason for each unreadable group, by the group's
-    name.
+    `entries` are sorted by id. `unread_groups` has the reason for each unreadable group, by the
+    group's name.
     """
 
     entries: tuple[T, ...]
-    away: Mapping[str, str]
+    unread_groups: Mapping[str, str]
 
 
 class Listing:
@@ -62,20 +62,22 @@ class Listing:
 
         Raises TooManyCalls if too many calls run, and Starting before the end of the start.
         """
-        all_groups, away = self._look()
+        all_groups, unread_groups = self._read_groups()
         volumes = all_groups.listed()
-        return NodeListing(tuple(sorted(volumes, key=lambda volume: str(volume.id))), away)
+        return NodeListing(tuple(sorted(volumes, key=lambda volume: str(volume.id))), unread_groups)
 
     def snapshots(self) -> NodeListing[Snapshot]:
         """Return the snapshots of all readable volume groups, and why others cannot be read.
 
         Raises TooManyCalls if too many calls run, and Starting before the end of the start.
         """
-        all_groups, away = self._look()
+        all_groups, unread_groups = self._read_groups()
         snapshots = self._reports.listed_snapshots(all_groups)
-        return NodeListing(tuple(sorted(snapshots, key=lambda snapshot: str(snapshot.id))), away)
+        return NodeListing(
+            tuple(sorted(snapshots, key=lambda snapshot: str(snapshot.id))), unread_groups
+        )
 
-    def _look(self) -> tuple[EveryGroup, Mapping[str, str]]:
+    def _read_groups(self) -> tuple[EveryGroup, Mapping[str, str]]:
         """Return the volume groups that can be read, and why the other groups cannot be read.
 
         A group that takes long to answer is returned as of its last report.
