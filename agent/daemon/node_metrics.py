@@ -33,7 +33,7 @@ from agent.daemon.registration import Registration, State
 from agent.daemon.server import Service
 from agent.operations import diagnosis as conditions
 from agent.volumes import records
-from agent.volumes.report_age import Seen
+from agent.volumes.report_age import CachedReport
 from agent.volumes.reports import MONITOR_AGE_SECONDS
 from lvm import groups, lvm_errors, report
 from lvm.devicemapper import ThinPool
@@ -175,7 +175,7 @@ class Scrape:
         self.allocators = service.context.allocators
 
     @cached_property
-    def known(self) -> Seen:
+    def known(self) -> CachedReport:
         """The cached report of all volume groups, refreshed where it is older than a minute.
 
         Raises Starting before start-up is complete, and the errors of `Reports.seen`.
@@ -249,24 +249,24 @@ class Row:
         return metric
 
 
-def _by_state(name: str, text: str, counts: Callable[[Service], Mapping[str, int]]) -> Row:
+def _by_state(name: str, help_text: str, counts: Callable[[Service], Mapping[str, int]]) -> Row:
     def measure(scrape: Scrape) -> Samples:
         return (((state,), count) for state, count in counts(scrape.service).items())
 
-    return Row(name, text, ("state",), measure)
+    return Row(name, help_text, ("state",), measure)
 
 
-def _by_group(name: str, text: str, measure: Callable[[report.Group], float]) -> Row:
-    return Row(name, text, ("group",), lambda scrape: _measure_groups(scrape, measure))
+def _by_group(name: str, help_text: str, measure: Callable[[report.Group], float]) -> Row:
+    return Row(name, help_text, ("group",), lambda scrape: _measure_groups(scrape, measure))
 
 
-def _by_pool(name: str, text: str, measure: Callable[[PoolState], float | None]) -> Row:
+def _by_pool(name: str, help_text: str, measure: Callable[[PoolState], float | None]) -> Row:
     def samples(scrape: Scrape) -> Samples:
         for pool in scrape.pools:
             if (value := measure(pool)) is not None:
                 yield pool.labels, value
 
-    return Row(name, text, ("class", "group"), samples)
+    return Row(name, help_text, ("class", "group"), samples)
 
 
 def _measure_groups(scrape: Scrape, measure: Callable[[report.Group], float]) -> Samples:

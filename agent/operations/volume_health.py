@@ -20,7 +20,7 @@ from agent.requests.requests import GetVolumeHealth, ListPage, Page
 from agent.volumes import backing, records
 from agent.volumes.context import Context
 from agent.volumes.records import Volume
-from agent.volumes.report_age import Seen
+from agent.volumes.report_age import CachedReport
 from agent.volumes.volume_states import Call
 from agent.work import locks
 from lvm import names
@@ -159,7 +159,7 @@ class VolumesHealth:
         out.
         """
         group = volume_group.cached or volume_group.last_seen
-        for volume in Seen({} if group is None else {group.name: group}).volumes():
+        for volume in CachedReport({} if group is None else {group.name: group}).volumes():
             if volume.is_listed:
                 # Skip a volume that may not be used, whatever the reason, and list the other
                 # volumes.
@@ -283,7 +283,7 @@ class VolumesHealth:
         errors, for a volume that cannot be used now.
         """
         try:
-            return Seen({group.name: group}).volume(volume_id)
+            return CachedReport({group.name: group}).volume(volume_id)
         except errors.NoSuchVolume:
             return None
 

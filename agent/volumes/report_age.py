@@ -8,7 +8,7 @@ decision by a report that is too old:
 - `Fresh` has the groups that the call names, each read after the call began.
 - `EveryGroup` has all configured groups with the changes by Carver, for decisions in which any
   group may matter. It names the groups in which such changes may be missing.
-- `Seen` has the groups as they were read last, for metrics, health and hints.
+- `CachedReport` has the groups as they were read last, for metrics, health and hints.
 
 agent/volumes/reports.py makes the reports; the code here runs no command.
 """
@@ -327,7 +327,7 @@ class EveryGroup(Current):
 
 
 @dataclass(frozen=True)
-class Seen(Contents):
+class CachedReport(Contents):
     """A report of volume groups as last read, perhaps long ago; not for decisions."""
 
     def volume(self, volume_id: str) -> Volume:

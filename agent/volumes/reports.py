@@ -16,7 +16,7 @@ from agent.groups.node_groups import VolumeGroups
 from agent.groups.volume_group import VolumeGroup, begin_states
 from agent.volumes import backing, records
 from agent.volumes.records import MadeByNewerVersion, Snapshot, Volume
-from agent.volumes.report_age import EveryGroup, Fresh, Known, Seen
+from agent.volumes.report_age import CachedReport, EveryGroup, Fresh, Known
 from agent.work import locks
 from lvm import report
 from mount import mount_errors as mount_errors
@@ -121,13 +121,13 @@ class Reports:
         locks.enter()
         return EveryGroup(self._present(begin_states(self._volume_groups, complete=True)()))
 
-    def hint(self) -> Seen:
+    def hint(self) -> CachedReport:
         """Return a report of all volume groups; from the cache where a read fails or is slow.
 
         A read is slow if it takes more than three seconds. Raises TooManyCalls or Starting.
         """
         locks.enter()
-        return Seen(self._present(begin_states(self._volume_groups)()))
+        return CachedReport(self._present(begin_states(self._volume_groups)()))
 
     def search(self, matches: Callable[[Volume], bool]) -> Volume | None:
         """Return the volume for which `matches` is true, by fresh reports; None if there is none.
@@ -252,7 +252,7 @@ class Reports:
             absent_groups |= set(self._groups) - set(all_groups.groups)
         return absent_groups
 
-    def seen(self, max_age_seconds: float) -> Seen:
+    def seen(self, max_age_seconds: float) -> CachedReport:
         """Return the cached state of all volume groups, after a refresh where it is too old.
 
         It is too old after `max_age_seconds`. Each group is read at most once in that time, however
@@ -299,9 +299,11 @@ class Reports:
                     return volume
         return None
 
-    def _cached(self) -> Seen:
+    def _cached(self) -> CachedReport:
         """Return a report of all volume groups with their cached states."""
-        return Seen(self._present({group.name: group.cached for group in self._volume_groups}))
+        return CachedReport(
+            self._present({group.name: group.cached for group in self._volume_groups})
+        )
 
     def keep_fresh(self) -> None:
         """Note that the cached state of all groups is in use, so that `refresh` renews it."""
