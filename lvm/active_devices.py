@@ -334,7 +334,7 @@ class Devices:
         return Exceptions(self._device_path(group, name, _STORE_LAYER))
 
     def _device_path(self, group: str, name: str, suffix: str) -> str:
-        """The path of the device whose name is a volume's with the suffix `suffix`.
+        """Return the path of the device whose name is a volume's followed by `suffix`.
 
         Raises Inactive if there is no such device.
         """

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 def run_all(functions: Mapping[str, Callable[[], object]], seconds: float) -> None:
     """Run several functions, each in its own thread; wait at most `seconds` until all have ended.
 
-    `functions` has the functions by the names under which they are logged. An error of a function
+    `functions` are by the names under which they are logged. An error of a function
     is logged, and so is a function that has not ended in time; no error is raised.
     """
     futures = {name: _start_thread(name, work) for name, work in functions.items()}
