@@ -333,7 +333,7 @@ def _layout(volume: records.Volume) -> str:
 
 def _health(found_conditions: Iterable[Condition]) -> Iterator[Health]:
     for condition in found_conditions:
-        yield Health(condition.reason.of_volume, condition.reason.word, condition.message)
+        yield Health(condition.reason.volume_status, condition.reason.word, condition.message)
 
 
 def _file_system_usage(kernel: Kernel, volume_mounts: Sequence[Mount]) -> usage.Usage | None:

@@ -327,7 +327,7 @@ def test_volumes_staged_on_a_dead_disk_leave_places_to_the_other_group_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """mount(2) waits for the disk, and no time limit ends it."""
-    service.context.admission.places = locks.Slots(places := 8)
+    service.context.admission.slots = locks.Slots(places := 8)
     names = [f"staged-{number}" for number in range(places)]
     sick = [client.create(one, 16 * MIB, mounted("ext4"), parameters=SICK) for one in names]
     over, real = threading.Event(), fake.kernel.mount

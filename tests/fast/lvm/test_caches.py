@@ -81,7 +81,9 @@ def test_a_cached_pool_can_hold_its_promises_in_a_thousand_states() -> None:
         fast = {disk.uuid for disk in group.disks if disk.fast}
         assert made.disks & fast
         # What is given out is held, at the class's ratio, by what the pool can grow to.
-        [thin] = Allocators(configured.of_classes(one), activator(fake, "data")).thin_allocators(group)
+        [thin] = Allocators(configured.of_classes(one), activator(fake, "data")).thin_allocators(
+            group
+        )
         reserve = one.reserve.extents(group)
         assert thin.outstanding_extents(group) <= Room(group).free_extents - reserve
         assert allocator.maximum_bytes(group) == 0

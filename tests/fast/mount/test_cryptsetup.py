@@ -100,7 +100,7 @@ def test_no_more_than_two_take_memory_at_once(monkeypatch: pytest.MonkeyPatch) -
     slow = cryptsetup(wait)
     with ThreadPoolExecutor(2) as threads:
         for _ in range(2):
-            threads.submit(slow.kill, "/dev/x", KEY, 1)
+            threads.submit(slow.remove_key, "/dev/x", KEY, 1)
             assert inside.acquire(timeout=20)
         with pytest.raises(mount_errors.CryptPending, match="call again"):
             slow.remove_key("/dev/x", KEY, 1)
