@@ -167,7 +167,7 @@ class Devices:
         None also for a device without a table, which lvm2 leaves if it is killed at activation;
         lvm2 reports such a volume as active.
         """
-        return self._named(names.device(group, name))
+        return self._device_named(names.device(group, name))
 
     def mapping(self, device: Device) -> Device | None:
         """Find Carver's open dm-crypt device over a volume's device; None if there is none.
@@ -309,11 +309,11 @@ class Devices:
 
     def pool_data(self, group: str, pool: str) -> str:
         """The path of the device with a thin pool's data. Raises Inactive for an inactive pool."""
-        return self._part(group, pool, _DATA_PART)
+        return self._device_path(group, pool, _DATA_PART)
 
     def pool_metadata(self, group: str, pool: str) -> str:
         """The path of the device with a thin pool's metadata. Raises Inactive if the pool is."""
-        return self._part(group, pool, _METADATA_PART)
+        return self._device_path(group, pool, _METADATA_PART)
 
     def reserve_metadata(self, group: str, pool: str) -> None:
         """Reserve the metadata snapshot of a thin pool, by which the metadata can be read.
@@ -331,20 +331,20 @@ class Devices:
 
         Raises Inactive if the store has no device, BadReport or OSError if it cannot be read.
         """
-        return Exceptions(self._part(group, name, _STORE_LAYER))
+        return Exceptions(self._device_path(group, name, _STORE_LAYER))
 
-    def _part(self, group: str, name: str, part: str) -> str:
-        """The path of the device whose name is a volume's with the suffix `part`.
+    def _device_path(self, group: str, name: str, suffix: str) -> str:
+        """Return the path of the device whose name is a volume's followed by `suffix`.
 
         Raises Inactive if there is no such device.
         """
-        dm_name = names.device(group, name) + part
-        device = self._named(dm_name)
+        dm_name = names.device(group, name) + suffix
+        device = self._device_named(dm_name)
         if device is None:
-            raise lvm_errors.Inactive(group, name + part)
+            raise lvm_errors.Inactive(group, name + suffix)
         return device.path
 
-    def _named(self, dm_name: str) -> Device | None:
+    def _device_named(self, dm_name: str) -> Device | None:
         """The device of a device-mapper name; None for no such logical volume.
 
         All devices in sysfs are searched only if device-mapper does not answer.

@@ -117,7 +117,7 @@ def create(lvm: Lvm, group: Group, volume: New, cache: Cache) -> None:
         *_on_fast(group, cache.extents(extents, group.extent_size_bytes)),
         *("--size", f"{volume.size_bytes}b"),
         *volume.words(),
-        *("--", group.name, *Room(group).anywhere()),
+        *("--", group.name, *Room(group).disk_arguments()),
     )
 
 

@@ -124,7 +124,7 @@ def is_foreign(path: str) -> bool:
     return path.removeprefix("/dev/").startswith(_FOREIGN)
 
 
-class Why(enum.Enum):
+class ExclusionReason(enum.Enum):
     """Reason why a block device is not read as a physical volume.
 
     A message appends the name of another device to some of these texts.
@@ -145,12 +145,12 @@ class Why(enum.Enum):
 class Excluded:
     """A block device that cannot be a physical volume, and the reason."""
 
-    why: Why
+    reason: ExclusionReason
     # The name of the other device that is the reason; empty where no other device is the reason.
-    by: str = ""
+    other_device: str = ""
 
     def __str__(self) -> str:
-        return f"{self.why.value} {self.by}".strip()
+        return f"{self.reason.value} {self.other_device}".strip()
 
 
 def backing(path: str) -> int:
@@ -226,23 +226,23 @@ class BlockDevices:
         stacks = _Stacks(self._devices, backings)
         for name, device in self._devices.items():
             if not device.has_size:
-                yield name, Excluded(Why.EMPTY)
+                yield name, Excluded(ExclusionReason.EMPTY)
             elif device.is_volume:
-                yield name, Excluded(Why.VOLUME, device.mapper_name)
+                yield name, Excluded(ExclusionReason.VOLUME, device.mapper_name)
             elif volume := stacks.first(name, lambda lower: lower.is_volume):
-                yield name, Excluded(Why.ON_A_VOLUME, volume.mapper_name)
+                yield name, Excluded(ExclusionReason.ON_A_VOLUME, volume.mapper_name)
             elif loop := stacks.first(name, stacks.is_opaque):
-                yield name, Excluded(Why.UNKNOWN, loop.name)
+                yield name, Excluded(ExclusionReason.UNKNOWN, loop.name)
             elif device.is_loop and (lower_devices := stacks.below(device)):
-                yield name, Excluded(Why.SECOND_VIEW, lower_devices[0].name)
+                yield name, Excluded(ExclusionReason.SECOND_VIEW, lower_devices[0].name)
             elif device.is_path:
-                yield name, Excluded(Why.PATH)
+                yield name, Excluded(ExclusionReason.PATH)
             elif device.is_no_disk:
-                yield name, Excluded(Why.NO_DISK)
+                yield name, Excluded(ExclusionReason.NO_DISK)
             elif name in partitioned:
-                yield name, Excluded(Why.PARTITIONED)
-            elif holder := stacks.stranger(device):
-                yield name, Excluded(Why.TAKEN, holder)
+                yield name, Excluded(ExclusionReason.PARTITIONED)
+            elif holder := stacks.exclusive_user(device):
+                yield name, Excluded(ExclusionReason.TAKEN, holder)
 
 
 class _Device:
@@ -363,7 +363,7 @@ class _Stacks:
         number = self._backings.get(device.name)
         return device.is_loop and (number is None or (number > 0 and not self.below(device)))
 
-    def stranger(self, device: _Device) -> str:
+    def exclusive_user(self, device: _Device) -> str:
         """The name of a device, other than a logical volume, that uses a device exclusively.
 
         Such holders are crypt, multipath and MD devices. Empty for none.

@@ -100,7 +100,7 @@ class Disks:
             name: path for name, path in all_paths.items() if not only_paths or path in only_paths
         }
         loops = devices.loops_under(paths)
-        results_of_loops = self._each(
+        results_of_loops = self._read_each(
             self._backing, [all_paths[name] for name in loops], end_monotonic_seconds
         )
         backings = {name: results_of_loops[all_paths[name]] for name in loops}
@@ -112,7 +112,9 @@ class Disks:
             for name, excluded in devices.excluded(backing_numbers).items()
             if name in paths
         }
-        results |= self._each(labels.read, paths.values() - results.keys(), end_monotonic_seconds)
+        results |= self._read_each(
+            labels.read, paths.values() - results.keys(), end_monotonic_seconds
+        )
         for name, path in paths.items():
             if isinstance(result := results[path], PhysicalLabel):
                 results[path] = replace(
@@ -130,7 +132,7 @@ class Disks:
 
         None if a disk cannot be read or lacks an undamaged label, or if no disk has metadata.
         """
-        marks = self._each(labels.mark, sorted(paths), time.monotonic() + patience_seconds)
+        marks = self._read_each(labels.mark, sorted(paths), time.monotonic() + patience_seconds)
         proof = tuple(mark for mark in marks.values() if isinstance(mark, Mark))
         is_complete = len(proof) == len(marks) and any(mark.texts for mark in proof)
         return proof if is_complete else None
@@ -146,20 +148,20 @@ class Disks:
         sequences = {path: devices.sequence(name) for path, name in names.items()}
         return {path: sequence for path, sequence in sequences.items() if sequence}
 
-    def _each(
-        self, read: Callable[[str], _T], paths: Iterable[str], end_monotonic_seconds: float
+    def _read_each(
+        self, read_disk: Callable[[str], _T], paths: Iterable[str], end_monotonic_seconds: float
     ) -> dict[str, _T | Unreadable]:
-        """Call `read` for each disk, in the disk's thread, and collect the results by path.
+        """Call `read_disk` for each disk, in the disk's thread, and collect the results by path.
 
         A disk without a result at `end_monotonic_seconds` is Unanswered.
         """
-        futures = {path: self._begin(read, path) for path in paths}
+        futures = {path: self._begin(read_disk, path) for path in paths}
         return {
-            path: self._ended(path, future, end_monotonic_seconds)
+            path: self._result_of(path, future, end_monotonic_seconds)
             for path, future in futures.items()
         }
 
-    def _begin(self, read: Callable[[str], _T], path: str) -> Future[_T | Unreadable] | None:
+    def _begin(self, read_disk: Callable[[str], _T], path: str) -> Future[_T | Unreadable] | None:
         """Start a read in the disk's thread; None while an earlier read of the disk is late."""
         late_result = self._late.get(path)
         if late_result is not None and not late_result.done():
@@ -170,10 +172,10 @@ class Disks:
             reader = self._readers.get(path)
             if reader is None:
                 reader = self._readers[path] = _Reader(path, self._forget_if_idle)
-            reader.tasks.put(partial(_fulfil, future, read, path))
+            reader.tasks.put(partial(_fulfil, future, read_disk, path))
         return future
 
-    def _ended(
+    def _result_of(
         self, path: str, future: Future[_T | Unreadable] | None, end_monotonic_seconds: float
     ) -> _T | Unreadable:
         if future is None:

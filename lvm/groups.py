@@ -126,13 +126,17 @@ def create(
 
 
 def mark(
-    lvm: Lvm, name: str, *, old: Mapping[str, str] = NO_TAGS, new: Mapping[str, str] = NO_TAGS
+    lvm: Lvm,
+    name: str,
+    *,
+    old_tags: Mapping[str, str] = NO_TAGS,
+    new_tags: Mapping[str, str] = NO_TAGS,
 ) -> None:
-    """Delete the tags `old` of a volume group and add the tags `new` (vgchange(8)).
+    """Delete the tags `old_tags` of a volume group and add the tags `new_tags` (vgchange(8)).
 
     Deleting a tag that the group lacks, or adding a tag that it has, is no error.
     """
-    lvm2.change(lvm, "vgchange", tags.change(old, new), name)
+    lvm2.change(lvm, "vgchange", tags.change(old_tags, new_tags), name)
 
 
 def mark_fast(lvm: Lvm, disks: Sequence[str]) -> None:

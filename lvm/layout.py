@@ -232,7 +232,7 @@ def placement(room: Room, layout: Layout) -> tuple[str, ...]:
 
     Raises NoDiskServes if the volume needs disks by name, and there is none.
     """
-    return room.anywhere() if layout.is_linear else room.names(room.roomiest(layout.disks))
+    return room.disk_arguments() if layout.is_linear else room.names(room.roomiest(layout.disks))
 
 
 def maximum_growth_bytes(room: Room, volume: LogicalVolume, layout: Layout = LINEAR) -> int:
@@ -261,7 +261,7 @@ def growth_placement(room: Room, volume: LogicalVolume, layout: Layout) -> tuple
     Raises NoDiskServes if the volume needs disks by name, and there is none.
     """
     if layout.is_linear:
-        return room.anywhere()
+        return room.disk_arguments()
     return room.names(disk for disk in room.group.disks if disk.uuid in volume.disks)
 
 

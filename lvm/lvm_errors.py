@@ -264,7 +264,7 @@ def lacks_memory(stderr: str) -> bool:
 
 def is_explained(stderr: str) -> bool:
     """Whether a failed lvm2 command printed a reason that has an error class of its own."""
-    return _meant(stderr) is not CommandFailed
+    return _error_class(stderr) is not CommandFailed
 
 
 def classify(words: Sequence[str], exit_code: int, stderr: str) -> CommandFailed:
@@ -272,13 +272,13 @@ def classify(words: Sequence[str], exit_code: int, stderr: str) -> CommandFailed
 
     If the error's class has an explanation (`explained`), that precedes lvm2's own words.
     """
-    kind = _meant(stderr)
+    kind = _error_class(stderr)
     error = kind(words, exit_code, stderr)
     if explained := getattr(kind, "explained", ""):
         error.args = (f"{explained} ({error})",)
     return error
 
 
-def _meant(stderr: str) -> type[CommandFailed]:
+def _error_class(stderr: str) -> type[CommandFailed]:
     """The error class of the first of _MESSAGES in a command's output; else CommandFailed."""
     return next((error for pattern, error in _MESSAGES if pattern.search(stderr)), CommandFailed)

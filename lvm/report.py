@@ -45,9 +45,9 @@ CONTIGUOUS = "contiguous"
 _CLING = ("cling", "cling_by_tags")
 
 
-def whole(part: str) -> str:
+def visible_name(hidden_name: str) -> str:
     """The name of the volume that a hidden volume is a part of; other names are unchanged."""
-    return _PART.sub("", part)
+    return _PART.sub("", hidden_name)
 
 
 @dataclass(frozen=True)
@@ -367,24 +367,24 @@ def read(lvm: Lvm, overflowed: Overflowed = lambda _disk, _offset_bytes: None) -
     return Report({group.name: group for group in groups}, tuple(orphans))
 
 
-def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
-    (row,) = part["vg"]
+def _group(group_report: Mapping[str, Any], overflowed: Overflowed) -> Group:
+    (row,) = group_report["vg"]
     name = row["vg_name"]
     own_tags = tags.decode(_words(row["vg_tags"]))
     unclean = own_tags.get(SWEEP_DISKS, "").split(BETWEEN)
-    disks = _disks_by_volume(part["pvseg"])
+    disks = _disks_by_volume(group_report["pvseg"])
     is_contiguous = row["vg_allocation_policy"] == CONTIGUOUS
-    longest = _longest_free(part["pvseg"]) if is_contiguous else None
-    cached = _cached_pools(part["pvseg"])
-    ranges, stripes = _ranges(part["seg"]), _stripes(part["seg"])
-    thin_segments = {row["lv_name"]: row for row in part["seg"] if row["transaction_id"]}
-    images = _images(part["pvseg"])
+    longest = _longest_free(group_report["pvseg"]) if is_contiguous else None
+    cached = _cached_pools(group_report["pvseg"])
+    ranges, stripes = _ranges(group_report["seg"]), _stripes(group_report["seg"])
+    thin_segments = {row["lv_name"]: row for row in group_report["seg"] if row["transaction_id"]}
+    images = _images(group_report["pvseg"])
     volumes = [
         _logical_volume(name, volume, disks, cached, ranges, stripes, thin_segments, images)
-        for volume in part["lv"]
+        for volume in group_report["lv"]
     ]
     if any(volume.overflowed is None for volume in volumes):
-        begins = _beginnings(part, int(row["vg_extent_size"]))
+        begins = _beginnings(group_report, int(row["vg_extent_size"]))
         volumes = [
             replace(volume, overflowed=overflowed(*begins[volume.name]))
             if volume.overflowed is None and volume.name in begins
@@ -409,13 +409,15 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
                 SWEEP in own_tags or disk["pv_uuid"] in unclean,
                 longest.get(disk["pv_uuid"], 0) if longest is not None else None,
             )
-            for disk in part["pv"]
+            for disk in group_report["pv"]
         ),
         volumes={volume.name: volume for volume in volumes},
         spare_extents=sum(
-            int(row["pvseg_size"]) for row in part["pvseg"] if row["lv_name"] == _SPARE
+            int(row["pvseg_size"]) for row in group_report["pvseg"] if row["lv_name"] == _SPARE
         ),
-        spare_disks=frozenset(row["pv_uuid"] for row in part["pvseg"] if row["lv_name"] == _SPARE),
+        spare_disks=frozenset(
+            row["pv_uuid"] for row in group_report["pvseg"] if row["lv_name"] == _SPARE
+        ),
         moves=frozenset(name for name in disks if _MOVE.fullmatch(name)),
     )
     # Set the cached property, as the tags are decoded here already.
@@ -451,7 +453,7 @@ def _disks_by_volume(segments: Iterable[Row]) -> Mapping[str, set[str]]:
     """The UUIDs of the disks of each volume and of its hidden parts, by the volume's name."""
     disks: defaultdict[str, set[str]] = defaultdict(set)
     for row in segments:
-        name = whole(row["lv_name"].strip("[]"))
+        name = visible_name(row["lv_name"].strip("[]"))
         if name:
             disks[name].add(row["pv_uuid"])
     return disks
@@ -498,14 +500,16 @@ def _cached_pools(segments: Iterable[Row]) -> Mapping[str, str]:
     return kinds
 
 
-def _beginnings(part: Mapping[str, Any], extent_size_bytes: int) -> Mapping[str, tuple[str, int]]:
+def _beginnings(
+    group_report: Mapping[str, Any], extent_size_bytes: int
+) -> Mapping[str, tuple[str, int]]:
     """The disk at which each volume begins, with the offset in bytes, by the volume's name.
 
     Only volumes that lie directly on disks are in the result.
     """
-    starts = {disk["pv_name"]: int(disk["pe_start"]) for disk in part["pv"]}
+    starts = {disk["pv_name"]: int(disk["pe_start"]) for disk in group_report["pv"]}
     beginnings = {}
-    for row in part["seg"]:
+    for row in group_report["seg"]:
         disk, _, extents = row["seg_pe_ranges"].partition(":")
         if row["seg_start"] == "0" and disk in starts:
             first_extent, _, _ = extents.partition("-")

@@ -15,7 +15,8 @@ overwritten later by a background task. The table says what may be allocated on 
 
 "What is overwritten anyway" is never read before it is written: a rebuilt image of a RAID, and
 extents for a pool or a COW store whose writers wait for space. A disk that is being emptied is
-closed. While a disk is missing, lvm2 allocates for rebuilt images alone (`allocation.closed`).
+closed. While a disk is missing, lvm2 allocates for rebuilt images alone
+(`allocation.reason_closed`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,7 +40,7 @@ class Room:
     kept_extents: int = 0
     takes_unclean: bool = False
 
-    def keeping(self, extents: int) -> "Room":
+    def keeping_free(self, extents: int) -> "Room":
         """Return a copy of this Room of which `extents` extents must stay free on slow disks."""
         return replace(self, kept_extents=extents)
 
@@ -106,12 +107,12 @@ class Room:
     @property
     def linear_extents(self) -> int:
         """The number of `free_extents` that one linear volume may have."""
-        return self._together(self.slow)
+        return self._single_volume_extents(self.slow)
 
     @cached_property
     def fast_extents(self) -> int:
         """The number of free extents of the fast disks that one cache may have."""
-        return self._together(self.fast)
+        return self._single_volume_extents(self.fast)
 
     @property
     def extents(self) -> int:
@@ -153,7 +154,7 @@ class Room:
             return names
         raise lvm_errors.NoDiskServes(self.group.name)
 
-    def anywhere(self) -> tuple[str, ...]:
+    def disk_arguments(self) -> tuple[str, ...]:
         """The names of the slow disks as arguments for lvm2. Raises NoDiskServes if there is none.
 
         Empty if lvm2 would allocate on these disks anyway. Full disks are named, too, as lvm2
@@ -170,7 +171,7 @@ class Room:
     def _all_slow(self) -> Iterable[PhysicalVolume]:
         return (disk for disk in self.group.disks if not disk.fast)
 
-    def _together(self, disks: Sequence[PhysicalVolume]) -> int:
+    def _single_volume_extents(self, disks: Sequence[PhysicalVolume]) -> int:
         """The number of free extents of `disks` that a single volume may have."""
         extents = [disk.extents_in_one_go for disk in disks]
         return max(extents, default=0) if self.group.keeps_to_one_disk else sum(extents)

@@ -178,7 +178,7 @@ class Line:
         """Turn the words of a command into a line; None for a command that must be a process."""
         if words[0] != "lvm" or words[1:2] == () or words[1] not in _REPORTS | _CHANGES:
             return None
-        command_words, options = _parted(words[1:])
+        command_words, options = _split_options(words[1:])
         if command_words[0] in _REPORTS and options.get("--reportformat") != "json":
             return None  # the shell's settings have it print each report as JSON
         confinement = Confinement(options.get("--devices", ""), options.get("--config", ""))
@@ -191,7 +191,7 @@ class Line:
         return cls(text, command_words[0], confinement) if can_be_said and can_be_set else None
 
 
-def _parted(words: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+def _split_options(words: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
     """Separate an lvm2 command's words from the options of a whole shell (OF_A_SHELL)."""
     options = dict.fromkeys(OF_A_SHELL, "")
     command_words: list[str] = []
@@ -362,11 +362,11 @@ class Session:
         if line is None:
             if not is_report(words):
                 with self._locked(words):
-                    self._look_at_stuck(changes=True)
+                    self._require_none_stuck(changes=True)
             return self._run(*words)
         with self._locked(words):
-            self._look_at_stuck(changes=line.changes)
-            conversation = self._ready(line.confinement, words)
+            self._require_none_stuck(changes=line.changes)
+            conversation = self._shell_at_prompt(line.confinement, words)
             result = self._ask(conversation, line, words) if conversation else None
         return self._run(*words) if result is None else result
 
@@ -379,7 +379,7 @@ class Session:
         with self._locked(_RENEWED, _RENEW_SECONDS):
             self._hang_up()
 
-    def rest(self) -> None:
+    def end_if_idle(self) -> None:
         """End the lvm2 shell if it is idle for a minute, and has run many commands or is large.
 
         The next command starts another shell. lvm2 returns no memory: a shell is as large as its
@@ -441,7 +441,9 @@ class Session:
             self._hang_up(line.subcommand)
         return result
 
-    def _ready(self, confinement: Confinement, words: tuple[str, ...]) -> Conversation | None:
+    def _shell_at_prompt(
+        self, confinement: Confinement, words: tuple[str, ...]
+    ) -> Conversation | None:
         """Return an lvm2 shell at its prompt with a confinement's settings; start one if needed.
 
         A shell with other settings is ended. The result is None if no shell can be used now.
@@ -483,8 +485,8 @@ class Session:
             )
             self._hang_up("its start")
 
-    def _give_up(self, line: Line, why: str) -> None:
-        _log.warning("lvm2's shell is given up at %s: %s", line.subcommand, why)
+    def _give_up(self, line: Line, reason: str) -> None:
+        _log.warning("lvm2's shell is given up at %s: %s", line.subcommand, reason)
         self._rests_until_monotonic_seconds = time.monotonic() + self._rest_seconds
         self._hang_up(line.subcommand)
 
@@ -496,7 +498,7 @@ class Session:
                 self._stuck = (self._shell, last_command, since_monotonic_seconds)
             self._shell, self._commands = None, 0
 
-    def _look_at_stuck(self, *, changes: bool) -> None:
+    def _require_none_stuck(self, *, changes: bool) -> None:
         """Raise StillRunning for a change while a shell that got SIGTERM may still change LVM.
 
         Forgets such a shell once it has ended.

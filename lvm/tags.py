@@ -56,16 +56,16 @@ def words(option: str, own_tags: Tags) -> list[str]:
     return [word for tag in encode(own_tags) for word in (option, tag)]
 
 
-def change(old: Tags, new: Tags) -> list[str]:
+def change(old_tags: Tags, new_tags: Tags) -> list[str]:
     """Encode the replacement of tags by others as arguments of lvm2; empty for no change."""
-    return [*words("--deltag", old), *words("--addtag", new)]
+    return [*words("--deltag", old_tags), *words("--addtag", new_tags)]
 
 
 def decode(tags: Iterable[str]) -> Mapping[str, str]:
     """Find Carver's tags among all tags of a volume group or volume; return the values by key.
 
     If a key has several values, the alphabetically first one counts, so that each process decides
-    alike. `doubled` has the keys with several values.
+    alike. `ambiguous_keys` has the keys with several values.
     """
     own_tags: dict[str, str] = {}
     for key, value in _parts(tags):
@@ -78,7 +78,7 @@ def values(tags: Iterable[str], key: str) -> list[str]:
     return sorted(value for tag_key, value in _parts(tags) if tag_key == key)
 
 
-def doubled(tags: Iterable[str]) -> frozenset[str]:
+def ambiguous_keys(tags: Iterable[str]) -> frozenset[str]:
     """The keys of Carver's own tags that have several values; only another program does that."""
     counts = Counter(key for key, _ in _parts(tags))
     return frozenset(key for key, times in counts.items() if times > 1)

@@ -311,13 +311,13 @@ def snapshot(
 
 
 def extend_metadata(
-    lvm: Lvm, group: str, pool: str, *, by_bytes: int, disks: Sequence[str] = ()
+    lvm: Lvm, group: str, pool: str, *, added_bytes: int, disks: Sequence[str] = ()
 ) -> None:
     """Grow a thin pool's metadata, and the volume group's spare to the same size.
 
     Raises NoSpace if there are too few free extents.
     """
-    lvm("lvextend", "--poolmetadatasize", f"+{by_bytes}b", "--", f"{group}/{pool}", *disks)
+    lvm("lvextend", "--poolmetadatasize", f"+{added_bytes}b", "--", f"{group}/{pool}", *disks)
 
 
 _SECTOR_BYTES = 512

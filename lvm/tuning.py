@@ -74,7 +74,9 @@ class Tuning:
     def of_raid(self) -> Sequence[str]:
         """The names of those specified settings that only a RAID volume can have."""
         return [
-            setting.part for setting in SETTINGS if setting.of_raid and setting.part in self._said()
+            setting.field_name
+            for setting in SETTINGS
+            if setting.of_raid and setting.field_name in self._said()
         ]
 
     @property
@@ -88,25 +90,27 @@ class Tuning:
             f" {maximum_kib}KiB"
         )
 
-    def over(self, present: Self) -> Self:
-        """The settings of a volume with the settings `present` after these are applied."""
-        return replace(present, **self._said())
+    def applied_to(self, present_tuning: Self) -> Self:
+        """The settings of a volume with the settings `present_tuning` after these are applied."""
+        return replace(present_tuning, **self._said())
 
-    def bounded(self, present: Self, bound_kib: int) -> Self:
-        """These settings with a recovery bound, for a RAID volume with the settings `present`.
+    def bounded(self, present_tuning: Self, bound_kib: int) -> Self:
+        """Return these settings with a recovery bound, for a RAID volume with `present_tuning`.
 
         A bound is raised to the volume's minimum rate, as lvm2 would refuse a lower one. The bound
         is 0 where the volume's own maximum is as low as the bound.
         """
-        applied = self.over(present)
+        applied = self.applied_to(present_tuning)
         if bound_kib:
             bound_kib = max(bound_kib, applied.minimum_recovery_kib or 0)
         is_lower = not applied.maximum_recovery_kib or bound_kib < applied.maximum_recovery_kib
         return replace(self, bound_recovery_kib=bound_kib if is_lower else 0)
 
-    def lacking_in(self, present: Self) -> Self:
-        """The specified settings that differ from a volume's present settings, `present`."""
-        changes = {key: value for key, value in self._said().items() if value != vars(present)[key]}
+    def missing_from(self, present_tuning: Self) -> Self:
+        """The specified settings that differ from a volume's present settings, `present_tuning`."""
+        changes = {
+            key: value for key, value in self._said().items() if value != vars(present_tuning)[key]
+        }
         return type(self)(**changes)
 
     def for_new(self) -> Self:
@@ -121,13 +125,13 @@ class Tuning:
     @property
     def is_limited(self) -> bool:
         """Whether these settings have an I/O limit."""
-        return any(getattr(self, setting.part) for setting in SETTINGS if setting.limit)
+        return any(getattr(self, setting.field_name) for setting in SETTINGS if setting.limit)
 
     def io_max(self, size_bytes: int) -> IoMax:
         """The I/O limits of a volume of `size_bytes`, for its cgroup."""
         limits: defaultdict[str, list[int]] = defaultdict(list)
         for setting in SETTINGS:
-            if setting.limit and (value := getattr(self, setting.part)):
+            if setting.limit and (value := getattr(self, setting.field_name)):
                 limits[setting.limit.of].append(setting.limit.at(value, size_bytes))
         return IoMax(**{kind: min(values) for kind, values in limits.items()})
 
@@ -136,20 +140,22 @@ class Tuning:
         specified = self._said()
         if self.bound_recovery_kib:
             specified["maximum_recovery_kib"] = self.bound_recovery_kib
-        settings = [setting for setting in SETTINGS if setting.part in specified and setting.option]
+        settings = [
+            setting for setting in SETTINGS if setting.field_name in specified and setting.option
+        ]
         return [
             word
             for setting in settings
-            for word in (setting.option, setting.write(specified[setting.part]))
+            for word in (setting.option, setting.write(specified[setting.field_name]))
         ]
 
     def tags(self) -> dict[str, str]:
         """The values of Carver's tags for these settings, by the tags' keys."""
         specified = self._said()
         tags_of_settings = {
-            setting.tag: str(specified[setting.part])
+            setting.tag: str(specified[setting.field_name])
             for setting in SETTINGS
-            if setting.tag and specified.get(setting.part)
+            if setting.tag and specified.get(setting.field_name)
         }
         if self.bound_recovery_kib:
             tags_of_settings[OWN_MAXIMUM] = str(self.maximum_recovery_kib or 0)
@@ -176,14 +182,14 @@ class Limit:
 
 @dataclass(frozen=True)
 class Setting:
-    """How LVM's metadata record a field of Tuning, called `part`.
+    """How LVM's metadata record a field of Tuning, called `field_name`.
 
     lvm2's own property has a `column` of its report, read by `read`, and an `option` that sets the
     property, whose value `write` gives. A setting that Carver applies is kept in a `tag`, as a
     number. A setting that limits I/O says so by its `limit`.
     """
 
-    part: str
+    field_name: str
     column: str = ""
     option: str = ""
     read: Callable[[str], Any] = str
@@ -246,7 +252,9 @@ _LIMITS = [setting for setting in SETTINGS if setting.limit]
 def reported(row: Mapping[str, str], own_tags: Mapping[str, str]) -> Tuning:
     """The settings of a volume by its row of a report and its tags."""
     values = {
-        setting.part: setting.read(row[setting.column]) for setting in SETTINGS if setting.column
+        setting.field_name: setting.read(row[setting.column])
+        for setting in SETTINGS
+        if setting.column
     }
     values["bound_recovery_kib"] = 0
     own_maximum = own_tags.get(OWN_MAXIMUM)
@@ -263,10 +271,10 @@ def limits(own_tags: Mapping[str, str]) -> Tuning:
 
 def _tagged(settings: Sequence[Setting], own_tags: Mapping[str, str]) -> dict[str, int]:
     """The values of settings that are kept in tags, by their parts; 0 for no tag or no number."""
-    values = dict.fromkeys((setting.part for setting in settings), 0)
+    values = dict.fromkeys((setting.field_name for setting in settings), 0)
     for setting in settings:
         if (text := own_tags.get(setting.tag)) is not None:
-            values[setting.part] = tags.number(text) or 0
+            values[setting.field_name] = tags.number(text) or 0
     return values
 
 
@@ -277,23 +285,23 @@ PLAIN = replace(Tuning(**dict.fromkeys(vars(AS_IT_IS), 0)), read_ahead_bytes=AUT
 
 
 def change(
-    lvm: Lvm, group: str, names: Sequence[str], tuning: Tuning, present: Tuning = PLAIN
+    lvm: Lvm, group: str, names: Sequence[str], tuning: Tuning, present_tuning: Tuning = PLAIN
 ) -> None:
-    """Change settings of volumes that all have the settings `present`, by one lvchange(8).
+    """Change settings of volumes that all have the settings `present_tuning`, by one lvchange(8).
 
     Each volume gets all changes in one metadata write; a killed command has changed some of the
     volumes. lvm2 refuses a read-ahead that equals the present one, and any for the origin of
     copy-on-write snapshots.
     """
-    present_tags, parts = present.tags(), set(tuning._said())
+    present_tags, parts = present_tuning.tags(), set(tuning._said())
     if parts & _MAXIMUM_PARTS:
         # The value of the option, and whether there is a tag, depend on maximum and bound together.
-        applied = tuning.over(present)
+        applied = tuning.applied_to(present_tuning)
         tuning = replace(tuning, **{part: vars(applied)[part] for part in _MAXIMUM_PARTS})
     old_tags = {
         setting.tag: present_tags[setting.tag]
         for setting in SETTINGS
-        if setting.tag in present_tags and setting.part in parts
+        if setting.tag in present_tags and setting.field_name in parts
     }
     if parts & _MAXIMUM_PARTS and OWN_MAXIMUM in present_tags:
         old_tags[OWN_MAXIMUM] = present_tags[OWN_MAXIMUM]

@@ -92,29 +92,31 @@ def allow_writing(lvm: Lvm, group: str, name: str) -> None:
     lvm("lvchange", "--permission", "rw", "--", f"{group}/{name}")
 
 
-def mark(lvm: Lvm, group: str, name: str, *, old: tags.Tags, new: Mapping[str, str]) -> None:
-    """Delete the tags `old` of a volume and add the tags `new` (lvchange(8)).
+def mark(
+    lvm: Lvm, group: str, name: str, *, old_tags: tags.Tags, new_tags: Mapping[str, str]
+) -> None:
+    """Delete the tags `old_tags` of a volume and add the tags `new_tags` (lvchange(8)).
 
     One write of the metadata changes all tags, so either all tags change or none.
     """
-    lvm2.change(lvm, "lvchange", tags.change(old, new), f"{group}/{name}")
+    lvm2.change(lvm, "lvchange", tags.change(old_tags, new_tags), f"{group}/{name}")
 
 
 def mark_all(
     lvm: Lvm,
     volume_names: Iterable[tuple[str, str]],
     *,
-    old: Mapping[str, str] = NO_TAGS,
-    new: Mapping[str, str] = NO_TAGS,
+    old_tags: Mapping[str, str] = NO_TAGS,
+    new_tags: Mapping[str, str] = NO_TAGS,
 ) -> None:
-    """Delete the tags `old` and add the tags `new` at several volumes, by one lvchange(8).
+    """Delete the tags `old_tags` of several volumes and add `new_tags`, by one lvchange(8).
 
     `volume_names` has a pair of the volume group and the name of each volume. A killed command has
     changed some of the volumes. Deleting a tag that a volume lacks, or adding a tag that it has, is
     no error.
     """
     paths = (f"{group}/{name}" for group, name in volume_names)
-    lvm2.change(lvm, "lvchange", tags.change(old, new), *paths)
+    lvm2.change(lvm, "lvchange", tags.change(old_tags, new_tags), *paths)
 
 
 def add_tags(lvm: Lvm, group: str, names: Iterable[str], encoded_tags: Iterable[str]) -> None:

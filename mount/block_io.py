@@ -186,7 +186,7 @@ class Opened:
             if error.errno != errno.EINVAL:
                 raise
             start = offset_bytes % _BLOCK_BYTES
-            part = self._around(offset_bytes, len(target))[start : start + len(target)]
+            part = self._read_blocks_around(offset_bytes, len(target))[start : start + len(target)]
             done_bytes = len(part)
             target[:done_bytes] = part
         _require(done_bytes, len(target), offset_bytes, self._device)
@@ -206,7 +206,7 @@ class Opened:
             # Two threads may write data that end in the same block, so one thread waits here. Data
             # of whole blocks share no block with other data, and need not wait.
             with self._odd:
-                around = self._around(offset_bytes, len(data))
+                around = self._read_blocks_around(offset_bytes, len(data))
                 if start + len(data) > len(around):
                     raise
                 around[start : start + len(data)] = data
@@ -220,7 +220,7 @@ class Opened:
         """Make completed writes durable (fsync(2))."""
         os.fsync(self._descriptor)
 
-    def _around(self, offset_bytes: int, length_bytes: int) -> memoryview:
+    def _read_blocks_around(self, offset_bytes: int, length_bytes: int) -> memoryview:
         """Read the whole blocks around a range, up to the end of the device."""
         start = offset_bytes % _BLOCK_BYTES
         blocks = -(-(start + length_bytes) // _BLOCK_BYTES)

@@ -84,7 +84,7 @@ class Cgroups:
         self._seen = ("", dict[DeviceNumber, IoMax]())
         self._counted = ("", dict[DeviceNumber, IoCount]())
 
-    def look(self) -> Path:
+    def pods_directory(self) -> Path:
         """Find the directory of the pods' cgroup. Raises NoCgroup without an I/O controller.
 
         Nothing is written.
@@ -101,7 +101,7 @@ class Cgroups:
         """
         if self._found is not None and (self._found / "io.max").exists():
             return self._found
-        cgroup = self.look()
+        cgroup = self.pods_directory()
         ancestors = [
             self._root / ancestor for ancestor in reversed(cgroup.relative_to(self._root).parents)
         ]

@@ -323,15 +323,15 @@ def probe(kernel: Kernel, device: str, length_bytes: int = 0) -> Signature | Non
 _END_BYTES = 1 << 20
 
 
-def probe_grown(kernel: Kernel, device: str, made_bytes: int) -> Signature | None:
+def probe_grown(kernel: Kernel, device: str, original_bytes: int) -> Signature | None:
     """Find any signature on a device that may have grown, and was never formatted or used.
 
-    The device had `made_bytes` when lvm2 made it. lvm2 wipes signatures when it makes a volume, but
-    not when it extends one, so added extents may have a signature of an earlier volume at their
+    The device had `original_bytes` when lvm2 made it. lvm2 wipes signatures when it makes a volume,
+    but not when it extends one, so added extents may have a signature of an earlier volume at their
     end. Raises ProbeFailed.
 
     1. Probe the whole device. If the device is blank or has not grown, this is the result.
-    2. Probe the first `made_bytes`. If these bytes are not blank, the result of step 1 counts.
+    2. Probe the first `original_bytes`. If these bytes are not blank, the result of step 1 counts.
     3. Zero the end of the added extents, and probe the whole device again.
     """
     size_bytes = kernel.device_size_bytes(device)
@@ -341,11 +341,15 @@ def probe_grown(kernel: Kernel, device: str, made_bytes: int) -> Signature | Non
     except mount_errors.ProbeFailed as error:
         problem = error
     is_blank = signature is None and problem is None
-    if is_blank or size_bytes <= made_bytes or probe(kernel, device, made_bytes) is not None:
+    if (
+        is_blank
+        or size_bytes <= original_bytes
+        or probe(kernel, device, original_bytes) is not None
+    ):
         if problem is not None:
             raise problem
         return signature
-    start = max(made_bytes, size_bytes - _END_BYTES)
+    start = max(original_bytes, size_bytes - _END_BYTES)
     try:
         # These extents have no data of this volume, as it was never used and is blank up to here.
         kernel.zero_out(device, start, size_bytes - start)
@@ -699,7 +703,7 @@ def is_on(kernel: Kernel, device: str) -> bool:
     return offset + _SIZE <= size_bytes and kernel.read(device, offset, _SIZE)[_MAGIC_AT] == _MAGIC
 
 
-def renew(kernel: Kernel, device: str) -> None:
+def renew_uuid(kernel: Kernel, device: str) -> None:
     """Give the btrfs on an unmounted device a new random UUID.
 
     Raises RenewFailed if no superblock is undamaged, with a checksum of type crc32c.

@@ -44,13 +44,13 @@ def find(kernel: Kernel, file: str) -> str | None:
     return None
 
 
-def over(kernel: Kernel, number: DeviceNumber) -> tuple[str, ...]:
+def loop_devices_over(kernel: Kernel, number: DeviceNumber) -> tuple[str, ...]:
     """The paths of Carver's read-only loop devices over the block device `number`.
 
     Other loop devices are left to their makers. For example, kubelet attaches one over each device
     that a pod uses, so that the device cannot be removed (volume_path_handler_linux.go).
     """
-    return tuple(device for device, _ in _own(kernel, number))
+    return tuple(device for device, _ in _own_loop_devices(kernel, number))
 
 
 def standing_on(kernel: Kernel, device: str) -> list[str]:
@@ -103,7 +103,7 @@ def attach_read_only(kernel: Kernel, device: str) -> str:
         number, blocks = kernel.device_number(device), kernel.logical_block_bytes(device)
     except OSError as error:
         raise mount_errors.LoopFailed(device, str(error.strerror)) from error
-    for existing, status in _own(kernel, number):
+    for existing, status in _own_loop_devices(kernel, number):
         if not status.leaving:
             return existing
     name = _MARK + device
@@ -153,7 +153,7 @@ def grow(kernel: Kernel, device: str) -> None:
         raise mount_errors.LoopFailed(device, str(error.strerror)) from error
 
 
-def _own(kernel: Kernel, number: DeviceNumber) -> Iterator[tuple[str, LoopStatus]]:
+def _own_loop_devices(kernel: Kernel, number: DeviceNumber) -> Iterator[tuple[str, LoopStatus]]:
     """Yield Carver's read-only loop devices over a block device, with their status."""
     device_number = os.makedev(*number)
     for device in kernel.loop_devices():

@@ -61,7 +61,7 @@ class Header:
     # A digest of all in the header that decides how the ciphertext is decrypted: the segments, and
     # the digests of their master key, which cryptsetup makes anew for each master key. The key
     # slots, whose passphrases may change, are not part of the digest.
-    reading: str = ""
+    decryption_digest: str = ""
 
 
 def read(kernel: Kernel, device: str) -> Header | None:
@@ -76,12 +76,12 @@ def read(kernel: Kernel, device: str) -> Header | None:
             time.sleep(_LOOK_SECONDS)
         if newest := _newest(partial(kernel.read, device)):
             return newest
-        if not bears_any(kernel, device):
+        if not has_header_copy(kernel, device):
             break
     return None
 
 
-def bears_any(kernel: Kernel, device: str) -> bool:
+def has_header_copy(kernel: Kernel, device: str) -> bool:
     """Whether a device has a copy of a LUKS2 header, be it whole or damaged."""
     starts = (kernel.read(device, number * METADATA_BYTES, 6) for number in range(len(_MAGICS)))
     return any(start in _MAGICS for start in starts)
@@ -97,10 +97,10 @@ def _newest(read: Callable[[int, int], bytes]) -> Header | None:
     return None if newest is None else newest[1]
 
 
-def _copy(data: bytes, expected: bytes) -> tuple[int, Header] | None:
+def _copy(data: bytes, expected_magic: bytes) -> tuple[int, Header] | None:
     """Parse one copy of a header into sequence number and header; None for a damaged copy."""
     magic, version, size, sequence, _, kind, _, uuid, *_ = _BINARY.unpack_from(data)
-    if (magic, version, size) != (expected, _VERSION, METADATA_BYTES):
+    if (magic, version, size) != (expected_magic, _VERSION, METADATA_BYTES):
         return None
     try:
         if digest(data, _text(kind)) != data[_CHECKSUM_AT:][:_CHECKSUM_BYTES]:
@@ -136,12 +136,14 @@ def _header(uuid: str, metadata: Mapping[str, Any]) -> Header:
         int(first_segment["sector_size"]),
         tuple(sorted({str(slot["kdf"]["type"]) for slot in slots.values()})),
         any(requirement.startswith(_REENCRYPTION) for requirement in required),
-        _reading(data, digests),
+        _decryption_digest(data, digests),
     )
 
 
-def _reading(segments: Sequence[Mapping[str, Any]], digests: Sequence[Mapping[str, Any]]) -> str:
-    """The digest of all that decides how the ciphertext is decrypted (`Header.reading`).
+def _decryption_digest(
+    segments: Sequence[Mapping[str, Any]], digests: Sequence[Mapping[str, Any]]
+) -> str:
+    """The digest of all that decides how the ciphertext is decrypted (`Header.decryption_digest`).
 
     The assignment of the master key to key slots is left out.
     """
@@ -172,7 +174,7 @@ _BLOCK_BYTES = 4096
 _ZEROES = bytes(_BLOCK_BYTES)
 
 
-def erase(kernel: Kernel, device: str, offset_bytes: int) -> None:
+def zero_ends(kernel: Kernel, device: str, offset_bytes: int) -> None:
     """Zero the ends of the data area of a device that has no LUKS2 header yet.
 
     The zeroes are durable once a header was made, as cryptsetup flushes the device. Raises
@@ -185,7 +187,7 @@ def erase(kernel: Kernel, device: str, offset_bytes: int) -> None:
                 opened_device.zero_out(offset_bytes + start, length_bytes)
 
 
-def blank(kernel: Kernel, device: str, offset_bytes: int, mapping: str) -> None:
+def zero_blank_ends(kernel: Kernel, device: str, offset_bytes: int, mapping: str) -> None:
     """Zero the ends of an open dm-crypt device (`mapping`) where its ciphertext is all zeroes.
 
     Such blocks were never written by the volume's user, and would decrypt to noise. Blocks that
@@ -358,7 +360,7 @@ class Cryptsetup:
         finally:
             both_keys[:] = bytes(len(both_keys))
 
-    def kill(self, device: str, key: bytearray, slot: int) -> None:
+    def remove_key(self, device: str, key: bytearray, slot: int) -> None:
         """Remove the key of a key slot; `key` must open another slot.
 
         Raises WrongKey if `key` opens no key slot, CryptFailed.
@@ -381,7 +383,7 @@ class Cryptsetup:
 
     def _with_key(self, action: str, device: str, key: bytearray, *words: str) -> None:
         common = ("--batch-mode", "--disable-external-tokens", "--key-file", "-")
-        with _turn(device):
+        with _reserve_memory(device):
             result = self._run(*self._prefix, "cryptsetup", action, *common, *words, stdin=key)
         if result.exit_code == _NO_PERMISSION:
             raise mount_errors.WrongKey(device)
@@ -390,7 +392,7 @@ class Cryptsetup:
 
 
 @contextmanager
-def _turn(device: str) -> Iterator[None]:
+def _reserve_memory(device: str) -> Iterator[None]:
     """Reserve the memory for one derivation of a key within the `with`.
 
     Raises CryptPending if other derivations have the memory for too long (_PATIENCE_SECONDS).

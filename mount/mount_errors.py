@@ -46,19 +46,19 @@ class TooSmall(MountError):
 class DeviceMissing(MountError):
     """A path has no block device, which does not prove that the device was removed."""
 
-    def __init__(self, device: str, why: str) -> None:
+    def __init__(self, device: str, reason: str) -> None:
         super().__init__(
-            f"no usable block device at {device}: {why}; is the logical volume active, and is /dev "
-            "the host's?"
+            f"no usable block device at {device}: {reason}; is the logical volume active, and is"
+            " /dev the host's?"
         )
 
 
 class NoCgroup(MountError):
     """The node has no cgroup v2 of all pods with an I/O controller, so I/O cannot be limited."""
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, reason: str) -> None:
         super().__init__(
-            f"cannot limit I/O: {why}; limits need cgroup v2 with its I/O controller, the host's"
+            f"cannot limit I/O: {reason}; limits need cgroup v2 with its I/O controller, the host's"
             " /sys/fs/cgroup, and the setting pods_cgroup where kubelet's cgroup is not found"
         )
 
@@ -73,9 +73,9 @@ class NotVacant(MountError):
 class ProbeFailed(MountError):
     """The contents of a device are unknown, so nothing may be written to the device."""
 
-    def __init__(self, device: str, why: str) -> None:
+    def __init__(self, device: str, reason: str) -> None:
         super().__init__(
-            f"cannot find out what {device} holds: {why}; look with `blkid --probe {device}` "
+            f"cannot find out what {device} holds: {reason}; look with `blkid --probe {device}` "
             f"and `wipefs --no-act {device}`, and at the kernel log"
         )
 
@@ -114,9 +114,9 @@ class FormatFailed(MountError):
 class Damaged(MountError):
     """A file system is damaged, and a person must repair it before it can be mounted."""
 
-    def __init__(self, device: str, fs_type: str, why: str, repair: str) -> None:
+    def __init__(self, device: str, fs_type: str, reason: str, repair: str) -> None:
         super().__init__(
-            f"the {fs_type} on {device} is damaged and is not mounted: {_first_lines(why)}; copy"
+            f"the {fs_type} on {device} is damaged and is not mounted: {_first_lines(reason)}; copy"
             f" the device if its data matter, then repair it with `{repair} {device}`"
         )
 
@@ -124,26 +124,27 @@ class Damaged(MountError):
 class CheckFailed(MountError):
     """The check of a file system failed, so the file system is not mounted."""
 
-    def __init__(self, device: str, fs_type: str, why: str) -> None:
+    def __init__(self, device: str, fs_type: str, reason: str) -> None:
         super().__init__(
-            f"cannot check the {fs_type} on {device}: {_first_lines(why)}; see `journalctl -k`"
+            f"cannot check the {fs_type} on {device}: {_first_lines(reason)}; see `journalctl -k`"
         )
 
 
 class MountFailed(MountError):
     """The kernel refused a mount."""
 
-    def __init__(self, source: str, path: str, why: str) -> None:
+    def __init__(self, source: str, path: str, reason: str) -> None:
         super().__init__(
-            f"cannot mount {source} at {path}: {why}; the kernel log (journalctl -k) may say more"
+            f"cannot mount {source} at {path}: {reason}; the kernel log (journalctl -k) may say"
+            " more"
         )
 
 
 class UnmountFailed(MountError):
     """The kernel refused to unmount a path, or another mount appeared at the path."""
 
-    def __init__(self, path: str, why: str) -> None:
-        super().__init__(f"cannot unmount {path}: {why}")
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"cannot unmount {path}: {reason}")
 
 
 class Busy(MountError):
@@ -197,8 +198,8 @@ class NotMounted(MountError):
 class TargetError(MountError):
     """The directory or file for a mount cannot be made, used or removed."""
 
-    def __init__(self, path: str, why: str) -> None:
-        super().__init__(f"{path}: {why}")
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
 
 
 class PathChanged(TargetError):
@@ -231,25 +232,25 @@ class TargetInUse(TargetError):
 class RenewFailed(MountError):
     """A copied file system could not be given a UUID of its own."""
 
-    def __init__(self, device: str, why: str) -> None:
-        super().__init__(f"the file system on {device} keeps the id of its origin: {why}")
+    def __init__(self, device: str, reason: str) -> None:
+        super().__init__(f"the file system on {device} keeps the id of its origin: {reason}")
 
 
 class GrowFailed(MountError):
     """A file system could not be grown to its device's size."""
 
-    def __init__(self, path: str, fs_type: str, why: str) -> None:
+    def __init__(self, path: str, fs_type: str, reason: str) -> None:
         super().__init__(
-            f"cannot grow {fs_type} at {path}: {why}; the volume itself may be larger already, and "
-            "calling again is safe"
+            f"cannot grow {fs_type} at {path}: {reason}; the volume itself may be larger already,"
+            " and calling again is safe"
         )
 
 
 class LoopFailed(MountError):
     """A loop device could not be attached, grown or detached."""
 
-    def __init__(self, path: str, why: str) -> None:
-        super().__init__(f"loop device for {path}: {why}; look with `losetup --list`")
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"loop device for {path}: {reason}; look with `losetup --list`")
 
 
 def _context(context: str) -> str:

@@ -373,14 +373,14 @@ def _by_sh(words: Sequence[str], timeout_seconds: float | None) -> tuple[Result,
         _bg=True,
         _bg_exc=False,
     )
-    exit_code, in_time = _ended(running, words, timeout_seconds)
+    exit_code, in_time = _wait_for_end(running, words, timeout_seconds)
     result = Result(exit_code, _text(stdout.getvalue()), _text(stderr.getvalue()))
     stdout.close()
     stderr.close()
     return result, in_time
 
 
-def _ended(
+def _wait_for_end(
     running: sh.RunningCommand, words: Sequence[str], timeout_seconds: float | None
 ) -> tuple[int, bool]:
     """Wait for a program; return its exit code, and whether the program ended in time.

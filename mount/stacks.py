@@ -54,7 +54,7 @@ def read(directory: Path) -> Stack:
 
 def disks(directory: Path) -> frozenset[str]:
     """The names of the whole disks and loop devices at the bottom of a device's stack."""
-    return frozenset(map(_name, leaves(str(directory))))
+    return frozenset(map(_name, bottom_devices(str(directory))))
 
 
 def logical_block_bytes(directory: Path) -> int:
@@ -69,12 +69,12 @@ def logical_block_bytes(directory: Path) -> int:
 LoopFile = Callable[[str, str], int]
 
 
-def leaves(directory: str) -> Iterator[str]:
+def bottom_devices(directory: str) -> Iterator[str]:
     """Yield the directories of the whole disks and loop devices at the bottom of a stack."""
     whole_disk = _whole(directory)
     lower_devices = _below(whole_disk)
     for child in lower_devices:
-        yield from leaves(child)
+        yield from bottom_devices(child)
     if not lower_devices:
         yield whole_disk
 

@@ -106,7 +106,7 @@ def ensure_directory(kernel: Kernel, path: str) -> None:
 
     The parent must exist.
     """
-    status = _there(kernel, path, lambda: kernel.make_directory(path, _DIRECTORY_MODE))
+    status = _ensure_existing(kernel, path, lambda: kernel.make_directory(path, _DIRECTORY_MODE))
     if status is not None and not stat.S_ISDIR(status.st_mode):
         raise mount_errors.NotADirectory(path)
 
@@ -117,7 +117,7 @@ def ensure_file(kernel: Kernel, path: str) -> None:
     A device node at the path is a bind that exists already. Raises NotAFile if a directory or other
     file is at the path, TargetError if the kernel refuses.
     """
-    status = _there(kernel, path, lambda: kernel.make_file(path, _FILE_MODE))
+    status = _ensure_existing(kernel, path, lambda: kernel.make_file(path, _FILE_MODE))
     if status is not None and not (stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)):
         raise mount_errors.NotAFile(path)
 
@@ -161,7 +161,7 @@ def _require_unmounted(kernel: Kernel, path: str) -> None:
         )
 
 
-def _there(kernel: Kernel, path: str, make: Callable[[], None]) -> os.stat_result | None:
+def _ensure_existing(kernel: Kernel, path: str, make: Callable[[], None]) -> os.stat_result | None:
     """The status of the existing file at `path`; None after `make` made an absent one."""
     if (status := _lstat(kernel, path)) is not None:
         return status

@@ -254,7 +254,7 @@ def add_snapshot(commands: Commands) -> Commands:
         verbs,
         "create",
         "keep a volume as it is now",
-        lambda service, parsed: service.take(parsed.volume, parsed.name, parsed.size),
+        lambda service, parsed: service.take_snapshot(parsed.volume, parsed.name, parsed.size),
         name_of("volume", "volume"),
         Argument("name", metavar="NAME", help="the snapshot's name on this node"),
         Argument(
@@ -274,7 +274,7 @@ def add_snapshot(commands: Commands) -> Commands:
         verbs,
         "delete",
         "delete a snapshot",
-        lambda service, parsed: service.drop(parsed.name, confirmed=parsed.yes),
+        lambda service, parsed: service.delete_snapshot(parsed.name, confirmed=parsed.yes),
         name_of("snapshot"),
         YES,
     )

@@ -112,7 +112,7 @@ class Headers:
             )
         # Compare more than the UUIDs: a copy that Carver 0.2.0 re-encrypted may have a header with
         # the UUID of its source's header.
-        if header is not None and backup.reading != header.reading:
+        if header is not None and backup.decryption_digest != header.decryption_digest:
             raise errors.BadField("FILE", "it is of another master key, or of data elsewhere")
         return "" if backup.uuid == expected_uuid else " This volume was made with another header."
 
@@ -139,7 +139,7 @@ class Headers:
                 raise errors.BadField("key", f"it does not open {self._name}")
             if recovery:
                 if luks.RECOVERY in slots:
-                    self._program.kill(device, old_key.data, luks.RECOVERY)
+                    self._program.remove_key(device, old_key.data, luks.RECOVERY)
                 self._program.add(device, old_key.data, new_key.data, luks.RECOVERY)
             else:
                 self._forget_key()

@@ -257,7 +257,7 @@ def _node_findings(config: settings.Config) -> "Sequence[Finding]":
         refused=lambda: reports().refused,
         ignored=lambda: reports().ignored,
     )
-    return preflight.everything(node)
+    return preflight.all_findings(node)
 
 
 def _completion(parsed: argparse.Namespace) -> int:

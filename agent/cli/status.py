@@ -229,7 +229,7 @@ def volume_groups(settings: Config, host: Host) -> VolumeGroups:
 
     Raises NotReady if the file of a volume group has no loop device.
     """
-    lvm, devices = group_definitions.look(host.run, host.kernel, settings)
+    lvm, devices = group_definitions.service_lvm(host.run, host.kernel, settings)
     configuration = Configuration(settings)
     return VolumeGroups(
         lvm, host.disks, host.devices, configuration, listed=lambda name: devices.get(name, ())
@@ -268,7 +268,7 @@ def _group(name: str, node_report: report.Report, reports: Reports) -> Group:
 
 def _pools(groups: Iterable[report.Group]) -> Iterator[Pool]:
     for group in groups:
-        for logical in records.every(group):
+        for logical in records.all_logical_volumes(group):
             if {"thin", "pool"} <= logical.layout:
                 percents = logical.data_percent, logical.metadata_percent
                 yield Pool(logical.name, group.name, logical.size_bytes, *percents)
@@ -297,8 +297,8 @@ def _volume(
     device: Device | None,
     found_conditions: Iterable[Condition],
 ) -> Volume:
-    volume_mounts = [] if device is None else users.places(kernel, mounts, device)
-    use = _use(kernel, volume_mounts)
+    volume_mounts = [] if device is None else users.mounts_of_volume(kernel, mounts, device)
+    use = _file_system_usage(kernel, volume_mounts)
     own_tags = volume.own_tags
     io_max = tuning.limits(own_tags).io_max(volume.capacity_bytes)
     raw = "raw block" if own_tags.get(tag.ACCESS) == "block" else ""
@@ -333,10 +333,10 @@ def _layout(volume: records.Volume) -> str:
 
 def _health(found_conditions: Iterable[Condition]) -> Iterator[Health]:
     for condition in found_conditions:
-        yield Health(condition.reason.of_volume, condition.reason.word, condition.message)
+        yield Health(condition.reason.volume_status, condition.reason.word, condition.message)
 
 
-def _use(kernel: Kernel, volume_mounts: Sequence[Mount]) -> usage.Usage | None:
+def _file_system_usage(kernel: Kernel, volume_mounts: Sequence[Mount]) -> usage.Usage | None:
     """The usage of a volume's file system, by the first place where the volume is mounted.
 
     None for a volume that is not mounted, for a volume whose device is bind-mounted, and for a file

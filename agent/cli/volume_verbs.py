@@ -54,7 +54,7 @@ _NOT_YET = (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCod
 class VolumeVerbs:
     """The subcommands of `carver` that call the running service; each prints its own result.
 
-    A subcommand raises an error of the service as grpc.RpcError, which `connected` turns into
+    A subcommand raises an error of the service as grpc.RpcError, which `connect` turns into
     CallRefused.
     """
 
@@ -274,13 +274,15 @@ class VolumeVerbs:
             tag_writer = TagWriter(volume_groups, Mender(volume_groups, reports, activator))
             tag_writer.replace(logical, tag.OF_KEYS, {})
 
-        return Headers(name, self.host.kernel, self._own(name), program, copies, forget_key)
+        return Headers(
+            name, self.host.kernel, self._logical_device(name), program, copies, forget_key
+        )
 
     def is_open(self, name: str) -> bool:
         """Whether an encrypted volume is open, that is, has a dm-crypt device."""
-        return self.host.devices.mapping(self._own(name)) is not None
+        return self.host.devices.mapping(self._logical_device(name)) is not None
 
-    def _own(self, name: str) -> Device:
+    def _logical_device(self, name: str) -> Device:
         """The device of a volume's logical volume; raises NotStaged if the latter is inactive."""
         volume = self.find(name)
         device = self._device(volume)
@@ -336,7 +338,7 @@ class VolumeVerbs:
     def delete(self, name: str, *, confirmed: bool) -> None:
         """Erase and remove a volume, if the user confirms."""
         listing = self.caller.volumes_here()
-        volume = _named(name, listing)
+        volume = _find_named(name, listing)
         description = f"{name}, {terminal.human(volume.capacity_bytes)}"
         if claim := listing.claims.get(volume.volume_id):
             description += f", which is the cluster's, of the claim {claim}"
@@ -345,7 +347,7 @@ class VolumeVerbs:
         self.caller.delete(volume.volume_id)
         print(f"{name} is deleted")
 
-    def take(self, volume_name: str, name: str, size: str) -> None:
+    def take_snapshot(self, volume_name: str, name: str, size: str) -> None:
         """Take a snapshot; `size` is the COW store's, empty for the default of the device class."""
         volume = self.find(volume_name)
         parameters = {"size": size} if size else {}
@@ -374,7 +376,7 @@ class VolumeVerbs:
                 grid.add_row(row["name"], row["volume"], row["taken"], size, ready_text, key)
             terminal.console().print(grid)
 
-    def drop(self, name: str, *, confirmed: bool) -> None:
+    def delete_snapshot(self, name: str, *, confirmed: bool) -> None:
         """Delete a snapshot, if the user confirms."""
         snapshot = self.find_snapshot(name)
         if not confirmed and not terminal.confirmed(f"Delete snapshot {name}?"):
@@ -407,7 +409,7 @@ class VolumeVerbs:
 
         Raises NoSuchVolume; AbsenceNotProved if a missing volume group may have the volume.
         """
-        return _named(name, self.caller.volumes_here())
+        return _find_named(name, self.caller.volumes_here())
 
     def find_snapshot(self, name: str) -> csi.Snapshot:
         """The snapshot whose name, logical volume's name or id is `name`.
@@ -432,14 +434,17 @@ class VolumeVerbs:
             return []
         kernel = self.host.kernel
         used_device = self.host.devices.mapping(device) or device
-        return [Path(mount.path) for mount in users.places(kernel, table.read(kernel), used_device)]
+        return [
+            Path(mount.path)
+            for mount in users.mounts_of_volume(kernel, table.read(kernel), used_device)
+        ]
 
     def _published(self, volume: csi.Volume, staging: Path) -> list[Path]:
         return [path for path in self._places(volume) if path != staging]
 
 
 @contextmanager
-def connected(settings: Config, host: Host) -> Iterator[VolumeVerbs]:
+def connect(settings: Config, host: Host) -> Iterator[VolumeVerbs]:
     """Connect to the running service; raises NotServed and NotPermitted.
 
     An error of the service in the body of the `with` is raised as CallRefused.
@@ -483,7 +488,7 @@ def _print_absent(reasons_by_group: Mapping[str, str]) -> None:
         print(reasons_by_group[group], file=sys.stderr)
 
 
-def _named(name: str, listing: carver.VolumesHereResponse) -> csi.Volume:
+def _find_named(name: str, listing: carver.VolumesHereResponse) -> csi.Volume:
     """The volume in a list whose name, logical volume's name or id is `name`.
 
     Raises NoSuchVolume; AbsenceNotProved if a missing volume group may have the volume.

@@ -62,28 +62,28 @@ class Argument:
             vars(action)["complete"] = dict.fromkeys(SHELLS, self._complete)
 
 
-def flag(name: str, text: str) -> Argument:
+def flag(name: str, help_text: str) -> Argument:
     """A flag: an optional argument without a value."""
-    return Argument(name, action="store_true", help=text)
+    return Argument(name, action="store_true", help=help_text)
 
 
-def name_of(noun: str, dest: str = "name", text: str = "") -> Argument:
+def name_of(noun: str, dest: str = "name", help_text: str = "") -> Argument:
     """An argument for the name or id of a volume or snapshot, completed by the shell."""
     metavar = noun.upper() if dest.startswith("-") else dest.upper()
-    text = f"a {noun}'s name or id {text}".strip()
-    return Argument(dest, complete=f"_carver_{noun}s", metavar=metavar, help=text)
+    help_text = f"a {noun}'s name or id {help_text}".strip()
+    return Argument(dest, complete=f"_carver_{noun}s", metavar=metavar, help=help_text)
 
 
-def noun(commands: Commands, name: str, text: str, description: str) -> Commands:
+def noun(commands: Commands, name: str, help_text: str, description: str) -> Commands:
     """Add a command, such as `carver volume`; return the object that takes its subcommands."""
-    noun_parser = commands.add_parser(name, help=text, description=description)
+    noun_parser = commands.add_parser(name, help=help_text, description=description)
     return noun_parser.add_subparsers(required=True, metavar="VERB")
 
 
 def verb(
     verbs: Commands,
     name: str,
-    text: str,
+    help_text: str,
     action: Callable[["VolumeVerbs", argparse.Namespace], None],
     *arguments: Argument | tuple[Argument, ...],
 ) -> argparse.ArgumentParser:
@@ -91,7 +91,9 @@ def verb(
 
     Arguments that are in one tuple exclude each other.
     """
-    verb_parser = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    verb_parser = verbs.add_parser(
+        name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}."
+    )
     settings.add_arguments(verb_parser, ("endpoint",))
     verb_parser.set_defaults(run=_on_service, action=action)
     for argument in arguments:
@@ -109,7 +111,7 @@ def _on_service(parsed: argparse.Namespace) -> int:
     from agent.daemon.host import this_host
 
     config = settings.load(parsed, os.environ)
-    with volume_verbs.connected(config, this_host(config)) as service:
+    with volume_verbs.connect(config, this_host(config)) as service:
         parsed.action(service, parsed)
     return 0
 

@@ -217,7 +217,7 @@ def is_of_request(error: Exception) -> bool:
     return code_of(error) in _OF_REQUEST
 
 
-def cut(message: str) -> str:
+def shorten(message: str) -> str:
     """Cut an error message to a length that each gRPC client accepts; return a shorter one as is.
 
     With headers above 8 KiB a client of gRPC's C core drops the error, and puts RESOURCE_EXHAUSTED

@@ -241,10 +241,12 @@ class NoRoom(AgentError):
     missing.
     """
 
-    def __init__(self, group: str, asked_bytes: int, available_bytes: int, purpose: str) -> None:
+    def __init__(
+        self, group: str, requested_bytes: int, available_bytes: int, purpose: str
+    ) -> None:
         super().__init__(
             f"volume group {group} has room for {available_bytes} bytes {purpose},"
-            f" {asked_bytes} were asked"
+            f" {requested_bytes} were asked"
         )
 
 
@@ -296,17 +298,17 @@ class NotRepairable(AgentError):
     Nothing was changed, unless the message says that a pool is damaged even after the repair.
     """
 
-    def __init__(self, volume: str, why: str) -> None:
-        super().__init__(f"cannot repair {volume}: {why}")
+    def __init__(self, volume: str, reason: str) -> None:
+        super().__init__(f"cannot repair {volume}: {reason}")
 
 
 class InlineTotal(AgentError):
     """Raised when all inline volumes of the node would together exceed `inline_total_limit`."""
 
-    def __init__(self, asked_bytes: int, there_bytes: int, limit_bytes: int) -> None:
+    def __init__(self, requested_bytes: int, present_bytes: int, limit_bytes: int) -> None:
         super().__init__(
-            f"this node's inline volumes take {there_bytes} bytes of its volume groups, this one"
-            f" would take {asked_bytes} more (with the copies or parity of its class), and"
+            f"this node's inline volumes take {present_bytes} bytes of its volume groups, this one"
+            f" would take {requested_bytes} more (with the copies or parity of its class), and"
             f" inline_total_limit is {limit_bytes} bytes; use a claim instead, or have an operator"
             " raise it"
         )
@@ -350,8 +352,8 @@ class NotOverwritten(AgentError):
     The extents are those of a deleted volume, or are reserved for the growth of a volume.
     """
 
-    def __init__(self, volume_id: str, why: str) -> None:
-        super().__init__(f"cannot overwrite all of volume {volume_id!r}: {why}")
+    def __init__(self, volume_id: str, reason: str) -> None:
+        super().__init__(f"cannot overwrite all of volume {volume_id!r}: {reason}")
 
 
 class FreeExtentsNotErased(AgentError):
@@ -360,8 +362,8 @@ class FreeExtentsNotErased(AgentError):
     These extents cannot be allocated before that.
     """
 
-    def __init__(self, group: str, why: str) -> None:
-        super().__init__(f"cannot overwrite the free extents of volume group {group} yet: {why}")
+    def __init__(self, group: str, reason: str) -> None:
+        super().__init__(f"cannot overwrite the free extents of volume group {group} yet: {reason}")
 
 
 class HasSnapshots(AgentError):
@@ -392,8 +394,8 @@ class GrowsLater(AgentError):
 class NotSnapshotted(AgentError):
     """Raised when lvm2 cannot take a snapshot of a volume, because of the volume's cache."""
 
-    def __init__(self, volume_id: str, why: str) -> None:
-        super().__init__(f"cannot take a snapshot of volume {volume_id!r}: {why}")
+    def __init__(self, volume_id: str, reason: str) -> None:
+        super().__init__(f"cannot take a snapshot of volume {volume_id!r}: {reason}")
 
 
 class PartOfGroup(AgentError):
@@ -409,10 +411,10 @@ class PartOfGroup(AgentError):
 class NotTogether(AgentError):
     """Raised when one of several volumes cannot be quiesced together with the others."""
 
-    def __init__(self, volume_id: str, why: str) -> None:
+    def __init__(self, volume_id: str, reason: str) -> None:
         super().__init__(
             f"source_volume_ids: cannot quiesce volume {volume_id!r} together with the others:"
-            f" {why}"
+            f" {reason}"
         )
 
 
@@ -553,9 +555,9 @@ class Unfinished(AgentError):
     object.
     """
 
-    def __init__(self, operation: str, why: str) -> None:
+    def __init__(self, operation: str, reason: str) -> None:
         super().__init__(
-            f"cannot complete {operation} yet: {why}; what is there of it is kept for the next"
+            f"cannot complete {operation} yet: {reason}; what is there of it is kept for the next"
             " call: call again"
         )
 
@@ -597,8 +599,8 @@ class NotReceived(AgentError):
     Nothing was changed.
     """
 
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"cannot receive {name!r}: {why}")
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"cannot receive {name!r}: {reason}")
 
 
 class NeedsOther(AgentError):
@@ -648,9 +650,9 @@ class LayoutUnknown(AgentError):
 class Moved(AgentError):
     """Raised when a volume cannot be used: it was, or is being, moved to another node."""
 
-    def __init__(self, volume_id: str, node: str, why: str = "was moved") -> None:
+    def __init__(self, volume_id: str, node: str, reason: str = "was moved") -> None:
         super().__init__(
-            f"cannot use volume {volume_id!r}: it {why} to {node}; `carver volume move NAME"
+            f"cannot use volume {volume_id!r}: it {reason} to {node}; `carver volume move NAME"
             " --status` shows the progress, --finish deletes what is left here, --undo takes it"
             " back"
         )
@@ -659,8 +661,8 @@ class Moved(AgentError):
 class NotMoved(AgentError):
     """Raised when a volume's move to another node cannot be begun or ended; nothing was changed."""
 
-    def __init__(self, volume: str, why: str) -> None:
-        super().__init__(f"cannot move {volume!r}: {why}")
+    def __init__(self, volume: str, reason: str) -> None:
+        super().__init__(f"cannot move {volume!r}: {reason}")
 
 
 class NotAdopted(AgentError):
@@ -669,9 +671,9 @@ class NotAdopted(AgentError):
     Nothing was changed.
     """
 
-    def __init__(self, volume: str, why: str, *, undo: bool = False) -> None:
+    def __init__(self, volume: str, reason: str, *, undo: bool = False) -> None:
         verb = "undo the adoption of" if undo else "adopt"
-        super().__init__(f"cannot {verb} {volume}: {why}")
+        super().__init__(f"cannot {verb} {volume}: {reason}")
 
 
 class BadStream(AgentError):
@@ -680,22 +682,22 @@ class BadStream(AgentError):
     The valid part of the stream, which came before the fault, is kept.
     """
 
-    def __init__(self, why: str) -> None:
-        super().__init__(f"cannot use the stream: {why}")
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"cannot use the stream: {reason}")
 
 
 class TransferFailed(AgentError):
     """Raised by the command line when a device failed, or the other end of a stream is gone."""
 
-    def __init__(self, operation: str, why: str) -> None:
-        super().__init__(f"{operation}: {why}")
+    def __init__(self, operation: str, reason: str) -> None:
+        super().__init__(f"{operation}: {reason}")
 
 
 class NodeRefused(AgentError):
     """Raised by the command line when the other node of a move is unreachable or refuses."""
 
-    def __init__(self, node: str, words: str, why: str) -> None:
-        super().__init__(f"{node}: `{words}`: {why}")
+    def __init__(self, node: str, words: str, reason: str) -> None:
+        super().__init__(f"{node}: `{words}`: {reason}")
 
 
 class StreamEnded(BadStream):
@@ -715,17 +717,17 @@ class NotComparable(AgentError):
     target.
     """
 
-    def __init__(self, base_id: str, target_id: str, why: str) -> None:
-        super().__init__(f"cannot compare {base_id!r} with {target_id!r}: {why}")
+    def __init__(self, base_id: str, target_id: str, reason: str) -> None:
+        super().__init__(f"cannot compare {base_id!r} with {target_id!r}: {reason}")
 
 
 class BlocksUnknown(AgentError):
     """Raised when the allocated or changed blocks of an encrypted volume cannot be determined."""
 
-    def __init__(self, identity: str, why: str, remedy: str) -> None:
+    def __init__(self, identity: str, reason: str, remedy: str) -> None:
         super().__init__(
-            f"cannot list allocated or changed blocks of {identity!r}, which is encrypted: {why};"
-            f" {remedy}"
+            f"cannot list allocated or changed blocks of {identity!r}, which is encrypted:"
+            f" {reason}; {remedy}"
         )
 
 
@@ -803,8 +805,8 @@ class GroupRefused(NotReady):
     For instance, the group is another node's, or there are several groups of its name.
     """
 
-    def __init__(self, group: str, why: str) -> None:
-        super().__init__(f"volume group {group} is not used: {why}")
+    def __init__(self, group: str, reason: str) -> None:
+        super().__init__(f"volume group {group} is not used: {reason}")
         self.group = group
 
 
@@ -894,8 +896,8 @@ class ClusterRefused(AgentError):
 class NotRebound(AgentError):
     """Raised when a claim cannot be bound to the moved volume; the steps done so far are kept."""
 
-    def __init__(self, claim: str, why: str) -> None:
-        super().__init__(f"cannot rebind claim {claim}: {why}")
+    def __init__(self, claim: str, reason: str) -> None:
+        super().__init__(f"cannot rebind claim {claim}: {reason}")
 
 
 class NoOrphan(AgentError):
@@ -904,8 +906,8 @@ class NoOrphan(AgentError):
     The object is in use, or it has not been an orphan for the whole grace period.
     """
 
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"cannot delete {name!r}: {why}")
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"cannot delete {name!r}: {reason}")
 
 
 class NotConfirmed(AgentError):

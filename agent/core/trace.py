@@ -8,7 +8,7 @@ A step is a program, an operation of the kernel (mount(2), ioctl(2), sysfs), or 
 | volume       | agent/work/locks.py: VolumeLocks.hold                                         |
 | volume group | agent/work/locks.py: GroupLock.hold                                           |
 | refresh      | agent/groups/volume_group.py: begin_states                                      |
-| mkfs, fsck   | agent/work/background.py: DetachedTasks.finish, for agent/operations/stage.py |
+| mkfs, fsck   | agent/work/background.py: DetachedTasks.wait_for, for agent/operations/stage.py |
 | udev         | agent/volumes/users.py: require_unused                                           |
 |              | agent/operations/node_volumes.py: NodeVolumes.detach_unused                   |
 

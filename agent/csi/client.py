@@ -164,7 +164,7 @@ class Client:
     def every_volume(self) -> Iterator[csi.Volume]:
         """Iterate over all volumes of the plugin; request pages as they are needed."""
         request, call = csi.ListVolumesRequest(), self.controller.ListVolumes
-        return (entry.volume for entry in self._every(call, request))
+        return (entry.volume for entry in self._all_entries(call, request))
 
     def volume(self, volume_id: str) -> csi.ControllerGetVolumeResponse:
         """Return a volume and its status, by the volume's id."""
@@ -180,7 +180,7 @@ class Client:
     def unhealthy(self) -> list[csi.VolumeHealth]:
         """Return the health of each volume that has a health condition."""
         request = csi.ControllerListVolumeHealthRequest()
-        return list(self._every(self.controller.ControllerListVolumeHealth, request))
+        return list(self._all_entries(self.controller.ControllerListVolumeHealth, request))
 
     def confirms(self, volume_id: str, capability: csi.VolumeCapability) -> bool:
         """Return whether the plugin confirms a capability of a volume."""
@@ -219,10 +219,10 @@ class Client:
     ) -> Iterator[csi.Snapshot]:
         """Iterate over all snapshots, those of one volume, or one; request pages as needed."""
         request = csi.ListSnapshotsRequest(source_volume_id=volume_id, snapshot_id=snapshot_id)
-        entries = self._every(self.controller.ListSnapshots, request)
+        entries = self._all_entries(self.controller.ListSnapshots, request)
         return (entry.snapshot for entry in entries)
 
-    def _every(self, call: Callable[..., Any], request: Any) -> Iterator[Any]:
+    def _all_entries(self, call: Callable[..., Any], request: Any) -> Iterator[Any]:
         """Iterate over the entries of a paged list; `call` requests pages as they are needed."""
         while True:
             answer = call(request)

@@ -161,7 +161,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         topology = csi.Topology(segments=self._configuration.now.here)
         for volume in part.entries:
             entry = answer.entries.add()
-            messages.put_volume(entry.volume, volume, topology)
+            messages.fill_volume(entry.volume, volume, topology)
             if self._configuration.now.attach:
                 # Set the status, even if it is empty: with LIST_VOLUMES_PUBLISHED_NODES the CSI
                 # spec requires it.

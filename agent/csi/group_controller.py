@@ -77,6 +77,6 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
             snapshots=[
                 messages.snapshot(snapshot, segments) for snapshot in group_snapshot.snapshots
             ],
-            creation_time=messages.time_of(group_snapshot.time_nanoseconds),
+            creation_time=messages.timestamp(group_snapshot.time_nanoseconds),
             ready_to_use=group_snapshot.is_ready,
         )

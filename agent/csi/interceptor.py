@@ -91,13 +91,13 @@ class Interceptor(grpc.ServerInterceptor):
         if handler is None:
             return _unknown(handler_call_details.method)
         method = handler_call_details.method.rpartition("/")[2]
-        wire = (handler.request_deserializer, handler.response_serializer)
+        serialization = (handler.request_deserializer, handler.response_serializer)
         if handler.unary_stream:
             stream = self._stream(method, handler.unary_stream, self._admission.streams)
-            return grpc.unary_stream_rpc_method_handler(stream, *wire)
+            return grpc.unary_stream_rpc_method_handler(stream, *serialization)
         if handler.stream_stream:
             exchange = self._bidirectional(method, handler.stream_stream)
-            return grpc.stream_stream_rpc_method_handler(exchange, *wire)
+            return grpc.stream_stream_rpc_method_handler(exchange, *serialization)
         if handler.unary_unary is None:
             return handler
         # RPCs of Identity take no thread from the admission: liveness probes are answered even
@@ -105,7 +105,7 @@ class Interceptor(grpc.ServerInterceptor):
         is_probe = handler_call_details.method.startswith("/csi.v1.Identity/")
         thread = nullcontext if is_probe else self._admission.thread
         call = self._call(method, handler.unary_unary, thread)
-        return grpc.unary_unary_rpc_method_handler(call, *wire)
+        return grpc.unary_unary_rpc_method_handler(call, *serialization)
 
     def _call(
         self,
@@ -114,7 +114,7 @@ class Interceptor(grpc.ServerInterceptor):
         thread: Callable[[], AbstractContextManager[None]],
     ) -> _Behaviour:
         def call(request: Message, context: grpc.ServicerContext) -> Any:
-            rpc_trace, response = Trace(method, _subject(request)), None
+            rpc_trace, response = Trace(method, _identity_of(request)), None
             limit_seconds, group = _remaining_seconds(context), _group(rpc_trace.volume, request)
             try:
                 with (
@@ -133,12 +133,12 @@ class Interceptor(grpc.ServerInterceptor):
 
         return call
 
-    def _stream(self, method: str, behaviour: _Behaviour, shares: Slots) -> _Behaviour:
+    def _stream(self, method: str, behaviour: _Behaviour, slots: Slots) -> _Behaviour:
         def stream(request: Message, context: grpc.ServicerContext) -> Iterator[Any]:
-            rpc_trace = Trace(method, _subject(request))
+            rpc_trace = Trace(method, _identity_of(request))
             try:
                 with (
-                    shares.one(_group(rpc_trace.volume, request) or ""),
+                    slots.hold(_group(rpc_trace.volume, request) or ""),
                     closing(self._answers(rpc_trace, behaviour, request, context)) as answers,
                 ):
                     yield from answers
@@ -168,7 +168,7 @@ class Interceptor(grpc.ServerInterceptor):
             try:
                 # Count the wait against the limit of RPCs in which both sides stream: the caller
                 # may not send its first request for a long time.
-                with self._admission.exchanges.one(""):
+                with self._admission.exchanges.hold(""):
                     first_request = next(requests, None)
             except errors.TooManyCalls as error:
                 problem = error
@@ -263,29 +263,29 @@ def _end(context: grpc.ServicerContext, code: grpc.StatusCode, message: str) -> 
     hold an encryption key, and the exception that `abort` raises would keep the frames alive.
     """
     if code is not grpc.StatusCode.OK:
-        context.abort(code, codes.cut(message))
+        context.abort(code, codes.shorten(message))
 
 
-def _subject(request: Message) -> str:
+def _identity_of(request: Message) -> str:
     """The id or name of the volume or snapshot that a request names; empty if there is none."""
-    for field in _subject_fields(request.DESCRIPTOR):
+    for field in _identity_fields(request.DESCRIPTOR):
         if identity := getattr(request, field):
             return str(identity)
     return ""
 
 
 @cache
-def _subject_fields(kind: Descriptor) -> Sequence[str]:
+def _identity_fields(kind: Descriptor) -> Sequence[str]:
     """The fields in which requests of a type name a volume or snapshot, by precedence."""
-    return [field for field in _SUBJECTS if field in kind.fields_by_name]
+    return [field for field in _IDENTITY_FIELDS if field in kind.fields_by_name]
 
 
-def _group(subject: str, request: Message) -> str | None:
+def _group(identity: str, request: Message) -> str | None:
     """The volume group of the volume that a request names.
 
     Empty for a volume whose volume group is not known, None for a request that names no volume.
     """
-    volume_id = VolumeId.parse(subject)
+    volume_id = VolumeId.parse(identity)
     if volume_id is not None:
         return volume_id.group
     return "" if getattr(request, "volume_id", "") else None
@@ -314,7 +314,7 @@ def _write(rpc_trace: Trace, request: Message, message: str) -> None:
 
 
 # Fields of requests that name the volume or snapshot of an RPC, in order of precedence.
-_SUBJECTS = ("volume_id", "snapshot_id", "target_snapshot_id", "group_snapshot_id", "name")
+_IDENTITY_FIELDS = ("volume_id", "snapshot_id", "target_snapshot_id", "group_snapshot_id", "name")
 
 # Methods that callers use all day long; a successful RPC of these is logged at debug level.
 ROUTINE = frozenset(

@@ -23,7 +23,7 @@ def volume_health(health: VolumeHealth) -> csi.VolumeHealth:
         volume_id=health.volume_id,
         health_statuses=[
             csi.VolumeHealth.VolumeHealthEntry(
-                status=csi.VolumeHealthErrorType.Value(condition.reason.of_volume),
+                status=csi.VolumeHealthErrorType.Value(condition.reason.volume_status),
                 reason=condition.reason.word,
                 message=condition.text(now_seconds),
             )
@@ -35,7 +35,7 @@ def volume_health(health: VolumeHealth) -> csi.VolumeHealth:
 def storage_health(condition: Condition) -> _Backend:
     """The CSI message of a health condition of the node's storage."""
     return _Backend(
-        status=csi.StorageHealthErrorType.Value(condition.reason.of_storage),
+        status=csi.StorageHealthErrorType.Value(condition.reason.storage_status),
         reason=condition.reason.word,
         message=condition.text(time.time()),
         volume_capability=_CAPABILITIES.get(condition.reason.access),
@@ -51,11 +51,11 @@ _CAPABILITIES = {
 def volume(record: Volume, segments: Mapping[str, str]) -> csi.Volume:
     """The CSI message of a volume, with this node's topology `segments`."""
     message = csi.Volume()
-    put_volume(message, record, csi.Topology(segments=segments))
+    fill_volume(message, record, csi.Topology(segments=segments))
     return message
 
 
-def put_volume(message: csi.Volume, record: Volume, topology: csi.Topology) -> None:
+def fill_volume(message: csi.Volume, record: Volume, topology: csi.Topology) -> None:
     """Fill in the CSI message of a volume.
 
     The message may be an entry of a list in a response. So no message is made here: protobuf would
@@ -87,14 +87,14 @@ def snapshot(record: Snapshot, segments: Mapping[str, str]) -> csi.Snapshot:
         size_bytes=record.requested_bytes,
         snapshot_id=str(record.id),
         source_volume_id=str(record.source_id),
-        creation_time=time_of(record.time_nanoseconds),
+        creation_time=timestamp(record.time_nanoseconds),
         ready_to_use=record.is_ready,
         group_snapshot_id=record.group_snapshot_id,
         accessible_topology=[csi.Topology(segments=segments)],
     )
 
 
-def time_of(nanoseconds: int) -> timestamp_pb2.Timestamp:
+def timestamp(nanoseconds: int) -> timestamp_pb2.Timestamp:
     """The protobuf timestamp of a time that is given in nanoseconds since the epoch."""
     timestamp = timestamp_pb2.Timestamp()
     timestamp.FromNanoseconds(nanoseconds)

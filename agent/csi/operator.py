@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from agent.core import errors, ids, tag
 from agent.core.trace import Traces
 from agent.csi import messages
-from agent.operations.adopt import Adopter, Adoption, Asked
+from agent.operations.adopt import Adopter, Adoption, AdoptionRequest
 from agent.operations.listing import Listing
 from agent.operations.repair import Progress, Repairer
 from agent.operations.replace_disk import Replacement
@@ -33,10 +33,10 @@ class Operator(carver_pb2_grpc.OperatorServicer):
 
     A new method may need more parts of `context`, which `__init__` then stores. `kernel` is the
     interface to system calls. `mender.mended_volume(volume_id, call)` returns the volume with an
-    id; `reports.lists().named(own_name)` returns the volume with that logical volume, or None, for
-    which the method raises errors.NoSuchVolume. The tags of a volume (agent/core/tag.py) are its
-    `own_tags`. `tag_writer.replace(volume.backing, keys, {key: text})` locks the volume group,
-    writes the given tags, removes each tag of `keys` for which no text is given, and raises
+    id; `reports.for_lists().find_named(own_name)` returns the volume with that logical volume, or
+    None, for which the method raises errors.NoSuchVolume. The tags of a volume (agent/core/tag.py)
+    are its `own_tags`. `tag_writer.replace(volume.backing, keys, {key: text})` locks the volume
+    group, writes the given tags, removes each tag of `keys` for which no text is given, and raises
     BadField for a text that is too long.
     """
 
@@ -104,7 +104,7 @@ class Operator(carver_pb2_grpc.OperatorServicer):
             entries=[
                 messages.volume(volume, self._configuration.now.here) for volume in listing.entries
             ],
-            away=listing.away,
+            away=listing.unread_groups,
             claims={str(volume.id): volume.claim for volume in listing.entries if volume.claim},
             keys=_keys(listing.entries),
         )
@@ -118,21 +118,21 @@ class Operator(carver_pb2_grpc.OperatorServicer):
                 messages.snapshot(snapshot, self._configuration.now.here)
                 for snapshot in listing.entries
             ],
-            away=listing.away,
+            away=listing.unread_groups,
             keys=_keys(listing.entries),
         )
 
     def AdoptVolume(
         self, request: carver.AdoptVolumeRequest, context: grpc.ServicerContext
     ) -> carver.AdoptVolumeResponse:
-        adoption = _asked(request)
+        adoption = _adoption_request(request)
         with self._locks.hold(adoption.name, adoption.new_name):
             return self._adoption(self._adopter.adopt(adoption))
 
     def UndoAdoptVolume(
         self, request: carver.AdoptVolumeRequest, context: grpc.ServicerContext
     ) -> carver.AdoptVolumeResponse:
-        adoption = _asked(request)
+        adoption = _adoption_request(request)
         with self._locks.hold(adoption.name, adoption.new_name):
             return self._adoption(self._adopter.undo(adoption))
 
@@ -142,12 +142,12 @@ class Operator(carver_pb2_grpc.OperatorServicer):
         return carver.AdoptVolumeResponse(volume=volume, changes=adoption.changes)
 
 
-def _asked(request: carver.AdoptVolumeRequest) -> Asked:
+def _adoption_request(request: carver.AdoptVolumeRequest) -> AdoptionRequest:
     require(request, "group", "logical_volume")
     names = {tag.PV: request.pv, tag.PVC: request.pvc, tag.NAMESPACE: request.namespace}
     claim = {key: name for key, name in names.items() if name}
     require_object_names("claim", claim)
-    return Asked(
+    return AdoptionRequest(
         request.group,
         request.logical_volume,
         request.device_class,

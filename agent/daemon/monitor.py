@@ -43,9 +43,12 @@ class Unhealthy(Exception):
 
 @dataclass(frozen=True)
 class Page:
-    """A page of the HTTP server; `make` returns the content of each answer, or raises Unhealthy."""
+    """A page of the HTTP server.
 
-    make: Callable[[], bytes]
+    `make_content` returns the content of each answer, or raises Unhealthy.
+    """
+
+    make_content: Callable[[], bytes]
     content_type: str = TEXT
 
 
@@ -171,13 +174,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, busy.encode())
             return
         try:
-            self._answer(*self._made(page))
+            self._answer(*self._make_content(page))
         finally:
             requests.release()
 
-    def _made(self, page: Page) -> tuple[HTTPStatus, bytes, str]:
+    def _make_content(self, page: Page) -> tuple[HTTPStatus, bytes, str]:
         try:
-            return HTTPStatus.OK, page.make(), page.content_type
+            return HTTPStatus.OK, page.make_content(), page.content_type
         except Unhealthy as problem:
             return HTTPStatus.SERVICE_UNAVAILABLE, f"{problem}\n".encode(), TEXT
         except Exception as error:

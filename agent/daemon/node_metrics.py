@@ -33,7 +33,7 @@ from agent.daemon.registration import Registration, State
 from agent.daemon.server import Service
 from agent.operations import diagnosis as conditions
 from agent.volumes import records
-from agent.volumes.report_age import Seen
+from agent.volumes.report_age import CachedReport
 from agent.volumes.reports import MONITOR_AGE_SECONDS
 from lvm import groups, lvm_errors, report
 from lvm.devicemapper import ThinPool
@@ -175,7 +175,7 @@ class Scrape:
         self.allocators = service.context.allocators
 
     @cached_property
-    def known(self) -> Seen:
+    def known(self) -> CachedReport:
         """The cached report of all volume groups, refreshed where it is older than a minute.
 
         Raises Starting before start-up is complete, and the errors of `Reports.seen`.
@@ -204,7 +204,7 @@ class Scrape:
         return [
             PoolState((allocator.device_class, group.name), group, pool, self._status(group, pool))
             for group in self.known.groups.values()
-            for allocator in self.allocators.thin(group)
+            for allocator in self.allocators.thin_allocators(group)
             if (pool := allocator.pool(group)).data_extents
         ]
 
@@ -249,27 +249,27 @@ class Row:
         return metric
 
 
-def _by_state(name: str, text: str, counts: Callable[[Service], Mapping[str, int]]) -> Row:
+def _by_state(name: str, help_text: str, counts: Callable[[Service], Mapping[str, int]]) -> Row:
     def measure(scrape: Scrape) -> Samples:
         return (((state,), count) for state, count in counts(scrape.service).items())
 
-    return Row(name, text, ("state",), measure)
+    return Row(name, help_text, ("state",), measure)
 
 
-def _by_group(name: str, text: str, measure: Callable[[report.Group], float]) -> Row:
-    return Row(name, text, ("group",), lambda scrape: _each(scrape, measure))
+def _by_group(name: str, help_text: str, measure: Callable[[report.Group], float]) -> Row:
+    return Row(name, help_text, ("group",), lambda scrape: _measure_groups(scrape, measure))
 
 
-def _by_pool(name: str, text: str, measure: Callable[[PoolState], float | None]) -> Row:
+def _by_pool(name: str, help_text: str, measure: Callable[[PoolState], float | None]) -> Row:
     def samples(scrape: Scrape) -> Samples:
         for pool in scrape.pools:
             if (value := measure(pool)) is not None:
                 yield pool.labels, value
 
-    return Row(name, text, ("class", "group"), samples)
+    return Row(name, help_text, ("class", "group"), samples)
 
 
-def _each(scrape: Scrape, measure: Callable[[report.Group], float]) -> Samples:
+def _measure_groups(scrape: Scrape, measure: Callable[[report.Group], float]) -> Samples:
     for name, group in scrape.groups.items():
         if group is not None:
             yield (name,), measure(group)
@@ -278,7 +278,7 @@ def _each(scrape: Scrape, measure: Callable[[report.Group], float]) -> Samples:
 def _volumes(scrape: Scrape, *, encrypted_only: bool = False) -> Samples:
     volumes = (volume for volume in scrape.volumes if volume.is_encrypted or not encrypted_only)
     counts = Counts(volume.group.name for volume in volumes)
-    return _each(scrape, lambda group: counts[group.name])
+    return _measure_groups(scrape, lambda group: counts[group.name])
 
 
 def _key_generations(scrape: Scrape) -> Samples:
@@ -295,7 +295,7 @@ def _volume_health(scrape: Scrape) -> Samples:
     mounts, until_seconds = diagnosis.mounts(), time.monotonic() + conditions.PATIENCE_SECONDS
     for volume in scrape.volumes:
         for condition in diagnosis.of(volume, mounts, until_seconds=until_seconds):
-            yield (str(volume.id), condition.reason.of_volume, condition.reason.word), 1
+            yield (str(volume.id), condition.reason.volume_status, condition.reason.word), 1
 
 
 def _snapshots_used(scrape: Scrape) -> Samples:
@@ -317,11 +317,11 @@ def _available(scrape: Scrape) -> Samples:
 
 def _storage_health(scrape: Scrape) -> Samples:
     for condition in scrape.service.storage.conditions():
-        yield (condition.reason.of_storage, condition.reason.word), 1
+        yield (condition.reason.storage_status, condition.reason.word), 1
 
 
 def _failures(scrape: Scrape) -> Samples:
-    for scan in scrape.service.looks:
+    for scan in scrape.service.scans:
         for group, count in scan.failures().items():
             yield (scan.kind, group), count
 

@@ -76,7 +76,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         # Path of the registration socket. Only three digits of the boot's id are in the name, so
         # the path is no longer than the path with `-reg`: a path with a long driver name may
         # already have 107 bytes, the maximum for a socket.
-        self.socket = directory / f"{driver_name}-{boot.identity()[:3]}.sock"
+        self.socket = directory / f"{driver_name}-{boot.boot_id()[:3]}.sock"
         # Path of the registration socket that node-driver-registrar and Carver 0.2 use.
         self._plain = directory / f"{driver_name}-reg.sock"
         self._interval = interval_seconds
@@ -145,7 +145,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
     def _ensure_served(self) -> None:
         # After a refusal make the socket anew, because kubelet registers new sockets only.
         is_due = self._retry_at is not None and time.monotonic() >= self._retry_at
-        if self._is_ours() and not is_due:
+        if self._is_own_socket() and not is_due:
             return
         self._end()
         if not self._directory.is_dir():
@@ -169,7 +169,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         this boot stays: kubelet would take the removal of that socket for the removal of the
         driver, and so unregister the driver that the new socket has registered.
         """
-        boot_time_seconds = time.time() - boot.seconds()
+        boot_time_seconds = time.time() - boot.uptime_seconds()
         paths = self._directory.glob(f"{self._name}-{'[0-9a-f]' * 3}.sock")
         for path in filter(sockets.is_stale, (*paths, self._plain)):
             # A socket with `-reg` in its name has no id of a boot: go by the time of its creation.
@@ -209,13 +209,13 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
     def _end(self) -> None:
         if self._server is None:
             return
-        if self._is_ours():
+        if self._is_own_socket():
             self.socket.unlink(missing_ok=True)
         self._server.stop(self._interval).wait()
         self._server = self._inode = None
         self.state = State.OFF
 
-    def _is_ours(self) -> bool:
+    def _is_own_socket(self) -> bool:
         """Whether the socket in kubelet's directory is the socket that this object serves."""
         return self._inode is not None and sockets.inode(self.socket) == self._inode
 

@@ -62,11 +62,11 @@ class Reloader:
         for name in old_settings.groups:
             if name not in settings.groups:
                 _log.warning("volume group %s: no class names it any more; it is let go of", name)
-                service.volume_groups.workers.let_go(name)
+                service.volume_groups.workers.cancel_jobs(name)
         # Recover all volume groups again, without resuming suspended devices of a new group: an RPC
         # that named the group by a volume's id may have suspended them on purpose. The first RPC in
         # the group resumes the devices that a killed lvm2 left suspended.
         self._recovery.repeat()
         if service.context.admission.is_open:
-            for scan in service.looks:
+            for scan in service.scans:
                 scan.start()

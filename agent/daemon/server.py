@@ -140,13 +140,13 @@ class Service:
         self.pool_remover = PoolRemover(context, freed=self.freed_eraser.start)
         self.eraser = Eraser(
             context,
-            emptied=partial(self.pool_remover.after, wait_seconds=0),
+            emptied=partial(self.pool_remover.remove_after, wait_seconds=0),
             given_up=self.freed_eraser.start,
         )
         self.autoextender = Autoextender(context, self.freed_eraser)
         snapshotter = Snapshotter(
             *(context, self.eraser, self.pool_remover),
-            readers=lambda snapshot_id: self.copier.reading(snapshot_id),
+            readers=lambda snapshot_id: self.copier.copies_from(snapshot_id),
         )
         self.group_snapshotter = GroupSnapshotter(context, snapshotter, self.eraser)
         self.copier = Copier(context, snapshotter)
@@ -207,9 +207,9 @@ class Service:
         return {key: text for jobs in kinds for key, text in jobs.progress().items()}
 
     @property
-    def looks(self) -> Sequence[PeriodicJobs]:
+    def scans(self) -> Sequence[PeriodicJobs]:
         """The periodic scans of volume groups: for autoextension, repair and inline volumes."""
-        return self.autoextender.looks, self.auto_repair.looks, self.inline_volumes.looks
+        return self.autoextender.scans, self.auto_repair.scans, self.inline_volumes.scans
 
     def start(self, path: Path) -> None:
         """Serve on a Unix socket that only root can open, and start to sweep inline volumes."""
@@ -221,7 +221,7 @@ class Service:
         finally:
             os.umask(umask)
         self._server.start()
-        self.inline_volumes.looks.start()
+        self.inline_volumes.scans.start()
 
     def stop(self) -> None:
         """Stop serving: let RPCs in flight end, then end background work at its next safe point.
@@ -229,7 +229,7 @@ class Service:
         An RPC or a job that does not end in time is abandoned: a disk that hangs must not keep the
         process from ending, or the deferred tags of another volume group from being written.
         """
-        self.inline_volumes.looks.stop()
+        self.inline_volumes.scans.stop()
         self.context.limiter.task.stop()
         # Stop the extras before waiting for RPCs: a stream of an extra may last for hours.
         for extra in self.extras.values():
@@ -275,9 +275,9 @@ def resume(service: Service, group: str) -> bool:
         return False
     steps: dict[str, Callable[[str], int]] = {
         "volumes that are received or were moved": partial(_resume_holds, service),
-        "wipes": service.eraser.jobs.look,
-        "empty pools": service.pool_remover.jobs.look,
-        "groups to be swept": service.freed_eraser.jobs.look,
+        "wipes": service.eraser.jobs.start_due,
+        "empty pools": service.pool_remover.jobs.start_due,
+        "groups to be swept": service.freed_eraser.jobs.start_due,
         "groups with a disk that is being emptied": service.replacement.resume,
         "half-made group snapshots": service.group_snapshotter.resume,
         "copies": service.copier.resume,

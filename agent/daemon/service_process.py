@@ -215,7 +215,7 @@ def serve(
                 recovery.begin()
 
         def rest_and_retry() -> None:
-            service.volume_groups.rest()
+            service.volume_groups.trim_idle_sessions()
             recovery.step()
 
         watch = Watch(service.reports, retry_groups=rest_and_retry)
@@ -223,7 +223,7 @@ def serve(
         _log.info("serving %s on %s", ", ".join(config.groups), config.endpoint)
         notify("READY=1")
         starts: Sequence[Callable[[], object]] = [
-            *(scan.start for scan in service.looks),
+            *(scan.start for scan in service.scans),
             service.context.limiter.task.start,
             watch.start,
             *(extra.start for extra in service.extras.values()),
@@ -263,7 +263,7 @@ def _log_findings(service: Service) -> None:
     served.
     """
     notify("STATUS=ready")
-    for finding in preflight.everything(service.node):
+    for finding in preflight.all_findings(service.node):
         if finding.verdict != preflight.PASS:
             _log.warning(
                 "preflight %s, %s: %s; %s",

@@ -183,7 +183,7 @@ class Recovery:
         not delay the start. Raises the first group's error if all attempts fail, and RuntimeError
         where no thread can be started.
         """
-        attempts = [self.jobs.start(self._job(name)).ended for name in self._volume_groups.names]
+        attempts = [self.jobs.start(self._job(name)).future for name in self._volume_groups.names]
         wait(attempts, _OTHERS_SECONDS)
         pending = set(attempts)
         while pending and not any(
@@ -205,7 +205,7 @@ class Recovery:
         While all groups are recovered and answer, no command runs.
         """
         for group in self._volume_groups:
-            if not group.answers:
+            if not group.is_answering:
                 self._recovered.discard(group.name)
             age_seconds = time.monotonic() - self._tried_at.get(group.name, -_RETRY_SECONDS)
             # A refused group counts as outdated, too: each attempt scans all disks for it.

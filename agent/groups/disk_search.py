@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 
 from agent.core import errors
 from lvm import candidate_devices
-from lvm.candidate_devices import Excluded, Why
+from lvm.candidate_devices import Excluded, ExclusionReason
 from lvm.disk_reader import Found, Unanswered, Unreadable
 from lvm.labels import Damaged, Group, Kind, PhysicalLabel
 
@@ -130,7 +130,7 @@ def unknown(
         if isinstance(disk, PhysicalLabel):
             why = _unknown_group(disk, uuids, members) if path in labels else ""
         elif candidate_devices.is_foreign(path) or (
-            isinstance(disk, Excluded) and disk.why is not Why.UNKNOWN
+            isinstance(disk, Excluded) and disk.reason is not ExclusionReason.UNKNOWN
         ):
             why = ""
         else:
@@ -259,7 +259,7 @@ class _Labels:
             bearers[label.uuid].append(path)
         # The paths of the best proved disks with each UUID. Several disks with one UUID are copies
         # of the same physical volume.
-        self._bearers = {uuid: self._best(paths) for uuid, paths in bearers.items()}
+        self._bearers = {uuid: self._best_ranked(paths) for uuid, paths in bearers.items()}
 
     def group(self) -> Group | None:
         """Return the volume group by the newest metadata of its best proved disks.
@@ -382,7 +382,7 @@ class _Labels:
         candidates = [path for path in bearers if self._may_be_of(group, path)]
         if not candidates:
             return ()
-        best_paths = self._best(candidates)
+        best_paths = self._best_ranked(candidates)
         uncopied_paths = [paths[0] for paths in self._bearers.values() if len(paths) == 1]
         if len(best_paths) == 1 or not any(
             self._texts.get(path) == group for path in uncopied_paths
@@ -407,10 +407,10 @@ class _Labels:
         is_newer = text is not None and text.seqno > group.seqno
         if self._known is None:
             return not (is_newer and label.kind is Kind.FOREIGN)
-        return not is_newer and (label.uuid not in self._before or self._may_return(path))
+        return not is_newer and (label.uuid not in self._last_uuids or self._may_return(path))
 
     @property
-    def _before(self) -> Collection[str]:
+    def _last_uuids(self) -> Collection[str]:
         """UUIDs of the volume group's disks at its last location, missing disks included."""
         return () if self._known is None else {*self._known.disk_uuids, *self._known.missing}
 
@@ -446,7 +446,7 @@ class _Labels:
             group is None or not group.has_own_tags,
         )
 
-    def _best(self, paths: Sequence[str]) -> tuple[str, ...]:
+    def _best_ranked(self, paths: Sequence[str]) -> tuple[str, ...]:
         """Return those of the paths whose disks have the best rank."""
         best_rank = min(self._ranks[path] for path in paths)
         return tuple(path for path in paths if self._ranks[path] == best_rank)
@@ -489,7 +489,7 @@ class _Labels:
                 self._known.has(path, self._labels[path])
                 or (
                     self._texts[path].uuid == self._known.uuid
-                    and self._labels[path].uuid in self._before
+                    and self._labels[path].uuid in self._last_uuids
                     and self._may_return(path)
                 )
                 for path in family

@@ -57,7 +57,7 @@ class GroupDefinitions:
     failures: dict[str, str] = field(default_factory=dict)
     # The definition of each group for which `create` has ended, with success or with a failure, by
     # the group's name.
-    ended: dict[str, GroupDefinition] = field(default_factory=dict)
+    finished: dict[str, GroupDefinition] = field(default_factory=dict)
     guard: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -72,7 +72,7 @@ class GroupDefinitions:
         return {
             name: definition
             for name, definition in definitions.items()
-            if self.ended.get(name) != definition
+            if self.finished.get(name) != definition
         }
 
     def group(self, state: report.Report, name: str) -> report.Group:
@@ -94,16 +94,16 @@ class GroupDefinitions:
             absent = [device for device in allowed if not _numbers(self.kernel, [device])]
             raise lvm_errors.GroupMissing(name, absent)
         group = state.groups[name]
-        self.require_meant(group)
+        self.require_expected(group)
         return group
 
-    def require_meant(self, group: report.Group) -> None:
+    def require_expected(self, group: report.Group) -> None:
         """Raise GroupRefused for a volume group that is not the one which Carver creates.
 
         The group has the name of a group that Carver creates, but no listed disk, and not the tag
         of groups that Carver created. Groups that the configuration does not define pass.
         """
-        if group.name in self.devices and not self._is_meant(group):
+        if group.name in self.devices and not self._is_expected(group):
             disks = ", ".join(disk.name for disk in group.disks)
             raise errors.GroupRefused(
                 group.name,
@@ -124,7 +124,7 @@ class GroupDefinitions:
             if not _numbers(self.kernel, [device]) & present
         ]
 
-    def _is_meant(self, group: report.Group) -> bool:
+    def _is_expected(self, group: report.Group) -> bool:
         """Whether a volume group has a listed disk, or the tag of groups that Carver creates."""
         if group.own_tags.items() & _MADE.items():
             return True
@@ -151,7 +151,7 @@ def begin(definitions: GroupDefinitions, volume_groups: VolumeGroups) -> None:
     """
     config = definitions.configuration.now
     for name in list(definitions.failures):
-        definitions.ended.pop(name, None)
+        definitions.finished.pop(name, None)
     for definition in definitions.pending.values():
         _note(
             definitions,
@@ -163,9 +163,9 @@ def begin(definitions: GroupDefinitions, volume_groups: VolumeGroups) -> None:
             volume_group.is_awaited = True
     with definitions.guard:
         defined = {definition.group for definition in config.definitions}
-        for name in {*definitions.failures, *definitions.ended} - defined:
+        for name in {*definitions.failures, *definitions.finished} - defined:
             definitions.failures.pop(name, None)
-            definitions.ended.pop(name, None)
+            definitions.finished.pop(name, None)
         for name in definitions.devices.keys() - defined:
             if (volume_group := volume_groups.known(name)) is not None:
                 volume_group.is_awaited = False
@@ -191,7 +191,7 @@ def create(definitions: GroupDefinitions, volume_groups: VolumeGroups, name: str
     if definition is None or volume_group is None:
         return
     kernel, is_here = definitions.kernel, True
-    with _noted(definitions.failures, name):
+    with _keep_failure(definitions.failures, name):
         _note(definitions, volume_groups, definition, _devices(kernel, definition))
         is_here = (
             locate(volume_groups.scan(), name, listed_disks=volume_groups.listed(name)) is not None
@@ -201,13 +201,13 @@ def create(definitions: GroupDefinitions, volume_groups: VolumeGroups, name: str
         node_report = report.read(lvm)
         if definitions.pending.get(name) != definition:
             return  # a reload has removed or changed the definition meanwhile
-        with _noted(definitions.failures, name):
+        with _keep_failure(definitions.failures, name):
             _make(lvm, definitions, node_report, definition)
     volume_group.metadata.is_outdated = True
     volume_group.is_awaited = False
     if name not in definitions.failures and (group := volume_group.state()) is not None:
-        with _noted(definitions.failures, name):
-            definitions.require_meant(group)
+        with _keep_failure(definitions.failures, name):
+            definitions.require_expected(group)
             _log_absent(definitions, group)
             fast, slow = (
                 _numbers(kernel, definition.fast),
@@ -216,7 +216,7 @@ def create(definitions: GroupDefinitions, volume_groups: VolumeGroups, name: str
             if unmarked := [disk for disk in slow if _numbers(kernel, [disk]) & fast]:
                 groups.mark_fast(volume_group.lvm, unmarked)
     if definitions.pending.get(name) == definition:
-        definitions.ended[name] = definition
+        definitions.finished[name] = definition
 
 
 def _seeing(lvm: Lvm, kernel: Kernel, devices: Iterable[str]) -> Lvm:
@@ -252,18 +252,22 @@ def _confine(definitions: GroupDefinitions, volume_groups: VolumeGroups) -> None
     volume_groups.node.devices = _confined(definitions.kernel, config, definitions.devices)
 
 
-def look(run: Run, kernel: Kernel, config: Config) -> tuple[Lvm, Mapping[str, Sequence[str]]]:
+def service_lvm(
+    run: Run, kernel: Kernel, config: Config
+) -> tuple[Lvm, Mapping[str, Sequence[str]]]:
     """Return lvm2 as the service uses it, and the devices of the volume groups that Carver creates.
 
     lvm2 is confined to devices as by `create`. No volume group, file or loop device is created.
     Raises NotReady if the file of a group has no loop device.
     """
-    devices = {definition.group: _found(kernel, definition) for definition in config.definitions}
+    devices = {
+        definition.group: _existing_devices(kernel, definition) for definition in config.definitions
+    }
     return replace(on_node(run, config), devices=_confined(kernel, config, devices)), devices
 
 
 @contextmanager
-def _noted(failures: dict[str, str], name: str) -> Iterator[None]:
+def _keep_failure(failures: dict[str, str], name: str) -> Iterator[None]:
     """Log an error of the body, keep it in `failures` as the volume group's, and suppress it.
 
     An earlier error of the group is removed. OutcomeUnknown and GroupSilent are raised instead:
@@ -359,7 +363,7 @@ def _log_absent(definitions: GroupDefinitions, group: report.Group) -> None:
             )
 
 
-def _found(kernel: Kernel, definition: GroupDefinition) -> Sequence[str]:
+def _existing_devices(kernel: Kernel, definition: GroupDefinition) -> Sequence[str]:
     """Return the devices of a volume group that Carver creates, without creating any device.
 
     For a group in a file, this is the file's loop device. Raises NotReady if the file has no loop

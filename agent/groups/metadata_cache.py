@@ -175,7 +175,7 @@ class MetadataCache:
         answer, and CommandError.
 
         1. If no disk can have changed and the fingerprint of the group's disks is that of the last
-           report, the cached group is returned, unless it is too old (`_kept`).
+           report, the cached group is returned, unless it is too old (`_confirm_cached`).
         2. If no disk can have changed, lvm2 is asked for a report of the disks known so far. The
            report counts if it shows the group, whole and for this node alone.
         3. Otherwise all disks are scanned and the group is located anew. If that proves the cached
@@ -187,11 +187,11 @@ class MetadataCache:
             cached = None
         if cached is not None and not self._may_have_moved(cached):
             fingerprint = self._fingerprint(cached.location)
-            if (unchanged := self._kept(cached, fingerprint)) is not None:
+            if (unchanged := self._confirm_cached(cached, fingerprint)) is not None:
                 return unchanged
             # Have lvm2 report on the disks known so far. If a commit added or removed disks, the
             # report differs from the location, and all disks are scanned below.
-            group = None if fingerprint is None else self._shown(cached.location)
+            group = None if fingerprint is None else self._read_report(cached.location)
             # Use the report only if the group is this node's alone: lvm2 also shows a group that
             # was exported meanwhile. Such a group is located anew below, and refused there.
             if group is not None and group.is_one_node_s and _is_whole_on(group, cached.location):
@@ -201,15 +201,15 @@ class MetadataCache:
             return None
         fingerprint = self._fingerprint(location)
         if cached is not None and location == cached.location:
-            unchanged = self._kept(cached, fingerprint)
+            unchanged = self._confirm_cached(cached, fingerprint)
             if unchanged is not None:
                 return unchanged
-        group = self._shown(location)
+        group = self._read_report(location)
         if group is None and self._renew and not is_refused:
             # Ask a new shell of lvm2's before the group counts as hidden: the group is on the
             # disks, but lvm2 did not show it.
             self._renew()
-            group = self._shown(location)
+            group = self._read_report(location)
         if group is None:
             raise errors.GroupRefused(self.name, _why_hidden(location))
         return self._remembered(group, location, fingerprint, generation)
@@ -222,7 +222,9 @@ class MetadataCache:
         is_old = time.monotonic() - self._located >= _BLIND_SECONDS
         return self.is_outdated or is_old or bool(cached.location.missing)
 
-    def _kept(self, cached: _Known, fingerprint: Fingerprint | None) -> report.Group | None:
+    def _confirm_cached(
+        self, cached: _Known, fingerprint: Fingerprint | None
+    ) -> report.Group | None:
         """Return the cached volume group if it is still true, and keep it cached; else return None.
 
         The cached group is not used if the fingerprint of its disks has changed, if the report is
@@ -307,7 +309,7 @@ class MetadataCache:
             if (path, why) not in logged:
                 _log.warning("volume group %s: %s is ignored: it %s", self.name, path, why)
 
-    def _shown(self, location: Location) -> report.Group | None:
+    def _read_report(self, location: Location) -> report.Group | None:
         """Run lvm2's report on the disks of this location, and return the volume group.
 
         The result is None if lvm2 shows no group of the name, or a group with another UUID.

@@ -142,14 +142,14 @@ class VolumeGroups:
         """
         return name in names_of(self.scan())
 
-    def was_in(self, group: str, name: str) -> bool:
+    def had_volume(self, group: str, name: str) -> bool:
         """Whether a volume group had the logical volume `name` when lvm2 last wrote its metadata.
 
         The source is lvm2's own backup of the group's metadata (vgcfgbackup(8)).
         """
         return lvm2.is_backed_up(self.node.root, group, name)
 
-    def why_unsure(self, silent: Collection[str], name: str) -> str:
+    def reason_unsure(self, silent: Collection[str], name: str) -> str:
         """Return why one of the volume groups `silent`, which do not answer, may have a volume.
 
         `name` is the name of the logical volume. A group may have it if it is active, or if it was
@@ -158,7 +158,7 @@ class VolumeGroups:
         """
         for group in sorted(silent):
             is_active = self._devices.find(group, name) or self._devices.status(group, name)
-            if is_active or self.was_in(group, name):
+            if is_active or self.had_volume(group, name):
                 volume_group = self.known(group)
                 problem = None if volume_group is None else volume_group.problem
                 why = f", and does not answer: {problem}" if problem else ", and does not answer"
@@ -173,7 +173,7 @@ class VolumeGroups:
         GroupBusy if such a group may be on disks whose group is not known. Runs no command.
         """
         for group in sorted(lvm2.backed_up_groups(self.node.root) - {*self.names}):
-            if not self.was_in(group, name):
+            if not self.had_volume(group, name):
                 continue
             if self.of(group) is not None:
                 return group
@@ -354,10 +354,10 @@ class VolumeGroups:
         """
         self.workers.stop()
 
-    def rest(self) -> None:
+    def trim_idle_sessions(self) -> None:
         """Make idle sessions with lvm2 release the memory that earlier commands took."""
         for session in list(self._sessions):
-            session.rest()
+            session.end_if_idle()
 
     def close(self) -> None:
         """End the sessions with lvm2; do not wait longer than five seconds for one that hangs."""
@@ -373,10 +373,10 @@ class VolumeGroups:
         """
         if (volume_group := self._volume_groups.get(name)) is None:
             with self._guard:
-                volume_group = self._volume_groups.get(name) or self._made(name)
+                volume_group = self._volume_groups.get(name) or self._new_volume_group(name)
         return volume_group
 
-    def _made(self, name: str) -> VolumeGroup:
+    def _new_volume_group(self, name: str) -> VolumeGroup:
         """Create the VolumeGroup object of a name, with its lvm2 session and metadata cache."""
         node, renew = self.node, None
         if self._session is not None:

@@ -186,7 +186,7 @@ def resume_left(
     resumes, so a disk that hangs delays nothing. A caller that retries passes the same `resumer`
     each time.
     """
-    suspended = list(_held(devices, groups))
+    suspended = list(_suspended_volumes(devices, groups))
     if not suspended:
         yield suspended
         return
@@ -205,7 +205,7 @@ def resume_left(
         wait(resumer.resume(suspended).values(), _RESUME_SECONDS)
 
 
-def _held(devices: Devices, groups: Sequence[str]) -> Iterator[Held]:
+def _suspended_volumes(devices: Devices, groups: Sequence[str]) -> Iterator[Held]:
     """Yield the suspended volumes in these volume groups.
 
     Snapshots are left out, and inline volumes, of which Carver takes no snapshots.

@@ -146,7 +146,7 @@ class VolumeGroup:
         return "partial" if self.cached.missing_disks else "ready"
 
     @property
-    def answers(self) -> bool:
+    def is_answering(self) -> bool:
         """Whether the last read succeeded and found the volume group; disks may be missing."""
         return self.problem is None and self.status in ("ready", "partial")
 
@@ -271,7 +271,7 @@ class VolumeGroup:
         If the refresh failed or has not ended, the next callers do not wait for the group for a
         minute. If a complete state is needed, raises the error of a failed refresh. But if the
         refresh has not ended, or failed because the group does not answer (`_SILENCE`), raises
-        `silence`, and only if the cached state may lack changes by Carver.
+        `silence_error`, and only if the cached state may lack changes by Carver.
         """
         if refreshing is None:
             return self.cached
@@ -280,11 +280,11 @@ class VolumeGroup:
             return refreshing.result()
         self._rests_until = time.monotonic() + _REST_SECONDS
         if complete and self._may_lack:
-            raise self.silence
+            raise self.silence_error
         return self.cached
 
     @property
-    def silence(self) -> Exception:
+    def silence_error(self) -> Exception:
         """The error for a caller that needs a volume group which does not answer.
 
         It is the error of the last read, or GroupBusy if there is none or its outcome is unknown.
@@ -366,7 +366,7 @@ class VolumeGroup:
         refused = set(names)
         with Attempts() as attempts:
             for new_tags, volume_names in names.items():
-                with attempts.one():
+                with attempts.attempt():
                     volumes.add_tags(self.lvm, self.name, volume_names, new_tags)
                     refused.remove(new_tags)
             with self._guard:

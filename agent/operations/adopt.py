@@ -40,7 +40,7 @@ _LUKS = "crypto_LUKS"
 
 
 @dataclass(frozen=True)
-class Asked:
+class AdoptionRequest:
     """A request to adopt a logical volume, or to undo its adoption.
 
     `name` is the name of the logical volume before the adoption; for an adopted volume, its new
@@ -90,7 +90,7 @@ class Adopter:
         self._mender = context.mender
         self._holds, self._conflicts = context.holds, context.conflicts
 
-    def adopt(self, request: Asked) -> Adoption:
+    def adopt(self, request: AdoptionRequest) -> Adoption:
         """Adopt a logical volume: tag and rename it; an adopted volume stays as it is.
 
         An inactive logical volume is activated while its contents are probed. The group's lock is
@@ -106,14 +106,14 @@ class Adopter:
         """
         if request.made_by and request.made_by not in other_drivers.DRIVERS:
             raise errors.NotAllowed("made_by", request.made_by, other_drivers.DRIVERS)
-        with self._held(request) as group:
+        with self._locked_group(request) as group:
             if (adopted := self._adopted(group, request)) is not None:
-                self._require_asked(request, adopted)
+                self._require_requested(request, adopted)
                 return Adoption(adopted)
             probed = group.volume(request.name)
             self._planned(request, group, probed)
         fs_type = self._contents(request)
-        with self._held(request) as group:
+        with self._locked_group(request) as group:
             logical = group.volume(request.name)
             if logical.uuid != probed.uuid:
                 raise errors.NotAdopted(request.path, "it was made anew meanwhile; call again")
@@ -135,14 +135,16 @@ class Adopter:
             if not request.dry_run:
                 lvm = self._volume_groups.lvm(request.group)
                 if removed_tags or added_tags:
-                    volumes.mark(lvm, request.group, request.name, old=removed_tags, new=added_tags)
+                    volumes.mark(
+                        lvm, request.group, request.name, old_tags=removed_tags, new_tags=added_tags
+                    )
                 # Crash point: the logical volume is tagged and not renamed, so it is no volume yet;
                 # a repeated call renames it.
                 volumes.rename(lvm, request.group, request.name, request.new_name)
-                self._holds.allow(str(VolumeId.of(group, request.new_name)))
+                self._holds.remove_note(str(VolumeId.of(group, request.new_name)))
             return Adoption(_as_adopted(group, logical, request.new_name, own_tags), tuple(steps))
 
-    def undo(self, request: Asked) -> Adoption:
+    def undo(self, request: AdoptionRequest) -> Adoption:
         """Give an adopted volume that is not in use its old name back, and remove Carver's tags.
 
         A logical volume without Carver's tags stays as it is. In a dry run nothing is changed.
@@ -152,7 +154,7 @@ class Adopter:
         volume or its group does not exist.
         """
         self._reports.await_others(request.group)
-        with self._held(request) as group:
+        with self._locked_group(request) as group:
             adopted = self._adopted(group, request)
             if adopted is None:
                 logical = group.volume(request.name)
@@ -173,7 +175,7 @@ class Adopter:
                 present = group.volume(adopted.name).tuning
                 # Remove the limit on RAID recovery that Carver set, as the logical volume did not
                 # have that limit before.
-                lacking = replace(AS_IT_IS, bound_recovery_kib=0).lacking_in(present)
+                lacking = replace(AS_IT_IS, bound_recovery_kib=0).missing_from(present)
                 if lacking != AS_IT_IS:
                     kib = present.maximum_recovery_kib
                     steps.append(f"set the maximum recovery rate to {kib} KiB a second, as it was")
@@ -191,11 +193,11 @@ class Adopter:
                 # Crash point: the logical volume has its old name and still the tags; this call,
                 # repeated, continues from that state.
                 if own_tags:
-                    volumes.mark(lvm, request.group, old_name, old=own_tags, new={})
+                    volumes.mark(lvm, request.group, old_name, old_tags=own_tags, new_tags={})
             return Adoption(None, tuple(steps))
 
     @contextmanager
-    def _held(self, request: Asked) -> Iterator[report.Group]:
+    def _locked_group(self, request: AdoptionRequest) -> Iterator[report.Group]:
         """Lock the requested volume group within the `with`, and provide its fresh state.
 
         What a killed lvm2 left in the group is repaired first, except in a dry run. Raises
@@ -208,7 +210,7 @@ class Adopter:
             state = read(request.group)
             yield self._reports.group(state, request.group)
 
-    def _adopted(self, group: report.Group, request: Asked) -> Volume | None:
+    def _adopted(self, group: report.Group, request: AdoptionRequest) -> Volume | None:
         """Return the adopted volume that has the requested name, now or before the adoption.
 
         The result is None if there is no such volume. Raises NeedsOther or TagsDamaged if this
@@ -223,7 +225,7 @@ class Adopter:
                 return state.volume(str(volume.id))
         return None
 
-    def _require_asked(self, request: Asked, adopted: Volume) -> None:
+    def _require_requested(self, request: AdoptionRequest, adopted: Volume) -> None:
         """Raise NotAdopted or Incompatible if an adopted volume is not as a request asks for.
 
         Incompatible says that the volume was adopted with another claim, device class or kind of
@@ -253,7 +255,11 @@ class Adopter:
                 )
 
     def _planned(
-        self, request: Asked, group: report.Group, logical: report.LogicalVolume, fs_type: str = ""
+        self,
+        request: AdoptionRequest,
+        group: report.Group,
+        logical: report.LogicalVolume,
+        fs_type: str = "",
     ) -> Mapping[str, str]:
         """Check that a logical volume can be adopted; return the tags that make it one of Carver's.
 
@@ -294,7 +300,7 @@ class Adopter:
             own_tags |= {tag.FS_TYPE: fs_type, tag.FORMATTED: fs_type}
         return own_tags
 
-    def _class(self, request: Asked) -> DeviceClass:
+    def _class(self, request: AdoptionRequest) -> DeviceClass:
         """Return the device class that an adopted volume gets.
 
         Raises NotAllowed if the requested class does not exist or is of another volume group, and
@@ -318,7 +324,7 @@ class Adopter:
         return device_class
 
     @staticmethod
-    def _check_name(request: Asked, logical: report.LogicalVolume) -> None:
+    def _check_name(request: AdoptionRequest, logical: report.LogicalVolume) -> None:
         if logical.own_tags and logical.own_tags.get(tag.ADOPTED) != request.name:
             why = "it has tags of Carver's already; `carver volume list` shows its volumes"
             raise errors.NotAdopted(request.path, why)
@@ -328,7 +334,7 @@ class Adopter:
             raise errors.NotAdopted(request.path, why)
 
     @staticmethod
-    def _check_driver(request: Asked, name: str, logical: report.LogicalVolume) -> None:
+    def _check_driver(request: AdoptionRequest, name: str, logical: report.LogicalVolume) -> None:
         made_by = other_drivers.maker(name, logical.tags)
         if made_by == request.made_by:
             return
@@ -337,7 +343,7 @@ class Adopter:
             why += f"; see that {made_by} uses it no more, and say --from {made_by}"
         raise errors.NotAdopted(request.path, why)
 
-    def _contents(self, request: Asked) -> str:
+    def _contents(self, request: AdoptionRequest) -> str:
         """Return the file system on a logical volume; empty for a raw block volume.
 
         An inactive logical volume is activated meanwhile. The group's lock is not held, since the
@@ -361,7 +367,7 @@ class Adopter:
             raise errors.NotAdopted(request.path, f"{why}; for a raw block volume say --block")
         return contents.fs_type
 
-    def _require_unneeded(self, request: Asked, volume: Volume) -> None:
+    def _require_unneeded(self, request: AdoptionRequest, volume: Volume) -> None:
         """Raise an error if an adoption cannot be undone, because the volume is still needed.
 
         Raises NotAdopted for a volume that is in use, is being copied, deleted or grown, or has
@@ -394,7 +400,10 @@ def _words(own_tags: Mapping[str, str]) -> str:
 
 
 def _shape(
-    request: Asked, group: report.Group, logical: report.LogicalVolume, device_class: DeviceClass
+    request: AdoptionRequest,
+    group: report.Group,
+    logical: report.LogicalVolume,
+    device_class: DeviceClass,
 ) -> layout.Layout:
     """Return the layout of a logical volume as lvm2 reports it; raise NotAdopted if it is unfit.
 
@@ -437,7 +446,9 @@ def _as_adopted(
 ) -> Volume:
     """Return the record of an adopted volume, made from a report before the adoption."""
     other_volumes = {
-        volume.name: volume for volume in records.every(group) if volume.name != logical.name
+        volume.name: volume
+        for volume in records.all_logical_volumes(group)
+        if volume.name != logical.name
     }
     group = replace(group, volumes={**other_volumes, name: replace(logical, name=name)})
     return Volume(

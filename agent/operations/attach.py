@@ -34,7 +34,7 @@ class Attacher:
     def _node_id(self) -> str:
         return self._configuration.now.node_id
 
-    def attach(self, call: AttachVolume) -> None:
+    def attach(self, request: AttachVolume) -> None:
         """Record that a volume is attached to this node.
 
         Runs at most two lvm2 commands, and a repeated call at most one. If lvm2 refuses the tag,
@@ -50,22 +50,24 @@ class Attacher:
         - TooManyAttached if `max_volumes_per_node` volumes are attached to the node already.
         - GroupBusy if that number depends on a volume group that does not answer.
         """
-        volume = self._mender.mended_volume(call.volume_id, Call.MANAGE)
-        if call.node_id != self._node_id:
-            raise errors.NoSuchNode(call.node_id, f"this is node {self._node_id!r}")
-        if why := validate.unfit(volume, call.capability):
+        volume = self._mender.mended_volume(request.volume_id, Call.MANAGE)
+        if request.node_id != self._node_id:
+            raise errors.NoSuchNode(request.node_id, f"this is node {self._node_id!r}")
+        if why := validate.reason_unfit(volume, request.capability):
             raise errors.BadField("volume_capability", why)
-        capability = call.capability
-        attachment = Attachment(capability.access, capability.mode, call.read_only, self._node_id)
+        capability = request.capability
+        attachment = Attachment(
+            capability.access, capability.mode, request.read_only, self._node_id
+        )
         present = volume.attachment_to(self._node_id)
         if present == attachment:
             return
         if present is not None:
-            raise errors.AttachedOtherwise(call.volume_id, present, attachment)
-        with self._counted(call.volume_id):
-            self._record(call.volume_id, {tag.ATTACHED: str(attachment)})
+            raise errors.AttachedOtherwise(request.volume_id, present, attachment)
+        with self._count_attached(request.volume_id):
+            self._record(request.volume_id, {tag.ATTACHED: str(attachment)})
 
-    def detach(self, call: DetachVolume) -> None:
+    def detach(self, request: DetachVolume) -> None:
         """Remove the record that a volume is attached to this node.
 
         Runs at most two lvm2 commands, and a repeated call at most one. The call succeeds without a
@@ -74,20 +76,20 @@ class Attacher:
         version. Such a volume keeps its record, as no later call could remove the record either,
         and a CO must not see the volume as attached for ever.
         """
-        if call.node_id not in ("", self._node_id):
+        if request.node_id not in ("", self._node_id):
             return
         try:
-            group = ids.group_of(call.volume_id)
-            volume = self._reports.fresh(group).volume(call.volume_id)
+            group = ids.group_of(request.volume_id)
+            volume = self._reports.fresh(group).volume(request.volume_id)
         except (errors.NoSuchVolume, errors.OtherGroup, errors.GroupRefused, errors.NeedsOther):
             return
         except errors.TagsDamaged:
             # Remove the record of the attachment in spite of damaged tags: the record says nothing
             # about the volume's data, which stay as they are.
-            self._record(call.volume_id, {})
+            self._record(request.volume_id, {})
             return
         if tag.ATTACHED in volume.own_tags:
-            self._record(call.volume_id, {})
+            self._record(request.volume_id, {})
 
     def _record(self, volume_id: str, new_tags: dict[str, str]) -> None:
         # Crash point: the tag is written or removed, and the call has no response; the repeated
@@ -96,7 +98,7 @@ class Attacher:
             self._tag_writer.replace(backing.of_id(volume_id), (tag.ATTACHED,), new_tags)
 
     @contextmanager
-    def _counted(self, volume_id: str) -> Iterator[None]:
+    def _count_attached(self, volume_id: str) -> Iterator[None]:
         """Count a volume as attached within the `with`, and enforce `max_volumes_per_node`.
 
         Raises TooManyAttached if the limit is reached, and GroupBusy if that depends on a volume

@@ -69,12 +69,12 @@ OUTCOMES = EXTENDED, NO_ROOM, FAILED = ("extended", "no room", "failed")
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Growable:
     """A thin pool's data or metadata, or a COW store, that may have to be extended.
 
-    `extend` is called with lvm2, the free room of the volume group, and how full the part is, in
-    percent. `extend` returns the number of bytes by which it extended the part: 0 if there is no
-    room, None if there is nothing to extend.
+    `extend` is called with lvm2, the free room of the volume group, and how full the data, metadata
+    or store is, in percent. `extend` returns the number of bytes that it added: 0 if there is
+    no room, None if there is nothing to extend.
     """
 
     group: str
@@ -109,14 +109,14 @@ class Autoextender:
         self._counting = threading.Lock()
         self._counts = Counter({(kind, outcome): 0 for kind in KINDS for outcome in OUTCOMES})
         # Times (monotonic, seconds) at which failed extensions are retried, by volume group and by
-        # part (a pool's data or metadata, or a COW store).
-        self._due: defaultdict[str, dict[_Part, float]] = defaultdict(dict)
+        # `_Growable` (a pool's data or metadata, or a COW store).
+        self._due: defaultdict[str, dict[_Growable, float]] = defaultdict(dict)
         self._areas: defaultdict[str, _Areas] = defaultdict(_Areas)
-        self.looks = PeriodicJobs(
+        self.scans = PeriodicJobs(
             context.workers,
             "grow",
             lambda: context.config.groups,
-            self.look,
+            self.check_group,
             _LOOK_SECONDS,
             _FAILURE,
         )
@@ -132,10 +132,12 @@ class Autoextender:
         `now_seconds` (monotonic) is taken as the present time. Returns whether anything was
         extended.
         """
-        extended = [self.look(group, lambda: now_seconds) for group in self._volume_groups.names]
+        extended = [
+            self.check_group(group, lambda: now_seconds) for group in self._volume_groups.names
+        ]
         return any(extended)
 
-    def look(self, group: str, clock: Callable[[], float] = time.monotonic) -> bool:
+    def check_group(self, group: str, clock: Callable[[], float] = time.monotonic) -> bool:
         """Check a volume group once, and extend its thin pools and COW stores that are too full.
 
         A pool or COW store whose last extension failed is left out until its retry is due. Returns
@@ -144,22 +146,25 @@ class Autoextender:
         """
         grown, full, earlier_due = False, dict(self._full(group, clock)), self._due[group]
         due_seconds = self._due[group] = {
-            part: earlier_due[part] for part in full if part in earlier_due
+            growable: earlier_due[growable] for growable in full if growable in earlier_due
         }
-        for part, percent in full.items():
-            if part not in due_seconds or due_seconds[part] <= clock():
-                grown |= self._extend(part, percent, clock)
+        for growable, percent in full.items():
+            if growable not in due_seconds or due_seconds[growable] <= clock():
+                grown |= self._extend(growable, percent, clock)
         return grown
 
-    def _full(self, group: str, clock: Callable[[], float]) -> Iterator[tuple[_Part, float]]:
+    def _full(self, group: str, clock: Callable[[], float]) -> Iterator[tuple[_Growable, float]]:
         """Yield the pools' data and metadata, and the COW stores, that are too full.
 
         Each is yielded with how full it is, in percent.
         """
         for name, percent in self._full_areas(group, clock()):
-            yield _Part(group, name, AREA, _OF_SNAPSHOTS, partial(self._extend_area, name)), percent
+            yield (
+                _Growable(group, name, AREA, _OF_SNAPSHOTS, partial(self._extend_area, name)),
+                percent,
+            )
         volume_group = self._volume_groups.known(group)
-        for pool_allocator in self._allocators.growing(
+        for pool_allocator in self._allocators.pools_to_grow(
             group, None if volume_group is None else volume_group.cached
         ):
             pool = pool_name(pool_allocator.device_class)
@@ -174,7 +179,7 @@ class Autoextender:
             ):
                 percent = _percent(kind, [] if status is None else [status])
                 if percent > pool_allocator.policy.autoextend_threshold:
-                    yield _Part(group, pool, kind, pool_allocator.policy, extend), percent
+                    yield _Growable(group, pool, kind, pool_allocator.policy, extend), percent
 
     def _full_areas(self, group: str, now_seconds: float) -> Iterator[tuple[str, float]]:
         """Yield the snapshots of a volume group whose COW stores are too full, with percentages.
@@ -201,37 +206,37 @@ class Autoextender:
                 yield name, percent
         self._areas[group] = _Areas(percents, written, areas.asked_seconds)
 
-    def _extend(self, part: _Part, percent: float, clock: Callable[[], float]) -> bool:
-        due_seconds = self._due[part.group]
+    def _extend(self, growable: _Growable, percent: float, clock: Callable[[], float]) -> bool:
+        due_seconds = self._due[growable.group]
         try:
             with command.time_limit(_PATIENCE_SECONDS):
-                more_bytes, is_swept = self._grow(part, percent)
+                more_bytes, is_swept = self._grow(growable, percent)
                 if more_bytes == 0 and is_swept:
-                    with self._sweeper.without_sweep(part.group):
-                        more_bytes, _ = self._grow(part, percent)
+                    with self._sweeper.without_sweep(growable.group):
+                        more_bytes, _ = self._grow(growable, percent)
         except (errors.AgentError, mount_errors.CommandError) as error:
-            self._give_up(part, percent, FAILED, str(error))
+            self._give_up(growable, percent, FAILED, str(error))
         except Exception as error:
             # Retry after two seconds: an unexpected error, such as a failed fork(2), may pass
             # quickly, and programs that write to the full pool or store wait.
-            self._give_up(part, percent, FAILED, repr(error))
-            due_seconds[part] = clock() + _SOON_SECONDS
+            self._give_up(growable, percent, FAILED, repr(error))
+            due_seconds[growable] = clock() + _SOON_SECONDS
             return False
         else:
             if more_bytes:
-                self._count(part, EXTENDED)
-                due_seconds.pop(part, None)
-                _log.info("%s: %.0f %% full, extended by %d bytes", part, percent, more_bytes)
+                self._count(growable, EXTENDED)
+                due_seconds.pop(growable, None)
+                _log.info("%s: %.0f %% full, extended by %d bytes", growable, percent, more_bytes)
                 return True
             if more_bytes is not None:
-                why = f"group {part.group} has no room for it"
-                self._give_up(part, percent, NO_ROOM, why)
+                why = f"group {growable.group} has no room for it"
+                self._give_up(growable, percent, NO_ROOM, why)
         # Count the delay before the retry from the end of the attempt, which may have taken as long
         # as the delay.
-        due_seconds[part] = clock() + _RETRY_SECONDS
+        due_seconds[growable] = clock() + _RETRY_SECONDS
         return False
 
-    def _grow(self, part: _Part, percent: float) -> tuple[int | None, bool]:
+    def _grow(self, growable: _Growable, percent: float) -> tuple[int | None, bool]:
         """Extend a pool or COW store; return the added bytes, and whether extents are being zeroed.
 
         The bytes are 0 for no room and None for nothing to extend. Free extents are zeroed in a
@@ -239,35 +244,40 @@ class Autoextender:
         pool or store may not use such extents. If no clean extents are free, the pool or store is
         extended into free extents that are still to be zeroed; a pool gets the tag `unclean` first.
         """
-        with self._volume_groups.hold(part.group):
-            group = self._reports.fresh(part.group).group(part.group)
-            lvm, room = self._volume_groups.lvm(part.group), Room(group)
-            more_bytes = part.extend(lvm, room, percent)
+        with self._volume_groups.hold(growable.group):
+            group = self._reports.fresh(growable.group).group(growable.group)
+            lvm, room = self._volume_groups.lvm(growable.group), Room(group)
+            more_bytes = growable.extend(lvm, room, percent)
             is_unclean_left = room.for_overwriting.free_extents > room.free_extents
-            if more_bytes == 0 and self._may_be_unclean(part) and is_unclean_left:
-                if part.kind != AREA and tag.UNCLEAN not in group.volume(part.name).own_tags:
-                    volumes.mark(lvm, group.name, part.name, old={}, new={tag.UNCLEAN: "yes"})
-                more_bytes = part.extend(lvm, room.for_overwriting, percent)
-            return more_bytes, self._may_be_unclean(part) and erase_deleted.is_sweep(
+            if more_bytes == 0 and self._may_be_unclean(growable) and is_unclean_left:
+                if (
+                    growable.kind != AREA
+                    and tag.UNCLEAN not in group.volume(growable.name).own_tags
+                ):
+                    volumes.mark(
+                        lvm, group.name, growable.name, old_tags={}, new_tags={tag.UNCLEAN: "yes"}
+                    )
+                more_bytes = growable.extend(lvm, room.for_overwriting, percent)
+            return more_bytes, self._may_be_unclean(growable) and erase_deleted.is_sweep(
                 group, ids.SWEEP
             )
 
-    def _may_be_unclean(self, part: _Part) -> bool:
+    def _may_be_unclean(self, growable: _Growable) -> bool:
         """Whether a pool or COW store may get free extents that are still to be zeroed.
 
         Such extents are zeroed once the pool or store is removed: always for a pool, and for a COW
         store if the erase policy zeroes.
         """
-        return part.kind != AREA or self._sweeper.policy.zeroes
+        return growable.kind != AREA or self._sweeper.policy.zeroes
 
-    def _give_up(self, part: _Part, percent: float, outcome: str, why: str) -> None:
-        if part not in self._due[part.group]:
-            self._count(part, outcome)
-            _log.warning("%s: %.0f %% full, and cannot grow: %s", part, percent, why)
+    def _give_up(self, growable: _Growable, percent: float, outcome: str, reason: str) -> None:
+        if growable not in self._due[growable.group]:
+            self._count(growable, outcome)
+            _log.warning("%s: %.0f %% full, and cannot grow: %s", growable, percent, reason)
 
-    def _count(self, part: _Part, outcome: str) -> None:
+    def _count(self, growable: _Growable, outcome: str) -> None:
         with self._counting:
-            self._counts[part.kind, outcome] += 1
+            self._counts[growable.kind, outcome] += 1
 
     def _extend_area(self, name: str, lvm: Lvm, room: Room, percent: float) -> int | None:
         """Extend the COW store of a snapshot, at most to the size that it can use.
@@ -286,11 +296,13 @@ class Autoextender:
         extent, present_bytes = group.extent_size_bytes, snapshot.size_bytes
         useful_bytes = layout.copy_on_write_bytes(origin.size_bytes, _ALL_OF_IT, group)
         wanted_extents = thin.wanted_extents(present_bytes // extent, percent, _OF_SNAPSHOTS)
-        beside_bytes = self._allocators.beside_bytes(room, origin.own_tags.get(tag.CLASS, ""))
+        beside_bytes = self._allocators.available_cow_bytes(
+            room, origin.own_tags.get(tag.CLASS, "")
+        )
         most_bytes = min(beside_bytes, useful_bytes - present_bytes)
         more_bytes = max(0, min(wanted_extents * extent, most_bytes))
         if more_bytes:
-            size, disks = present_bytes + more_bytes, room.anywhere()
+            size, disks = present_bytes + more_bytes, room.disk_arguments()
             volumes.extend(lvm, group.name, name, size_bytes=size, disks=disks)
         return more_bytes
 

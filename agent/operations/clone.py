@@ -12,8 +12,8 @@ when the new volume is ready.
 
 If the source is in another volume group than the new volume, only one of the two groups is locked
 at a time, so that a disk that hangs delays its own group only. Between the two locks, a note in
-this process (`Copier.promised`) keeps the source from being removed. If the process dies, the note
-is lost, and at most a bridge is left.
+this process (`Copier.keep_source`) keeps the source from being removed. If the process dies, the
+note is lost, and at most a bridge is left.
 
 A bridge is unused if no incomplete volume is copied from it. Carver removes an unused bridge; a
 removal that fails is retried each minute, and at the next start. But an unused bridge stays while
@@ -184,7 +184,7 @@ class Copier:
             "copy",
             self._copy,
             "cannot complete volume %s: %s",
-            due_jobs=self._due,
+            due_jobs=self._due_copies,
             clear_failed=self._clear_failed,
         )
         context.conflicts.add(
@@ -242,7 +242,7 @@ class Copier:
         self._snapshotter.require_free(state, bridge.name)
         self._snapshotter.make_room(origin)
         try:
-            new_bridge = self._snapshotter.take(
+            new_bridge = self._snapshotter.take_snapshot(
                 bridge.name, origin, {tag.NAME: name, tag.COPY: copy_id}, None
             )
         except mount_errors.CommandError:
@@ -254,7 +254,7 @@ class Copier:
         return new_bridge
 
     @contextmanager
-    def promised(self, source: Snapshot, name: str) -> Iterator[None]:
+    def keep_source(self, source: Snapshot, name: str) -> Iterator[None]:
         """Prevent the removal of a snapshot while, in the `with`, a volume is created from it.
 
         The volume is called `name`. To be entered with the snapshot's group locked, like `prepare`,
@@ -267,12 +267,12 @@ class Copier:
         finally:
             self._promised.discard(promise)
 
-    def dismiss(self, *bridge_ids: str) -> None:
+    def remove_bridges(self, *bridge_ids: str) -> None:
         """Remove unused bridge snapshots in the background; wait up to ten seconds for that."""
         patience = command.patience_seconds(_DISMISS_SECONDS)
-        wait([self.bridges.start(Job(bridge_id)).ended for bridge_id in bridge_ids], patience)
+        wait([self.bridges.start(Job(bridge_id)).future for bridge_id in bridge_ids], patience)
 
-    def reading(self, snapshot_id: str) -> list[str]:
+    def copies_from(self, snapshot_id: str) -> list[str]:
         """Return the volumes that this process fills, or is about to fill, from a snapshot.
 
         A volume that does not exist yet is returned by its name, other volumes by their ids. The
@@ -315,15 +315,15 @@ class Copier:
         caller's deadline, or at once if too many calls wait. If the job failed, raises the error of
         the job.
         """
-        if not job.ended.done():
+        if not job.future.done():
             remaining, seconds = command.remaining_seconds(), self.grace_seconds
             if remaining is not None:
                 seconds = max(0.0, min(remaining - _MARGIN_SECONDS, seconds))
             with suppress(errors.TooManyCalls), locks.without_slot(ids.group_of(job.key)):
-                wait([job.ended], seconds)
-        if not job.ended.done():
+                wait([job.future], seconds)
+        if not job.future.done():
             raise errors.Copying(job.key, str(job))
-        job.ended.result()
+        job.future.result()
         volume = job.volume
         own_tags = {**volume.own_tags, **volume_states.tags_for(EndedBy.CALLER)}
         return replace(volume, size_bytes=volume.made_bytes, own_tags=own_tags)
@@ -359,7 +359,7 @@ class Copier:
             raise errors.SourceLost(str(snapshot.id), snapshot.problem)
         return snapshot
 
-    def clear(self, volume: Volume) -> None:
+    def remove_bridge_of(self, volume: Volume) -> None:
         """Remove the bridge snapshot of a deleted volume in the background, if the bridge is left.
 
         The volume's tags name the bridge: the source may be in another volume group, whose cached
@@ -370,7 +370,7 @@ class Copier:
         if not (bridge_id := _bridge_id(volume)):
             return
         if volume.ended_by is EndedBy.COPIER:
-            self.dismiss(bridge_id)
+            self.remove_bridges(bridge_id)
         elif self._is_in_cache(bridge_id):
             self.bridges.start(Job(bridge_id))
 
@@ -392,13 +392,13 @@ class Copier:
         """
         with Attempts() as attempts:
             copies = 0
-            with attempts.one():
-                copies = self.jobs.look(group)
+            with attempts.attempt():
+                copies = self.jobs.start_due(group)
             state = self._reports.fresh(group)
-            used_bridges = self._wanted(self._reports.every_group(state))
+            used_bridges = self._bridges_in_use(self._reports.every_group(state))
             for snapshot in state.snapshots():
                 if snapshot.is_bridge and str(snapshot.id) not in used_bridges:
-                    with attempts.one():
+                    with attempts.attempt():
                         self.bridges.start(Job(str(snapshot.id)))
         return copies
 
@@ -410,7 +410,7 @@ class Copier:
         made_bytes = volume.made_bytes
         return Copy(key=str(volume.id), volume=volume, source_id=source_id, size_bytes=made_bytes)
 
-    def _due(self, group: str) -> Iterator[Copy]:
+    def _due_copies(self, group: str) -> Iterator[Copy]:
         # Hold the lock of the volume group, so that no volume in the report is completed, and used,
         # before its job exists.
         with self._volume_groups.hold(group):
@@ -484,7 +484,7 @@ class Copier:
         """Give the btrfs on a copied volume a new UUID, if the volume has a btrfs."""
         device = self._activator.activate(volume).path
         if tag.FORMATTED in volume.own_tags or filesystem.is_on(self._kernel, device):
-            filesystem.renew(self._kernel, device)
+            filesystem.renew_uuid(self._kernel, device)
 
     def _grow(self, volume: Volume) -> None:
         """Extend a volume that shares the blocks of its source to its requested size.
@@ -517,7 +517,7 @@ class Copier:
         # Skip zeroes in the copy if the new volume is thin, since its unwritten blocks read as
         # zeroes.
         blank = volume.is_thin
-        work = self._paces.of(volume.group.name).work(
+        task = self._paces.of(volume.group.name).task(
             "copy",
             reading,
             writing,
@@ -527,7 +527,7 @@ class Copier:
         # Prove that the device zeroes blocks correctly: where the source has zeroes, the copy has
         # the device zero the blocks instead of writing them.
         self._policy.prove(writing, source.size_bytes)
-        for piece in work.chunks(source.size_bytes):
+        for piece in task.chunks(source.size_bytes):
             with piece as (offset, length):
                 self._kernel.copy(reading, writing, offset, length, blank=blank)
             yield AGAIN
@@ -540,10 +540,10 @@ class Copier:
     def _overwrite(self, job: Copy, start_bytes: int) -> Steps:
         """Write zeroes to a new volume from `start_bytes` on, behind the data that were copied."""
         device = self._activator.activate(job.volume).path
-        work = self._policy.work(self._paces.of(job.volume.group.name), "zero", device, job)
+        task = self._policy.task(self._paces.of(job.volume.group.name), "zero", device, job)
         size_bytes = job.volume.size_bytes
         yield from self._policy.overwrite(
-            work, device, size_bytes, start_bytes, purpose=Purpose.NEW
+            task, device, size_bytes, start_bytes, purpose=Purpose.NEW
         )
 
     def _drop(self, source: Snapshot) -> None:
@@ -580,14 +580,14 @@ class Copier:
                 self._snapshotter.go_on(all_groups, job.key)
                 return
             all_groups.require_known_unused(bridge)
-            if job.key in self._wanted(all_groups):
+            if job.key in self._bridges_in_use(all_groups):
                 raise errors.VolumeInUse(job.key, "a volume is copied from it")
             self._snapshotter.require_unread(job.key)
-            self._snapshotter.part(bridge)
+            self._snapshotter.split_or_remove(bridge)
             self._unused.pop(job.key, None)
-        self._snapshotter.finish(bridge)
+        self._snapshotter.erase_split(bridge)
 
-    def _wanted(self, all_groups: EveryGroup) -> set[str]:
+    def _bridges_in_use(self, all_groups: EveryGroup) -> set[str]:
         """Return the ids of the bridge snapshots from which volumes are, or may be, copied."""
         copies = list(all_groups.copies())
         bridge_ids = {

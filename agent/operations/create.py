@@ -176,7 +176,7 @@ class VolumeCreator:
             ids.group_of(call.source.id)
             if call.source.kind == VOLUME:
                 origin = backing.of_id(call.source.id)
-                with self._limiter.lifted(origin):
+                with self._limiter.lift(origin):
                     users.flush(self._kernel, self._activator, origin)
         allocator, pool = self._allocators.of(device_class), pool_name(device_class.name)
         request = _Request(call, config, device_class, allocator, pool, admit)
@@ -201,7 +201,9 @@ class VolumeCreator:
                         undo.pop_all()
                         return created
                     case _SourceToReserve() as source_to_reserve:
-                        reserved_source = self._take(request, source_to_reserve, undo, promises)
+                        reserved_source = self._reserve_source(
+                            request, source_to_reserve, undo, promises
+                        )
                     case str(elsewhere):
                         group_name = elsewhere
 
@@ -239,7 +241,7 @@ class VolumeCreator:
             with _absence_as_perhaps_elsewhere():
                 state = self._mender.mend(group_name)
             all_groups = self._reports.every_group(state)
-            existing = all_groups.named(call.own_name)
+            existing = all_groups.find_named(call.own_name)
             if existing is not None and existing.group.name != group_name:
                 # Go on in the volume group of the existing volume: the volume was created by
                 # another device class, or by this class while the class had another volume group.
@@ -257,7 +259,7 @@ class VolumeCreator:
             if existing is None and group_name != device_class.group:
                 return device_class.group
             if existing is None and (
-                why := self._volume_groups.why_unsure(all_groups.silent, call.own_name)
+                why := self._volume_groups.reason_unsure(all_groups.silent, call.own_name)
             ):
                 # Create no volume while a volume group that may have the volume, from an earlier
                 # call, does not answer.
@@ -297,7 +299,7 @@ class VolumeCreator:
         self._deleter.delete(str(existing.id))
         raise final_error
 
-    def _take(
+    def _reserve_source(
         self,
         request: _Request,
         source_to_reserve: _SourceToReserve,
@@ -325,8 +327,8 @@ class VolumeCreator:
             # bridge, or the next start of Carver removes it.
             snapshot = self._copier.prepare(state, request.call.name, reread, group)
             if snapshot.is_bridge:
-                undo.callback(self._copier.dismiss, str(snapshot.id))
-            promises.enter_context(self._copier.promised(snapshot, request.call.name))
+                undo.callback(self._copier.remove_bridges, str(snapshot.id))
+            promises.enter_context(self._copier.keep_source(snapshot, request.call.name))
         return _ReservedSource(clone.origin_at_snapshot(reread, snapshot), snapshot, _disks(group))
 
     def _origin(self, source: Source) -> tuple[Fresh, Snapshot | Volume]:
@@ -337,9 +339,9 @@ class VolumeCreator:
         """
         with _absence_as_perhaps_elsewhere():
             state = self._mender.mend(ids.group_of(source.id))
-        return state, self._found(state, source)
+        return state, self._find_source(state, source)
 
-    def _found(self, state: Fresh, source: Source) -> Snapshot | Volume:
+    def _find_source(self, state: Fresh, source: Source) -> Snapshot | Volume:
         """Return the source of a new volume, if a volume may be copied from that source now.
 
         The caller holds the lock of the source's volume group. Raises PerhapsOnAnotherNode and the
@@ -413,7 +415,7 @@ class VolumeCreator:
         if reserved_source is not None:
             origin = reserved_source.origin
         elif call.source is not None:
-            origin = self._found(state, call.source)
+            origin = self._find_source(state, call.source)
         size_bytes, own_tags, tuning = _planned(request, group, origin)
         if request.admit is not None:
             request.admit(states.all_groups, size_bytes)
@@ -437,7 +439,7 @@ class VolumeCreator:
         if origin is not None and is_shared:
             allocator.make_room(lvm, group)
             volume = clone.share(lvm, origin, name, size_bytes, own_tags, tuning)
-            self._holds.allow(id_text)
+            self._holds.remove_note(id_text)
             return volume, None
         source = None if reserved_source is None else reserved_source.snapshot
         if origin is not None and source is None:
@@ -445,7 +447,7 @@ class VolumeCreator:
             # bridge, or the next start of Carver removes it.
             source = self._copier.prepare(state, call.name, origin, group)
             if source.is_bridge:
-                undo.callback(self._copier.dismiss, str(source.id))
+                undo.callback(self._copier.remove_bridges, str(source.id))
             origin = clone.origin_at_snapshot(origin, source)
             size_bytes, own_tags, tuning = _planned(request, group, origin)
         if source is not None and source.is_bridge:
@@ -453,14 +455,14 @@ class VolumeCreator:
         if request.device_class.pool is not None:
             # Crash point: the thin pool exists without a volume; the next call uses the pool, or
             # the next start of Carver removes it.
-            self._pool_remover.empty(group, pool)
+            self._pool_remover.remove_zeroing_volume(group, pool)
             undo.callback(self._pool_remover.remove_if_empty, group.name, pool)
         settable_tuning = tuning.for_new()
         allocator.create(lvm, group, New(name, size_bytes, own_tags, settable_tuning))
         undo.pop_all()
         # Allow calls to use the id of the new volume only now that the volume exists: another node
         # might have sent a volume with this id in between.
-        self._holds.allow(id_text)
+        self._holds.remove_note(id_text)
         if settable_tuning != tuning:
             modify.complete(lvm, group.name, name, tuning)
         return Volume(volume_id, backing.of(group, name), group, size_bytes, own_tags), source
@@ -475,7 +477,7 @@ class VolumeCreator:
         """
         allocator = request.allocator
         if size_bytes > (maximum := allocator.maximum_bytes(group, further_count)):
-            purpose = allocator.full(group, further_count) or allocator.purpose(group)
+            purpose = allocator.reason_full(group, further_count) or allocator.purpose(group)
             raise errors.NoRoom(group.name, size_bytes, maximum, purpose)
         if request.device_class.pool is not None:
             self._pool_remover.require_kept(group.name, request.pool)
@@ -554,7 +556,7 @@ def _planned(
     """
     call, device_class = request.call, request.device_class
     plan.check_stripe_size(device_class, group)
-    size_bytes, own_tags = plan.new(call, device_class, request.allocator, group, origin)
+    size_bytes, own_tags = plan.size_and_tags(call, device_class, request.allocator, group, origin)
     tuning = modify.bounded(request.config, device_class, call.tuning)
     return size_bytes, own_tags | tuning.tags(), tuning
 

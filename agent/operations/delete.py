@@ -44,7 +44,7 @@ class VolumeDeleter:
         """
         if ids.is_inline(volume_id):
             return False
-        return bool(users.mounted_at(self._kernel, self._activator, backing.of_id(volume_id)))
+        return bool(users.mount_paths(self._kernel, self._activator, backing.of_id(volume_id)))
 
     def delete(self, volume_id: str, *, is_own: bool = True) -> None:
         """Erase and remove a volume; a volume that does not exist is no error.
@@ -107,11 +107,11 @@ class VolumeDeleter:
                 volume = state.volume(volume_id)
                 self._pool_remover.remove(volume)
         if at_once:
-            self._pool_remover.after(volume, self._eraser.grace_seconds)
+            self._pool_remover.remove_after(volume, self._eraser.grace_seconds)
         elif not is_bare:
             # Crash point: before the volume has the tag `wiping`, the caller repeats the call;
             # afterwards the next start of Carver continues the deletion.
             self._eraser.delete(volume)
         # Crash point: the volume's bridge (the temporary snapshot that it was copied from) is left;
         # the next start of Carver removes the bridge.
-        self._copier.clear(volume)
+        self._copier.remove_bridge_of(volume)

@@ -86,12 +86,14 @@ class Reason(enum.Enum):
     DISK_NOT_RESPONDING = "DiskNotResponding", "", STORAGE_UNREACHABLE
     LVM_NOT_ANSWERING = "LvmNotAnswering", DEGRADED, STORAGE_UNREACHABLE
 
-    def __init__(self, word: str, of_volume: str, of_storage: str, access: str = "") -> None:
+    def __init__(
+        self, word: str, volume_status: str, storage_status: str, access: str = ""
+    ) -> None:
         self.word = word
-        self.of_volume = of_volume
-        self.of_storage = of_storage
+        self.volume_status = volume_status
+        self.storage_status = storage_status
         self.access = access
-        self.rank = _WORST_FIRST.index(of_volume or of_storage)
+        self.rank = _WORST_FIRST.index(volume_status or storage_status)
 
     def __str__(self) -> str:
         return self.word
@@ -153,7 +155,7 @@ def distinct(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
     return tuple(worst_first[:_MOST_CONDITIONS])
 
 
-def silent_condition(volume_group: VolumeGroup) -> Iterator[Condition]:
+def silent_group_conditions(volume_group: VolumeGroup) -> Iterator[Condition]:
     """Yield a health condition if a volume group has not answered for long; usually yield nothing.
 
     The condition concerns all volumes of the group. Volumes in use may work all the same, on disks
@@ -169,7 +171,7 @@ def silent_condition(volume_group: VolumeGroup) -> Iterator[Condition]:
         )
 
 
-def aged(conditions: Iterable[Condition], seen_seconds: float) -> Iterator[Condition]:
+def with_time(conditions: Iterable[Condition], seen_seconds: float) -> Iterator[Condition]:
     """Yield health conditions with `seen_seconds` set to this Unix time."""
     return (replace(condition, seen_seconds=seen_seconds) for condition in conditions)
 
@@ -244,7 +246,7 @@ class Diagnosis:
         self._kernel = kernel
         self._devices = kernel_devices
         self._activator = activator
-        self._looks: Probes[KernelConditions] = Probes()
+        self._probes: Probes[KernelConditions] = Probes()
         # Time after which a suspended device counts as left suspended, in seconds; tests change it.
         self.settling_seconds = SETTLING_SECONDS
 
@@ -266,10 +268,10 @@ class Diagnosis:
         `until_seconds` (monotonic), or for two seconds by default.
         """
         by_kernel = self._by_kernel(str(volume.id), volume, mounts, until_seconds)
-        reported = by_report(volume, has_status=by_kernel.has_status)
-        return distinct([*aged(reported, seen_seconds), *by_kernel.conditions])
+        reported = conditions_by_report(volume, has_status=by_kernel.has_status)
+        return distinct([*with_time(reported, seen_seconds), *by_kernel.conditions])
 
-    def by_kernel(self, volume_id: str) -> tuple[Condition, ...]:
+    def conditions_by_kernel(self, volume_id: str) -> tuple[Condition, ...]:
         """Return the health conditions that the kernel reports of a volume.
 
         The method is for a volume that no report has yet, or whose report is of no use.
@@ -283,7 +285,7 @@ class Diagnosis:
         pool_path = f"{group.name}/{name}"
         description = f"thin pool {pool_path}"
 
-        def look() -> KernelConditions:
+        def probe() -> KernelConditions:
             status = thin.status_of(self._activator.status(group.name, name))
             if status is None:
                 return KernelConditions()
@@ -292,7 +294,7 @@ class Diagnosis:
             )
 
         return self._waited(
-            f"pool {pool_path}", pool_path, description, look, until_seconds
+            f"pool {pool_path}", pool_path, description, probe, until_seconds
         ).conditions
 
     def _by_kernel(
@@ -304,8 +306,8 @@ class Diagnosis:
     ) -> KernelConditions:
         logical = backing.of_id(volume_id) if volume is None else volume.backing
 
-        def look() -> KernelConditions:
-            return self._look(logical, volume, mounts or self.mounts())
+        def probe() -> KernelConditions:
+            return self._kernel_conditions(logical, volume, mounts or self.mounts())
 
         if until_seconds is None:
             until_seconds = time.monotonic() + PATIENCE_SECONDS
@@ -314,17 +316,17 @@ class Diagnosis:
         pool = _pool_of(volume)
         pool_or_group = f"{logical.group}/{pool}" if pool else logical.group
         description = f"logical volume {logical.name}"
-        return self._waited(volume_id, pool_or_group, description, look, until_seconds)
+        return self._waited(volume_id, pool_or_group, description, probe, until_seconds)
 
     def _waited(
         self,
         probe_key: str,
         pool_or_group: str,
         description: str,
-        look: Callable[[], KernelConditions],
+        probe: Callable[[], KernelConditions],
         until_seconds: float,
     ) -> KernelConditions:
-        result = self._looks.probe(probe_key, look, until_seconds, pool_or_group)
+        result = self._probes.probe(probe_key, probe, until_seconds, pool_or_group)
         reported = result.value or KernelConditions()
         if result.hanging_seconds < _DEAD_SECONDS:
             return reported
@@ -335,14 +337,14 @@ class Diagnosis:
         )
         return KernelConditions((*reported.conditions, silent), reported.has_status)
 
-    def _look(
+    def _kernel_conditions(
         self, logical: Backing, volume: Volume | None, mounts: table.Table
     ) -> KernelConditions:
         status = self._activator.status_of(logical)
         # Assume, without a report, that the thin pool has room for all its volumes: only a report
         # says how large the volumes are.
         has_room = volume is None or has_all(volume.group, _pool_of(volume))
-        conditions = [*by_device_mapper(logical.name, status, has_room)]
+        conditions = [*conditions_by_device_mapper(logical.name, status, has_room)]
         device = self._activator.device(logical)
         if device is not None:
             conditions += self._of_device(logical, device, mounts)
@@ -415,7 +417,7 @@ def _pool_of(volume: Volume | None) -> str:
     return logical.pool if logical is not None else ""
 
 
-def by_report(volume: Volume, *, has_status: bool = False) -> Iterator[Condition]:
+def conditions_by_report(volume: Volume, *, has_status: bool = False) -> Iterator[Condition]:
     """Yield the health conditions of a volume and its snapshots that lvm2's report shows.
 
     With `has_status`, device-mapper reports on the volume, and the health status that lvm2 has from
@@ -491,7 +493,7 @@ def overflowed(snapshot: records.Snapshot) -> Condition:
 
 
 def _of_missing(volume: Volume, partial: str) -> Condition:
-    holder, reason = volume.on_disks, Reason.DISK_MISSING
+    holder, reason = volume.allocated_volume, Reason.DISK_MISSING
     if raid.level(holder.layout) is not None:
         reason = Reason.RAID_DEGRADED if volume.group.survives(holder) else Reason.RAID_FAILED
     missing_disks = [
@@ -525,7 +527,7 @@ def has_all(group: report.Group, pool: str) -> bool:
     return pool_usage.promised_bytes <= pool_usage.data_extents * group.extent_size_bytes
 
 
-def by_device_mapper(
+def conditions_by_device_mapper(
     name: str, statuses: Sequence[Status], has_all: bool = False
 ) -> Iterator[Condition]:
     """Yield the health conditions that device-mapper reports about an active volume.

@@ -92,7 +92,7 @@ class EncryptedDevices:
                 " with carver/encryption, or give no secret",
             )
         if encrypted and not keys.present and self._key_file(device_class) is None:
-            raise errors.KeyMissing(volume_id, self._gone(device_class))
+            raise errors.KeyMissing(volume_id, self._missing_class(device_class))
 
     def check(self, volume: Volume, keys: Keys) -> None:
         """Raise KeyMissing or BadField if the keys of a call do not fit an existing volume."""
@@ -127,7 +127,7 @@ class EncryptedDevices:
                 self._mappings.ensure_closed(volume)
             # Crash point: the LUKS2 header exists and the tag `sealed` does not. The UUID of the
             # header proves that the header is the volume's own.
-            tags = self._sealed(volume, device, key, header)
+            tags = self._ensure_header(volume, device, key, header)
             self._unlock(volume, device, keys, key)
         if tag.SHARED_KEY in volume.own_tags:
             self._adopt_header(volume, device)
@@ -137,13 +137,13 @@ class EncryptedDevices:
             raise lvm_errors.Inactive(volume.group.name, mapping_name(device))
         if tag.FORMATTED not in volume.own_tags:
             offset_bytes = self._header(volume, device).offset_bytes
-            luks.blank(self._kernel, device.path, offset_bytes, mapping.path)
+            luks.zero_blank_ends(self._kernel, device.path, offset_bytes, mapping.path)
         is_new_copy = volume.is_copied and tag.RENEWED not in volume.own_tags
         # Read the tags before the device is probed: a raw block volume may hold a btrfs that
         # belongs to its user.
         if is_new_copy and volume.may_hold_btrfs and filesystem.is_on(self._kernel, mapping.path):
             # Give the copied btrfs a new UUID: the copy still has the UUID of its source.
-            filesystem.renew(self._kernel, mapping.path)
+            filesystem.renew_uuid(self._kernel, mapping.path)
             tags[tag.RENEWED] = "yes"
         return mapping, tags
 
@@ -215,7 +215,7 @@ class EncryptedDevices:
         with tag_writer.logging_refusals(str(volume.id), tag.SHARED_KEY):
             self._tag_writer.replace(volume.backing, (tag.SHARED_KEY, tag.SEALED), sealed_tags)
 
-    def _sealed(
+    def _ensure_header(
         self, volume: Volume, device: Device, key: Key, header: Header | None
     ) -> dict[str, str]:
         """Create a volume's LUKS2 header, or check the existing one; return the tags to be written.
@@ -233,7 +233,7 @@ class EncryptedDevices:
             # Erase the area of the header. The code gets here only if the probe found the device
             # blank, or if the device has the volume's own header without a key slot, and only if no
             # tag records a header.
-            luks.erase(self._kernel, device.path, volume.header_bytes)
+            luks.zero_ends(self._kernel, device.path, volume.header_bytes)
             is_large = self._kernel.physical_block_bytes(device.path) >= _LARGE_SECTOR_BYTES
             self._cryptsetup.make(
                 device.path,
@@ -259,7 +259,7 @@ class EncryptedDevices:
         return {key: text for key, text in present_tags.items() if key not in volume.own_tags}
 
     def _require_blank(self, volume: Volume, device: Device) -> None:
-        if luks.bears_any(self._kernel, device.path):
+        if luks.has_header_copy(self._kernel, device.path):
             raise errors.HeaderDamaged(str(volume.id), "there is a header that is not whole")
         contents = filesystem.probe_grown(self._kernel, device.path, volume.made_bytes)
         if contents is not None:
@@ -271,7 +271,7 @@ class EncryptedDevices:
         If the keys cannot be changed now, the volume is opened by whichever of the two keys opens
         it. Raises WrongKey if neither key opens the volume.
         """
-        previous_key = _other(keys.previous, key)
+        previous_key = _former_key(keys.previous, key)
         is_unknown = False
         if previous_key or tag.ROTATING in volume.own_tags or _is_newer(volume, keys):
             try:
@@ -299,7 +299,7 @@ class EncryptedDevices:
         case.
         """
         slots, path = self._header(volume, device).slots, device.path
-        previous_key = _other(keys.previous, key)
+        previous_key = _former_key(keys.previous, key)
         fitting_slot = next(
             (slot for slot in slots if self._cryptsetup.check(path, key.data, slot)), None
         )
@@ -311,7 +311,7 @@ class EncryptedDevices:
         elif old_slots := self._old_slots(volume, path, slots, fitting_slot, previous_key):
             self._record(volume, _PENDING)
             for slot in old_slots:
-                self._cryptsetup.kill(path, key.data, slot)
+                self._cryptsetup.remove_key(path, key.data, slot)
         remaining_slots = self._header(volume, device).slots
         is_changed = remaining_slots != slots or tag.ROTATING in volume.own_tags
         if is_changed:
@@ -371,12 +371,12 @@ class EncryptedDevices:
             return
         file = self._key_file(device_class)
         if file is None:
-            raise errors.KeyMissing(volume_id, self._gone(device_class))
+            raise errors.KeyMissing(volume_id, self._missing_class(device_class))
         key = read_key(file)
         with Keys(key).used():
             yield key
 
-    def _gone(self, device_class: str) -> str:
+    def _missing_class(self, device_class: str) -> str:
         """Return the name of a device class that the configuration lacks, or an empty string.
 
         The result is empty if the configuration has the class.
@@ -435,8 +435,8 @@ def change(
 ) -> int:
     """Replace a volume's key, and return the slot of the new key.
 
-    `old_key` is the volume's key or its recovery key. Crash points: before each `kill` the volume
-    can be opened by both keys. Raises WrongKey if `old_key` opens no slot.
+    `old_key` is the volume's key or its recovery key. Crash points: before each `remove_key` the
+    volume can be opened by both keys. Raises WrongKey if `old_key` opens no slot.
     """
     free_slot = next((slot for slot in _USUAL if slot not in slots), None)
     if free_slot is None:
@@ -445,7 +445,7 @@ def change(
         # the new key by `old_key`.
         candidates = (slot for slot in _USUAL if not program.check(device, old_key.data, slot))
         free_slot = next(candidates, _USUAL[-1])
-        program.kill(device, old_key.data, free_slot)
+        program.remove_key(device, old_key.data, free_slot)
     program.add(device, old_key.data, new_key.data, free_slot)
     if not program.check(device, new_key.data, free_slot):
         raise mount_errors.CryptFailed(
@@ -455,11 +455,11 @@ def change(
         if slot in (free_slot, luks.RECOVERY):
             continue
         if slot in _USUAL or program.check(device, old_key.data, slot):
-            program.kill(device, new_key.data, slot)
+            program.remove_key(device, new_key.data, slot)
     return free_slot
 
 
-def _other(previous_key: Key | None, present_key: Key) -> Key | None:
+def _former_key(previous_key: Key | None, present_key: Key) -> Key | None:
     """Return the previous key if it differs from the present one, else None."""
     return previous_key if previous_key and previous_key.data != present_key.data else None
 

@@ -64,7 +64,7 @@ def mark_for_erase(
     new_marks = {tag.SWEEP_DISKS: disk_list} if is_named else {tag.SWEEP: "yes"}
     if new_marks == marks:
         return False
-    groups.mark(lvm, group.name, old=marks, new={**new_marks, **further_tags})
+    groups.mark(lvm, group.name, old_tags=marks, new_tags={**new_marks, **further_tags})
     return True
 
 
@@ -83,7 +83,7 @@ def unmark_disk(lvm: Lvm, group: report.Group, disk: str, further_tags: Mapping[
     new_marks = (
         {**other_marks, tag.SWEEP_DISKS: remaining_disks} if remaining_disks else other_marks
     )
-    groups.mark(lvm, group.name, old={**marks, **further_tags}, new=new_marks)
+    groups.mark(lvm, group.name, old_tags={**marks, **further_tags}, new_tags=new_marks)
 
 
 def unmark_if_erased(lvm: Lvm, group: report.Group) -> bool:
@@ -109,7 +109,7 @@ def unmark(lvm: Lvm, group: report.Group) -> None:
     """
     own_tags = group.own_tags
     keys = (tag.SWEEP, tag.SWEEP_DISKS, tag.FILLED)
-    groups.mark(lvm, group.name, old={key: own_tags[key] for key in keys if key in own_tags})
+    groups.mark(lvm, group.name, old_tags={key: own_tags[key] for key in keys if key in own_tags})
 
 
 def remove_partial_sweep(lvm: Lvm, group: report.Group) -> None:
@@ -214,7 +214,7 @@ class Eraser:
             "wipe",
             self._steps,
             "volume %s is deleted, but not erased and removed yet: %s",
-            due_jobs=self._due,
+            due_jobs=self._due_jobs,
         )
         conflicts = context.conflicts
         conflicts.add(EndedBy.ERASER, self.jobs, aborted=_being_erased)
@@ -246,13 +246,13 @@ class Eraser:
         job = self._start(volume)
         self.jobs.wait(job, self.grace_seconds)
         try:
-            if not job.ended.done() and self._put_on_record(job):
+            if not job.future.done() and self._put_on_record(job):
                 return
         except Exception:
             # Cancel the job, because the call fails; the repeated call starts a new job.
             self.jobs.cancel(job)
             raise
-        job.ended.result()
+        job.future.result()
 
     def finish(self, volume: Volume) -> None:
         """Erase and remove a volume that is tagged as deleted; wait up to two seconds for that."""
@@ -269,7 +269,7 @@ class Eraser:
             own_tags = job.volume.own_tags
             volume_states.hand_over(self._lvm(group), group, name, own_tags, EndedBy.ERASER)
             job.on_record = True
-        if job.ended.done():
+        if job.future.done():
             # Retry the job: the job failed before the volume was tagged as deleted, so the
             # background thread does not retry the job by itself.
             self.jobs.wake(job, self.jobs.retry_seconds)
@@ -297,7 +297,7 @@ class Eraser:
             raise Stopping(job.key)
         return job
 
-    def _due(self, group: str) -> Iterator[EraseJob]:
+    def _due_jobs(self, group: str) -> Iterator[EraseJob]:
         """Yield a job for each deleted volume of a volume group.
 
         Raises an ExceptionGroup of the reasons why volumes that lvm2 left suspended cannot be
@@ -309,7 +309,7 @@ class Eraser:
             state = self._mender.mend(group)
             state.group(group)
             for volume in state.doomed():
-                with attempts.one():
+                with attempts.attempt():
                     state.require_repaired(volume)
                     yield self._wipe_of(volume)
 
@@ -458,7 +458,7 @@ class Eraser:
         group = volume.group.name
         state = self._mender.mend(group)
         volume = state.doomed_volume(str(volume.id))
-        if is_given_up(volume.on_disks) and volume.missing_disks:
+        if is_given_up(volume.allocated_volume) and volume.missing_disks:
             self._given_up(group)
             why = "it was given up, and goes when all that goes with it is deleted"
             raise errors.NotOverwritten(str(volume.id), why)
@@ -555,17 +555,17 @@ class Eraser:
                 self._mappings.erase(volume)
         are_lost = [True]
 
-        def zero_present(offset: int, length: int, way: By) -> None:
-            are_lost.append(self._zero_present(volume, device, offset, length, way))
+        def zero_present(offset: int, length: int, zeroing_method: By) -> None:
+            are_lost.append(self._zero_present(volume, device, offset, length, zeroing_method))
 
-        work = self.policy.work(self._paces.of(volume.group.name), "erase", device, job)
+        task = self.policy.task(self._paces.of(volume.group.name), "erase", device, job)
         yield from self.policy.overwrite(
-            work,
+            task,
             device,
             size_bytes,
             purpose=purpose,
-            zero=zero_present if is_partial else None,
-            within=writing,
+            zero_piece=zero_present if is_partial else None,
+            piece_context=writing,
         )
         if method == classes.ERASE_DISCARD:
             # Ignore errors, such as of a disk that does not support discards: this range need not
@@ -574,7 +574,9 @@ class Eraser:
                 self._kernel.discard(device, size_bytes, whole_bytes - size_bytes)
         return all(are_lost)
 
-    def _zero_present(self, volume: Volume, device: str, offset: int, length: int, way: By) -> bool:
+    def _zero_present(
+        self, volume: Volume, device: str, offset: int, length: int, zeroing_method: By
+    ) -> bool:
         """Zero the extents of a range that are on present disks.
 
         Raises OSError if a present disk fails. Returns whether all extents that failed are
@@ -584,7 +586,7 @@ class Eraser:
         while offset < end:
             size = min(extent - offset % extent, end - offset)
             try:
-                self._kernel.zero_out(device, offset, size, method=way)
+                self._kernel.zero_out(device, offset, size, method=zeroing_method)
             except OSError as error:
                 is_lost = _is_lost(volume, offset // extent)
                 if error.errno != errno.EIO or is_lost is False:
@@ -652,7 +654,7 @@ def _is_lost(volume: Volume, extent: int) -> bool | None:
 def _about_disks(volume: Volume) -> str:
     logical = volume.group.volumes.get(volume.name)
     root = logical.origin if logical is not None and logical.is_copy_on_write else ""
-    holder = volume.group.volumes.get(root, volume.on_disks)
+    holder = volume.group.volumes.get(root, volume.allocated_volume)
     path = f"{volume.group.name}/{holder.pool or holder.name}"
     if not volume.missing_disks:
         missing_uuids = ", ".join(volume.group.missing_uuids)

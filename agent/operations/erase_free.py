@@ -73,7 +73,9 @@ class GrowthZeroer:
         self._conflicts = context.conflicts
         self._conflicts.add(Work.GROWTH, self.jobs)
 
-    def take(self, volume: Volume, more_bytes: int, allocator: Allocator) -> tuple[str, ...]:
+    def take_extents(
+        self, volume: Volume, growth_bytes: int, allocator: Allocator
+    ) -> tuple[str, ...]:
         """Return free extents, already zeroed, for a volume to grow by.
 
         Call the method with the group's lock held and a report that was read under that lock, and
@@ -85,17 +87,17 @@ class GrowthZeroer:
         group, reservation = volume.group, records.reservation_name(volume.name)
         lvm = self._lvm(group.name)
         reserved = records.reservation(group, volume.name)
-        if reserved is not None and reserved.size_bytes != _taken_bytes(volume, more_bytes):
+        if reserved is not None and reserved.size_bytes != _taken_bytes(volume, growth_bytes):
             # Free the extents that an earlier call reserved for another size.
             self.require_none(volume)
             volumes.remove(lvm, group.name, reservation)
             reserved = None
         if reserved is None:
-            if more_bytes > (free_bytes := allocator.maximum_growth_bytes(volume)):
+            if growth_bytes > (free_bytes := allocator.maximum_growth_bytes(volume)):
                 raise errors.NoRoom(
-                    group.name, more_bytes, free_bytes, f"more {allocator.purpose(group)}"
+                    group.name, growth_bytes, free_bytes, f"more {allocator.purpose(group)}"
                 )
-            reserved = self._reserve(volume, more_bytes)
+            reserved = self._reserve(volume, growth_bytes)
         if reserved.uuid not in self._done:
             growth = _Growth(
                 key=str(volume.id),
@@ -113,7 +115,7 @@ class GrowthZeroer:
     def require_none(self, volume: Volume) -> None:
         """Raise AnotherSize while extents for a volume's growth are being zeroed."""
         job = self.jobs.of(str(volume.id))
-        if job is not None and not job.ended.done():
+        if job is not None and not job.future.done():
             raise AnotherSize(job.key, str(job.progress))
 
     def withdraw(self, volume_id: str) -> None:
@@ -129,13 +131,13 @@ class GrowthZeroer:
                 volumes.remove(self._lvm(group), group, reserved.name)
 
     def wait(self, volume_id: str) -> bool:
-        """Wait up to ten seconds for the job that `take` started; return whether the job has ended.
+        """Wait up to ten seconds for the job that `take_extents` started.
 
-        The result is True if there is no job.
+        Returns whether the job has ended; True if there is no job.
         """
         job = self.jobs.of(volume_id)
         patience = command.patience_seconds(self.grace_seconds)
-        return job is None or bool(wait([job.ended], patience).done)
+        return job is None or bool(wait([job.future], patience).done)
 
     def problem(self, volume_id: str) -> Exception | None:
         """Return the error with which the zeroing of a volume's new extents failed.
@@ -144,9 +146,9 @@ class GrowthZeroer:
         an error of a disk or of a command.
         """
         job = self.jobs.of(volume_id)
-        if job is None or not job.ended.done():
+        if job is None or not job.future.done():
             return None
-        error = job.ended.exception()
+        error = job.future.exception()
         return error if isinstance(error, OSError | CommandError) else None
 
     def _reserve(self, volume: Volume, size_bytes: int) -> report.LogicalVolume:
@@ -168,9 +170,9 @@ class GrowthZeroer:
 
     def _overwrite(self, job: _Growth) -> Steps:
         device = self._activator.ensure_active(job.group, job.name).path
-        work = self._policy.work(self._paces.of(job.group), "zero", device, job)
+        task = self._policy.task(self._paces.of(job.group), "zero", device, job)
         size_bytes = self._kernel.device_size_bytes(device)
-        yield from self._policy.overwrite(work, device, size_bytes, purpose=Purpose.NEW)
+        yield from self._policy.overwrite(task, device, size_bytes, purpose=Purpose.NEW)
         self._done.add(job.uuid)
 
 
@@ -217,7 +219,7 @@ class FreedSpaceEraser:
             "sweep",
             self._sweep,
             "%s: free extents are not zeroed yet: %s",
-            due_jobs=self._due,
+            due_jobs=self._due_sweeps,
         )
         self._conflicts = context.conflicts
         self._conflicts.add(Work.SWEEP, self.jobs, key_of=lambda group: f"{group}/{ids.SWEEP}")
@@ -227,7 +229,7 @@ class FreedSpaceEraser:
 
         Returns a future of the job's end.
         """
-        return self.jobs.start(Job(f"{group}/{ids.SWEEP}")).ended
+        return self.jobs.start(Job(f"{group}/{ids.SWEEP}")).future
 
     @contextmanager
     def without_sweep(self, group: str) -> Iterator[None]:
@@ -245,14 +247,14 @@ class FreedSpaceEraser:
                         volumes.remove(self._lvm(group), group, ids.SWEEP)
                 yield
         finally:
-            if job is None or job.ended.done():
+            if job is None or job.future.done():
                 self.start(group)
             else:
                 # Start a new job that zeroes free extents when the cancelled job ends: that job's
                 # disk does not answer yet.
-                job.ended.add_done_callback(lambda _: self.start(group))
+                job.future.add_done_callback(lambda _: self.start(group))
 
-    def _due(self, name: str) -> Iterator[Job]:
+    def _due_sweeps(self, name: str) -> Iterator[Job]:
         if _is_left(self._reports.fresh(name).group(name)):
             yield Job(f"{name}/{ids.SWEEP}")
 
@@ -261,7 +263,7 @@ class FreedSpaceEraser:
         uuid, done_bytes = "", 0
         while True:
             with self._volume_groups.hold(name):
-                if (group := self._take(name)) is None:
+                if (group := self._extend_sweep(name)) is None:
                     return
                 sweep = group.volume(ids.SWEEP)
                 if sweep.uuid == uuid and sweep.size_bytes == done_bytes:
@@ -276,13 +278,13 @@ class FreedSpaceEraser:
                 # earlier process may have zeroed an unknown part of it.
                 uuid, done_bytes = sweep.uuid, 0
             device = self._activator.ensure_active(name, ids.SWEEP).path
-            work = self.policy.work(self._paces.of(name), "erase", device, job)
+            task = self.policy.task(self._paces.of(name), "erase", device, job)
             yield from self.policy.overwrite(
-                work, device, sweep.size_bytes, done_bytes, purpose=Purpose.DELETED
+                task, device, sweep.size_bytes, done_bytes, purpose=Purpose.DELETED
             )
             done_bytes = sweep.size_bytes
 
-    def _take(self, name: str) -> report.Group | None:
+    def _extend_sweep(self, name: str) -> report.Group | None:
         """Remove volumes that an operator gave up, and take free extents into a sweep.
 
         An operator gives up volumes that lost data with a disk. The sweep is the logical volume in
@@ -379,7 +381,7 @@ def _removable_roots(group: report.Group) -> Iterator[report.LogicalVolume]:
     Each of them was given up (tag `givenUp`), has a part on a missing disk, and is deleted with all
     its dependents. A thin pool counts as deleted if all its volumes are.
     """
-    for logical in records.usable(group):
+    for logical in records.usable_logical_volumes(group):
         if not is_given_up(logical) or logical.disks.isdisjoint(group.missing_uuids):
             continue
         dependents = _dependents(group, logical)

@@ -86,7 +86,7 @@ class Expander:
         self._limiter, self._conflicts = context.limiter, context.conflicts
         self._configuration = context.configuration
 
-    def expand_in_use(self, call: ExpandVolume, volume_path: VolumePath, keys: Keys) -> int:
+    def expand_in_use(self, request: ExpandVolume, volume_path: VolumePath, keys: Keys) -> int:
         """Grow a volume to the requested size, and all layers on it; return its capacity in bytes.
 
         Raises CannotGrow for each final error of lvm2, the mount or LUKS: a pod must start with the
@@ -95,7 +95,7 @@ class Expander:
         VolumeMissing says that the volume does not exist. If the call is for a reader, the file
         system stays as it is until a writer stages the volume.
         """
-        volume_id, size_bytes = call.volume_id, self._volumes.size_bytes(volume_path)
+        volume_id, size_bytes = request.volume_id, self._volumes.size_bytes(volume_path)
         try:
             cached_volume = self._reports.cached(volume_id)
             # Call `expand` also for a size that the volume has. After the claim was made smaller
@@ -104,14 +104,14 @@ class Expander:
             is_on_record = cached_volume is not None and (
                 cached_volume.wanted_bytes
                 or cached_volume.refused_bytes
-                or _lacks_request(cached_volume, call.size)
+                or _lacks_request(cached_volume, request.size)
             )
-            if is_on_record or not call.size.allows(size_bytes):
-                size_bytes = self.expand(call, is_in_use=True).capacity_bytes
+            if is_on_record or not request.size.allows(size_bytes):
+                size_bytes = self.expand(request, is_in_use=True).capacity_bytes
             # Crash point: the volume is larger than its file system; kubelet repeats the call, and
             # each NodeStageVolume call tries to grow the file system.
             with self._recording(volume_id):
-                read_only = call.read_only or self._is_attached_read_only(cached_volume)
+                read_only = request.read_only or self._is_attached_read_only(cached_volume)
                 self.fill_device(volume_path, keys, read_only=read_only)
             self.settle(volume_id)
         except errors.TooLarge as error:
@@ -127,7 +127,7 @@ class Expander:
         attachment = None if volume is None else volume.attachment_to(node_id)
         return attachment is not None and attachment.read_only
 
-    def expand(self, call: ExpandVolume, *, is_in_use: bool = False) -> Volume:
+    def expand(self, request: ExpandVolume, *, is_in_use: bool = False) -> Volume:
         """Make a volume at least as large as requested; a larger volume keeps its size.
 
         The latest call counts: a larger size that an earlier call recorded (tags `wanted` and
@@ -142,8 +142,8 @@ class Expander:
         - While a volume in use is being copied, it raises Copying. With `is_in_use` it raises
           GrowsLater instead, because the caller's pod must start.
         """
-        with self._conflicts.enter(Call.EXPAND, call.volume_id):
-            return self._zeroed_first(call.volume_id, lambda: self._expand(call, is_in_use))
+        with self._conflicts.enter(Call.EXPAND, request.volume_id):
+            return self._zeroed_first(request.volume_id, lambda: self._expand(request, is_in_use))
 
     def _zeroed_first(self, volume_id: str, expand: Callable[[], Volume]) -> Volume:
         """Expand a volume; if its new extents are zeroed first, wait up to ten seconds for that.
@@ -167,31 +167,31 @@ class Expander:
                 raise errors.NotOverwritten(volume_id, f"of what it grows by: {problem}") from None
             return expand()
 
-    def _expand(self, call: ExpandVolume, is_in_use: bool) -> Volume:
-        group = ids.group_of(call.volume_id)
+    def _expand(self, request: ExpandVolume, is_in_use: bool) -> Volume:
+        group = ids.group_of(request.volume_id)
         self._reports.await_others(group)
         with self._volume_groups.hold(group):
             state = self._mender.mend(group)
-            volume = state.usable(call.volume_id, Call.EXPAND)
+            volume = state.usable(request.volume_id, Call.EXPAND)
             volume.require_header_bytes()
-            wanted_bytes = _wanted_bytes(volume, call.size)
+            wanted_bytes = _wanted_bytes(volume, request.size)
             if wanted_bytes > volume.size_bytes:
                 try:
                     self._extend(state, volume, wanted_bytes)
                 except (errors.VolumeInUse, lvm_errors.InUse) as error:
                     if self._is_only_copied(volume) and not is_in_use:
                         why = "it grows when that is done"
-                        raise errors.Copying(call.volume_id, why) from None
+                        raise errors.Copying(request.volume_id, why) from None
                     self._record(volume, wanted_bytes)
                     snapshot_ids = volume.copy_on_write_snapshots
                     raise errors.GrowsLater(
-                        call.volume_id, wanted_bytes, snapshot_ids, str(error)
+                        request.volume_id, wanted_bytes, snapshot_ids, str(error)
                     ) from None
                 except (*_NO_ROOM, mount_errors.CommandFailed) as error:
                     self._refuse(volume, wanted_bytes)
                     if not isinstance(error, _NO_ROOM):
                         raise
-                    raise errors.TooLarge(call.volume_id, str(error)) from None
+                    raise errors.TooLarge(request.volume_id, str(error)) from None
             elif (reserved := records.reservation(volume.group, volume.name)) is not None:
                 # Release the extents reserved for a growth that this call withdraws.
                 self._growth_zeroer.require_none(volume)
@@ -199,11 +199,11 @@ class Expander:
             # Record the requested size also for a volume that has it: a NodeStageVolume call may
             # have extended the volume, and a NodeStageVolume call does not know the size that the
             # caller requested.
-            self._record_request(volume, call.size, max(wanted_bytes, volume.size_bytes))
-            if call.size.required_bytes:
+            self._record_request(volume, request.size, max(wanted_bytes, volume.size_bytes))
+            if request.size.required_bytes:
                 self._withdraw(volume, wanted_bytes)
         volume = replace(volume, size_bytes=max(wanted_bytes, volume.size_bytes))
-        self._limiter.grown(volume.backing, volume.capacity_bytes)
+        self._limiter.adapt_to_size(volume.backing, volume.capacity_bytes)
         return volume
 
     def needs_node(self, volume: Volume) -> bool:
@@ -215,11 +215,11 @@ class Expander:
         if volume.own_tags.get(tag.ACCESS) != BLOCK or volume.is_encrypted:
             return True
         device = self._activator.device(volume.backing)
-        return device is not None and bool(loop.over(self._kernel, device.number))
+        return device is not None and bool(loop.loop_devices_over(self._kernel, device.number))
 
     def fill_device(
         self,
-        call: VolumePath,
+        request: VolumePath,
         keys: Keys = secret.NONE,
         *,
         if_possible: bool = False,
@@ -234,10 +234,12 @@ class Expander:
         with `read_only`, stays as it is.
         """
         mounts = table.read(self._kernel)
-        device, mounted = self._volumes.anywhere(call, mounts)
+        device, mounted = self._volumes.find_mount(request, mounts)
         is_whole = True
         if device.below is not None:
-            is_whole = self._encrypted.fill(call.volume_id, device, keys, if_possible=if_possible)
+            is_whole = self._encrypted.fill(
+                request.volume_id, device, keys, if_possible=if_possible
+            )
         if mounted.device == device.number:
             # Grow the file system through any of its writable mounts: the kernel accepts no other
             # mount.
@@ -245,7 +247,7 @@ class Expander:
             if writable or not read_only:
                 filesystem.grow(self._kernel, (writable or [mounted])[0])
             return is_whole
-        for loop_device in loop.over(self._kernel, device.number):
+        for loop_device in loop.loop_devices_over(self._kernel, device.number):
             loop.grow(self._kernel, loop_device)
         return is_whole
 
@@ -259,7 +261,7 @@ class Expander:
             yield
         except (errors.AgentError, mount_errors.CommandError, mount_errors.MountError) as error:
             if codes.is_final(error):
-                with self._logging_refusals(volume_id), self._held(volume_id) as volume:
+                with self._logging_refusals(volume_id), self._locked_volume(volume_id) as volume:
                     # Record nothing if the tag `wanted` or `refused` has a size larger than the
                     # volume's: with such a tag each NodeStageVolume call grows the file system,
                     # too.
@@ -277,12 +279,12 @@ class Expander:
         cached_volume = self._reports.cached(volume_id)
         if cached_volume is None or not cached_volume.refused_bytes:
             return
-        with self._logging_refusals(volume_id), self._held(volume_id) as volume:
+        with self._logging_refusals(volume_id), self._locked_volume(volume_id) as volume:
             if 0 < volume.refused_bytes <= volume.size_bytes:
                 self._record(volume, 0)
 
     @contextmanager
-    def _held(self, volume_id: str) -> Iterator[Volume]:
+    def _locked_volume(self, volume_id: str) -> Iterator[Volume]:
         """Lock a volume's volume group within the `with`, repair the group, and provide the volume.
 
         What is repaired is only what a killed lvm2 left in the group. The volume is of a fresh
@@ -346,7 +348,7 @@ class Expander:
         growth_bytes = size_bytes - volume.size_bytes
         if tag.ZERO in volume.own_tags and not volume.is_thin:
             self._deactivate_origin(state, volume)
-            ranges = self._growth_zeroer.take(volume, growth_bytes, allocator)
+            ranges = self._growth_zeroer.take_extents(volume, growth_bytes, allocator)
             volumes.extend(lvm, group.name, volume.name, size_bytes=size_bytes, disks=ranges)
             return
         if growth_bytes > (free_bytes := allocator.maximum_growth_bytes(volume)):
@@ -413,7 +415,11 @@ class Expander:
             group = volume.group.name
             with tag_writer.logging_refusals(str(volume.id), tag.REQUESTED):
                 volumes.mark(
-                    self._volume_groups.lvm(group), group, volume.name, old=old_tags, new=new_tags
+                    self._volume_groups.lvm(group),
+                    group,
+                    volume.name,
+                    old_tags=old_tags,
+                    new_tags=new_tags,
                 )
 
     def _record(self, volume: Volume, size_bytes: int, key: str = tag.WANTED) -> None:
@@ -425,7 +431,9 @@ class Expander:
         if new_tags and volume.own_tags.get(key) == new_tags[key]:
             return
         old_tags = {key: volume.own_tags[key] for key in _ON_RECORD if key in volume.own_tags}
-        volumes.mark(self._volume_groups.lvm(group), group, volume.name, old=old_tags, new=new_tags)
+        volumes.mark(
+            self._volume_groups.lvm(group), group, volume.name, old_tags=old_tags, new_tags=new_tags
+        )
         if new_tags:
             # Refresh the cached state, so that it has the new tag: staging of a raw block volume
             # decides by the cached state alone.

@@ -98,7 +98,7 @@ class GroupSnapshotter:
         """Return the name by which calls lock a group snapshot; no logical volume has the name."""
         return names.logical_volume(ids.GROUP_SNAPSHOT_PREFIX, name)
 
-    def create(self, call: CreateGroupSnapshot) -> GroupSnapshot:
+    def create(self, request: CreateGroupSnapshot) -> GroupSnapshot:
         """Take snapshots of all sources at one moment, or find those that an earlier call took.
 
         Incomplete snapshots of an earlier call are removed first. Runs a report, one command for
@@ -106,21 +106,21 @@ class GroupSnapshotter:
         NotTogether if a source cannot be suspended, QuiesceOver if the sources were not suspended
         long enough, NoRoom, NotSnapshotted.
         """
-        sources = {ids.group_of(source_id) for source_id in call.source_ids}
-        for source_id in call.source_ids:
+        sources = {ids.group_of(source_id) for source_id in request.source_ids}
+        for source_id in request.source_ids:
             source = backing.of_id(source_id)
-            with self._limiter.lifted(source):
+            with self._limiter.lift(source):
                 users.flush(self._kernel, self._activator, source)
-        own_name = self.logical_name(call.name)
-        groups = self._groups(sources, lambda report: self._named(report, own_name))
+        own_name = self.logical_name(request.name)
+        groups = self._groups(sources, lambda report: self._find_members(report, own_name))
         with ExitStack() as undo, self._volume_groups.hold(*groups) as locked_groups:
             state = self._mender.mend(*groups)
             all_groups = self._reports.every_group(state)
-            members = self._named(all_groups, own_name)
+            members = self._find_members(all_groups, own_name)
             if not members:
-                return self._make(call, state, undo, locked_groups)
+                return self._make(request, state, undo, locked_groups)
             if records.is_complete(members):
-                existing = _same(_group_snapshot(members), call)
+                existing = _require_same(_group_snapshot(members), request)
                 self._commit(members)
                 return existing
             self._require_half_made(all_groups, members)
@@ -128,25 +128,25 @@ class GroupSnapshotter:
         # Remove the snapshots of an earlier call, and start again. Crash point: some of the
         # snapshots exist, or an earlier call failed and could not remove them.
         self._discard(state, members[0].group_snapshot_id)
-        return self.create(call)
+        return self.create(request)
 
-    def get(self, call: KnownGroupSnapshot) -> GroupSnapshot:
+    def get(self, request: KnownGroupSnapshot) -> GroupSnapshot:
         """Return the group snapshot that has an id; raises NoSuchGroupSnapshot.
 
         Raises NotWhole if a part of the group snapshot is lost, or perhaps on an absent volume
         group. Runs a report of the group snapshot's volume groups.
         """
-        if not _is_group_snapshot_id(call.id):
-            raise errors.NoSuchGroupSnapshot(call.id)
-        all_groups = self._reports.every_group(self._reports.fresh(*self._groups_of(call.id)))
-        members = self._find(all_groups, call.id)
+        if not _is_group_snapshot_id(request.id):
+            raise errors.NoSuchGroupSnapshot(request.id)
+        all_groups = self._reports.every_group(self._reports.fresh(*self._groups_of(request.id)))
+        members = self._find(all_groups, request.id)
         if not records.is_complete(members):
             self._require_half_made(all_groups, members)
-            raise errors.NoSuchGroupSnapshot(call.id)
-        _compare(call, members)
+            raise errors.NoSuchGroupSnapshot(request.id)
+        _compare(request, members)
         return _group_snapshot(members)
 
-    def delete(self, call: KnownGroupSnapshot) -> None:
+    def delete(self, request: KnownGroupSnapshot) -> None:
         """Delete all snapshots of a group snapshot; a missing group snapshot is no error.
 
         Runs a report, one command that removes the tag `committed`, and for each snapshot the
@@ -154,19 +154,19 @@ class GroupSnapshotter:
         deleted, unless a volume group that may have a lost snapshot can come back: in that case
         raises NotWhole.
         """
-        if not _is_group_snapshot_id(call.id):
+        if not _is_group_snapshot_id(request.id):
             return
-        groups = self._groups_of(call.id)
+        groups = self._groups_of(request.id)
         with self._volume_groups.hold(*groups):
             state = self._mender.mend(*groups)
             all_groups = self._reports.every_group(state)
-            members = self._find(all_groups, call.id)
+            members = self._find(all_groups, request.id)
             if records.is_complete(members):
-                _compare(call, members)
+                _compare(request, members)
             elif members and (awaited := self._reports.awaited(all_groups, members)):
-                raise errors.NotWhole(call.id, _why_awaited(awaited))
+                raise errors.NotWhole(request.id, _why_awaited(awaited))
             self._require_not_copied(all_groups, members)
-        self._discard(state, call.id)
+        self._discard(state, request.id)
 
     def resume(self, *groups: str) -> int:
         """Remove half-made group snapshots of the named volume groups, or of all.
@@ -206,10 +206,10 @@ class GroupSnapshotter:
             }
             with Attempts() as attempts:
                 for identity in sorted(half_made_ids):
-                    with attempts.one():
+                    with attempts.attempt():
                         self._require_not_copied(all_groups, uncommitted[identity])
                         self._discard(all_groups, identity)
-                with attempts.one():
+                with attempts.attempt():
                     self._commit(
                         [
                             snapshot
@@ -237,19 +237,19 @@ class GroupSnapshotter:
         return uncommitted
 
     def _make(
-        self, call: CreateGroupSnapshot, state: Fresh, undo: ExitStack, held_groups: HeldGroups
+        self, request: CreateGroupSnapshot, state: Fresh, undo: ExitStack, held_groups: HeldGroups
     ) -> GroupSnapshot:
         """Take snapshots of all sources; on failure, have them removed after the call's locks.
 
         `undo` runs the removal, after the locks of the volume groups are released; `held_groups`
         holds these locks.
         """
-        sources = [state.usable(source_id, Call.SNAPSHOT) for source_id in call.source_ids]
-        for source_id in call.source_ids:
+        sources = [state.usable(source_id, Call.SNAPSHOT) for source_id in request.source_ids]
+        for source_id in request.source_ids:
             self._conflicts.check(Call.SNAPSHOT, source_id)
-        own_name = self.logical_name(call.name)
+        own_name = self.logical_name(request.name)
         identity = str(VolumeId.of(sources[0].group, own_name))
-        planned = {ids.group_member(call.name, str(volume.id)): volume for volume in sources}
+        planned = {ids.group_member(request.name, str(volume.id)): volume for volume in sources}
         places = records.places_of(sources)
         if not tags.fits(tag.MEMBER_GROUPS, places):
             raise errors.BadField("source_volume_ids", "are in too many volume groups")
@@ -260,7 +260,7 @@ class GroupSnapshotter:
         for volume in sources:
             needed_bytes[volume.group.name] += self._snapshotter.needed_bytes(
                 volume,
-                call.size,
+                request.size,
                 copy_on_write=str(volume.id) in suspended,
                 further_bytes=needed_bytes[volume.group.name],
                 further_count=member_counts[volume.group.name],
@@ -268,12 +268,12 @@ class GroupSnapshotter:
             member_counts[volume.group.name] += 1
         self._snapshotter.make_room(*sources)
         own_tags = {
-            tag.NAME: call.name,
+            tag.NAME: request.name,
             tag.GROUP_SNAPSHOT: identity,
             tag.MEMBERS: str(len(sources)),
             tag.MEMBER_GROUPS: places,
-            tag.ASKED: _size_text(call),
-            **call.about,
+            tag.ASKED: _size_text(request),
+            **request.object_tags,
         }
         remaining_seconds = command.remaining_seconds()
         limit_seconds = min(
@@ -293,8 +293,8 @@ class GroupSnapshotter:
             own_tags |= {tag.TIME: str(time.time_ns())}
             undo.callback(self._undo, identity, {volume.group.name for volume in sources})
             snapshots = [
-                self._snapshotter.take(
-                    name, volume, own_tags, call.size, copy_on_write=str(volume.id) in suspended
+                self._snapshotter.take_snapshot(
+                    name, volume, own_tags, request.size, copy_on_write=str(volume.id) in suspended
                 )
                 for name, volume in planned.items()
             ]
@@ -310,9 +310,9 @@ class GroupSnapshotter:
         """
         lacking = [snapshot for snapshot in members if tag.COMMITTED not in snapshot.own_tags]
         if lacking:
-            self._mark(lacking, new={tag.COMMITTED: "yes"})
+            self._change_tags(lacking, new_tags={tag.COMMITTED: "yes"})
 
-    def _mark(self, members: list[Snapshot], **change: Mapping[str, str]) -> None:
+    def _change_tags(self, members: list[Snapshot], **change: Mapping[str, str]) -> None:
         """Change tags of several snapshots, by one command for each volume group.
 
         Crash point: some of the snapshots have the change.
@@ -366,7 +366,7 @@ class GroupSnapshotter:
             )
         quiesce = Quiesce(self._devices, seconds)
         try:
-            with self._limiter.lifted(*(volume.backing for volume in suspended_volumes)), quiesce:
+            with self._limiter.lift(*(volume.backing for volume in suspended_volumes)), quiesce:
                 yield quiesce
         finally:
             for (group, _), resumed in quiesce.free.items():
@@ -393,7 +393,7 @@ class GroupSnapshotter:
         """Raise NotTogether for a volume that lvm2 or Carver may use while it is suspended."""
         # Refuse a volume with a loop device: lvm2 reads all devices that may be physical volumes,
         # and would wait for the loop device of a suspended volume.
-        if loops := loop.over(self._kernel, device.number):
+        if loops := loop.loop_devices_over(self._kernel, device.number):
             raise errors.NotTogether(
                 str(volume.id),
                 f"{', '.join(loops)} shows it, as a raw block volume that is published read-only;"
@@ -431,16 +431,19 @@ class GroupSnapshotter:
         return self._groups([id_group], lambda report: report.members(group_snapshot_id))
 
     def _groups(
-        self, group_names: Iterable[str], find: Callable[[EveryGroup], list[Snapshot]]
+        self, group_names: Iterable[str], find_members: Callable[[EveryGroup], list[Snapshot]]
     ) -> Set[str]:
         """Return the named volume groups, and all others that have snapshots of a group snapshot.
 
-        `find` returns the snapshots of the group snapshot in all volume groups that were read. Each
-        round reads the volume groups that the snapshots' tags name, until no group is added.
+        `find_members` returns the snapshots of the group snapshot in all volume groups that were
+        read. Each round reads the volume groups that the snapshots' tags name, until no group is
+        added.
         """
         groups, fresh = frozenset(group_names), self._reports.fresh
         while (
-            more_groups := self._member_groups(find(self._reports.every_group(fresh(*groups))))
+            more_groups := self._member_groups(
+                find_members(self._reports.every_group(fresh(*groups)))
+            )
             - groups
         ):
             groups |= more_groups
@@ -464,7 +467,7 @@ class GroupSnapshotter:
         # node.
         return set(filter(self._volume_groups.of, (place.partition("@")[0] for place in places)))
 
-    def _named(self, all_groups: EveryGroup, own_name: str) -> list[Snapshot]:
+    def _find_members(self, all_groups: EveryGroup, own_name: str) -> list[Snapshot]:
         """Return the snapshots, in all groups, of the group snapshot whose id has this name.
 
         The groups are the volume groups in `all_groups`.
@@ -520,7 +523,7 @@ class GroupSnapshotter:
             # the tag, the remaining snapshots count as an incomplete group snapshot, which the next
             # start of Carver removes.
             with self._volume_groups.hold(*(snapshot.group.name for snapshot in members)):
-                self._mark(members, old={tag.COMMITTED: "yes"})
+                self._change_tags(members, old_tags={tag.COMMITTED: "yes"})
         # Delete the snapshots in the volume group that the id names last: if these were deleted
         # first, a call with the id would not find the other snapshots.
         id_group = group_snapshot_id.partition("@")[0]
@@ -552,35 +555,35 @@ def _group_snapshot(members: list[Snapshot]) -> GroupSnapshot:
     return GroupSnapshot(ordered[0].group_snapshot_id, tuple(ordered))
 
 
-def _size_text(call: CreateGroupSnapshot) -> str:
+def _size_text(request: CreateGroupSnapshot) -> str:
     """Return the size in a request as text, to compare a repeated request with."""
-    return "" if call.size is None else f"{call.size.size_bytes}:{call.size.percent:g}"
+    return "" if request.size is None else f"{request.size.size_bytes}:{request.size.percent:g}"
 
 
-def _same(existing: GroupSnapshot, call: CreateGroupSnapshot) -> GroupSnapshot:
+def _require_same(existing: GroupSnapshot, request: CreateGroupSnapshot) -> GroupSnapshot:
     """Return the existing group snapshot; raise Incompatible if the request asks for another."""
     sources = sorted(str(snapshot.source_id) for snapshot in existing.snapshots)
-    if sources != list(call.source_ids):
+    if sources != list(request.source_ids):
         raise errors.Incompatible(
-            f"cannot take group snapshot {call.name!r}: it exists, of {', '.join(sources)}, not of"
-            f" {', '.join(call.source_ids)}; use another name"
+            f"cannot take group snapshot {request.name!r}: it exists, of {', '.join(sources)}, not"
+            f" of {', '.join(request.source_ids)}; use another name"
         )
-    if existing.snapshots[0].own_tags.get(tag.ASKED, "") != _size_text(call):
+    if existing.snapshots[0].own_tags.get(tag.ASKED, "") != _size_text(request):
         raise errors.Incompatible(
-            f"cannot take group snapshot {call.name!r}: it exists with another size; use"
+            f"cannot take group snapshot {request.name!r}: it exists with another size; use"
             " another name"
         )
     return existing
 
 
-def _compare(call: KnownGroupSnapshot, snapshots: list[Snapshot]) -> None:
+def _compare(request: KnownGroupSnapshot, snapshots: list[Snapshot]) -> None:
     """Raise BadField unless a request names exactly the snapshots of the group snapshot."""
     snapshot_ids = {str(snapshot.id) for snapshot in snapshots}
-    if not call.snapshot_ids:
+    if not request.snapshot_ids:
         raise errors.BadField("snapshot_ids", f"is required: {', '.join(sorted(snapshot_ids))}")
-    if different_ids := snapshot_ids ^ set(call.snapshot_ids):
+    if different_ids := snapshot_ids ^ set(request.snapshot_ids):
         raise errors.BadField(
             "snapshot_ids",
-            f"{', '.join(sorted(different_ids))}: the snapshots of {call.id!r} are"
+            f"{', '.join(sorted(different_ids))}: the snapshots of {request.id!r} are"
             f" {', '.join(sorted(snapshot_ids))}",
         )

@@ -66,7 +66,7 @@ class PendingSizes:
         self._sizes_bytes: dict[str, int] = {}
 
     @contextmanager
-    def call(self) -> Iterator[None]:
+    def count_call(self) -> Iterator[None]:
         """Count a NodePublishVolume call as under way within the `with`.
 
         The call reads its report within the `with`. When no call is under way any more, all sizes
@@ -106,22 +106,23 @@ class PendingSizes:
 class _Attempt:
     """Progress of one NodePublishVolume call for an inline volume.
 
-    `looked`: the call has looked for the volume. `began`: the call has begun to create the volume.
+    `has_searched`: the call has looked for the volume. `has_begun`: the call has begun to create
+    the volume.
     """
 
-    looked: bool = False
-    began: bool = False
+    has_searched: bool = False
+    has_begun: bool = False
 
 
 @dataclass
 class _Sweep:
     """Results of a volume group's last sweep: a search for inline volumes whose pods are gone.
 
-    `may_be_some` is False if the group has no inline volumes. `suspects` are the names of its
+    `may_have_volumes` is False if the group has no inline volumes. `suspects` are the names of its
     volumes whose pods were gone.
     """
 
-    may_be_some: bool = True
+    may_have_volumes: bool = True
     suspects: frozenset[str] = frozenset()
 
 
@@ -137,11 +138,11 @@ class InlineVolumes:
         self._creator, self._deleter = creator, deleter
         self._stager = stager
         self._locks = context.locks
-        self._admitted = PendingSizes()
+        self._pending_sizes = PendingSizes()
         # Results of the last search for inline volumes whose pods are gone, by the volume group's
         # name.
         self._sweeps: defaultdict[str, _Sweep] = defaultdict(_Sweep)
-        self.looks = PeriodicJobs(
+        self.scans = PeriodicJobs(
             context.workers,
             "inline",
             lambda: self._configuration.now.groups,
@@ -150,7 +151,7 @@ class InlineVolumes:
             "volume group %s: inline volumes that were left are not removed: %s",
         )
 
-    def publish(self, call: PublishInline) -> None:
+    def publish(self, request: PublishInline) -> None:
         """Create an inline volume, format it and mount it at its target.
 
         The call continues from whatever step an earlier call reached. Runs five commands at most: a
@@ -158,55 +159,59 @@ class InlineVolumes:
         final error the volume is deleted if it holds no data.
         """
         config = self._configuration.now
-        target_path = target.resolve(self._kernel, call.target_path, config.kubelet_dir)
-        own_name = names.logical_volume(ids.INLINE_PREFIX, call.volume_id)
-        device_class = self._creator.class_for(config, own_name, call.parameters, "volume_context")
-        parameters = plan.with_defaults(call.parameters, [call.capability], device_class)
-        self._stager.check_keys(call.volume_id, parameters, call.keys)
-        about = {**parameters.about, tag.EPHEMERAL: "true"}
+        target_path = target.resolve(self._kernel, request.target_path, config.kubelet_dir)
+        own_name = names.logical_volume(ids.INLINE_PREFIX, request.volume_id)
+        device_class = self._creator.class_for(
+            config, own_name, request.parameters, "volume_context"
+        )
+        parameters = plan.with_defaults(request.parameters, [request.capability], device_class)
+        self._stager.check_keys(request.volume_id, parameters, request.keys)
+        object_tags = {**parameters.object_tags, tag.EPHEMERAL: "true"}
         if tags.fits(tag.TARGET, target_path):
-            about[tag.TARGET] = target_path
-        request = CreateVolume(
-            name=call.volume_id,
-            size=SizeRange(call.size_bytes),
-            capabilities=(call.capability,),
-            parameters=replace(call.parameters, about=about),
+            object_tags[tag.TARGET] = target_path
+        create_request = CreateVolume(
+            name=request.volume_id,
+            size=SizeRange(request.size_bytes),
+            capabilities=(request.capability,),
+            parameters=replace(request.parameters, object_tags=object_tags),
             topology=Topology(),
-            tuning=call.parameters.tuning,
+            tuning=request.parameters.tuning,
             is_ephemeral=True,
         )
-        device = self._activator.device(backing.of_id(call.volume_id))
+        device = self._activator.device(backing.of_id(request.volume_id))
         mounts = table.read(self._kernel)
-        self._check_place(call.volume_id, device, target_path, mounts)
+        self._check_target(request.volume_id, device, target_path, mounts)
         attempt = _Attempt()
 
         def admit(all_groups: EveryGroup, size_bytes: int) -> None:
             extent = all_groups.group(device_class.group).extent_size_bytes
             allocated = layout.allocated_bytes(size_bytes, extent, device_class.layout)
-            self._check_limits(call, all_groups, allocated)
-            attempt.began = True
+            self._check_limits(request, all_groups, allocated)
+            attempt.has_begun = True
 
         def find() -> Volume:
-            attempt.looked = True
+            attempt.has_searched = True
             try:
-                with self._admitted.call():
-                    created = self._creator.create(request, admit)
+                with self._pending_sizes.count_call():
+                    created = self._creator.create(create_request, admit)
             finally:
                 for sweep in list(self._sweeps.values()):
-                    sweep.may_be_some = True
+                    sweep.may_have_volumes = True
             return self._creator.complete(created, nullcontext)
 
         try:
             self._stager.ensure_mounted(
-                StageVolume(call.volume_id, target_path, call.capability, parameters, call.keys),
+                StageVolume(
+                    request.volume_id, target_path, request.capability, parameters, request.keys
+                ),
                 device,
                 find,
                 mounts,
             )
         except Exception as error:
-            if attempt.looked and codes.is_final(error):
-                self._give_up(call.volume_id, attempt)
-                self._admitted.forget(call.volume_id)
+            if attempt.has_searched and codes.is_final(error):
+                self._give_up(request.volume_id, attempt)
+                self._pending_sizes.forget(request.volume_id)
             raise
 
     def ensure_absent(self, volume_id: str) -> None:
@@ -217,7 +222,7 @@ class InlineVolumes:
         volume = self._find(volume_id)
         if volume is not None:
             self._deleter.delete(str(volume.id))
-        self._admitted.forget(volume_id)
+        self._pending_sizes.forget(volume_id)
 
     def sweep(self, group: str) -> bool:
         """Erase and remove the inline volumes of a volume group whose pods are gone.
@@ -227,11 +232,11 @@ class InlineVolumes:
         interval.
         """
         sweep = self._sweeps[group]
-        if not sweep.may_be_some:
+        if not sweep.may_have_volumes:
             return False
         # Reset the flag before the report is read: a volume that a call creates meanwhile may be
         # missing from the report, and that call sets the flag again.
-        sweep.may_be_some = False
+        sweep.may_have_volumes = False
         inline_volumes, is_here = [], False
         try:
             with command.stall_limit(_PATIENCE_SECONDS):
@@ -241,7 +246,7 @@ class InlineVolumes:
             inline_volumes, is_here = self._all(state, group), group in state.groups
         finally:
             if inline_volumes or not is_here:
-                sweep.may_be_some = True
+                sweep.may_have_volumes = True
         forgotten = frozenset(
             volume.own_tags[tag.NAME] for volume in inline_volumes if self._is_forgotten(volume)
         )
@@ -257,7 +262,7 @@ class InlineVolumes:
         return False
 
     def _check_limits(
-        self, call: PublishInline, all_groups: EveryGroup, allocated_bytes: int
+        self, request: PublishInline, all_groups: EveryGroup, allocated_bytes: int
     ) -> None:
         """Raise BadField or InlineTotal if an inline volume exceeds the configured limits.
 
@@ -265,7 +270,7 @@ class InlineVolumes:
         `inline_total_limit`, which limits what all inline volumes allocate of their groups;
         `allocated_bytes` is what the new volume will allocate.
         """
-        requested = call.size_bytes or plan.DEFAULT_SIZE_BYTES
+        requested = request.size_bytes or plan.DEFAULT_SIZE_BYTES
         limit = self._configuration.now.inline_volume_limit
         if limit and requested > limit:
             raise errors.BadField(
@@ -282,7 +287,7 @@ class InlineVolumes:
             present = {
                 volume.own_tags[tag.NAME]: _allocated_bytes(volume) for volume in inline_volumes
             }
-            self._admitted.admit(call.volume_id, allocated_bytes, present, limit)
+            self._pending_sizes.admit(request.volume_id, allocated_bytes, present, limit)
 
     def _give_up(self, volume_id: str, attempt: _Attempt) -> None:
         """Delete the inline volume of a call that failed for good, if the volume holds no data.
@@ -294,7 +299,7 @@ class InlineVolumes:
             volume = self._find(volume_id)
             if volume is None or volume.is_doomed:
                 return
-            if attempt.began or self._is_blank(volume):
+            if attempt.has_begun or self._is_blank(volume):
                 self._deleter.delete(str(volume.id))
         except Exception as error:
             # Only log the error of the deletion: the call returns the error that it failed with
@@ -331,7 +336,7 @@ class InlineVolumes:
                 )
                 try:
                     self._deleter.delete(str(volume.id))
-                    self._admitted.forget(volume_id)
+                    self._pending_sizes.forget(volume_id)
                 except (errors.VolumeInUse, *errors.MUST_NOT_USE) as error:
                     _log.warning("%s", error)
 
@@ -380,7 +385,7 @@ class InlineVolumes:
             return True
         return True
 
-    def _check_place(
+    def _check_target(
         self, volume_id: str, device: Device | None, target_path: str, mount_table: table.Table
     ) -> None:
         """Raise an error if a target is taken, or if the volume has another target.
@@ -396,7 +401,9 @@ class InlineVolumes:
         if device is None:
             return
         targets = set(
-            users.targets(self._kernel, mount_table, device, self._configuration.now.kubelet_dir)
+            users.target_paths(
+                self._kernel, mount_table, device, self._configuration.now.kubelet_dir
+            )
         )
         if other_targets := targets - {target_path}:
             elsewhere = ", ".join(sorted(other_targets))

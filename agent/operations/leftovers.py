@@ -31,7 +31,7 @@ class Leftovers:
         self._volume_groups, self._reports = context.volume_groups, context.reports
 
     @contextmanager
-    def of_volume(self, call: requests.CreateVolume) -> Iterator[None]:
+    def of_volume(self, request: requests.CreateVolume) -> Iterator[None]:
         """Raise Unfinished for a final error of CreateVolume if its volume exists, or may exist.
 
         The call runs within the `with`. Unfinished is answered as ABORTED, so that the caller
@@ -40,41 +40,43 @@ class Leftovers:
         """
 
         def left() -> bool:
-            device_class = plan.device_class(self._configuration.now, "parameters", call.parameters)
+            device_class = plan.device_class(
+                self._configuration.now, "parameters", request.parameters
+            )
             # Search all volume groups: the device class may have had another group when the volume
             # was created.
-            all_groups = self._every(device_class.group)
+            all_groups = self._all_groups(device_class.group)
             logical_volumes = _callers(all_groups.groups.values())
-            is_there = any(logical.name == call.own_name for logical in logical_volumes)
+            is_there = any(logical.name == request.own_name for logical in logical_volumes)
             if is_there:
                 return True
-            return bool(self._volume_groups.why_unsure(all_groups.silent, call.own_name))
+            return bool(self._volume_groups.reason_unsure(all_groups.silent, request.own_name))
 
-        with _unfinished(f"volume {call.name!r}", codes.ends_create_volume, left):
+        with _unfinished(f"volume {request.name!r}", codes.ends_create_volume, left):
             yield
 
     @contextmanager
-    def of_snapshot(self, call: requests.CreateSnapshot) -> Iterator[None]:
+    def of_snapshot(self, request: requests.CreateSnapshot) -> Iterator[None]:
         """Raise Unfinished for a final error of CreateSnapshot if its snapshot exists or may exist.
 
         The call runs within the `with`. Unfinished is answered as ABORTED, so that the caller
         repeats the call. Errors after which the caller repeats the call anyway, or which are about
         the request, pass unchanged.
         """
-        name = names.logical_volume(ids.SNAPSHOT_PREFIX, call.name)
+        name = names.logical_volume(ids.SNAPSHOT_PREFIX, request.name)
 
         def left() -> bool:
-            logical_volumes = self._logical({_group_of(call.source_id)})
+            logical_volumes = self._logical({_group_of(request.source_id)})
             return any(
                 logical.name == name and (logical.origin or logical.pool)
                 for logical in logical_volumes
             )
 
-        with _unfinished(f"snapshot {call.name!r}", codes.is_final, left):
+        with _unfinished(f"snapshot {request.name!r}", codes.is_final, left):
             yield
 
     @contextmanager
-    def of_group_snapshot(self, call: requests.CreateGroupSnapshot) -> Iterator[None]:
+    def of_group_snapshot(self, request: requests.CreateGroupSnapshot) -> Iterator[None]:
         """Raise Unfinished for a final error of CreateVolumeGroupSnapshot if all snapshots exist.
 
         Unfinished is also raised if the volume groups of the snapshots cannot be read. The call
@@ -87,15 +89,15 @@ class Leftovers:
             members = [
                 logical.own_tags.get(tag.MEMBERS)
                 for logical in self._logical(
-                    {_group_of(source_id) for source_id in call.source_ids}
+                    {_group_of(source_id) for source_id in request.source_ids}
                 )
                 if tag.GROUP_SNAPSHOT in logical.own_tags
-                and logical.own_tags[tag.NAME] == call.name
+                and logical.own_tags[tag.NAME] == request.name
                 and (logical.origin or logical.pool)
             ]
             return bool(members) and members[0] == str(len(members))
 
-        with _unfinished(f"group snapshot {call.name!r}", codes.is_final, left):
+        with _unfinished(f"group snapshot {request.name!r}", codes.is_final, left):
             yield
 
     def _logical(self, groups: Collection[str]) -> Iterator[report.LogicalVolume]:
@@ -109,7 +111,7 @@ class Leftovers:
         fresh_groups = self._reports.fresh(*groups).groups if groups else {}
         return _callers(fresh_groups[name] for name in groups if name in fresh_groups)
 
-    def _every(self, group: str) -> EveryGroup:
+    def _all_groups(self, group: str) -> EveryGroup:
         """Return a report of all volume groups, read as CreateVolume reads them to find its volume.
 
         The state of the volume group `group` is fresh; a refused group is left out.
@@ -119,7 +121,7 @@ class Leftovers:
         except errors.GroupRefused:
             # Leave out a volume group that Carver refuses to use: its volumes belong to another
             # node or have no owner, and no call on this node creates or deletes them.
-            state = Fresh({}, asked=frozenset({group}))
+            state = Fresh({}, named_groups=frozenset({group}))
         return self._reports.every_group(state)
 
 
@@ -130,7 +132,7 @@ def _callers(groups: Iterable[report.Group]) -> Iterator[report.LogicalVolume]:
     that this version of Carver may change, in a state in which their caller deletes them.
     """
     for group in groups:
-        for logical in records.usable(group):
+        for logical in records.usable_logical_volumes(group):
             is_callers = all(row.is_callers for row in volume_states.rows(logical.own_tags))
             if is_callers and tag.NAME in logical.own_tags:
                 yield logical
@@ -143,7 +145,7 @@ def _group_of(identity: str) -> str:
 
 @contextmanager
 def _unfinished(
-    subject: str, ends_calls: Callable[[Exception], bool], has_leftovers: Callable[[], bool]
+    name: str, ends_calls: Callable[[Exception], bool], has_leftovers: Callable[[], bool]
 ) -> Iterator[None]:
     try:
         yield
@@ -163,4 +165,4 @@ def _unfinished(
             is_left = True
         if not is_left:
             raise
-        raise errors.Unfinished(subject, str(error) or type(error).__name__) from error
+        raise errors.Unfinished(name, str(error) or type(error).__name__) from error

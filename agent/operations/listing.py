@@ -24,15 +24,15 @@ _NO_ANSWER = (
 
 
 @dataclass(frozen=True)
-class Here(Generic[T]):
+class NodeListing(Generic[T]):
     """Volumes or snapshots of the readable volume groups, and why other groups could not be read.
 
-    `entries` are sorted by id. `away` has the reason for each unreadable group, by the group's
-    name.
+    `entries` are sorted by id. `unread_groups` has the reason for each unreadable group, by the
+    group's name.
     """
 
     entries: tuple[T, ...]
-    away: Mapping[str, str]
+    unread_groups: Mapping[str, str]
 
 
 class Listing:
@@ -48,32 +48,36 @@ class Listing:
         Raises the error of a volume group that cannot be read: GroupBusy, GroupSilent,
         GroupAwaited, GroupRefused; GroupMissing for a configured group that is not on this node.
         """
-        all_groups = self._reports.lists()
+        all_groups = self._reports.for_lists()
         for name in self._volume_groups.names:
             # Raise GroupMissing if a configured volume group is missing: a list without the group's
             # volumes would say that these were deleted.
             all_groups.group(name)
-        return requests.part({str(volume.id): volume for volume in all_groups.listed()}, page)
+        return requests.select_page(
+            {str(volume.id): volume for volume in all_groups.listed()}, page
+        )
 
-    def volumes(self) -> Here[Volume]:
+    def volumes(self) -> NodeListing[Volume]:
         """Return the volumes of all readable volume groups, and why others cannot be read.
 
         Raises TooManyCalls if too many calls run, and Starting before the end of the start.
         """
-        all_groups, away = self._look()
+        all_groups, unread_groups = self._read_groups()
         volumes = all_groups.listed()
-        return Here(tuple(sorted(volumes, key=lambda volume: str(volume.id))), away)
+        return NodeListing(tuple(sorted(volumes, key=lambda volume: str(volume.id))), unread_groups)
 
-    def snapshots(self) -> Here[Snapshot]:
+    def snapshots(self) -> NodeListing[Snapshot]:
         """Return the snapshots of all readable volume groups, and why others cannot be read.
 
         Raises TooManyCalls if too many calls run, and Starting before the end of the start.
         """
-        all_groups, away = self._look()
+        all_groups, unread_groups = self._read_groups()
         snapshots = self._reports.listed_snapshots(all_groups)
-        return Here(tuple(sorted(snapshots, key=lambda snapshot: str(snapshot.id))), away)
+        return NodeListing(
+            tuple(sorted(snapshots, key=lambda snapshot: str(snapshot.id))), unread_groups
+        )
 
-    def _look(self) -> tuple[EveryGroup, Mapping[str, str]]:
+    def _read_groups(self) -> tuple[EveryGroup, Mapping[str, str]]:
         """Return the volume groups that can be read, and why the other groups cannot be read.
 
         A group that takes long to answer is returned as of its last report.

@@ -21,19 +21,19 @@ from lvm.report import Group
 from lvm.tuning import PLAIN, Tuning
 
 
-def modify(context: Context, call: ModifyVolume) -> None:
+def modify(context: Context, request: ModifyVolume) -> None:
     """Set a volume's mutable parameters; run two commands, or one if the volume has them.
 
     Raises BadField for parameters that the volume cannot have, HasSnapshots if the read-ahead of a
     volume with copy-on-write snapshots would change, and NoCgroup if I/O cannot be limited on this
     node; nothing is changed in these cases.
     """
-    context.limiter.require(call.tuning)
-    with context.volume_groups.hold(ids.group_of(call.volume_id)):
-        volume = context.mender.mended_volume(call.volume_id, Call.MANAGE)
+    context.limiter.require(request.tuning)
+    with context.volume_groups.hold(ids.group_of(request.volume_id)):
+        volume = context.mender.mended_volume(request.volume_id, Call.MANAGE)
         name = volume.group.name
         bound_kib = context.config.recovery_bound_kib(name)
-        tuned = ensure(context.volume_groups.lvm(name), volume, call.tuning, bound_kib)
+        tuned = ensure(context.volume_groups.lvm(name), volume, request.tuning, bound_kib)
         # Crash point: the parameters are in the metadata of the volume group, and the I/O limits
         # among them are not set in the kernel; the next start of Carver, or a repeated call, sets
         # the limits.
@@ -53,7 +53,7 @@ def ensure(lvm: Lvm, volume: Volume, requested: Tuning, bound_kib: int) -> Tunin
     check(requested, shape, present)
     if shape.is_raid:
         requested = requested.bounded(present, bound_kib)
-    lacking = requested.lacking_in(present)
+    lacking = requested.missing_from(present)
     if lacking == tuning.AS_IT_IS:
         return present
     snapshot_ids = [
@@ -64,7 +64,7 @@ def ensure(lvm: Lvm, volume: Volume, requested: Tuning, bound_kib: int) -> Tunin
             str(volume.id), snapshot_ids, "lvm2 changes its read-ahead only while it has none"
         )
     tuning.change(lvm, group.name, [volume.name], lacking, present)
-    return requested.over(present)
+    return requested.applied_to(present)
 
 
 def complete(lvm: Lvm, group: str, name: str, requested: Tuning) -> None:
@@ -72,7 +72,7 @@ def complete(lvm: Lvm, group: str, name: str, requested: Tuning) -> None:
 
     Few volumes have such parameters.
     """
-    lacking = requested.lacking_in(requested.for_new().over(PLAIN))
+    lacking = requested.missing_from(requested.for_new().applied_to(PLAIN))
     if lacking != tuning.AS_IT_IS:
         tuning.change(lvm, group, [name], lacking)
 
@@ -106,14 +106,14 @@ def bound(context: Context, group: Group) -> int:
         logical = group.volume(volume.name)
         if "raid" not in logical.layout:
             continue
-        lacking = tuning.AS_IT_IS.bounded(logical.tuning, bound_kib).lacking_in(logical.tuning)
+        lacking = tuning.AS_IT_IS.bounded(logical.tuning, bound_kib).missing_from(logical.tuning)
         if lacking != tuning.AS_IT_IS:
             volumes_by_change[lacking, logical.tuning].append(volume.name)
     lvm = context.volume_groups.lvm(group.name)
     with Attempts() as attempts:
         for (lacking, present), volume_names in volumes_by_change.items():
             change = partial(_change, lvm, group.name, lacking, present)
-            with attempts.one():
+            with attempts.attempt():
                 all_or_each(volume_names, change)
     return sum(len(volume_names) for volume_names in volumes_by_change.values())
 
@@ -133,7 +133,7 @@ def resume(context: Context, *groups: str) -> int:
     reports, count = context.reports, 0
     with Attempts() as attempts:
         for group in reports.fresh(*groups).groups.values():
-            with attempts.one(), context.volume_groups.hold(group.name):
+            with attempts.attempt(), context.volume_groups.hold(group.name):
                 count += bound(
                     context, context.reports.group(context.reports.fresh(group.name), group.name)
                 )
@@ -148,13 +148,13 @@ def check(requested: Tuning, shape: Layout, present_tuning: Tuning = PLAIN) -> N
     if not (raid_parts := requested.of_raid):
         return
     if not shape.is_raid:
-        keys = {parameter.part: parameter.key for parameter in MUTABLE}
+        keys = {parameter.field_name: parameter.key for parameter in MUTABLE}
         allowed = [
-            PREFIX + keys[setting.part] for setting in tuning.SETTINGS if not setting.of_raid
+            PREFIX + keys[setting.field_name] for setting in tuning.SETTINGS if not setting.of_raid
         ]
         raise errors.BadField(
             f"{MUTABLE_FIELD}[{keys[raid_parts[-1]]}]",
             f"is for a RAID's layouts, this volume is {shape.kind}; allowed: {', '.join(allowed)}",
         )
-    if why := requested.over(present_tuning).refusal:
+    if why := requested.applied_to(present_tuning).refusal:
         raise errors.BadField(MUTABLE_FIELD, why)

@@ -42,13 +42,13 @@ class NodeVolumes:
         self._configuration = context.configuration
 
     @property
-    def inside(self) -> Sequence[str]:
+    def kubelet_directories(self) -> Sequence[str]:
         """The directories in which kubelet may have volumes mounted."""
         return self._configuration.now.kubelet_dir
 
-    def place(self, path: str) -> str:
+    def resolve(self, path: str) -> str:
         """Return a request's path, resolved; raise BadPath if it is outside kubelet's directory."""
-        return target.resolve(self._kernel, path, self.inside)
+        return target.resolve(self._kernel, path, self.kubelet_directories)
 
     def device(self, volume_id: str) -> Device | None:
         """Return the device of a volume that CreateVolume made; None if the volume is inactive.
@@ -62,13 +62,13 @@ class NodeVolumes:
         self._conflicts.check(Call.USE, volume_id)
         return self._activator.device(logical)
 
-    def statistics(self, call: VolumePath) -> Statistics:
+    def statistics(self, request: VolumePath) -> Statistics:
         """Return the size and usage of a volume that is staged or published at a path.
 
         Raises NoSuchPath if the volume is not mounted at the path, and NotStaged if the mount is of
         a device that went away.
         """
-        device, mounted = self._at(call, table.read(self._kernel))
+        device, mounted = self._device_and_mount(request, table.read(self._kernel))
         if mounted.device == device.number:
             # Return no usage for a file system that does not answer; the volume's health says so.
             with suppress(mount_errors.TargetError):
@@ -76,15 +76,17 @@ class NodeVolumes:
                 return Statistics(usage.total_bytes, usage)
         return Statistics(filesystem_health.device_size_bytes(self._kernel, device.path), None)
 
-    def size_bytes(self, call: VolumePath) -> int:
+    def size_bytes(self, request: VolumePath) -> int:
         """Return the size, in bytes, of the device of a volume that is staged or published.
 
         The volume may be mounted at the path of the call or at another path.
         """
-        device, _ = self.anywhere(call, table.read(self._kernel))
+        device, _ = self.find_mount(request, table.read(self._kernel))
         return filesystem_health.device_size_bytes(self._kernel, device.path)
 
-    def anywhere(self, call: VolumePath, mount_table: table.Table) -> tuple[Device, table.Mount]:
+    def find_mount(
+        self, request: VolumePath, mount_table: table.Table
+    ) -> tuple[Device, table.Mount]:
         """Return a volume's device, and its mount at the path of the call, or else any other mount.
 
         The method is for the growth of volumes. For a raw block volume in several pods, kubelet
@@ -94,65 +96,69 @@ class NodeVolumes:
         volume does not exist.
         """
         try:
-            return self._at(call, mount_table)
+            return self._device_and_mount(request, mount_table)
         except (errors.NoSuchPath, errors.NotStaged):
-            device = self._activator.device(backing.of_id(call.volume_id))
+            device = self._activator.device(backing.of_id(request.volume_id))
             present_mounts = (
-                [] if device is None else users.places(self._kernel, mount_table, device)
+                [] if device is None else users.mounts_of_volume(self._kernel, mount_table, device)
             )
             if device is not None and present_mounts:
                 return device, present_mounts[0]
             # Read a report, which raises NoSuchVolume for a volume that does not exist.
-            self._mender.mended_volume(call.volume_id, Call.USE)
+            self._mender.mended_volume(request.volume_id, Call.USE)
             why = "it is mounted and published nowhere on this node"
-            raise errors.NotStaged(call.volume_id, why, _GROWS_WHEN_STAGED) from None
+            raise errors.NotStaged(request.volume_id, why, _GROWS_WHEN_STAGED) from None
 
-    def _at(self, call: VolumePath, mount_table: table.Table) -> tuple[Device, table.Mount]:
+    def _device_and_mount(
+        self, request: VolumePath, mount_table: table.Table
+    ) -> tuple[Device, table.Mount]:
         """Return a volume's device and its mount at the path; raise NoSuchPath if there is none.
 
         Raises NotStaged if the mount is of a device that went away.
         """
-        logical = backing.of_id(call.volume_id)
+        logical = backing.of_id(request.volume_id)
         if logical.is_inline:
             device = self._activator.device(logical)
         else:
-            device = self.device(call.volume_id)
+            device = self.device(request.volume_id)
         try:
-            mounted = mount_table.top(self.place(call.path))
+            mounted = mount_table.top(self.resolve(request.path))
         except mount_errors.BadPath:
             mounted = None
         if device is not None and mounted is not None:
             if mounted.device == device.number:
                 return device, mounted
-            if mounts.node(self._kernel, mounted.path) in users.numbers(self._kernel, device):
+            if mounts.node(self._kernel, mounted.path) in users.device_numbers(
+                self._kernel, device
+            ):
                 return device, mounted
         if mounted is not None and mounted.is_stale_node:
             raise errors.NotStaged(
-                call.volume_id,
+                request.volume_id,
                 f"{mounted.path} shows a device that went away",
                 "look at `dmesg`, and have it unpublished first",
             )
-        raise errors.NoSuchPath(call.volume_id, call.path)
+        raise errors.NoSuchPath(request.volume_id, request.path)
 
-    def ensure_unmounted(self, call: VolumePath) -> None:
+    def ensure_unmounted(self, request: VolumePath) -> None:
         """Unmount a volume from a path; a path without a mount is no error.
 
         Raises ForeignMount if the mount is another volume's.
         """
-        device = self._activator.device(backing.of_id(call.volume_id))
+        device = self._activator.device(backing.of_id(request.volume_id))
         if device is None:
             # Unmount nothing but a stale node of a device that went away, since the volume is not
             # active.
-            mounts.ensure_unmounted(self._kernel, call.path, [])
+            mounts.ensure_unmounted(self._kernel, request.path, [])
             return
         mount_table = table.read(self._kernel)
-        if mount_table.top_of(call.path, device.number) is not None:
+        if mount_table.top_of(request.path, device.number) is not None:
             # Unmount a file system; read-only loop devices are used for raw block volumes only.
-            mounts.ensure_unmounted(self._kernel, call.path, [device.number], mount_table)
+            mounts.ensure_unmounted(self._kernel, request.path, [device.number], mount_table)
             return
-        loops = loop.over(self._kernel, device.number)
-        numbers = users.numbers(self._kernel, device, loops)
-        mounts.ensure_unmounted(self._kernel, call.path, numbers, mount_table)
+        loops = loop.loop_devices_over(self._kernel, device.number)
+        numbers = users.device_numbers(self._kernel, device, loops)
+        mounts.ensure_unmounted(self._kernel, request.path, numbers, mount_table)
         self.detach_unused(loops)
 
     def detach_unused(self, loops: Sequence[str]) -> None:

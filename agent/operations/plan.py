@@ -93,8 +93,8 @@ def with_defaults(
     return parameters.with_class_values(device_class, fs_type)
 
 
-def new(
-    call: CreateVolume,
+def size_and_tags(
+    request: CreateVolume,
     device_class: DeviceClass,
     allocator: Allocator,
     group: report.Group,
@@ -107,16 +107,16 @@ def new(
     """
     if origin is None:
         size, own_tags = _planned(
-            call, device_class, group, header_bytes(device_class, allocator, group)
+            request, device_class, group, header_bytes(device_class, allocator, group)
         )
         if tag.ZERO in own_tags:
             # Tag the volume as incomplete: a background job zeroes the volume, as it fills a copy.
             own_tags |= volume_states.tags_for(EndedBy.COPIER)
         return size, own_tags
-    requested_bytes = call.size.required_bytes
-    call = replace(call, size=_size_of_copy(call.size, origin))
+    requested_bytes = request.size.required_bytes
+    request = replace(request, size=_size_of_copy(request.size, origin))
     source_fs_type = origin.own_tags.get(tag.FORMATTED, "")
-    size, own_tags = _planned(call, device_class, group, origin.header_bytes, source_fs_type)
+    size, own_tags = _planned(request, device_class, group, origin.header_bytes, source_fs_type)
     own_tags.pop(tag.REQUESTED, None)
     own_tags |= records.requested(requested_bytes, size, origin.header_bytes)
     own_tags |= _tags_of_copy(own_tags, origin)
@@ -177,7 +177,7 @@ def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dic
 
 
 def _planned(
-    call: CreateVolume,
+    request: CreateVolume,
     device_class: DeviceClass,
     group: report.Group,
     header_bytes: int,
@@ -188,31 +188,33 @@ def _planned(
     `header_bytes` of the size are a LUKS2 header; `source_fs_type` is the file system of the source
     of a copy.
     """
-    parameters = with_defaults(call.parameters, call.capabilities, device_class, source_fs_type)
-    _check_options(call, parameters)
+    parameters = with_defaults(
+        request.parameters, request.capabilities, device_class, source_fs_type
+    )
+    _check_options(request, parameters)
     size = size_bytes(
-        call.size, call.capabilities, parameters, group, device_class.layout, header_bytes
+        request.size, request.capabilities, parameters, group, device_class.layout, header_bytes
     )
     own_tags = {
-        tag.NAME: call.name,
+        tag.NAME: request.name,
         **volume_states.tags_for(EndedBy.CALLER),
         tag.SIZE: str(size),
         tag.LAYOUT: str(device_class.layout),
         # A volume has a file system exactly if it is mounted (`with_defaults`).
         tag.ACCESS: MOUNT if parameters.fs_type else BLOCK,
-        tag.CAPABILITIES: _capabilities(call),
+        tag.CAPABILITIES: _capabilities(request),
         **parameters.own_tags(),
-        **parameters.about,
-        **records.requested(call.size.required_bytes, size, header_bytes),
+        **parameters.object_tags,
+        **records.requested(request.size.required_bytes, size, header_bytes),
     }
     if header_bytes:
         own_tags[tag.HEADER] = str(header_bytes)
     return size, own_tags | of_class(device_class, size, group)
 
 
-def _capabilities(call: CreateVolume) -> str:
+def _capabilities(request: CreateVolume) -> str:
     """Return the value of the tag by which the capabilities of a repeated request are compared."""
-    capabilities = "|".join(sorted(map(str, call.capabilities)))
+    capabilities = "|".join(sorted(map(str, request.capabilities)))
     if tags.fits(tag.CAPABILITIES, capabilities):
         return capabilities
     # Return a digest of capabilities that do not fit into a tag: the tag is only compared, never
@@ -230,7 +232,7 @@ def of_class(device_class: DeviceClass, size_bytes: int, group: report.Group) ->
     return own_tags
 
 
-def _check_options(call: CreateVolume, parameters: Parameters) -> None:
+def _check_options(request: CreateVolume, parameters: Parameters) -> None:
     """Raise BadField for options that mkfs or mount would refuse when the volume is staged.
 
     The options of a raw block volume are not checked, nor mkfs options for a copy.
@@ -239,17 +241,17 @@ def _check_options(call: CreateVolume, parameters: Parameters) -> None:
         # Check no options for raw block access: one StorageClass often serves both kinds of access,
         # and the options in the StorageClass are for mounts.
         return
-    for index, capability in enumerate(call.capabilities):
+    for index, capability in enumerate(request.capabilities):
         if capability.fs_type and capability.fs_type != parameters.fs_type:
             raise errors.BadField(
                 "volume_capabilities", f"ask for {parameters.fs_type} and for {capability.fs_type}"
             )
         capability.check_for(parameters.fs_type, f"volume_capabilities[{index}]")
     parameters.check_for(parameters.fs_type, "parameters")
-    if call.source is not None:
+    if request.source is not None:
         # Check no options of mkfs for a copy, which has a file system already.
         return
-    flags = [flag for capability in call.capabilities for flag in capability.mount_flags]
+    flags = [flag for capability in request.capabilities for flag in capability.mount_flags]
     if not (mount_options := [*parameters.mount_options, *flags]):
         return
     try:
@@ -294,42 +296,42 @@ def size_bytes(
     return planned
 
 
-def require_same(call: CreateVolume, volume: Volume) -> None:
+def require_same(request: CreateVolume, volume: Volume) -> None:
     """Raise Incompatible if an existing volume differs from a CreateVolume request.
 
     Only values that the request contains are compared. The device class may have changed since the
     volume was created, and the caller, which has no id of the volume yet, would leave the volume
     for ever.
     """
-    source = call.source.id if call.source is not None else ""
+    source = request.source.id if request.source is not None else ""
     if (present := volume.own_tags.get(tag.FROM, "")) != source:
         raise errors.Incompatible(
-            f"cannot make volume {call.name!r}: it exists, made of {present or 'nothing'}, not of"
-            f" {source or 'nothing'}; use another name"
+            f"cannot make volume {request.name!r}: it exists, made of {present or 'nothing'}, not"
+            f" of {source or 'nothing'}; use another name"
         )
     made_bytes = volume.made_bytes
     # Compare the planned size of an incomplete volume, which may still have to grow to that size.
     header = volume.header_bytes
-    if not call.size.allows(size_bytes := max(volume.size_bytes, made_bytes) - header):
+    if not request.size.allows(size_bytes := max(volume.size_bytes, made_bytes) - header):
         raise errors.Incompatible(
-            f"cannot make volume {call.name!r}: it exists with a size of {size_bytes} bytes, not of"
-            f" {call.size.required_bytes} to {call.size.limit_bytes or 'any number of'}; use"
-            " another name"
+            f"cannot make volume {request.name!r}: it exists with a size of {size_bytes} bytes, not"
+            f" of {request.size.required_bytes} to {request.size.limit_bytes or 'any number of'};"
+            " use another name"
         )
-    fs_types = [capability.fs_type for capability in call.capabilities if capability.fs_type]
-    is_mounted = any(not capability.is_block for capability in call.capabilities)
-    parameters = call.parameters
+    fs_types = [capability.fs_type for capability in request.capabilities if capability.fs_type]
+    is_mounted = any(not capability.is_block for capability in request.capabilities)
+    parameters = request.parameters
     if fs_types or not is_mounted:
         parameters = parameters.with_value(tag.FS_TYPE, fs_types[0] if fs_types else "")
     capabilities = volume.own_tags.get(tag.CAPABILITIES, "")
     compared = [
-        (tag.CAPABILITIES, _capabilities(call), capabilities),
+        (tag.CAPABILITIES, _capabilities(request), capabilities),
         *differing(volume, parameters),
     ]
     for key, requested, present in compared:
         if present != requested:
             raise errors.Incompatible(
-                f"cannot make volume {call.name!r}: it exists with {key} {present or 'none'!r},"
+                f"cannot make volume {request.name!r}: it exists with {key} {present or 'none'!r},"
                 f" not {requested or 'none'!r}; use another name"
             )
 
@@ -344,13 +346,13 @@ def differing(volume: Volume, parameters: Parameters) -> Iterator[tuple[str, str
     requested = parameters.own_tags()
     present = {key: own_tags.get(key, "") for key in requested}
     for row in STORAGE_CLASS:
-        if row.part and row.tag == tag.LAYOUT and row.key in parameters.given:
-            requested[row.key] = str(parameters.given[row.key])
+        if row.field_name and row.tag == tag.LAYOUT and row.key in parameters.parsed:
+            requested[row.key] = str(parameters.parsed[row.key])
             # Compare with the layout that the volume was created with; an operator may have
             # converted the volume since.
             shape = layout.Layout.parse(own_tags.get(tag.LAYOUT, "")) or volume.layout
-            present[row.key] = str(getattr(shape, row.part))
-    if (size := parameters.given.get(CACHE_SIZE)) is not None:
+            present[row.key] = str(getattr(shape, row.field_name))
+    if (size := parameters.parsed.get(CACHE_SIZE)) is not None:
         present[CACHE_SIZE] = own_tags.get(tag.CACHE, "") or "no cache"
         cache, extent = Cache.parse(present[CACHE_SIZE]), volume.group.extent_size_bytes
         requested_cache = None if cache is None else replace(cache, size=size)

@@ -37,7 +37,7 @@ WARN = "warn"
 FAIL = "fail"
 
 # Result of a check: a verdict, a message, and the remedy, which is empty for PASS.
-Seen = tuple[str, str, str]
+CheckResult = tuple[str, str, str]
 
 # Oldest lvm2 that Carver supports, 2.03.12: the first with the option --devices, by which Carver
 # confines lvm2 to certain disks (WHATS_NEW of lvm2).
@@ -98,22 +98,24 @@ class Node:
 
 
 # Type of a check: a function that yields results for a node.
-Check = Callable[[Node], Iterator[Seen]]
+Check = Callable[[Node], Iterator[CheckResult]]
 
 
-def everything(node: Node) -> Sequence[Finding]:
+def all_findings(node: Node) -> Sequence[Finding]:
     """Run all checks of the node, each after the checks that it depends on; return the findings."""
     return tuple(
         finding for name, check in CHECKS.items() for finding in _findings(name, check, node)
     )
 
 
-def cheap(node: Node) -> Sequence[Finding]:
+def quick_findings(node: Node) -> Sequence[Finding]:
     """Run the checks that start no process and read no report; return the findings.
 
     The function is for frequent callers, such as the RPC Probe.
     """
-    return tuple(finding for name in CHEAP for finding in _findings(name, CHECKS[name], node))
+    return tuple(
+        finding for name in QUICK_CHECKS for finding in _findings(name, CHECKS[name], node)
+    )
 
 
 def _findings(name: str, check: Check, node: Node) -> Iterator[Finding]:
@@ -124,11 +126,11 @@ def _findings(name: str, check: Check, node: Node) -> Iterator[Finding]:
         yield Finding(name, WARN, f"cannot be looked at: {error}", "see whether /proc is there")
 
 
-def _pass(message: str) -> Seen:
+def _pass(message: str) -> CheckResult:
     return PASS, message, ""
 
 
-def _privileges(node: Node) -> Iterator[Seen]:
+def _privileges(node: Node) -> Iterator[CheckResult]:
     """Check that this process has the capability CAP_SYS_ADMIN, which mounting requires."""
     lines = node.at("/proc/self/status").read_text().splitlines()
     capabilities = dict(line.split(":", 1) for line in lines).get("CapEff", "0")
@@ -142,7 +144,7 @@ def _privileges(node: Node) -> Iterator[Seen]:
         )
 
 
-def _kubelet_directory(node: Node) -> Iterator[Seen]:
+def _kubelet_directory(node: Node) -> Iterator[CheckResult]:
     """Check that the mounts in which kubelet has volumes are shared (mount propagation).
 
     Without that, pods do not see what Carver mounts. A directory that does not exist is only a
@@ -180,7 +182,7 @@ def _kubelet_directory(node: Node) -> Iterator[Seen]:
             yield _pass(f"{directory} is in a shared mount")
 
 
-def _registration(node: Node) -> Iterator[Seen]:
+def _registration(node: Node) -> Iterator[CheckResult]:
     """Check that the directory exists in which kubelet looks for the sockets of CSI drivers.
 
     Nothing is checked if another program registers Carver with kubelet (`registration = "none"`).
@@ -199,7 +201,7 @@ def _registration(node: Node) -> Iterator[Seen]:
         )
 
 
-def _device_mapper(node: Node) -> Iterator[Seen]:
+def _device_mapper(node: Node) -> Iterator[CheckResult]:
     """Check that the control node of device-mapper can be opened."""
     control = "/dev/mapper/control"
     try:
@@ -214,7 +216,7 @@ def _device_mapper(node: Node) -> Iterator[Seen]:
         )
 
 
-def _devices(node: Node) -> Iterator[Seen]:
+def _devices(node: Node) -> Iterator[CheckResult]:
     """Check that /dev is devtmpfs, the disks in `devices` are there, and loop devices exist.
 
     Also warn about disks that the configuration names by unstable paths in /dev.
@@ -260,14 +262,14 @@ def _devices(node: Node) -> Iterator[Seen]:
         yield _pass("/dev is the kernel's own, with loop devices")
 
 
-def _udev(node: Node) -> Iterator[Seen]:
+def _udev(node: Node) -> Iterator[CheckResult]:
     """Report whether udev runs; Carver works with udev and without."""
     runs = node.at("/run/udev/control").exists()
     without = "there is no udev here: lvm2 is run without it, and makes nodes itself"
     yield _pass("udev runs, and lvm2 waits for it" if runs else without)
 
 
-def _guests(node: Node) -> Iterator[Seen]:
+def _guests(node: Node) -> Iterator[CheckResult]:
     """Warn if the node's own lvm2 would activate a volume group inside a raw block volume.
 
     A guest, such as a virtual machine, may have made that volume group.
@@ -296,7 +298,7 @@ def _guests(node: Node) -> Iterator[Seen]:
     )
 
 
-def _lvm2(node: Node) -> Iterator[Seen]:
+def _lvm2(node: Node) -> Iterator[CheckResult]:
     """Check that lvm2 can be run, and that its version is not older than LEAST_LVM2."""
     if node.settings.lvm == "host" and not _has(node, HOST_NAMESPACES[0]):
         yield FAIL, 'nsenter is missing, which lvm = "host" needs', "install util-linux"
@@ -315,7 +317,7 @@ def _lvm2(node: Node) -> Iterator[Seen]:
         yield _pass(f"lvm2 is {version_text}; {oldest_text} is enough")
 
 
-def _groups(node: Node) -> Iterator[Seen]:
+def _groups(node: Node) -> Iterator[CheckResult]:
     """Check each volume group that a device class names: that it is on this node and whole.
 
     Further findings are about its metadata area, its disks' logical blocks, damaged tags, and how
@@ -362,14 +364,14 @@ def _groups(node: Node) -> Iterator[Seen]:
             )
 
 
-def _counted(number: int, noun: str) -> str:
+def _count_text(number: int, noun: str) -> str:
     """Return a number with its noun, such as "1 disk" or "2 disks"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _of_group(
     node: Node, lvm_report: Report, definitions: GroupDefinitions, group: Group
-) -> Iterator[Seen]:
+) -> Iterator[CheckResult]:
     name, fill = group.name, groups.text_percent(group)
     try:
         definitions.group(lvm_report, name)
@@ -400,8 +402,8 @@ def _of_group(
         )
     else:
         yield _pass(
-            f"volume group {name} is whole, with {_counted(len(group.disks), 'disk')}; its metadata"
-            f" area is {fill:.0f} % full"
+            f"volume group {name} is whole, with {_count_text(len(group.disks), 'disk')}; its"
+            f" metadata area is {fill:.0f} % full"
         )
     yield from _erasing(node, group)
     yield from _damaged(group)
@@ -420,12 +422,12 @@ def _of_group(
         )
 
 
-def _damaged(group: Group) -> Iterator[Seen]:
+def _damaged(group: Group) -> Iterator[CheckResult]:
     """Warn about volumes and snapshots that Carver leaves alone because their tags are damaged.
 
     Tags are damaged if no version of Carver writes them together.
     """
-    for logical in records.every(group):
+    for logical in records.all_logical_volumes(group):
         if faults := records.faults(logical):
             damaged_tags = ", ".join(sorted(faults))
             yield (
@@ -436,7 +438,7 @@ def _damaged(group: Group) -> Iterator[Seen]:
             )
 
 
-def _of_no_class(node: Node, group: Group) -> Iterator[Seen]:
+def _of_no_class(node: Node, group: Group) -> Iterator[CheckResult]:
     """Warn about volumes and pools whose device class is not in the configuration any more."""
     classes = [
         device_class for device_class in node.settings.classes if device_class.group == group.name
@@ -446,7 +448,7 @@ def _of_no_class(node: Node, group: Group) -> Iterator[Seen]:
         {device_class.name for device_class in classes if device_class.pool},
     )
     volume_names = defaultdict[str, list[str]](list)
-    for logical in records.every(group):
+    for logical in records.all_logical_volumes(group):
         name = logical.own_tags.get(tag.CLASS, "")
         is_gone = name not in (with_pool if is_pool(logical) else class_names)
         if name and is_gone and not names.is_part(logical.name):
@@ -464,7 +466,7 @@ def _of_no_class(node: Node, group: Group) -> Iterator[Seen]:
         )
 
 
-def _erasing(node: Node, group: Group) -> Iterator[Seen]:
+def _erasing(node: Node, group: Group) -> Iterator[CheckResult]:
     """Report how deleted data are erased on each present disk of a volume group.
 
     Warn about disks on which data are zeroed because discarding is not possible.
@@ -472,7 +474,7 @@ def _erasing(node: Node, group: Group) -> Iterator[Seen]:
     ways = dict[str, list[str]]()
     for disk in group.disks:
         try:
-            way, objection = erase_policy.way_on(node.settings, node.kernel, disk.name)
+            way, objection = erase_policy.zeroing_method(node.settings, node.kernel, disk.name)
         except OSError:
             # Skip a disk that cannot be read, such as a missing one.
             continue
@@ -492,7 +494,7 @@ def _erasing(node: Node, group: Group) -> Iterator[Seen]:
         yield _pass(f"deleted data of volume group {group.name} are erased on {description}")
 
 
-def _hidden(name: str, group: Group | None, root: Path) -> Seen:
+def _hidden(name: str, group: Group | None, root: Path) -> CheckResult:
     """Return the warning about a volume group with disks that the node's lvm2 is not to use.
 
     The disks are hidden by the node's devices file or by a filter in its lvm.conf.
@@ -541,7 +543,7 @@ def _unfiltered(node: Node, lvm_report: Report) -> Mapping[str, Group]:
         return {}
 
 
-def _kernel(node: Node) -> Iterator[Seen]:
+def _kernel(node: Node) -> Iterator[CheckResult]:
     """Check that the kernel is not too old, and warn if it lacks mount_setattr(2)."""
     if why := too_old(node.kernel):
         yield FAIL, why, "use a newer kernel"
@@ -568,7 +570,7 @@ def too_old(kernel: Kernel) -> str:
     )
 
 
-def _modules(node: Node) -> Iterator[Seen]:
+def _modules(node: Node) -> Iterator[CheckResult]:
     """Check that the kernel has the modules that device classes and snapshots need.
 
     A missing module is a failure if a class needs it, and a warning if only snapshots do.
@@ -609,7 +611,7 @@ def _modules(node: Node) -> Iterator[Seen]:
             )
 
 
-def _file_systems(node: Node) -> Iterator[Seen]:
+def _file_systems(node: Node) -> Iterator[CheckResult]:
     """Check that libblkid and the programs of each file system are installed.
 
     Without libblkid the check fails. Missing programs are a failure if a device class uses the file
@@ -641,7 +643,7 @@ def missing_programs(node: Node, fs_type: str) -> list[str]:
     ]
 
 
-def _thin_tools(node: Node) -> Iterator[Seen]:
+def _thin_tools(node: Node) -> Iterator[CheckResult]:
     """Check that the programs are installed that lvm2 runs for thin pools.
 
     Nothing is checked if no device class is thin, or if lvm2 is the host's.
@@ -664,7 +666,7 @@ def _thin_tools(node: Node) -> Iterator[Seen]:
         yield _pass("the programs that check and repair thin pools are there")
 
 
-def _encryption(node: Node) -> Iterator[Seen]:
+def _encryption(node: Node) -> Iterator[CheckResult]:
     """Check that cryptsetup, dm-crypt, AES instructions and key files are there.
 
     Nothing is checked if no device class is encrypted.
@@ -699,13 +701,13 @@ def _encryption(node: Node) -> Iterator[Seen]:
             )
 
 
-def _io_limits(node: Node) -> Iterator[Seen]:
+def _io_limits(node: Node) -> Iterator[CheckResult]:
     """Check that the pods' cgroup has an I/O controller; warn if a volume has limits without it.
 
     Without an I/O controller, the I/O limits of volumes have no effect.
     """
     try:
-        directory = Cgroups(node.settings.pods_cgroup, node.at(str(cgroups.ROOT))).look()
+        directory = Cgroups(node.settings.pods_cgroup, node.at(str(cgroups.ROOT))).pods_directory()
         yield _pass(f"I/O can be limited, in {directory}")
         return
     except mount_errors.NoCgroup as error:
@@ -713,7 +715,9 @@ def _io_limits(node: Node) -> Iterator[Seen]:
     limited = []
     with suppress(mount_errors.CommandError, errors.NotReady):
         logical_volumes = (
-            logical for group in node.report().groups.values() for logical in records.every(group)
+            logical
+            for group in node.report().groups.values()
+            for logical in records.all_logical_volumes(group)
         )
         limited = [logical.name for logical in logical_volumes if logical.tuning.is_limited]
     if limited:
@@ -726,7 +730,7 @@ def _io_limits(node: Node) -> Iterator[Seen]:
         yield _pass(f"no volume has limits of I/O, and none could: {why}")
 
 
-def _service(node: Node) -> Iterator[Seen]:
+def _service(node: Node) -> Iterator[CheckResult]:
     """Check that a process serves Carver's socket."""
     endpoint = node.settings.endpoint
     if sockets.is_served(endpoint):
@@ -777,4 +781,4 @@ CHECKS: dict[str, Check] = {
     "service": _service,
 }
 # Names of the checks that start no process and read no report.
-CHEAP = ("device-mapper", "kubelet directory")
+QUICK_CHECKS = ("device-mapper", "kubelet directory")

@@ -16,9 +16,9 @@ zeroed before it is removed, unless the setting `wipe` is `none`. The steps are:
 6. Remove the pool with the volume and the cache.
 
 A restart resumes the work by the tag `wiping`: a process that was killed before step 2 left an
-empty pool, and one that was killed later left a pool with only that volume. `_due` finds both. If a
-call needs the pool meanwhile, the pool is kept: the job ends at its next chunk, before the call
-locks the group, and the zeroing volume is removed.
+empty pool, and one that was killed later left a pool with only that volume. `_due_removals` finds
+both. If a call needs the pool meanwhile, the pool is kept: the job ends at its next chunk, before
+the call locks the group, and the zeroing volume is removed.
 """
 
 from collections.abc import Callable, Iterator
@@ -67,7 +67,7 @@ class PoolRemover:
             "reclaim",
             self._erase_and_remove,
             "pool %s is empty, but not removed yet: %s",
-            due_jobs=self._due,
+            due_jobs=self._due_removals,
         )
         self._conflicts = context.conflicts
         self._conflicts.add(Work.EMPTY_POOL, self.jobs)
@@ -85,10 +85,10 @@ class PoolRemover:
         try:
             volumes.remove(self._lvm(group), group, thin_volume.name)
         except mount_errors.CommandError:
-            self.after(thin_volume, wait_seconds=0)
+            self.remove_after(thin_volume, wait_seconds=0)
             raise
 
-    def after(self, removed_volume: Volume | Snapshot, wait_seconds: float) -> None:
+    def remove_after(self, removed_volume: Volume | Snapshot, wait_seconds: float) -> None:
         """Remove the thin pool of a removed volume if the volume was the last one in the pool.
 
         Waits up to `wait_seconds` for the job that removes the pool. The caller held the group's
@@ -127,11 +127,11 @@ class PoolRemover:
         if job.cancelled.is_set():
             # The present job was cancelled, and has not ended because its disk does not answer:
             # start another job when the present one ends.
-            job.ended.add_done_callback(lambda _: self.remove_if_empty(group, pool))
-        return job.ended
+            job.future.add_done_callback(lambda _: self.remove_if_empty(group, pool))
+        return job.future
 
     @contextmanager
-    def kept(self, group: str, pool: str) -> Iterator[None]:
+    def keep_pool(self, group: str, pool: str) -> Iterator[None]:
         """Keep a thin pool within the `with`: no job zeroes it, so that a volume can be created.
 
         To be entered without the group's lock. Raises Stopping if the job of the pool takes longer
@@ -158,7 +158,7 @@ class PoolRemover:
             return create()
         except PoolBeingZeroed:
             pass
-        with self.kept(group, pool):
+        with self.keep_pool(group, pool):
             return create()
 
     def require_kept(self, group: str, pool: str) -> None:
@@ -166,17 +166,17 @@ class PoolRemover:
         if self.jobs.has(f"{group}/{pool}"):
             raise PoolBeingZeroed(pool)
 
-    def empty(self, group: report.Group, pool: str) -> None:
+    def remove_zeroing_volume(self, group: report.Group, pool: str) -> None:
         """Remove the volume that zeroes a thin pool, if it exists, so that a new volume has room.
 
-        The caller keeps the pool by `kept`, holds the group's lock, and read the report under that
-        lock.
+        The caller keeps the pool by `keep_pool`, holds the group's lock, and read the report under
+        that lock.
         """
         for volume in group.in_pool(pool):
             if _is_zeroing_volume(volume):
                 volumes.remove(self._lvm(group.name), group.name, volume.name)
 
-    def _due(self, group: str) -> Iterator[Job]:
+    def _due_removals(self, group: str) -> Iterator[Job]:
         for pool in _abandoned(self._reports.fresh(group).group(group)):
             yield Job(f"{group}/{pool}")
 
@@ -298,25 +298,25 @@ class PoolRemover:
         data device of its pool.
         """
         pace, is_held = self._paces.of(job.key.split("/")[0]), bool(thin_path)
-        work = pace.work("erase", device, check=job.check, progress=job.progress)
+        task = pace.task("erase", device, check=job.check, progress=job.progress)
 
         def writing() -> AbstractContextManager[object]:
             return self._kernel.opened(thin_path) if thin_path else nullcontext()
 
-        def zero(offset: int, length: int, way: By) -> None:
-            self._kernel.zero_out(device, offset, length, allow_in_use=is_held, method=way)
+        def zero(offset: int, length: int, method: By) -> None:
+            self._kernel.zero_out(device, offset, length, allow_in_use=is_held, method=method)
             # Flush the device; on a thin volume this also commits the pool's mapping of the zeroed
             # chunks.
             self._kernel.flush(device)
 
         yield from self._policy.overwrite(
-            work,
+            task,
             device,
             size_bytes,
             purpose=Purpose.DELETED,
             is_held=is_held,
-            zero=zero,
-            within=writing,
+            zero_piece=zero,
+            piece_context=writing,
         )
 
 
@@ -334,7 +334,7 @@ def _abandoned(group: report.Group) -> list[str]:
     The result has pools without volumes, pools that were being zeroed, and pools whose creation was
     interrupted.
     """
-    logical_volumes = list(records.usable(group))
+    logical_volumes = list(records.usable_logical_volumes(group))
     half_made = [logical.name for logical in logical_volumes if is_half_made_pool(logical)]
     own_pools = (
         (pool.name, group.in_pool(pool.name)) for pool in logical_volumes if is_own_pool(pool)

@@ -44,7 +44,7 @@ def rebuilding(activator: Activator, group: report.Group) -> str:
     The result is empty if all active RAID volumes are in sync.
     """
     entries = []
-    for logical in sorted(records.every(group), key=attrgetter("name")):
+    for logical in sorted(records.all_logical_volumes(group), key=attrgetter("name")):
         is_raid = "raid" in logical.layout
         status = _raid(activator, group.name, logical.name) if is_raid else None
         if status is not None and status.is_syncing:
@@ -249,17 +249,17 @@ _FAILURE = "volume group %s: cannot look for volumes to repair: %s"
 
 
 @dataclass
-class _Seen:
+class _DegradedVolumes:
     """Notes about the volumes of a volume group that lacked a disk at the last check.
 
     `logged` has the last message that was logged about each volume.
     """
 
     # Times (monotonic, seconds): `since` has, by volume id and missing disks, when a volume was
-    # first seen without these disks; `due` has, by volume id, when the next attempt to repair the
-    # volume is due.
+    # first seen without these disks; `due_seconds` has, by volume id, when the next attempt to
+    # repair the volume is due.
     since: dict[tuple[str, frozenset[str]], float] = field(default_factory=dict)
-    due: dict[str, float] = field(default_factory=dict)
+    due_seconds: dict[str, float] = field(default_factory=dict)
     logged: dict[str, str] = field(default_factory=dict)
 
 
@@ -274,9 +274,9 @@ class AutoRepair:
         self._repairer = repairer
         self._configuration = context.configuration
         # Degraded volumes of each volume group at the last check, by the group's name.
-        self._seen: defaultdict[str, _Seen] = defaultdict(_Seen)
-        self.looks = PeriodicJobs(
-            context.workers, "repair", self._groups, self.look, _LOOK_SECONDS, _FAILURE
+        self._seen: defaultdict[str, _DegradedVolumes] = defaultdict(_DegradedVolumes)
+        self.scans = PeriodicJobs(
+            context.workers, "repair", self._groups, self.check_group, _LOOK_SECONDS, _FAILURE
         )
 
     def _classes(self) -> list[DeviceClass]:
@@ -295,9 +295,9 @@ class AutoRepair:
         `now_seconds` (monotonic) is taken as the present time.
         """
         for group in self._groups():
-            self.look(group, lambda: now_seconds)
+            self.check_group(group, lambda: now_seconds)
 
-    def look(self, group: str, clock: Callable[[], float] = time.monotonic) -> bool:
+    def check_group(self, group: str, clock: Callable[[], float] = time.monotonic) -> bool:
         """Check a volume group for degraded volumes, and take the next step of each repair due.
 
         The state of the group is at most a minute old. Returns False, so that the next check runs
@@ -312,8 +312,10 @@ class AutoRepair:
         degraded = {str(volume.id): volume for volume in self._degraded(group, delays)}
         lacking = {(key, frozenset(volume.missing_disks)) for key, volume in degraded.items()}
         degraded_state.since = {key: degraded_state.since.get(key, now_seconds) for key in lacking}
-        degraded_state.due = {
-            key: due_seconds for key, due_seconds in degraded_state.due.items() if key in degraded
+        degraded_state.due_seconds = {
+            key: due_seconds
+            for key, due_seconds in degraded_state.due_seconds.items()
+            if key in degraded
         }
         degraded_state.logged = {
             key: text for key, text in degraded_state.logged.items() if key in degraded
@@ -323,11 +325,11 @@ class AutoRepair:
         ):
             wait_seconds = delays[degraded[key].own_tags[tag.CLASS]]
             is_late = now_seconds - since_seconds >= wait_seconds
-            if is_late and degraded_state.due.get(key, now_seconds) <= now_seconds:
+            if is_late and degraded_state.due_seconds.get(key, now_seconds) <= now_seconds:
                 self._repair(key, degraded_state)
                 # Count the time until the next attempt to repair the volume from the end of this
                 # attempt, which may have taken long.
-                degraded_state.due[key] = clock() + _RETRY_SECONDS
+                degraded_state.due_seconds[key] = clock() + _RETRY_SECONDS
         return False
 
     def _degraded(self, group: str, classes: Collection[str]) -> Iterator[Volume]:
@@ -347,7 +349,7 @@ class AutoRepair:
             if is_own and volume.is_listed and is_raid and volume.missing_disks:
                 yield volume
 
-    def _repair(self, volume_id: str, degraded_state: _Seen) -> None:
+    def _repair(self, volume_id: str, degraded_state: _DegradedVolumes) -> None:
         try:
             with command.stall_limit(_PATIENCE_SECONDS):
                 message = self._repairer.repair(volume_id).message

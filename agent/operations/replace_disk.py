@@ -88,7 +88,7 @@ class Replacement:
                 # more: both were removed after the group was found.
                 raise _no_such_disk(old_name, [group])
             if old_disk is None:
-                return self._settled(group)
+                return self._finish_removed(group)
             if old_disk == new_disk:
                 raise errors.BadField("new_disk", f"{new_path} is the disk that it is to replace")
             if old_disk.missing:
@@ -122,7 +122,7 @@ class Replacement:
         ]
         with Attempts() as attempts:
             for group in moving_groups:
-                with attempts.one():
+                with attempts.attempt():
                     groups.watch_moves(self._lvm(group.name))
         return len(moving_groups)
 
@@ -273,7 +273,7 @@ class Replacement:
         if old_disk.allocatable:
             groups.allow_allocation(lvm, old_disk.name, allowed=False)
         if old_disk.allocated_extents or not new_disk.allocatable:
-            erases = self._policy.erases_any(records.every(group))
+            erases = self._policy.erases_any(records.all_logical_volumes(group))
             filled_tag = {tag.FILLED: _filled(pair, will_have)} if is_first else {}
             if erases and erase_deleted.mark_for_erase(
                 lvm, group, set(pair), further_tags=filled_tag
@@ -287,7 +287,7 @@ class Replacement:
             if filled and not (group.moves or is_first):
                 # Remove the tag `filled`, which says how full the new disk was to become: a move
                 # was aborted, and may have left data on the new disk.
-                groups.mark(lvm, group.name, old=filled)
+                groups.mark(lvm, group.name, old_tags=filled)
             elapsed_seconds = time.monotonic() - self._watched.get(old_disk.uuid, -_WATCH_SECONDS)
             if not group.moves or elapsed_seconds >= _WATCH_SECONDS:
                 groups.move(lvm, old_disk.name, new_disk.name)
@@ -303,10 +303,10 @@ class Replacement:
             # free extents are as clean as before.
             erase_deleted.unmark_disk(lvm, group, new_disk.uuid, filled)
         elif filled:
-            groups.mark(lvm, group.name, old=filled)
+            groups.mark(lvm, group.name, old_tags=filled)
         groups.reduce(lvm, group.name, old_disk.name)
         self._volume_groups.outdate()
-        return self._settled(self._look(group.name))
+        return self._finish_removed(self._look(group.name))
 
     def _rebuild(
         self, group: Group, old_disk: PhysicalVolume, new_disk: PhysicalVolume
@@ -318,7 +318,7 @@ class Replacement:
         """
         lvm, steps = self._lvm(group.name), []
         erase_deleted.remove_partial_sweep(lvm, group)
-        for logical in sorted(records.every(group), key=attrgetter("name")):
+        for logical in sorted(records.all_logical_volumes(group), key=attrgetter("name")):
             if "raid" in logical.layout and old_disk.uuid in logical.disks:
                 steps.append(self._repair(group, logical.name, new_disk))
         if old_disk.uuid in group.spare_disks:
@@ -335,7 +335,7 @@ class Replacement:
             )
         groups.reduce_missing(lvm, group.name)
         self._volume_groups.outdate()
-        return self._settled(self._look(group.name))
+        return self._finish_removed(self._look(group.name))
 
     def _repair(self, group: Group, name: str, new_disk: PhysicalVolume) -> str:
         """Take the next step of a RAID volume's repair, and return a message about its progress.
@@ -353,7 +353,7 @@ class Replacement:
                 raise
         return f"{group.name}/{name} lacks more than one disk: replace each, then this one again"
 
-    def _settled(self, group: Group) -> Progress:
+    def _finish_removed(self, group: Group) -> Progress:
         """Finish a replacement whose old disk is removed, and return the progress.
 
         The replacement is done when all volumes are in sync, so that another disk may be lost.
@@ -396,7 +396,7 @@ def _require_copies(group: Group, old_disk: PhysicalVolume) -> None:
     """Raise WouldBeLost for volumes that have data on a missing disk and nowhere else."""
     lost_names: list[str] = []
     waiting_names: list[str] = []
-    for logical in sorted(records.every(group), key=attrgetter("name")):
+    for logical in sorted(records.all_logical_volumes(group), key=attrgetter("name")):
         name = logical.name
         holder, is_pool = group.volumes.get(logical.pool, logical), is_own_pool(logical)
         if old_disk.uuid not in holder.disks or group.survives(holder):

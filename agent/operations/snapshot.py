@@ -18,7 +18,7 @@ from agent.requests import requests
 from agent.requests.requests import CreateSnapshot, ListPage, ListSnapshots
 from agent.settings.classes import SNAPSHOT_SIZE
 from agent.volumes import backing, records, users, volume_states
-from agent.volumes.allocation import closed_to_new, full
+from agent.volumes.allocation import reason_closed_to_new, reason_full
 from agent.volumes.context import Context
 from agent.volumes.records import Snapshot, Volume
 from agent.volumes.report_age import Known
@@ -58,7 +58,7 @@ class Snapshotter:
         self._allocators = context.allocators
         self._limiter, self._conflicts = context.limiter, context.conflicts
 
-    def create(self, call: CreateSnapshot) -> Snapshot:
+    def create(self, request: CreateSnapshot) -> Snapshot:
         """Take a snapshot, or find the one that an earlier call took.
 
         Runs two commands at most: a report, and lvcreate, which also adds the tags. Raises
@@ -66,28 +66,30 @@ class Snapshotter:
         with another source, OperationPending while a deleted snapshot of that name is being erased,
         NoRoom, NotSnapshotted.
         """
-        if not call.topology.includes(self._configuration.now.here):
+        if not request.topology.includes(self._configuration.now.here):
             raise errors.ExcludedByTopology(self._configuration.now.node_id)
-        name = names.logical_volume(ids.SNAPSHOT_PREFIX, call.name)
-        source = backing.of_id(call.source_id)
-        with self._limiter.lifted(source):
+        name = names.logical_volume(ids.SNAPSHOT_PREFIX, request.name)
+        source = backing.of_id(request.source_id)
+        with self._limiter.lift(source):
             users.flush(self._kernel, self._activator, source)
-        group = ids.group_of(call.source_id)
+        group = ids.group_of(request.source_id)
         self._reports.await_others(group)
         with self._volume_groups.hold(group):
             state = self._mender.mend(group)
             self.require_free(state, name)
             for snapshot in self._reports.listed_snapshots(self._reports.every_group(state)):
                 if snapshot.name == name:
-                    return _same(snapshot, call)
-            volume = state.volume(call.source_id)
+                    return _require_same_source(snapshot, request)
+            volume = state.volume(request.source_id)
             self._conflicts.require(Call.SNAPSHOT, volume)
             self.make_room(volume)
             # Crash point: a COW store with these tags and without an origin is left; the next call
             # or the next start of Carver erases the COW store as a deleted snapshot.
-            return self.take(name, volume, {tag.NAME: call.name, **call.about}, call.size)
+            return self.take_snapshot(
+                name, volume, {tag.NAME: request.name, **request.object_tags}, request.size
+            )
 
-    def take(
+    def take_snapshot(
         self,
         name: str,
         volume: Volume,
@@ -116,7 +118,7 @@ class Snapshotter:
             tag.SEQUENCE: str(records.next_sequence(group)),
             **{key: volume.own_tags[key] for key in INHERITED if key in volume.own_tags},
         }
-        with self._limiter.lifted(volume.backing):
+        with self._limiter.lift(volume.backing):
             if pool:
                 thin.snapshot(
                     lvm, group.name, name, origin=volume.name, own_tags=own_tags, read_only=True
@@ -129,7 +131,7 @@ class Snapshotter:
                     origin=volume.name,
                     size_bytes=area_bytes,
                     own_tags=own_tags,
-                    disks=Room(group).anywhere(),
+                    disks=Room(group).disk_arguments(),
                 )
         return Snapshot(
             VolumeId.of(group, name),
@@ -183,7 +185,7 @@ class Snapshotter:
         is_thin = bool(group.volume(volume.name).pool) and not copy_on_write
         if is_thin:
             allocator = self._allocators.of_volume(volume)
-            limited = allocator.full(group, further_count)
+            limited = allocator.reason_full(group, further_count)
             needed_bytes, free_bytes = (
                 volume.size_bytes,
                 0 if limited else allocator.maximum_bytes(group),
@@ -197,8 +199,10 @@ class Snapshotter:
                 SNAPSHOT_SIZE if device_class is None else device_class.snapshot_size
             )
             needed_bytes = layout.copy_on_write_bytes(volume.size_bytes, store_size, group)
-            closed = closed_to_new(group) or full(group, 1 + further_count)
-            free_bytes = 0 if closed else self._allocators.beside_bytes(Room(group), class_name)
+            closed = reason_closed_to_new(group) or reason_full(group, 1 + further_count)
+            free_bytes = (
+                0 if closed else self._allocators.available_cow_bytes(Room(group), class_name)
+            )
             purpose = f"for a snapshot of {volume.name} {closed}".rstrip()
         free_bytes = max(0, free_bytes - further_bytes)
         if needed_bytes > free_bytes:
@@ -231,8 +235,8 @@ class Snapshotter:
             # group that volume is: the snapshot's extents are erased at once.
             self._reports.every_group(state).require_not_copied(snapshot_id)
             self.require_unread(snapshot_id)
-            self.part(snapshot)
-        self.finish(snapshot)
+            self.split_or_remove(snapshot)
+        self.erase_split(snapshot)
 
     def require_unread(self, snapshot_id: str) -> None:
         """Raise VolumeInUse while this process fills a volume from a snapshot.
@@ -266,15 +270,15 @@ class Snapshotter:
                 # Read a fresh report, which says if the snapshot is the last volume in its pool.
                 name = snapshot.group.name
                 snapshot = replace(snapshot, group=self._reports.fresh(name).group(name))
-            self.part(snapshot)
-        self.finish(snapshot)
+            self.split_or_remove(snapshot)
+        self.erase_split(snapshot)
 
-    def part(self, snapshot: Snapshot) -> None:
+    def split_or_remove(self, snapshot: Snapshot) -> None:
         """Take the first step of a snapshot's deletion: split it from its origin, or remove it.
 
         The caller holds the group's lock. A copy-on-write snapshot is split if it has to be erased;
-        `finish` erases it afterwards. Other snapshots are removed. While a disk is missing lvm2
-        splits nothing, so the snapshot is tagged as deleted.
+        `erase_split` erases it afterwards. Other snapshots are removed. While a disk is missing
+        lvm2 splits nothing, so the snapshot is tagged as deleted.
         """
         group = snapshot.group.name
         lvm = self._volume_groups.lvm(group)
@@ -289,15 +293,15 @@ class Snapshotter:
         else:
             volumes.remove(lvm, group, snapshot.name)
 
-    def finish(self, snapshot: Snapshot) -> None:
-        """Erase the COW store that `part` split from its origin; that may outlast the call.
+    def erase_split(self, snapshot: Snapshot) -> None:
+        """Erase a COW store that `split_or_remove` split from its origin; may outlast the call.
 
         For a thin snapshot, remove its pool if the snapshot was the last volume in it.
         """
         if self._is_deferred(snapshot):
             self._eraser.finish(records.remains_of(snapshot, is_split=False))
         elif snapshot.is_thin:
-            self._pool_remover.after(snapshot, self._eraser.grace_seconds)
+            self._pool_remover.remove_after(snapshot, self._eraser.grace_seconds)
         elif self._eraser.policy.erases(snapshot):
             self._eraser.finish(records.remains_of(snapshot))
 
@@ -320,27 +324,27 @@ class Snapshotter:
             raise errors.NoSuchSnapshot(snapshot_id)
         return self._reports.snapshot(self._reports.fresh(parsed.group), snapshot_id)
 
-    def list(self, call: ListSnapshots) -> ListPage[Snapshot]:
+    def list(self, request: ListSnapshots) -> ListPage[Snapshot]:
         """Return one page of the snapshots, sorted by id.
 
         If the request names a snapshot or a source, only the group of that id is read.
         """
-        parsed = VolumeId.parse(call.snapshot_id or call.source_id)
+        parsed = VolumeId.parse(request.snapshot_id or request.source_id)
         if parsed is not None and self._volume_groups.of(parsed.group) is not None:
             # Read only the volume group that the id in the request names: the external-snapshotter
             # polls a snapshot this way, and another volume group may hang.
             state: Known = self._reports.fresh(parsed.group)
             self._reports.group(state, parsed.group)
         else:
-            state = self._reports.lists()
+            state = self._reports.for_lists()
             self._reports.require_groups(state)
         snapshots = {
             str(snapshot.id): snapshot
             for snapshot in self._reports.listed_snapshots(state)
-            if call.source_id in ("", str(snapshot.source_id))
-            and call.snapshot_id in ("", str(snapshot.id))
+            if request.source_id in ("", str(snapshot.source_id))
+            and request.snapshot_id in ("", str(snapshot.id))
         }
-        return requests.part(snapshots, call.page)
+        return requests.select_page(snapshots, request.page)
 
     def require_free(self, state: Known, *logical: str) -> None:
         """Raise OperationPending while a deleted snapshot of one of these names is being erased.
@@ -354,15 +358,15 @@ class Snapshotter:
                 raise self._eraser.pending(doomed)
 
 
-def _same(existing: Snapshot, call: CreateSnapshot) -> Snapshot:
+def _require_same_source(existing: Snapshot, request: CreateSnapshot) -> Snapshot:
     """Return the snapshot of an earlier call; raise Incompatible if it has another source.
 
     A snapshot whose data are lost is returned, too, with a warning in the log.
     """
-    if str(existing.source_id) != call.source_id:
+    if str(existing.source_id) != request.source_id:
         raise errors.Incompatible(
-            f"cannot take snapshot {call.name!r}: it exists, of {existing.source_id}, not of"
-            f" {call.source_id}; use another name"
+            f"cannot take snapshot {request.name!r}: it exists, of {existing.source_id}, not of"
+            f" {request.source_id}; use another name"
         )
     if existing.problem:
         _log.warning("snapshot %s can no longer be used: %s", existing.id, existing.problem)

@@ -72,7 +72,7 @@ class Stager:
         self._conflicts = context.conflicts
         context.conflicts.add_mkfs(context.detached)
 
-    def stage(self, call: StageVolume) -> None:
+    def stage(self, request: StageVolume) -> None:
         """Activate a volume, format it once in its life, and mount it at the staging path.
 
         Runs two commands at most: a report, and mkfs or a check of the file system. Opening an
@@ -81,80 +81,80 @@ class Stager:
         tag that records mkfs is written after the response. A volume that is smaller than its tag
         `wanted` says grows first. A raw block volume is activated and opened only.
         """
-        call = replace(call, staging_path=self._volumes.place(call.staging_path))
-        device = self._volumes.device(call.volume_id)
-        if call.capability.is_block:
-            self._ensure_open(call, device)
+        request = replace(request, staging_path=self._volumes.resolve(request.staging_path))
+        device = self._volumes.device(request.volume_id)
+        if request.capability.is_block:
+            self._ensure_open(request, device)
         else:
             mount_table = table.read(self._kernel)
             if (
                 device is not None
-                and mount_table.top_of(call.staging_path, device.number) is not None
+                and mount_table.top_of(request.staging_path, device.number) is not None
             ):
                 # Mount the file system of a staged volume again if the file system had errors.
                 # Kubelet stages a staged volume again after kubelet's own start.
-                mount_table = self.without_errors(call, device, mount_table)
-            find = partial(self._mender.mended_volume, call.volume_id, Call.USE)
-            self.ensure_mounted(call, device, find, mount_table)
-        self._encrypted.follow_open(call.volume_id, call.keys)
+                mount_table = self.without_errors(request, device, mount_table)
+            find = partial(self._mender.mended_volume, request.volume_id, Call.USE)
+            self.ensure_mounted(request, device, find, mount_table)
+        self._encrypted.follow_open(request.volume_id, request.keys)
 
-    def _ensure_open(self, call: StageVolume, device: Device | None) -> None:
+    def _ensure_open(self, request: StageVolume, device: Device | None) -> None:
         """Activate and open a raw block volume, and complete its growth, if it is not staged yet.
 
         Also remove the record of a refused size that the volume has now.
         """
-        if device is None or not self._is_ready(call, device):
+        if device is None or not self._is_ready(request, device):
             volume, device = self._activated(
-                call, self._mender.mended_volume(call.volume_id, Call.USE)
+                request, self._mender.mended_volume(request.volume_id, Call.USE)
             )
-            device, tags = self._encrypted.opened(volume, device, call.keys)
+            device, tags = self._encrypted.opened(volume, device, request.keys)
             self._record_later(volume, tags)
-        cached_volume = self._reports.cached(call.volume_id)
+        cached_volume = self._reports.cached(request.volume_id)
         if cached_volume is None or not cached_volume.refused_bytes:
             return
         # Remove the record of a refused size (tag `refused`) if the device now shows the whole
         # volume.
         if self._kernel.device_size_bytes(device.path) >= cached_volume.capacity_bytes:
-            self._expander.settle(call.volume_id)
+            self._expander.settle(request.volume_id)
 
-    def _is_ready(self, call: StageVolume, device: Device) -> bool:
+    def _is_ready(self, request: StageVolume, device: Device) -> bool:
         """Whether an active raw block volume is large enough, and open if it is encrypted."""
-        cached_volume = self._reports.cached(call.volume_id)
+        cached_volume = self._reports.cached(request.volume_id)
         if cached_volume is None or cached_volume.wanted_bytes or not cached_volume.is_listed:
             return False
         if self._activator.has_lost_disk(cached_volume):
             return False
         if device.below is not None:
             return self._mappings.is_used(device)
-        self._encrypted.check(cached_volume, call.keys)
-        return not (cached_volume.is_encrypted or call.parameters.is_encrypted)
+        self._encrypted.check(cached_volume, request.keys)
+        return not (cached_volume.is_encrypted or request.parameters.is_encrypted)
 
     def ensure_mounted(
         self,
-        call: StageVolume,
+        request: StageVolume,
         device: Device | None,
-        find: Callable[[], Volume],
+        find_volume: Callable[[], Volume],
         mount_table: table.Table,
     ) -> None:
         """Find or create a volume, activate, open, format and mount it, and grow its file system.
 
-        `find` is called for the volume only if the volume is not mounted at the staging path
+        `find_volume` is called for the volume only if the volume is not mounted at the staging path
         according to `mount_table`; no command runs if the volume is mounted there.
         """
         volume: Volume | None
         if (
             device is None
-            or (mounted := mount_table.top_of(call.staging_path, device.number)) is None
+            or (mounted := mount_table.top_of(request.staging_path, device.number)) is None
         ):
-            volume = self._mounted(call, find())
+            volume = self._mounted(request, find_volume())
         else:
-            volume = self._reports.cached(call.volume_id)
-            fs_type = call.capability.fs_type or call.parameters.fs_type or mounted.fs_type
+            volume = self._reports.cached(request.volume_id)
+            fs_type = request.capability.fs_type or request.parameters.fs_type or mounted.fs_type
             if mounted.fs_type != fs_type:
                 raise errors.Incompatible(
-                    f"{call.staging_path} is staged with {mounted.fs_type}, not {fs_type}"
+                    f"{request.staging_path} is staged with {mounted.fs_type}, not {fs_type}"
                 )
-            self.mount(call, device, fs_type, mount_table)
+            self.mount(request, device, fs_type, mount_table)
             self.record_formatted(volume, fs_type)
         # Grow the file system of a mounted volume, too. Crash point: the volume is mounted, and its
         # file system is smaller. A reader's file system does not grow: the kernel needs a writable
@@ -164,8 +164,8 @@ class Stager:
             or volume.size_bytes > volume.made_bytes
             or not _MAY_BE_LARGER.isdisjoint(volume.own_tags)
         )
-        if may_be_larger and not call.capability.read_only:
-            self._grow(call, volume)
+        if may_be_larger and not request.capability.read_only:
+            self._grow(request, volume)
         # Set the volume's I/O limits last, so that the I/O of Carver itself is not limited. Crash
         # point: the limits are not set; the next start of Carver sets the limits.
         if volume is not None:
@@ -180,47 +180,47 @@ class Stager:
         if volume is not None and tag.FORMATTED not in volume.own_tags:
             self._record_later(volume, {tag.FORMATTED: fs_type})
 
-    def _activated(self, call: StageVolume, volume: Volume) -> tuple[Volume, Device]:
+    def _activated(self, request: StageVolume, volume: Volume) -> tuple[Volume, Device]:
         """Check the keys, grow a volume to the size in its tag `wanted`, and activate it.
 
         Returns the volume with its present size, and its device.
         """
-        self._encrypted.check(volume, call.keys)
+        self._encrypted.check(volume, request.keys)
         volume = self._expander.catch_up(volume)
         # Crash point: the volume may have been grown and activated, and is not staged yet; the next
         # NodeStageVolume call continues from that state.
         with self._volume_groups.hold(volume.group.name):
             return volume, self._activator.activate(volume)
 
-    def _mounted(self, call: StageVolume, volume: Volume) -> Volume:
+    def _mounted(self, request: StageVolume, volume: Volume) -> Volume:
         """Activate, open, format and mount a volume; return the volume as it was activated."""
-        volume, device = self._activated(call, volume)
+        volume, device = self._activated(request, volume)
         if volume.is_block:
             raise errors.BadField(
                 "volume_capability.mount",
                 "the volume was made for raw block access; what it holds is not Carver's",
             )
         fs_type = (
-            call.capability.fs_type
-            or call.parameters.fs_type
+            request.capability.fs_type
+            or request.parameters.fs_type
             or volume.own_tags.get(tag.FORMATTED)
             or DEFAULT_FS_TYPE
         )
         # Wait for an mkfs or fsck of an earlier call, which may outlast that call.
-        self._detached.finish(str(volume.id))
-        device, tags = self._encrypted.opened(volume, device, call.keys)
+        self._detached.wait_for(str(volume.id))
+        device, tags = self._encrypted.opened(volume, device, request.keys)
         with self._closing_on_failure(volume, device):
-            tags |= self.ensure_formatted(call, volume, device, fs_type)
+            tags |= self.ensure_formatted(request, volume, device, fs_type)
             self._record_later(volume, tags)
-            target.ensure_directory(self._kernel, call.staging_path)
-            self.mount(call, device, fs_type)
+            target.ensure_directory(self._kernel, request.staging_path)
+            self.mount(request, device, fs_type)
         return volume
 
-    def _grow(self, call: StageVolume, volume: Volume | None) -> None:
-        volume_path = VolumePath(call.volume_id, call.staging_path)
+    def _grow(self, request: StageVolume, volume: Volume | None) -> None:
+        volume_path = VolumePath(request.volume_id, request.staging_path)
         try:
-            if self._expander.fill_device(volume_path, call.keys, if_possible=True):
-                self._expander.settle(call.volume_id)
+            if self._expander.fill_device(volume_path, request.keys, if_possible=True):
+                self._expander.settle(request.volume_id)
         except mount_errors.GrowFailed as error:
             # Raise the error for a copy that was never expanded, which would stay smaller than its
             # claim unnoticed.
@@ -229,10 +229,10 @@ class Stager:
                 raise
             # Go on, so that the pod starts with the present size; NodeExpandVolume reports why the
             # volume did not grow.
-            _log.warning("volume %s is staged as it is: %s", call.volume_id, error)
+            _log.warning("volume %s is staged as it is: %s", request.volume_id, error)
 
     def ensure_formatted(
-        self, call: StageVolume, volume: Volume, device: Device, fs_type: str
+        self, request: StageVolume, volume: Volume, device: Device, fs_type: str
     ) -> dict[str, str]:
         """Make a file system on a blank volume, or check the existing one; return the tag for it.
 
@@ -245,7 +245,7 @@ class Stager:
         if formatted and formatted != fs_type:
             raise mount_errors.UnexpectedContents(path, formatted, fs_type)
         find = partial(filesystem.find, self._kernel, path, fs_type)
-        signature, mkfs_options = find(), call.parameters.mkfs_options
+        signature, mkfs_options = find(), request.parameters.mkfs_options
         # Find the file system. Crash point: if the process dies between mkfs and the tag, the file
         # system is recognized by its UUID.
         if signature is not None and self._discard_unfinished(volume, device, signature):
@@ -263,18 +263,18 @@ class Stager:
             if signature is not None and signature.fs_type != fs_type:
                 raise mount_errors.UnexpectedContents(path, str(signature), fs_type)
             if signature is None and formatted:
-                raise errors.ContentsLost(call.volume_id, formatted, path)
+                raise errors.ContentsLost(request.volume_id, formatted, path)
         if signature is None:
-            call.parameters.check_for(fs_type, "volume_context")
+            request.parameters.check_for(fs_type, "volume_context")
             filesystem.check_size(fs_type, volume.capacity_bytes)
             probe = partial(filesystem.probe, self._kernel, path)
-            look = partial(self._require_same, volume, device, probe, signature)
+            recheck = partial(self._require_same, volume, device, probe, signature)
             # Run mkfs only on a volume that is blank by the probe, and was never formatted by its
             # tags.
             make = partial(filesystem.make, self._run, path, fs_type, mkfs_options)
             oldest = self._configuration.now.oldest_kernel
             make = partial(make, uuid=_own_uuid(device), oldest_kernel=oldest)
-            self._detached.do(str(volume.id), volume.group.name, MKFS, make, look)
+            self._detached.do(str(volume.id), volume.group.name, MKFS, make, recheck)
             return {tag.FORMATTED: fs_type}
         if not is_own and not filesystem.gives_uuid(fs_type, mkfs_options):
             missing = lvm_tags.format_one(tag.FORMATTED, fs_type)
@@ -282,9 +282,9 @@ class Stager:
         # Check the file system unless the device is in use: e2fsck refuses a device that another
         # mount namespace has mounted, although the kernel would mount it.
         if not self._kernel.device_is_held(path):
-            look = partial(self._require_same, volume, device, find, signature)
+            recheck = partial(self._require_same, volume, device, find, signature)
             check = partial(filesystem.check, self._run, path, fs_type)
-            self._detached.do(str(volume.id), volume.group.name, "fsck", check, look)
+            self._detached.do(str(volume.id), volume.group.name, "fsck", check, recheck)
         return {} if formatted else {tag.FORMATTED: fs_type}
 
     def _discard_unfinished(
@@ -327,38 +327,39 @@ class Stager:
         self,
         volume: Volume,
         device: Device,
-        look: Callable[[], filesystem.Signature | None],
+        read_signature: Callable[[], filesystem.Signature | None],
         signature: filesystem.Signature | None,
     ) -> None:
-        """Raise an error if a volume or its contents changed since `look` returned `signature`.
+        """Raise an error if a volume or its contents changed since `signature` was read.
 
-        The errors are NoSuchVolume and UnexpectedContents.
+        `read_signature` reads the present signature. The errors are NoSuchVolume and
+        UnexpectedContents.
         """
         self._activator.require_same(volume, device)
-        if (contents := look()) != signature:
+        if (contents := read_signature()) != signature:
             raise mount_errors.UnexpectedContents(device.path, str(contents), str(signature))
 
     def mount(
         self,
-        call: StageVolume,
+        request: StageVolume,
         device: Device,
         fs_type: str,
         mount_table: table.Table | None = None,
     ) -> None:
         """Mount a volume's file system at the staging path, if it is not mounted there."""
-        flags = (*call.parameters.mount_options, *call.capability.mount_flags)
+        flags = (*request.parameters.mount_options, *request.capability.mount_flags)
         mounts.ensure_mounted(
             self._kernel,
             device.path,
-            call.staging_path,
+            request.staging_path,
             fs_type,
             options.parse(flags, fs_type),
-            read_only=call.capability.read_only,
+            read_only=request.capability.read_only,
             mount_table=mount_table,
         )
 
     def without_errors(
-        self, call: StageVolume, device: Device, mount_table: table.Table
+        self, request: StageVolume, device: Device, mount_table: table.Table
     ) -> table.Table:
         """Mount a staged file system again after an error, if it is published nowhere.
 
@@ -368,26 +369,26 @@ class Stager:
         call mounts it.
         """
         all_mounts = mount_table.of_device(device.number)
-        mounted = next((mount for mount in all_mounts if mount.path == call.staging_path), None)
+        mounted = next((mount for mount in all_mounts if mount.path == request.staging_path), None)
         if mounted is None and not all_mounts:
             # Crash point: an earlier call unmounted the file system, and did not mount it again.
-            volume = self._to_be_remounted(call.volume_id, device)
+            volume = self._to_be_remounted(request.volume_id, device)
             if volume is None:
                 return mount_table
             formatted = volume.own_tags.get(tag.FORMATTED)
-            fs_type = formatted or call.capability.fs_type or DEFAULT_FS_TYPE
+            fs_type = formatted or request.capability.fs_type or DEFAULT_FS_TYPE
         elif mounted is None or len(all_mounts) > 1:
             return mount_table
         elif filesystem_health.is_over_when_mounted_anew(self._kernel, mount_table, mounted):
             fs_type = mounted.fs_type
             try:
-                volume = self._mender.mended_volume(call.volume_id, Call.USE)
+                volume = self._mender.mended_volume(request.volume_id, Call.USE)
                 self._tag_remount(volume, {tag.REMOUNT: "yes"})
                 # Crash point: after the unmount, the next call finds the tag `remount` and mounts
                 # the file system.
-                mounts.ensure_unmounted(self._kernel, call.staging_path, [device.number])
+                mounts.ensure_unmounted(self._kernel, request.staging_path, [device.number])
             except (*_LOOKUP_ERRORS, mount_errors.MountError) as error:
-                _log.warning("cannot mount volume %s again: %s", call.volume_id, error)
+                _log.warning("cannot mount volume %s again: %s", request.volume_id, error)
                 return mount_table
         else:
             return mount_table
@@ -399,11 +400,11 @@ class Stager:
             # Close the volume's dm-crypt device, if any, which uses the lost disk: an open dm-crypt
             # device keeps the volume from being activated anew.
             self._mappings.close_unused(volume.backing)
-            self._mounted(call, volume)
+            self._mounted(request, volume)
         else:
-            self._detached.finish(call.volume_id)
-            self.ensure_formatted(call, volume, device, fs_type)
-            self.mount(call, device, fs_type)
+            self._detached.wait_for(request.volume_id)
+            self.ensure_formatted(request, volume, device, fs_type)
+            self.mount(request, device, fs_type)
         with suppress(*_LOOKUP_ERRORS):
             self._tag_remount(volume, {})
         return table.read(self._kernel)
@@ -444,22 +445,22 @@ class Stager:
         is_encrypted = parameters.is_encrypted
         self._encrypted.check_keys(volume_id, parameters.device_class, keys, encrypted=is_encrypted)
 
-    def unstage(self, call: VolumePath) -> None:
+    def unstage(self, request: VolumePath) -> None:
         """Unmount the staging path of a volume; a path without a mount is no error.
 
         An encrypted volume is closed by one command, unless it is still published.
         """
-        path, logical = self._volumes.place(call.path), backing.of_id(call.volume_id)
-        with self._limiter.leaving(logical, is_last=True):
-            self._volumes.ensure_unmounted(replace(call, path=path))
-        cached_volume = self._reports.cached(call.volume_id)
+        path, logical = self._volumes.resolve(request.path), backing.of_id(request.volume_id)
+        with self._limiter.remove_after(logical, is_last=True):
+            self._volumes.ensure_unmounted(replace(request, path=path))
+        cached_volume = self._reports.cached(request.volume_id)
         if cached_volume is not None and tag.REMOUNT in cached_volume.own_tags:
             # Remove the tag `remount` that an interrupted NodePublishVolume call left, so that the
             # next NodePublishVolume call does not mount the file system again.
             with suppress(errors.AgentError, mount_errors.CommandError):
                 self._tag_writer.replace(cached_volume.backing, (tag.REMOUNT,), {})
-        self._encrypted.forget(call.volume_id)
-        with self._conflicts.enter(Call.UNSTAGE, call.volume_id):
+        self._encrypted.forget(request.volume_id)
+        with self._conflicts.enter(Call.UNSTAGE, request.volume_id):
             # Crash point: the volume is unmounted and open; the next NodeUnstageVolume or
             # NodeStageVolume call closes the volume.
             self._mappings.close_unused(logical)

@@ -40,7 +40,7 @@ class Readiness:
 
         Runs no command.
         """
-        for finding in preflight.cheap(self._node):
+        for finding in preflight.quick_findings(self._node):
             if finding.verdict == preflight.FAIL:
                 raise errors.NotReady(f"{finding.message}; {finding.remedy}")
         for problem in (self._admission.problem, self._reports.problem):
@@ -123,9 +123,11 @@ class StorageHealth:
         elif problem is None:
             # Report a volume group whose last read had no error, but about which lvm2 has not
             # answered for long since.
-            yield from diagnosis.silent_condition(volume_group)
+            yield from diagnosis.silent_group_conditions(volume_group)
         if volume_group.cached is not None:
-            yield from diagnosis.aged(_of_group(volume_group.cached), volume_group.time_seconds)
+            yield from diagnosis.with_time(
+                _of_group(volume_group.cached), volume_group.time_seconds
+            )
             yield from self._of_kernel(volume_group.cached, until_seconds)
         elif volume_group.status_seconds and self._was_here(volume_group):
             yield Condition(
@@ -144,7 +146,7 @@ class StorageHealth:
         return name in lvm2.backed_up_groups(self.node.lvm_root)
 
     def _of_kernel(self, group: Group, until_seconds: float) -> Iterator[Condition]:
-        for logical in records.every(group):
+        for logical in records.all_logical_volumes(group):
             if {"thin", "pool"} <= logical.layout:
                 yield from self._diagnosis.of_pool(group, logical.name, until_seconds)
         for disk in group.disks:

@@ -8,16 +8,16 @@ from agent.volumes.records import Volume
 from mount import filesystem
 
 
-def refusal(volume: Volume, call: ValidateVolume) -> str:
+def refusal(volume: Volume, request: ValidateVolume) -> str:
     """Return why a volume cannot be used as the request describes; empty if it can."""
     try:
-        modify.check(call.tuning, volume.layout, volume.group.volume(volume.name).tuning)
-        _require_same(volume, call)
+        modify.check(request.tuning, volume.layout, volume.group.volume(volume.name).tuning)
+        _require_same(volume, request)
     except errors.BadField as error:
         return str(error)
     formatted = volume.own_tags.get(tag.FORMATTED)
-    for capability in call.capabilities:
-        if why := unfit(volume, capability):
+    for capability in request.capabilities:
+        if why := reason_unfit(volume, capability):
             return why
         if capability.is_block:
             continue
@@ -28,7 +28,7 @@ def refusal(volume: Volume, call: ValidateVolume) -> str:
     return ""
 
 
-def unfit(volume: Volume, capability: Capability) -> str:
+def reason_unfit(volume: Volume, capability: Capability) -> str:
     """Return why a volume's contents rule out a capability for good; empty if the volume fits it.
 
     The contents are either raw blocks or a file system of one type, and neither ever changes.
@@ -43,14 +43,14 @@ def unfit(volume: Volume, capability: Capability) -> str:
     return ""
 
 
-def _require_same(volume: Volume, call: ValidateVolume) -> None:
+def _require_same(volume: Volume, request: ValidateVolume) -> None:
     """Raise BadField if the request's volume_context or parameters differ from the volume's."""
-    own_tags, requested_parameters = volume.own_tags, call.parameters
-    if call.context and call.context != (own_context := parameters.context_of(own_tags)):
+    own_tags, requested_parameters = volume.own_tags, request.parameters
+    if request.context and request.context != (own_context := parameters.context_of(own_tags)):
         raise errors.BadField(
-            "volume_context", f"{call.context} is not the volume's, {own_context}"
+            "volume_context", f"{request.context} is not the volume's, {own_context}"
         )
-    if volume.is_block or any(capability.fs_type for capability in call.capabilities):
+    if volume.is_block or any(capability.fs_type for capability in request.capabilities):
         # Do not compare the parameter `fs_type` here: a raw block volume has no file system, and
         # the `fs_type` of a capability takes precedence over that of the parameters.
         requested_parameters = requested_parameters.with_value(tag.FS_TYPE, "")

@@ -20,7 +20,7 @@ from agent.requests.requests import GetVolumeHealth, ListPage, Page
 from agent.volumes import backing, records
 from agent.volumes.context import Context
 from agent.volumes.records import Volume
-from agent.volumes.report_age import Seen
+from agent.volumes.report_age import CachedReport
 from agent.volumes.volume_states import Call
 from agent.work import locks
 from lvm import names
@@ -74,9 +74,9 @@ class VolumesHealth:
         """
         if (parsed := VolumeId.parse(volume_id)) is None:
             raise errors.NoSuchVolume(volume_id)
-        return self._of(volume_id, parsed, by_node=False)
+        return self._health_of(volume_id, parsed, by_node=False)
 
-    def on_node(self, call: GetVolumeHealth) -> VolumeHealth:
+    def on_node(self, request: GetVolumeHealth) -> VolumeHealth:
         """Return the health of a volume on this node, staged or not, inline or not.
 
         A missing volume group is reported as a health condition, and so is a device that went away
@@ -84,11 +84,11 @@ class VolumesHealth:
         directories.
         """
         inside = self._configuration.now.kubelet_dir
-        paths = [target.resolve(self._kernel, path, inside) for path in call.paths]
-        if (parsed := VolumeId.parse(call.volume_id)) is None:
-            health = self._inline(call.volume_id)
+        paths = [target.resolve(self._kernel, path, inside) for path in request.paths]
+        if (parsed := VolumeId.parse(request.volume_id)) is None:
+            health = self._inline(request.volume_id)
         else:
-            health = self._of(call.volume_id, parsed, by_node=True)
+            health = self._health_of(request.volume_id, parsed, by_node=True)
         mounts = table.read(self._kernel)
         gone_devices = [
             Condition(
@@ -99,7 +99,9 @@ class VolumesHealth:
             for path in paths
             if any(mounted.is_stale_node for mounted in mounts.at(path))
         ]
-        return VolumeHealth(call.volume_id, diagnosis.distinct([*health.conditions, *gone_devices]))
+        return VolumeHealth(
+            request.volume_id, diagnosis.distinct([*health.conditions, *gone_devices])
+        )
 
     def list(self, page: Page) -> ListPage[VolumeHealth]:
         """Return one page of the unhealthy volumes of Carver's volume groups.
@@ -118,7 +120,7 @@ class VolumesHealth:
         begin_states({*silent, *unread})()
         unknown = [group for group in unread if group.status == "unknown"]
         if unknown and len(unknown) == len(self._volume_groups.names):
-            raise unknown[0].silence
+            raise unknown[0].silence_error
         entries: list[tuple[str, VolumeGroup, Volume | None]] = [
             (str(volume.id), volume_group, volume)
             for volume_group in self._volume_groups
@@ -132,7 +134,7 @@ class VolumesHealth:
         page_entries = sorted(
             (entry for entry in entries if entry[0] >= page.starting_token), key=itemgetter(0)
         )
-        return requests.first(self._unhealthy(page_entries), page, attrgetter("size_bytes"))
+        return requests.first_page(self._unhealthy(page_entries), page, attrgetter("size_bytes"))
 
     def _unhealthy(
         self, reported_volumes: Iterable[tuple[str, VolumeGroup, Volume | None]]
@@ -140,7 +142,7 @@ class VolumesHealth:
         mounts, deadline = self._diagnosis.mounts(), time.monotonic() + diagnosis.PATIENCE_SECONDS
         for volume_id, volume_group, volume in reported_volumes:
             if volume is None:
-                conditions = [*diagnosis.silent_condition(volume_group)]
+                conditions = [*diagnosis.silent_group_conditions(volume_group)]
             else:
                 group_conditions = _away(volume_group)
                 conditions = [
@@ -157,7 +159,7 @@ class VolumesHealth:
         out.
         """
         group = volume_group.cached or volume_group.last_seen
-        for volume in Seen({} if group is None else {group.name: group}).volumes():
+        for volume in CachedReport({} if group is None else {group.name: group}).volumes():
             if volume.is_listed:
                 # Skip a volume that may not be used, whatever the reason, and list the other
                 # volumes.
@@ -165,7 +167,7 @@ class VolumesHealth:
                     self._conflicts.check(Call.USE, str(volume.id))
                     yield volume
 
-    def _of(self, volume_id: str, parsed_id: VolumeId, *, by_node: bool) -> VolumeHealth:
+    def _health_of(self, volume_id: str, parsed_id: VolumeId, *, by_node: bool) -> VolumeHealth:
         self._conflicts.check(Call.USE, volume_id)
         self._reports.keep_fresh()
         groups, name = self._volume_groups, parsed_id.group
@@ -229,7 +231,7 @@ class VolumesHealth:
         logical = backing.of_id(volume_id) if volume is None else volume.backing
         if self._activator.device(logical) is not None:
             if volume is None:
-                return VolumeHealth(volume_id, self._diagnosis.by_kernel(volume_id))
+                return VolumeHealth(volume_id, self._diagnosis.conditions_by_kernel(volume_id))
         elif volume is None or self._group_of(volume).is_changed:
             volume = self._found_anywhere(volume_id)
         return VolumeHealth(volume_id, self._conditions(self._group_of(volume), volume))
@@ -264,15 +266,15 @@ class VolumesHealth:
         conditions = self._diagnosis.of(
             volume, mounts, seen_seconds=volume_group.time_seconds, until_seconds=until_seconds
         )
-        return diagnosis.distinct([*conditions, *diagnosis.silent_condition(volume_group)])
+        return diagnosis.distinct([*conditions, *diagnosis.silent_group_conditions(volume_group)])
 
     def _by_kernel(self, volume_group: VolumeGroup, volume_id: str) -> tuple[Condition, ...]:
         """Return the health conditions that the kernel shows of a volume that no report has.
 
         The condition of a volume group that does not answer is added.
         """
-        conditions = self._diagnosis.by_kernel(volume_id)
-        return diagnosis.distinct([*conditions, *diagnosis.silent_condition(volume_group)])
+        conditions = self._diagnosis.conditions_by_kernel(volume_id)
+        return diagnosis.distinct([*conditions, *diagnosis.silent_group_conditions(volume_group)])
 
     def _reported(self, group: Group, volume_id: str) -> Volume | None:
         """Return a volume as a report of its volume group shows it; None if there is none.
@@ -281,7 +283,7 @@ class VolumesHealth:
         errors, for a volume that cannot be used now.
         """
         try:
-            return Seen({group.name: group}).volume(volume_id)
+            return CachedReport({group.name: group}).volume(volume_id)
         except errors.NoSuchVolume:
             return None
 
@@ -310,7 +312,7 @@ class VolumesHealth:
         if group is None:
             return None
         if VolumeId.parse(volume_id) is None:
-            return records.named(group, names.logical_volume(ids.INLINE_PREFIX, volume_id))
+            return records.find_named(group, names.logical_volume(ids.INLINE_PREFIX, volume_id))
         return self._reported(group, volume_id)
 
     def _require_seen(self, volume_group: VolumeGroup) -> None:
@@ -323,7 +325,7 @@ class VolumesHealth:
         locks.enter(volume_group.name)
         begin_states([volume_group])()
         if volume_group.status == "unknown":
-            raise volume_group.silence
+            raise volume_group.silence_error
 
 
 def _away(volume_group: VolumeGroup) -> tuple[Condition, ...]:

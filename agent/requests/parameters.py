@@ -30,21 +30,21 @@ SIZE = "size"
 class Parameter:
     """A parameter with the name `key`, as a row of a table.
 
-    - `read` parses the parameter's text; it raises ValueError.
+    - `parse` parses the parameter's text; it raises ValueError.
     - `tag` is the key of the LVM tag that keeps the value with the volume. A repeated CreateVolume
       must have the same value for a parameter that is kept.
-    - `text` formats the value for the tag and for the volume_context; an empty text is left out of
-      both. If `text` is None, the tag holds more than this value, and the volume_context does not
-      have the parameter.
-    - `part` is the name of the field of Layout or Tuning that the parameter sets.
+    - `format` formats the value for the tag and for the volume_context; an empty text is left out
+      of both. If `format` is None, the tag holds more than this value, and the volume_context does
+      not have the parameter.
+    - `field_name` is the name of the field of Layout or Tuning that the parameter sets.
     - `apply` changes the device class by which a new volume is created; it raises ValueError.
     """
 
     key: str
-    read: Callable[[str], Any]
+    parse: Callable[[str], Any]
     tag: str = ""
-    text: Callable[[Any], str] | None = None
-    part: str = ""
+    format: Callable[[Any], str] | None = None
+    field_name: str = ""
     apply: Callable[[DeviceClass, Any], DeviceClass] | None = None
 
 
@@ -96,34 +96,36 @@ def _set_encryption(device_class: DeviceClass, encryption: str) -> DeviceClass:
     return replace(device_class, encryption=encryption or device_class.encryption)
 
 
-def _of_layout(key: str, read: Callable[[str], Any], part: str) -> Parameter:
-    """A parameter that overrides the field `part` of the device class's layout."""
+def _of_layout(key: str, parse: Callable[[str], Any], field_name: str) -> Parameter:
+    """A parameter that overrides the field `field_name` of the device class's layout."""
 
     def apply(device_class: DeviceClass, value: Any) -> DeviceClass:
         # Refuse the parameter: a thin or cached volume is not created with the options that
         # Layout.words returns, so the value would be ignored.
         if (device_class.layout.is_thin or device_class.cache) and value != getattr(
-            device_class.layout, part
+            device_class.layout, field_name
         ):
             raise ValueError("cannot be set for a class that is thin or has a cache")
-        layout_fields: dict[str, Any] = {part: value}
+        layout_fields: dict[str, Any] = {field_name: value}
         return replace(device_class, layout=replace(device_class.layout, **layout_fields))
 
-    return Parameter(key, read, tag.LAYOUT, None, part, apply)
+    return Parameter(key, parse, tag.LAYOUT, None, field_name, apply)
 
 
 # Limits of a volume's I/O: parameters of StorageClasses, inline volumes and
 # VolumeAttributesClasses. lvm/tuning.py keeps the limits as tags.
 LIMITS: Sequence[Parameter] = (
-    Parameter("readIOPS", values.parse_iops, part="read_iops"),
-    Parameter("writeIOPS", values.parse_iops, part="write_iops"),
-    Parameter("readBandwidth", values.parse_bandwidth, part="read_bandwidth"),
-    Parameter("writeBandwidth", values.parse_bandwidth, part="write_bandwidth"),
-    Parameter("readIOPSPerGiB", values.parse_iops_per_gib, part="read_iops_per_gib"),
-    Parameter("writeIOPSPerGiB", values.parse_iops_per_gib, part="write_iops_per_gib"),
-    Parameter("readBandwidthPerGiB", values.parse_bandwidth_per_gib, part="read_bandwidth_per_gib"),
+    Parameter("readIOPS", values.parse_iops, field_name="read_iops"),
+    Parameter("writeIOPS", values.parse_iops, field_name="write_iops"),
+    Parameter("readBandwidth", values.parse_bandwidth, field_name="read_bandwidth"),
+    Parameter("writeBandwidth", values.parse_bandwidth, field_name="write_bandwidth"),
+    Parameter("readIOPSPerGiB", values.parse_iops_per_gib, field_name="read_iops_per_gib"),
+    Parameter("writeIOPSPerGiB", values.parse_iops_per_gib, field_name="write_iops_per_gib"),
     Parameter(
-        "writeBandwidthPerGiB", values.parse_bandwidth_per_gib, part="write_bandwidth_per_gib"
+        "readBandwidthPerGiB", values.parse_bandwidth_per_gib, field_name="read_bandwidth_per_gib"
+    ),
+    Parameter(
+        "writeBandwidthPerGiB", values.parse_bandwidth_per_gib, field_name="write_bandwidth_per_gib"
     ),
 )
 # Parameters of a StorageClass, which are applied in this order.
@@ -147,9 +149,9 @@ INLINE: Sequence[Parameter] = (*STORAGE_CLASS, Parameter(SIZE, _inline_size))
 # Parameters of a VolumeAttributesClass, which may change while a volume exists. lvm.tuning records
 # the parameters in LVM's metadata, and agent.volumes.limiter applies the limits.
 MUTABLE: Sequence[Parameter] = (
-    Parameter("readAhead", values.parse_read_ahead, part="read_ahead_bytes"),
-    Parameter("minimumRecoveryRate", values.parse_rate, part="minimum_recovery_kib"),
-    Parameter("maximumRecoveryRate", values.parse_rate, part="maximum_recovery_kib"),
+    Parameter("readAhead", values.parse_read_ahead, field_name="read_ahead_bytes"),
+    Parameter("minimumRecoveryRate", values.parse_rate, field_name="minimum_recovery_kib"),
+    Parameter("maximumRecoveryRate", values.parse_rate, field_name="maximum_recovery_kib"),
     *LIMITS,
 )
 # Parameters of a VolumeSnapshotClass or VolumeGroupSnapshotClass.
@@ -157,7 +159,7 @@ SNAPSHOT: Sequence[Parameter] = (Parameter(SIZE, values.parse_share),)
 # Parameters in a volume_context; each is also kept in a tag. The parameter in the last row has no
 # effect any more: it is in the contexts of volumes that versions up to 0.2.0 created.
 IN_CONTEXT = (
-    *(row for row in STORAGE_CLASS if row.text is not None),
+    *(row for row in STORAGE_CLASS if row.format is not None),
     Parameter(tag.REENCRYPT, _optional("true"), tag.REENCRYPT, str),
 )
 
@@ -208,14 +210,14 @@ OBJECT_NAMES = frozenset[str]().union(
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a volume: `given` has the parsed values by their keys.
+    """The parameters of a volume: `parsed` has the parsed values by their keys.
 
-    `about` are tags that keep the names of Kubernetes objects, such as the volume's claim. The
-    other fields follow from `given`.
+    `object_tags` are tags that keep the names of Kubernetes objects, such as the volume's claim.
+    The other fields follow from `parsed`.
     """
 
-    given: Mapping[str, Any] = field(default_factory=dict)
-    about: Mapping[str, str] = field(default_factory=dict)
+    parsed: Mapping[str, Any] = field(default_factory=dict)
+    object_tags: Mapping[str, str] = field(default_factory=dict)
     # The name of the device class; empty for the default class.
     device_class: str = field(init=False, compare=False)
     # The name of the file system; empty for the file system of the device class.
@@ -226,32 +228,32 @@ class Parameters:
     mount_options: tuple[str, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        given = self.given
+        parsed = self.parsed
         vars(self).update(
-            device_class=given.get(tag.CLASS, ""),
-            fs_type=given.get(tag.FS_TYPE, ""),
-            mkfs_options=given.get(tag.MKFS_OPTIONS, ()),
-            mount_options=given.get(tag.MOUNT_OPTIONS, ()),
+            device_class=parsed.get(tag.CLASS, ""),
+            fs_type=parsed.get(tag.FS_TYPE, ""),
+            mkfs_options=parsed.get(tag.MKFS_OPTIONS, ()),
+            mount_options=parsed.get(tag.MOUNT_OPTIONS, ()),
         )
 
     @classmethod
-    def from_proto(cls, wire: Mapping[str, str], field: str = "parameters") -> Self:
+    def from_proto(cls, raw_parameters: Mapping[str, str], field: str = "parameters") -> Self:
         """Read the parameters of a StorageClass.
 
         Raises BadField for a parameter that is unknown or has a bad value.
         """
-        return cls(*_of_volume(field, wire, STORAGE_CLASS, _OF_CLAIM))
+        return cls(*_of_volume(field, raw_parameters, STORAGE_CLASS, _OF_CLAIM))
 
     @classmethod
-    def from_pod(cls, wire: Mapping[str, str]) -> Self:
+    def from_pod(cls, attributes: Mapping[str, str]) -> Self:
         """Read the attributes of an inline volume, and the keys that kubelet adds.
 
         Raises BadField for an attribute that is unknown or has a bad value.
         """
-        return cls(*_of_volume("volume_context", wire, INLINE, _OF_POD))
+        return cls(*_of_volume("volume_context", attributes, INLINE, _OF_POD))
 
     @classmethod
-    def from_context(cls, wire: Mapping[str, str], *, newer: bool = True) -> Self:
+    def from_context(cls, volume_context: Mapping[str, str], *, newer: bool = True) -> Self:
         """Read a volume_context that the method `context` made.
 
         Keys without Carver's prefix are ignored, as other programs may add keys. With `newer`,
@@ -259,7 +261,7 @@ class Parameters:
         them, and the volume's tags name the properties that a version must know
         (agent.core.tag.NEEDS). Without `newer`, an unknown key with the prefix raises BadField.
         """
-        own_texts = {key: value for key, value in wire.items() if key.startswith(PREFIX)}
+        own_texts = {key: value for key, value in volume_context.items() if key.startswith(PREFIX)}
         if newer:
             known_keys = {PREFIX + row.key for row in IN_CONTEXT}
             own_texts = {key: value for key, value in own_texts.items() if key in known_keys}
@@ -268,12 +270,12 @@ class Parameters:
     @property
     def tuning(self) -> Tuning:
         """The I/O limits among the parameters."""
-        return _tuning(self.given, LIMITS)
+        return _tuning(self.parsed, LIMITS)
 
     @property
     def is_encrypted(self) -> bool:
         """Whether the parameters ask for encryption."""
-        return bool(self.given.get(tag.ENCRYPTION))
+        return bool(self.parsed.get(tag.ENCRYPTION))
 
     def check_for(self, fs_type: str, field: str) -> None:
         """Raise BadField for options of mkfs or mount that a file system does not have."""
@@ -291,10 +293,10 @@ class Parameters:
         request's field that has the parameters.
         """
         for row in STORAGE_CLASS:
-            if row.apply is None or row.key not in self.given:
+            if row.apply is None or row.key not in self.parsed:
                 continue
             try:
-                device_class = row.apply(device_class, self.given[row.key])
+                device_class = row.apply(device_class, self.parsed[row.key])
             except ValueError as error:
                 raise errors.BadField(
                     f"{field}[{row.key}]", f"{error} (class {device_class.name})"
@@ -313,18 +315,21 @@ class Parameters:
             tag.MKFS_OPTIONS: device_class.mkfs_options if inherits else self.mkfs_options,
             tag.ENCRYPTION: device_class.encryption,
         }
-        return replace(self, given={**self.given, **completed})
+        return replace(self, parsed={**self.parsed, **completed})
 
     def with_value(self, key: str, value: Any) -> Self:
         """The parameters with the value of one parameter replaced."""
-        return replace(self, given={**self.given, key: value})
+        return replace(self, parsed={**self.parsed, key: value})
 
     def own_tags(self) -> dict[str, str]:
-        """The tags that keep the parameters, without tags that hold more (see `Parameter.text`)."""
+        """Return the tags that keep the parameters.
+
+        Tags that hold more than the value of one parameter are left out (see `Parameter.format`).
+        """
         texts = {
-            row.tag: row.text(self.given[row.key])
+            row.tag: row.format(self.parsed[row.key])
             for row in IN_CONTEXT
-            if row.text is not None and row.key in self.given
+            if row.format is not None and row.key in self.parsed
         }
         return {key: text for key, text in texts.items() if text}
 
@@ -339,7 +344,7 @@ def context_of(own_tags: Mapping[str, str]) -> dict[str, str]:
 
 
 def snapshot_parameters(
-    wire: Mapping[str, str], names: Mapping[str, str]
+    raw_parameters: Mapping[str, str], names: Mapping[str, str]
 ) -> tuple[Reserve | None, dict[str, str]]:
     """Read the parameters of a snapshot class.
 
@@ -348,21 +353,21 @@ def snapshot_parameters(
     BadField for a parameter that is unknown or has a bad value.
     """
     field = "parameters"
-    _check_map(field, wire)
-    object_tags = _about(field, wire, names)
-    return _read(field, _without_kubernetes(wire), SNAPSHOT).get(SIZE), object_tags
+    _check_map(field, raw_parameters)
+    object_tags = _object_tags(field, raw_parameters, names)
+    return _read(field, _without_kubernetes(raw_parameters), SNAPSHOT).get(SIZE), object_tags
 
 
-def tuning_of(wire: Mapping[str, str], field: str = MUTABLE_FIELD) -> Tuning:
+def tuning_of(raw_parameters: Mapping[str, str], field: str = MUTABLE_FIELD) -> Tuning:
     """Read the parameters of a VolumeAttributesClass.
 
     Raises BadField for a parameter that is unknown or has a bad value, and for parameters that
     lvm2 would refuse together; `field` is the name of the request's field that has the parameters.
     """
-    if not wire:
+    if not raw_parameters:
         return AS_IT_IS
-    _check_map(field, wire)
-    parameters = _read(field, _without_kubernetes(wire), MUTABLE)
+    _check_map(field, raw_parameters)
+    parameters = _read(field, _without_kubernetes(raw_parameters), MUTABLE)
     tuning = _tuning(parameters, MUTABLE)
     if why := tuning.refusal:
         raise errors.BadField(field, why)
@@ -376,20 +381,25 @@ def texts_of(tuning: Tuning) -> dict[str, str]:
     """
     texts = {}
     for row in MUTABLE:
-        value = getattr(tuning, row.part)
-        text = f"{value}KiB" if row.part.endswith("_kib") else str(value)
+        value = getattr(tuning, row.field_name)
+        text = f"{value}KiB" if row.field_name.endswith("_kib") else str(value)
         with suppress(ValueError):
-            if value is not None and row.read(text) == value:
+            if value is not None and row.parse(text) == value:
                 texts[row.key] = text
     return texts
 
 
 def _tuning(parsed_values: Mapping[str, Any], rows: Sequence[Parameter]) -> Tuning:
-    return Tuning(**{row.part: parsed_values[row.key] for row in rows if row.key in parsed_values})
+    return Tuning(
+        **{row.field_name: parsed_values[row.key] for row in rows if row.key in parsed_values}
+    )
 
 
 def _of_volume(
-    field: str, wire: Mapping[str, str], rows: Sequence[Parameter], names: Mapping[str, str]
+    field: str,
+    raw_parameters: Mapping[str, str],
+    rows: Sequence[Parameter],
+    names: Mapping[str, str],
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Read a volume's parameters; return their values, and the tags for names of objects.
 
@@ -397,28 +407,30 @@ def _of_volume(
     Carver's key and by Kubernetes' keys, if all name the same file system. Raises BadField for a
     parameter that is unknown or has a bad value.
     """
-    _check_map(field, wire)
-    texts = _without_kubernetes(wire)
+    _check_map(field, raw_parameters)
+    texts = _without_kubernetes(raw_parameters)
     texts = {key: value for key, value in texts.items() if key not in _FS_TYPE}
     parameters = _read(field, texts, rows)
     for key in _FS_TYPE:
-        if fs_type := wire.get(key, ""):
+        if fs_type := raw_parameters.get(key, ""):
             if (previous := parameters.get(tag.FS_TYPE) or fs_type) != fs_type:
                 raise errors.BadField(
                     f"{field}[{key}]", f"{fs_type!r}, but {previous!r} is asked for too"
                 )
             parameters |= _read(field, {tag.FS_TYPE: fs_type}, rows)
-    return parameters, _about(field, wire, names)
+    return parameters, _object_tags(field, raw_parameters, names)
 
 
-def _read(field: str, wire: Mapping[str, str], rows: Sequence[Parameter]) -> dict[str, Any]:
+def _read(
+    field: str, raw_parameters: Mapping[str, str], rows: Sequence[Parameter]
+) -> dict[str, Any]:
     """Parse parameters, whose keys may have Carver's prefix; return the values by their keys.
 
     Raises BadField for a parameter that is not in `rows`, is given twice, or has a bad value.
     """
     rows_by_key = {row.key: row for row in rows}
     parameters: dict[str, Any] = {}
-    for key, text in wire.items():
+    for key, text in raw_parameters.items():
         name = key.removeprefix(PREFIX)
         if name not in rows_by_key and name in classes.REMOVED:
             raise errors.BadField(f"{field}[{key}]", classes.REMOVED[name])
@@ -428,20 +440,24 @@ def _read(field: str, wire: Mapping[str, str], rows: Sequence[Parameter]) -> dic
             raise errors.BadField(f"{field}[{key}]", "is given with the prefix and without")
         tag.require_fits(f"{field}[{name}]", name, text)
         try:
-            parameters[name] = rows_by_key[name].read(text)
+            parameters[name] = rows_by_key[name].parse(text)
         except ValueError as error:
             why = f"{text!r} is not allowed: {error}"
             raise errors.BadField(f"{field}[{name}]", why) from None
     return parameters
 
 
-def _without_kubernetes(wire: Mapping[str, str]) -> dict[str, str]:
-    return {key: text for key, text in wire.items() if not key.startswith(_KUBERNETES_PREFIX)}
+def _without_kubernetes(raw_parameters: Mapping[str, str]) -> dict[str, str]:
+    return {
+        key: text for key, text in raw_parameters.items() if not key.startswith(_KUBERNETES_PREFIX)
+    }
 
 
-def _about(field: str, wire: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+def _object_tags(
+    field: str, raw_parameters: Mapping[str, str], names: Mapping[str, str]
+) -> dict[str, str]:
     """The tags that keep the names of Kubernetes objects in a map of parameters."""
-    object_tags = {names[key]: text for key, text in wire.items() if key in names}
+    object_tags = {names[key]: text for key, text in raw_parameters.items() if key in names}
     require_object_names(field, object_tags)
     return object_tags
 
@@ -460,8 +476,8 @@ def require_object_names(field: str, own_tags: Mapping[str, str]) -> None:
             raise errors.BadField(f"{field}[{key}]", why) from None
 
 
-def _check_map(field: str, wire: Mapping[str, str]) -> None:
-    if sum(len(key.encode()) + len(text.encode()) for key, text in wire.items()) > (
+def _check_map(field: str, raw_parameters: Mapping[str, str]) -> None:
+    if sum(len(key.encode()) + len(text.encode()) for key, text in raw_parameters.items()) > (
         _MAXIMUM_MAP_BYTES
     ):
         raise errors.BadField(field, f"are larger than {_MAXIMUM_MAP_BYTES} bytes")

@@ -77,31 +77,31 @@ class Capability:
         )
 
     @classmethod
-    def from_proto(cls, wire: csi.VolumeCapability, field: str = "volume_capability") -> Self:
+    def from_proto(cls, message: csi.VolumeCapability, field: str = "volume_capability") -> Self:
         """Read and check a VolumeCapability; raises BadField for an invalid field."""
-        mode = _mode(wire, field)
-        access = wire.WhichOneof("access_type")
+        mode = _mode(message, field)
+        access = message.WhichOneof("access_type")
         if access is None:
             raise errors.BadField(f"{field}.access_type", "block or mount is required")
         if access == BLOCK:
             return cls(BLOCK, mode)
-        if wire.mount.fs_type and wire.mount.fs_type not in filesystem.FILE_SYSTEMS:
+        if message.mount.fs_type and message.mount.fs_type not in filesystem.FILE_SYSTEMS:
             raise errors.NotAllowed(
-                f"{field}.mount.fs_type", wire.mount.fs_type, filesystem.FILE_SYSTEMS
+                f"{field}.mount.fs_type", message.mount.fs_type, filesystem.FILE_SYSTEMS
             )
-        if wire.mount.volume_mount_group:
+        if message.mount.volume_mount_group:
             raise errors.BadField(f"{field}.mount.volume_mount_group", "is not supported")
-        flags = tuple(wire.mount.mount_flags)
+        flags = tuple(message.mount.mount_flags)
         if flags:
             check_mount_options(f"{field}.mount.mount_flags", flags)
-        return cls(MOUNT, mode, wire.mount.fs_type, flags)
+        return cls(MOUNT, mode, message.mount.fs_type, flags)
 
     @classmethod
-    def several(cls, wire: Sequence[csi.VolumeCapability]) -> tuple[Self, ...]:
+    def all_from_proto(cls, messages: Sequence[csi.VolumeCapability]) -> tuple[Self, ...]:
         """Read and check the field `volume_capabilities`; raises BadField for an invalid one."""
         return tuple(
             cls.from_proto(capability, f"volume_capabilities[{index}]")
-            for index, capability in enumerate(wire)
+            for index, capability in enumerate(messages)
         )
 
     def check_for(self, fs_type: str, field: str) -> None:
@@ -113,8 +113,8 @@ class Capability:
         return ":".join((self.access, self.mode, self.fs_type, ",".join(self.mount_flags)))
 
 
-def _mode(wire: csi.VolumeCapability, field: str) -> str:
-    number = wire.access_mode.mode
+def _mode(message: csi.VolumeCapability, field: str) -> str:
+    number = message.access_mode.mode
     if number == _MODES.UNKNOWN:
         raise errors.Missing(f"{field}.access_mode.mode")
     name = _MODES.Name(number) if number in _MODES.values() else str(number)
@@ -129,9 +129,9 @@ _MAXIMUM_STRING_BYTES = 128
 _NOT_IN_A_NAME = re.compile("[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f]")
 
 
-def required(wire: Message, field: str) -> Any:
+def required(message: Message, field: str) -> Any:
     """The value of a field of a request; raises Missing if the field is empty."""
-    if not (value := getattr(wire, field)):
+    if not (value := getattr(message, field)):
         raise errors.Missing(field)
     return value
 
@@ -145,13 +145,13 @@ def _check_name(field: str, text: str) -> None:
         raise errors.BadField(field, f"{text!r} has a control character")
 
 
-def _path(wire: Message, field: str) -> str:
+def _path(message: Message, field: str) -> str:
     """The path in a field of a request.
 
     Raises Missing for an empty path, and BadField for a path that is not absolute and normalized.
     """
     try:
-        return target.check(required(wire, field))
+        return target.check(required(message, field))
     except mount_errors.BadPath as error:
         raise errors.BadField(field, str(error)) from None
 
@@ -179,17 +179,18 @@ class Page:
     @classmethod
     def from_proto(
         cls,
-        wire: csi.ListVolumesRequest
+        message: csi.ListVolumesRequest
         | csi.ListSnapshotsRequest
         | csi.ControllerListVolumeHealthRequest,
     ) -> Self:
         """Read and check the page that a list request asks for; raises BadField, BadToken."""
-        if wire.max_entries < 0:
+        if message.max_entries < 0:
             raise errors.BadField("max_entries", "must not be negative")
-        # Check that the token is an id: `part` uses the first id of the next page as the token.
-        if wire.starting_token and VolumeId.parse(wire.starting_token) is None:
-            raise errors.BadToken(wire.starting_token)
-        return cls(wire.max_entries, wire.starting_token)
+        # Check that the token is an id: `select_page` uses the first id of the next page as the
+        # token.
+        if message.starting_token and VolumeId.parse(message.starting_token) is None:
+            raise errors.BadToken(message.starting_token)
+        return cls(message.max_entries, message.starting_token)
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class ListPage(Generic[T]):
     next_token: str
 
 
-def part(entries_by_id: Mapping[str, T], page: Page) -> ListPage[T]:
+def select_page(entries_by_id: Mapping[str, T], page: Page) -> ListPage[T]:
     """The requested page of a list of volumes or snapshots, sorted by ids.
 
     `entries_by_id` has all entries of the list by their ids. The token is the first id of the next
@@ -210,10 +211,10 @@ def part(entries_by_id: Mapping[str, T], page: Page) -> ListPage[T]:
     entries = [
         (key, entries_by_id[key]) for key in sorted(entries_by_id) if key >= page.starting_token
     ]
-    return first(entries, page)
+    return first_page(entries, page)
 
 
-def first(
+def first_page(
     remaining: Iterable[tuple[str, T]], page: Page, weigh_bytes: Callable[[T], int] = lambda _: 0
 ) -> ListPage[T]:
     """The requested page of a list that is already sorted by ids.
@@ -249,17 +250,17 @@ class SizeRange:
         return self.required_bytes <= size_bytes <= (self.limit_bytes or size_bytes)
 
     @classmethod
-    def from_proto(cls, wire: csi.CapacityRange, field: str = "capacity_range") -> Self:
+    def from_proto(cls, message: csi.CapacityRange, field: str = "capacity_range") -> Self:
         """Read and check a CapacityRange; raises BadField for an invalid field."""
         for name in ("required_bytes", "limit_bytes"):
-            if getattr(wire, name) < 0:
+            if getattr(message, name) < 0:
                 raise errors.BadField(f"{field}.{name}", "must not be negative")
-        if wire.limit_bytes and wire.required_bytes > wire.limit_bytes:
+        if message.limit_bytes and message.required_bytes > message.limit_bytes:
             raise errors.BadField(
                 f"{field}.limit_bytes",
-                f"{wire.limit_bytes} is less than required_bytes, {wire.required_bytes}",
+                f"{message.limit_bytes} is less than required_bytes, {message.required_bytes}",
             )
-        return cls(wire.required_bytes, wire.limit_bytes)
+        return cls(message.required_bytes, message.limit_bytes)
 
 
 @dataclass(frozen=True)
@@ -270,11 +271,11 @@ class Topology:
     preferred: tuple[Mapping[str, str], ...] = ()
 
     @classmethod
-    def from_proto(cls, wire: csi.TopologyRequirement) -> Self:
+    def from_proto(cls, message: csi.TopologyRequirement) -> Self:
         """Read a TopologyRequirement."""
         return cls(
-            tuple(dict(topology.segments) for topology in wire.requisite),
-            tuple(dict(topology.segments) for topology in wire.preferred),
+            tuple(dict(topology.segments) for topology in message.requisite),
+            tuple(dict(topology.segments) for topology in message.preferred),
         )
 
     def includes(self, node_segments: Mapping[str, str]) -> bool:
@@ -296,15 +297,15 @@ class Source:
     id: str
 
     @classmethod
-    def from_proto(cls, wire: csi.CreateVolumeRequest) -> Self | None:
+    def from_proto(cls, message: csi.CreateVolumeRequest) -> Self | None:
         """Read and check the source in a request; return None for a request without a source."""
         field = "volume_content_source"
-        if not wire.HasField("volume_content_source"):
+        if not message.HasField("volume_content_source"):
             return None
-        kind = wire.volume_content_source.WhichOneof("type")
+        kind = message.volume_content_source.WhichOneof("type")
         if kind is None:
             raise errors.BadField(f"{field}.type", "snapshot or volume is required")
-        identity = getattr(getattr(wire.volume_content_source, kind), f"{kind}_id")
+        identity = getattr(getattr(message.volume_content_source, kind), f"{kind}_id")
         if not identity:
             raise errors.Missing(f"{field}.{kind}.{kind}_id")
         return cls(kind, identity)
@@ -332,15 +333,15 @@ class CreateVolume:
         return names.logical_volume(prefix, self.name)
 
     @classmethod
-    def from_proto(cls, wire: csi.CreateVolumeRequest) -> Self:
+    def from_proto(cls, message: csi.CreateVolumeRequest) -> Self:
         """Read and check a CreateVolume request; raises BadField.
 
         A volume whose access modes allow no writer needs a source.
         """
-        _check_name("name", wire.name)
-        parameters = Parameters.from_proto(wire.parameters)
-        capabilities = Capability.several(required(wire, "volume_capabilities"))
-        source = Source.from_proto(wire)
+        _check_name("name", message.name)
+        parameters = Parameters.from_proto(message.parameters)
+        capabilities = Capability.all_from_proto(required(message, "volume_capabilities"))
+        source = Source.from_proto(message)
         if source is None and all(capability.read_only for capability in capabilities):
             raise errors.BadField(
                 "volume_capabilities",
@@ -349,14 +350,14 @@ class CreateVolume:
                 " ReadWriteOnce",
             )
         return cls(
-            name=wire.name,
+            name=message.name,
             capabilities=capabilities,
-            size=SizeRange.from_proto(wire.capacity_range),
+            size=SizeRange.from_proto(message.capacity_range),
             parameters=parameters,
-            topology=Topology.from_proto(wire.accessibility_requirements),
+            topology=Topology.from_proto(message.accessibility_requirements),
             source=source,
             # Settings of a VolumeAttributesClass take precedence over those of the StorageClass.
-            tuning=tuning_of(wire.mutable_parameters).over(parameters.tuning),
+            tuning=tuning_of(message.mutable_parameters).applied_to(parameters.tuning),
         )
 
 
@@ -376,18 +377,18 @@ class ValidateVolume:
     parameters: Parameters = field(default_factory=Parameters)
 
     @classmethod
-    def from_proto(cls, wire: csi.ValidateVolumeCapabilitiesRequest) -> Self:
+    def from_proto(cls, message: csi.ValidateVolumeCapabilitiesRequest) -> Self:
         """Read a ValidateVolumeCapabilities request; an invalid field becomes `unsupported`.
 
         Raises Missing for a request without a volume id or capabilities.
         """
-        volume_id = required(wire, "volume_id")
-        wire_capabilities = required(wire, "volume_capabilities")
+        volume_id = required(message, "volume_id")
+        wire_capabilities = required(message, "volume_capabilities")
         try:
-            capabilities = Capability.several(wire_capabilities)
-            parameters = Parameters.from_proto(wire.parameters)
-            context = Parameters.from_context(wire.volume_context, newer=False).context()
-            tuning = tuning_of(wire.mutable_parameters).over(parameters.tuning)
+            capabilities = Capability.all_from_proto(wire_capabilities)
+            parameters = Parameters.from_proto(message.parameters)
+            context = Parameters.from_context(message.volume_context, newer=False).context()
+            tuning = tuning_of(message.mutable_parameters).applied_to(parameters.tuning)
         except errors.BadField as error:
             return cls(volume_id, (), str(error))
         return cls(volume_id, capabilities, "", tuning, context, parameters)
@@ -401,10 +402,10 @@ class ModifyVolume:
     tuning: Tuning
 
     @classmethod
-    def from_proto(cls, wire: csi.ControllerModifyVolumeRequest) -> Self:
+    def from_proto(cls, message: csi.ControllerModifyVolumeRequest) -> Self:
         """Read and check a ControllerModifyVolume request; raises BadField for an invalid field."""
-        volume_id = required(wire, "volume_id")
-        return cls(volume_id, tuning_of(required(wire, MUTABLE_FIELD)))
+        volume_id = required(message, "volume_id")
+        return cls(volume_id, tuning_of(required(message, MUTABLE_FIELD)))
 
 
 @dataclass(frozen=True)
@@ -420,16 +421,16 @@ class ExpandVolume:
 
     @classmethod
     def from_proto(
-        cls, wire: csi.ControllerExpandVolumeRequest | csi.NodeExpandVolumeRequest
+        cls, message: csi.ControllerExpandVolumeRequest | csi.NodeExpandVolumeRequest
     ) -> Self:
         """Read and check a request to expand a volume; raises BadField for an invalid field."""
-        volume_id = required(wire, "volume_id")
+        volume_id = required(message, "volume_id")
         read_only = (
-            wire.HasField("volume_capability")
-            and Capability.from_proto(wire.volume_capability).read_only
+            message.HasField("volume_capability")
+            and Capability.from_proto(message.volume_capability).read_only
         )
-        size = SizeRange.from_proto(wire.capacity_range)
-        if isinstance(wire, csi.ControllerExpandVolumeRequest) and size == SizeRange():
+        size = SizeRange.from_proto(message.capacity_range)
+        if isinstance(message, csi.ControllerExpandVolumeRequest) and size == SizeRange():
             raise errors.Missing("capacity_range")
         return cls(volume_id, size, read_only)
 
@@ -444,16 +445,16 @@ class GetCapacity:
     unsupported: bool
 
     @classmethod
-    def from_proto(cls, wire: csi.GetCapacityRequest) -> Self:
+    def from_proto(cls, message: csi.GetCapacityRequest) -> Self:
         """Read a GetCapacity request; raises BadField for invalid parameters.
 
         Invalid capabilities are no error: the capacity for them is 0.
         """
-        segments = dict(wire.accessible_topology.segments)
-        requested_segments = segments if wire.HasField("accessible_topology") else None
-        parameters = Parameters.from_proto(wire.parameters)
+        segments = dict(message.accessible_topology.segments)
+        requested_segments = segments if message.HasField("accessible_topology") else None
+        parameters = Parameters.from_proto(message.parameters)
         try:
-            capabilities = Capability.several(wire.volume_capabilities)
+            capabilities = Capability.all_from_proto(message.volume_capabilities)
         except errors.BadField:
             return cls((), parameters, requested_segments, unsupported=True)
         return cls(capabilities, parameters, requested_segments, unsupported=False)
@@ -469,17 +470,17 @@ class CreateSnapshot:
     name: str
     source_id: str
     size: Reserve | None
-    about: Mapping[str, str]
+    object_tags: Mapping[str, str]
     topology: Topology
 
     @classmethod
-    def from_proto(cls, wire: csi.CreateSnapshotRequest) -> Self:
+    def from_proto(cls, message: csi.CreateSnapshotRequest) -> Self:
         """Read and check a CreateSnapshot request; raises BadField for an invalid field."""
-        _check_name("name", wire.name)
-        source_id = required(wire, "source_volume_id")
-        size, object_tags = snapshot_parameters(wire.parameters, OF_SNAPSHOT)
-        topology = Topology.from_proto(wire.accessibility_requirements)
-        return cls(wire.name, source_id, size, object_tags, topology)
+        _check_name("name", message.name)
+        source_id = required(message, "source_volume_id")
+        size, object_tags = snapshot_parameters(message.parameters, OF_SNAPSHOT)
+        topology = Topology.from_proto(message.accessibility_requirements)
+        return cls(message.name, source_id, size, object_tags, topology)
 
 
 @dataclass(frozen=True)
@@ -489,21 +490,21 @@ class CreateGroupSnapshot:
     name: str
     source_ids: tuple[str, ...]
     size: Reserve | None
-    about: Mapping[str, str]
+    object_tags: Mapping[str, str]
 
     @classmethod
-    def from_proto(cls, wire: csi.CreateVolumeGroupSnapshotRequest) -> Self:
+    def from_proto(cls, message: csi.CreateVolumeGroupSnapshotRequest) -> Self:
         """Read and check a CreateVolumeGroupSnapshot request; BadField for an invalid field."""
-        _check_name("name", wire.name)
+        _check_name("name", message.name)
         field = "source_volume_ids"
-        sources = required(wire, field)
+        sources = required(message, field)
         for index, source_id in enumerate(sources):
             if not source_id:
                 raise errors.Missing(f"{field}[{index}]")
             if source_id in sources[:index]:
                 raise errors.BadField(f"{field}[{index}]", f"{source_id!r} is named twice")
-        size, object_tags = snapshot_parameters(wire.parameters, OF_GROUP_SNAPSHOT)
-        return cls(wire.name, tuple(sorted(sources)), size, object_tags)
+        size, object_tags = snapshot_parameters(message.parameters, OF_GROUP_SNAPSHOT)
+        return cls(message.name, tuple(sorted(sources)), size, object_tags)
 
 
 @dataclass(frozen=True)
@@ -515,10 +516,10 @@ class KnownGroupSnapshot:
 
     @classmethod
     def from_proto(
-        cls, wire: csi.GetVolumeGroupSnapshotRequest | csi.DeleteVolumeGroupSnapshotRequest
+        cls, message: csi.GetVolumeGroupSnapshotRequest | csi.DeleteVolumeGroupSnapshotRequest
     ) -> Self:
         """Read and check a request about an existing group snapshot; raises Missing."""
-        return cls(required(wire, "group_snapshot_id"), tuple(wire.snapshot_ids))
+        return cls(required(message, "group_snapshot_id"), tuple(message.snapshot_ids))
 
 
 @dataclass(frozen=True)
@@ -535,22 +536,22 @@ class GetMetadata:
 
     @classmethod
     def from_proto(
-        cls, wire: csi.GetMetadataAllocatedRequest | csi.GetMetadataDeltaRequest
+        cls, message: csi.GetMetadataAllocatedRequest | csi.GetMetadataDeltaRequest
     ) -> Self:
         """Read and check a request for allocated or changed blocks.
 
         Raises BadField and OffsetOutOfRange.
         """
-        if isinstance(wire, csi.GetMetadataDeltaRequest):
-            base_id = required(wire, "base_snapshot_id")
-            snapshot_id = required(wire, "target_snapshot_id")
+        if isinstance(message, csi.GetMetadataDeltaRequest):
+            base_id = required(message, "base_snapshot_id")
+            snapshot_id = required(message, "target_snapshot_id")
         else:
-            base_id, snapshot_id = "", required(wire, "snapshot_id")
-        if wire.starting_offset < 0:
-            raise errors.OffsetOutOfRange(wire.starting_offset)
-        if wire.max_results < 0:
+            base_id, snapshot_id = "", required(message, "snapshot_id")
+        if message.starting_offset < 0:
+            raise errors.OffsetOutOfRange(message.starting_offset)
+        if message.max_results < 0:
             raise errors.BadField("max_results", "must not be negative")
-        return cls(base_id, snapshot_id, wire.starting_offset, wire.max_results)
+        return cls(base_id, snapshot_id, message.starting_offset, message.max_results)
 
 
 @dataclass(frozen=True)
@@ -562,9 +563,9 @@ class ListSnapshots:
     snapshot_id: str
 
     @classmethod
-    def from_proto(cls, wire: csi.ListSnapshotsRequest) -> Self:
+    def from_proto(cls, message: csi.ListSnapshotsRequest) -> Self:
         """Read and check a ListSnapshots request; raises BadField, BadToken."""
-        return cls(Page.from_proto(wire), wire.source_volume_id, wire.snapshot_id)
+        return cls(Page.from_proto(message), message.source_volume_id, message.snapshot_id)
 
 
 # Form of a passphrase's name (secret.GENERATION): a text that a tag can hold.
@@ -584,13 +585,13 @@ def publish_context(*, read_only: bool) -> Mapping[str, str]:
 
 
 def _is_attached_read_only(
-    wire: csi.NodeStageVolumeRequest | csi.NodePublishVolumeRequest,
+    message: csi.NodeStageVolumeRequest | csi.NodePublishVolumeRequest,
 ) -> bool:
     """Whether the publish_context of a request says that the volume is attached read-only.
 
     Raises NotAllowed for another value than "true" and "false".
     """
-    text = wire.publish_context.get(ATTACHED_READ_ONLY, "false")
+    text = message.publish_context.get(ATTACHED_READ_ONLY, "false")
     if text not in {"true", "false"}:
         raise errors.NotAllowed(f"publish_context[{ATTACHED_READ_ONLY}]", text, ("true", "false"))
     return text == "true"
@@ -606,14 +607,14 @@ class AttachVolume:
     read_only: bool
 
     @classmethod
-    def from_proto(cls, wire: csi.ControllerPublishVolumeRequest) -> Self:
+    def from_proto(cls, message: csi.ControllerPublishVolumeRequest) -> Self:
         """Read and check a ControllerPublishVolume request; BadField for an invalid field."""
-        volume_id, node_id = required(wire, "volume_id"), required(wire, "node_id")
-        capability = _capability(wire)
+        volume_id, node_id = required(message, "volume_id"), required(message, "node_id")
+        capability = _capability(message)
         # Check the volume_context before the volume is attached: NodeStageVolume gets the same
         # context, and would refuse an invalid one.
-        Parameters.from_context(wire.volume_context)
-        return cls(volume_id, node_id, capability, wire.readonly)
+        Parameters.from_context(message.volume_context)
+        return cls(volume_id, node_id, capability, message.readonly)
 
 
 @dataclass(frozen=True)
@@ -624,9 +625,9 @@ class DetachVolume:
     node_id: str
 
     @classmethod
-    def from_proto(cls, wire: csi.ControllerUnpublishVolumeRequest) -> Self:
+    def from_proto(cls, message: csi.ControllerUnpublishVolumeRequest) -> Self:
         """Read and check a ControllerUnpublishVolume request; raises Missing."""
-        return cls(required(wire, "volume_id"), wire.node_id)
+        return cls(required(message, "volume_id"), message.node_id)
 
 
 @dataclass(frozen=True)
@@ -640,21 +641,24 @@ class StageVolume:
     keys: Keys = secret.NONE
 
     @classmethod
-    def from_proto(cls, wire: csi.NodeStageVolumeRequest) -> Self:
+    def from_proto(cls, message: csi.NodeStageVolumeRequest) -> Self:
         """Read and check a NodeStageVolume request; raises BadField.
 
         The capability of a volume that is attached read-only gets the access mode READER_ONLY.
         """
-        volume_id, staging_path = required(wire, "volume_id"), _path(wire, "staging_target_path")
-        capability = _capability(wire)
-        if _is_attached_read_only(wire):
+        volume_id, staging_path = (
+            required(message, "volume_id"),
+            _path(message, "staging_target_path"),
+        )
+        capability = _capability(message)
+        if _is_attached_read_only(message):
             capability = replace(capability, mode=READER_ONLY)
         return cls(
             volume_id=volume_id,
             staging_path=staging_path,
             capability=capability,
-            parameters=Parameters.from_context(wire.volume_context),
-            keys=keys_of(wire.secrets),
+            parameters=Parameters.from_context(message.volume_context),
+            keys=keys_of(message.secrets),
         )
 
 
@@ -671,19 +675,19 @@ class PublishVolume:
     keys: Keys = secret.NONE
 
     @classmethod
-    def from_proto(cls, wire: csi.NodePublishVolumeRequest) -> Self:
+    def from_proto(cls, message: csi.NodePublishVolumeRequest) -> Self:
         """Read and check a NodePublishVolume request; raises BadField for an invalid field."""
-        volume_id = required(wire, "volume_id")
-        target_path = _path(wire, "target_path")
-        capability = _capability(wire)
+        volume_id = required(message, "volume_id")
+        target_path = _path(message, "target_path")
+        capability = _capability(message)
         return cls(
             volume_id=volume_id,
-            staging_path=_path(wire, "staging_target_path"),
+            staging_path=_path(message, "staging_target_path"),
             target_path=target_path,
             capability=capability,
-            parameters=Parameters.from_context(wire.volume_context),
-            read_only=wire.readonly or capability.read_only or _is_attached_read_only(wire),
-            keys=keys_of(wire.secrets),
+            parameters=Parameters.from_context(message.volume_context),
+            read_only=message.readonly or capability.read_only or _is_attached_read_only(message),
+            keys=keys_of(message.secrets),
         )
 
 
@@ -710,24 +714,24 @@ class PublishInline:
         return marked == "true"
 
     @classmethod
-    def from_proto(cls, wire: csi.NodePublishVolumeRequest) -> Self:
+    def from_proto(cls, message: csi.NodePublishVolumeRequest) -> Self:
         """Read and check a NodePublishVolume request for an inline volume; raises BadField.
 
         With `readonly` the capability gets the access mode READER_ONLY.
         """
-        _check_name("volume_id", wire.volume_id)
-        if VolumeId.parse(wire.volume_id) is not None:
+        _check_name("volume_id", message.volume_id)
+        if VolumeId.parse(message.volume_id) is not None:
             raise errors.BadField("volume_id", "is one that CreateVolume gave, not an inline one")
-        target_path = _path(wire, "target_path")
-        capability = _capability(wire)
+        target_path = _path(message, "target_path")
+        capability = _capability(message)
         if capability.is_block:
             raise errors.BadField("volume_capability", "an inline volume is mounted, never block")
-        if wire.readonly:
+        if message.readonly:
             capability = replace(capability, mode=READER_ONLY)
-        parameters = Parameters.from_pod(wire.volume_context)
-        size_bytes = parameters.given.get(SIZE, 0)
-        keys = keys_of(wire.secrets)
-        return cls(wire.volume_id, target_path, capability, parameters, size_bytes, keys)
+        parameters = Parameters.from_pod(message.volume_context)
+        size_bytes = parameters.parsed.get(SIZE, 0)
+        keys = keys_of(message.secrets)
+        return cls(message.volume_id, target_path, capability, parameters, size_bytes, keys)
 
 
 @dataclass(frozen=True)
@@ -738,13 +742,13 @@ class VolumePath:
     path: str
 
     @classmethod
-    def from_proto(cls, wire: Message, field: str) -> Self:
+    def from_proto(cls, message: Message, field: str) -> Self:
         """Read a request with a volume id and a path in `field`; raises BadField.
 
         A `volume_path` is not checked to be absolute and normalized.
         """
-        path = required(wire, field) if field == "volume_path" else _path(wire, field)
-        return cls(required(wire, "volume_id"), path)
+        path = required(message, field) if field == "volume_path" else _path(message, field)
+        return cls(required(message, "volume_id"), path)
 
 
 @dataclass(frozen=True)
@@ -758,11 +762,11 @@ class GetVolumeHealth:
     paths: tuple[str, ...] = ()
 
     @classmethod
-    def from_proto(cls, wire: csi.NodeGetVolumeHealthRequest) -> Self:
+    def from_proto(cls, message: csi.NodeGetVolumeHealthRequest) -> Self:
         """Read and check a NodeGetVolumeHealth request; raises BadField. The paths are optional."""
         fields = ("volume_publish_path", "staging_target_path")
-        paths = tuple(_path(wire, field) for field in fields if getattr(wire, field))
-        return cls(required(wire, "volume_id"), paths)
+        paths = tuple(_path(message, field) for field in fields if getattr(message, field))
+        return cls(required(message, "volume_id"), paths)
 
 
 def keys_of(secrets: Mapping[str, str]) -> Keys:
@@ -797,10 +801,10 @@ def _check_generation(sent: Keys) -> None:
 
 
 def _capability(
-    wire: csi.ControllerPublishVolumeRequest
+    message: csi.ControllerPublishVolumeRequest
     | csi.NodeStageVolumeRequest
     | csi.NodePublishVolumeRequest,
 ) -> Capability:
-    if not wire.HasField("volume_capability"):
+    if not message.HasField("volume_capability"):
         raise errors.Missing("volume_capability")
-    return Capability.from_proto(wire.volume_capability)
+    return Capability.from_proto(message.volume_capability)

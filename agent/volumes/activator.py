@@ -184,13 +184,13 @@ class Activator:
         """
         whole_names = {
             logical.name
-            for logical in records.every(group)
+            for logical in records.all_logical_volumes(group)
             if not logical.layout & {"linear", "striped"} and records.is_usable(group, logical)
         }
         if not whole_names:
             return False
         active = set(self._devices.active(group.name))
-        parts = {name: report.whole(name) for name in active if names.is_part(name)}
+        parts = {name: report.visible_name(name) for name in active if names.is_part(name)}
         # Read the status as well, since a pool may be active without a device of its own name.
         leftovers = [
             part

@@ -92,7 +92,7 @@ def chunk_bytes(pool: report.LogicalVolume) -> int:
     return size_bytes if is_in_range and not size_bytes % pools.LEAST_CHUNK_BYTES else 0
 
 
-def closed(room: Room) -> str:
+def reason_closed(room: Room) -> str:
     """Return why nothing can be created or extended in a volume group now; empty if it can.
 
     There are two reasons. While a disk is missing, lvm2 refuses both, also on the disks that are
@@ -108,13 +108,13 @@ def closed(room: Room) -> str:
     )
 
 
-def closed_to_new(group: report.Group) -> str:
+def reason_closed_to_new(group: report.Group) -> str:
     """Return why no volume can be created or expanded in a volume group now; empty if it can.
 
-    Beside the reasons of `closed`, the reason is a metadata area that is nearly full. Thin pools
-    and COW stores are extended even then, since writers wait for that.
+    Beside the reasons of `reason_closed`, the reason is a metadata area that is nearly full. Thin
+    pools and COW stores are extended even then, since writers wait for that.
     """
-    if not (why := closed(Room(group))) and groups.is_text_full(group):
+    if not (why := reason_closed(Room(group))) and groups.is_text_full(group):
         return (
             f"while {groups.about_area(group)} is {groups.text_percent(group):.0f} % full; see"
             " `A group's metadata area is full` in docs/operations.md"
@@ -122,7 +122,7 @@ def closed_to_new(group: report.Group) -> str:
     return why
 
 
-def full(group: report.Group, added_count: int = 1) -> str:
+def reason_full(group: report.Group, added_count: int = 1) -> str:
     """Return why a volume group has too many logical volumes for more of them; empty if it has not.
 
     `added_count` is the number of further logical volumes. The group's max_lv sets the limit. Free
@@ -167,9 +167,9 @@ class ThickAllocator:
     def maximum_bytes(self, group: report.Group, further_count: int = 0) -> int:
         """Return the size of the largest volume that can be created in a volume group, in bytes.
 
-        `further_count` is as for `full`.
+        `further_count` is as for `reason_full`.
         """
-        if closed_to_new(group) or self.full(group, further_count):
+        if reason_closed_to_new(group) or self.reason_full(group, further_count):
             return 0
         return layout.maximum_bytes(self.room(group), self.layout)
 
@@ -177,13 +177,13 @@ class ThickAllocator:
         """Return the free space of a volume group, of which `kept_extents` must stay free."""
         return Room(group, self.kept_extents(group))
 
-    def full(self, group: report.Group, further_count: int = 0) -> str:
+    def reason_full(self, group: report.Group, further_count: int = 0) -> str:
         """Return why a group has too many logical volumes for another volume; empty if it has not.
 
         `further_count` is the number of other logical volumes that are to be created together with
         the volume.
         """
-        return full(group, 1 + further_count)
+        return reason_full(group, 1 + further_count)
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
         """Return the number of bytes by which a volume can grow now.
@@ -192,13 +192,13 @@ class ThickAllocator:
         that it has.
         """
         group, logical = volume.group, volume.group.volume(volume.name)
-        if closed_to_new(group):
+        if reason_closed_to_new(group):
             return 0
         return layout.maximum_growth_bytes(self.room(group), logical, self.layout)
 
     def purpose(self, group: report.Group) -> str:
         """Return a text for error messages: the layout, and the disks that it needs."""
-        if why := closed_to_new(group):
+        if why := reason_closed_to_new(group):
             return why
         room = self.room(group)
         disks = sum(1 for disk in room.slow if room.free_on(disk))
@@ -243,20 +243,20 @@ class Cached(ThickAllocator):
         The volume needs free extents on the slow disks, its cache on the fast disks.
         `further_count` is as for `full`.
         """
-        if closed_to_new(group) or self.full(group, further_count):
+        if reason_closed_to_new(group) or self.reason_full(group, further_count):
             return 0
         return caches.maximum_bytes(self.room(group), self.cache)
 
-    def full(self, group: report.Group, further_count: int = 0) -> str:
+    def reason_full(self, group: report.Group, further_count: int = 0) -> str:
         """Return why a group has too many logical volumes for another volume; empty if it has not.
 
         The volume's cache counts as well: until it is attached, it is a logical volume of its own.
         """
-        return full(group, 2 + further_count)
+        return reason_full(group, 2 + further_count)
 
     def purpose(self, group: report.Group) -> str:
         """Return a text for error messages: the cache, and the free space of the fast disks."""
-        if why := closed_to_new(group):
+        if why := reason_closed_to_new(group):
             return why
         fast_bytes = Room(group).fast_extents * group.extent_size_bytes
         return (
@@ -315,15 +315,15 @@ class ThinAllocator:
         or the pool takes no new volume now, for instance while the pool is too full.
         `further_count` is as for `full`.
         """
-        return 0 if self.full(group, further_count) else self._maximum_bytes(group)
+        return 0 if self.reason_full(group, further_count) else self._maximum_bytes(group)
 
-    def full(self, group: report.Group, further_count: int = 0) -> str:
+    def reason_full(self, group: report.Group, further_count: int = 0) -> str:
         """Return why a group has too many logical volumes for another volume; empty if it has not.
 
         If the pool is missing, it is to be created and counts as well. `further_count` is as for
-        `ThickAllocator.full`.
+        `ThickAllocator.reason_full`.
         """
-        return full(
+        return reason_full(
             group, further_count + (1 if pool_name(self.device_class) in group.volumes else 2)
         )
 
@@ -409,11 +409,11 @@ class ThinAllocator:
         group, extent = room.group, room.group.extent_size_bytes
         if not (pool := self.pool(group)).promised_bytes:
             return None
-        growth = pools.room_extents(room.keeping(self.kept_extents(group)), pool)
+        growth = pools.room_extents(room.keeping_free(self.kept_extents(group)), pool)
         more_extents = self._more_extents(room, growth, pool.data_extents, percent)
         if more_extents:
             size_bytes = (pool.data_extents + more_extents) * extent
-            disks = room.anywhere()
+            disks = room.disk_arguments()
             volumes.extend(lvm, group.name, pool.name, size_bytes=size_bytes, disks=disks)
         return more_extents * extent
 
@@ -426,12 +426,12 @@ class ThinAllocator:
         group, extent = room.group, room.group.extent_size_bytes
         if not (pool := self.pool(group)).promised_bytes:
             return None
-        growth = pools.metadata_growth_extents(room.keeping(self.kept_extents(group)), pool)
+        growth = pools.metadata_growth_extents(room.keeping_free(self.kept_extents(group)), pool)
         more_extents = self._more_extents(room, growth, pool.metadata_extents, percent)
         if more_extents:
-            disks = room.anywhere()
+            disks = room.disk_arguments()
             thin.extend_metadata(
-                lvm, group.name, pool.name, by_bytes=more_extents * extent, disks=disks
+                lvm, group.name, pool.name, added_bytes=more_extents * extent, disks=disks
             )
         return more_extents * extent
 
@@ -440,7 +440,7 @@ class ThinAllocator:
 
         The part has `present` extents, is `percent` full, and has room for `growth` more extents.
         """
-        if closed(room):
+        if reason_closed(room):
             return 0
         return min(growth, pools.wanted_extents(present, percent, self.policy))
 
@@ -468,7 +468,7 @@ class ThinAllocator:
                 tag.CHUNK: str(pool.chunk_size_bytes),
                 **self._cache_tags(group),
             },
-            disks=Room(group).anywhere(),
+            disks=Room(group).disk_arguments(),
         )
 
     def _cache_tags(self, _group: report.Group) -> Mapping[str, str]:
@@ -477,7 +477,7 @@ class ThinAllocator:
 
     def _refusal(self, group: report.Group) -> str:
         """Return why the pool, or its volume group, takes no new volume now; empty if it does."""
-        if why := closed_to_new(group):
+        if why := reason_closed_to_new(group):
             return why
         pool = self.pool(group)
         existing = group.volumes.get(pool.name)
@@ -518,7 +518,9 @@ class CachedThin(ThinAllocator):
 
         The second is returned if the fast disks have too little room for the pool's cache.
         """
-        if closed_to_new(group) or caches.has_room(group, pool_name(self.device_class), self.cache):
+        if reason_closed_to_new(group) or caches.has_room(
+            group, pool_name(self.device_class), self.cache
+        ):
             return super().purpose(group)
         wanted_extents, free_extents = self.cache.of_pool(group), Room(group).fast_extents
         return (
@@ -542,7 +544,7 @@ class CachedThin(ThinAllocator):
         own_tags, new_tags = pool.own_tags, self._cache_tags(group)
         old_tags = {key: own_tags[key] for key in new_tags if key in own_tags}
         if old_tags != new_tags:
-            volumes.mark(lvm, group.name, pool.name, old=old_tags, new=new_tags)
+            volumes.mark(lvm, group.name, pool.name, old_tags=old_tags, new_tags=new_tags)
 
     def _cache_tags(self, group: report.Group) -> Mapping[str, str]:
         """Return the tag that describes the pool's cache, with the size that it will have."""
@@ -567,7 +569,7 @@ class Allocators:
 
     def of(self, device_class: DeviceClass) -> Allocator:
         """Return the allocator of a device class."""
-        kept_extents = partial(self._kept, device_class)
+        kept_extents = partial(self._kept_extents, device_class)
         match device_class.pool, device_class.cache:
             case None, None:
                 return ThickAllocator(device_class.layout, kept_extents)
@@ -596,7 +598,7 @@ class Allocators:
         """
         logical = volume.group.volumes.get(volume.name)
         pool = volume.group.volumes.get(logical.pool) if logical is not None else None
-        if pool is not None and (called := self._called(pool)) is not None:
+        if pool is not None and (called := self._class_of_pool(pool)) is not None:
             return self._of_pool(called, volume.group.name)
         shape = volume.layout
         for device_class in self._classes:
@@ -610,7 +612,7 @@ class Allocators:
         class_name = volume.own_tags.get(tag.CLASS, "")
         return self.of(DeviceClass(class_name, volume.group.name, layout=shape, pool=policy))
 
-    def thin(self, group: report.Group) -> list[ThinAllocator]:
+    def thin_allocators(self, group: report.Group) -> list[ThinAllocator]:
         """Return an allocator for each thin pool of Carver's in a volume group.
 
         The pool's device class may be gone, or have no pool by now, or be in another volume group:
@@ -618,7 +620,7 @@ class Allocators:
         """
         return [self._of_pool(class_name, group.name) for class_name in self._pooled(group)]
 
-    def growing(self, group: str, last_state: report.Group | None) -> list[ThinAllocator]:
+    def pools_to_grow(self, group: str, last_state: report.Group | None) -> list[ThinAllocator]:
         """Return an allocator for each thin pool of a volume group that may have to grow.
 
         These are the pools in `last_state`, a state of the group that may be old, and the pools of
@@ -635,9 +637,11 @@ class Allocators:
 
     def _pooled(self, group: report.Group) -> Iterator[str]:
         """Return the name of the device class of each pool of Carver's in a volume group."""
-        yield from filter(None, map(self._called, filter(is_pool, records.every(group))))
+        yield from filter(
+            None, map(self._class_of_pool, filter(is_pool, records.all_logical_volumes(group)))
+        )
 
-    def _called(self, pool: report.LogicalVolume) -> str | None:
+    def _class_of_pool(self, pool: report.LogicalVolume) -> str | None:
         """Return the name of the device class whose pool has this pool's name; None if unknown.
 
         The classes in the pool's tags are tried first, then the configured classes, then the rest
@@ -666,26 +670,26 @@ class Allocators:
             name,
             group,
             device_class.pool or Policy(),
-            partial(self._kept, device_class),
+            partial(self._kept_extents, device_class),
             self._activator,
         )
 
-    def beside_bytes(self, room: Room, device_class: str) -> int:
+    def available_cow_bytes(self, room: Room, device_class: str) -> int:
         """Return how many bytes are available for the COW stores of a device class's snapshots.
 
         The class's reserve, and the extents that pools have promised, are not available. 0 if
-        nothing can be allocated in the volume group now (`closed`).
+        nothing can be allocated in the volume group now (`reason_closed`).
         """
         group = room.group
-        if closed(room):
+        if reason_closed(room):
             return 0
         kept_extents = self.promised_extents(group)
         for configured in self._classes:
             if configured.name == device_class:
                 kept_extents += configured.reserve.extents(group)
-        return layout.maximum_bytes(room.keeping(kept_extents))
+        return layout.maximum_bytes(room.keeping_free(kept_extents))
 
-    def _kept(self, device_class: DeviceClass, group: report.Group) -> int:
+    def _kept_extents(self, device_class: DeviceClass, group: report.Group) -> int:
         """Return how many extents of a volume group volumes of a device class must leave free.
 
         These are the class's reserve, and the extents that the pools of other classes have promised
@@ -700,5 +704,7 @@ class Allocators:
 
         The pool of the device class `excluded_class` is left out.
         """
-        allocators = (pool for pool in self.thin(group) if pool.device_class != excluded_class)
+        allocators = (
+            pool for pool in self.thin_allocators(group) if pool.device_class != excluded_class
+        )
         return sum(pool.outstanding_extents(group) for pool in allocators)

@@ -91,20 +91,20 @@ class Conflicts:
         volume_states.require(call, volume)
         self.check(call, str(volume.id))
 
-    def check(self, call: Call, subject: str) -> None:
+    def check(self, call: Call, volume_or_group: str) -> None:
         """Raise an error if background work or a hold excludes a call now. Runs no command.
 
-        `subject` is the id of the call's volume, or for Call.GROW the volume group's name. Raises
-        NoSuchVolume for a volume that is deleted, Receiving, Moved, or an error that says that work
-        is in progress.
+        `volume_or_group` is the id of the call's volume, or for Call.GROW the volume group's name.
+        Raises NoSuchVolume for a volume that is deleted, Receiving, Moved, or an error that says
+        that work is in progress.
         """
-        self._holds.check(call, subject)
-        self.check_jobs(call, subject)
+        self._holds.check(call, volume_or_group)
+        self.check_jobs(call, volume_or_group)
 
-    def check_jobs(self, call: Call, subject: str) -> None:
+    def check_jobs(self, call: Call, volume_or_group: str) -> None:
         """Raise an error if background work excludes a call now; ignore holds (`Holds`).
 
-        `subject` is the id of the call's volume, or for Call.GROW the volume group's name.
+        `volume_or_group` is the id of the call's volume, or for Call.GROW the volume group's name.
         CreateVolume ignores holds: the volume that is held may not exist, or may be about to be
         created anew.
         """
@@ -112,28 +112,28 @@ class Conflicts:
             outcome = queue.outcomes[call]
             if outcome not in (Outcome.ABSENT, Outcome.ABORTED):
                 continue
-            job = queue.find(queue.key_of(subject))
+            job = queue.find(queue.key_of(volume_or_group))
             if job is None or not job.goes_on:
                 continue
             # Count the volume as present while its deletion is not recorded by tags: the deletion
             # may fail.
             is_absent = outcome is Outcome.ABSENT and job.on_record
-            raise errors.NoSuchVolume(subject) if is_absent else queue.aborted(job)
+            raise errors.NoSuchVolume(volume_or_group) if is_absent else queue.aborted(job)
 
     @contextmanager
-    def enter(self, call: Call, subject: str) -> Iterator[None]:
+    def enter(self, call: Call, volume_or_group: str) -> Iterator[None]:
         """Within the `with`, halt the background work that the table says to halt for a call.
 
         Such work is ended at its next safe point, and does not begin again before the end of the
-        `with`. `subject` is the id of the call's volume, or for Call.GROW the volume group's name.
-        Raises as `check_jobs` for other work that excludes the call, and Stopping if a job does not
-        end within ten seconds. The caller must hold no lock of a volume group when the context is
-        entered.
+        `with`. `volume_or_group` is the id of the call's volume, or for Call.GROW the volume
+        group's name. Raises as `check_jobs` for other work that excludes the call, and Stopping if
+        a job does not end within ten seconds. The caller must hold no lock of a volume group when
+        the context is entered.
         """
-        self.check_jobs(call, subject)
+        self.check_jobs(call, volume_or_group)
         with ExitStack() as halted:
             for queue in self._queues.values():
                 is_halted = queue.outcomes[call] is Outcome.HALTS
                 if queue.jobs is not None and is_halted:
-                    halted.enter_context(queue.jobs.halted(queue.key_of(subject)))
+                    halted.enter_context(queue.jobs.halted(queue.key_of(volume_or_group)))
             yield

@@ -12,7 +12,7 @@ from agent.settings.configuration import Configuration
 from agent.settings.settings import WIPES, Config, Wipe
 from agent.volumes.records import Snapshot, Volume, is_encrypted
 from agent.work.group_worker import AGAIN, Job, Steps
-from agent.work.pace import Pace, Work
+from agent.work.pace import IoTask, Pace
 from lvm import names, report
 from mount.block_devices import SAMPLE_BYTES
 from mount.block_io import By
@@ -66,7 +66,7 @@ class ErasePolicy:
     | none                 | left as it is                         | header zeroed                 |
 
     A device is discarded only if each of its blocks is a block of a disk: dm-raid passes on only
-    part of a discard, and a thin pool keeps the data of its chunks. `_ways` chooses among the
+    part of a discard, and a thin pool keeps the data of its chunks. `_methods` chooses among the
     kernel's ways to zero a device, and `overwrite` proves that a way did zero.
 
     Each piece ends with fsync(2) (agent/work/pace.py). So a power loss after the extents are free
@@ -151,7 +151,7 @@ class ErasePolicy:
             return Purpose.PARTIAL
         return Purpose.ENCRYPTED if volume.is_encrypted else Purpose.DELETED
 
-    def _ways(self, device: str, stack: Stack, purpose: Purpose) -> Sequence[By]:
+    def _methods(self, device: str, stack: Stack, purpose: Purpose) -> Sequence[By]:
         """Return the kernel's ways to zero a device, in the order in which they are to be tried.
 
         Each way is tried if the device was not zero after the one before. A way that is not proved
@@ -179,29 +179,29 @@ class ErasePolicy:
             _log.warning("deleted data on %s is zeroed, not discarded: %s", disk, doubts[disk])
         return not doubts
 
-    def work(self, pace: Pace, kind: str, device: str, job: Job) -> Work:
+    def task(self, pace: Pace, kind: str, device: str, job: Job) -> IoTask:
         """Return the paced I/O of a job that overwrites a device, which is flushed by each piece.
 
         `kind` is the kind of I/O, "erase" or "zero".
         """
         flush = partial(self._kernel.flush, device)
-        return pace.work(kind, device, check=job.check, flush=flush, progress=job.progress)
+        return pace.task(kind, device, check=job.check, flush=flush, progress=job.progress)
 
     def overwrite(
         self,
-        work: Work,
+        task: IoTask,
         device: str,
         end_bytes: int,
         begin_bytes: int = 0,
         *,
         purpose: Purpose,
         is_held: bool = False,
-        zero: Callable[[int, int, By], None] | None = None,
-        within: Callable[[], AbstractContextManager[object]] = nullcontext,
+        zero_piece: Callable[[int, int, By], None] | None = None,
+        piece_context: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> Steps:
         """Zero a range of a device, one piece in each step of a background job.
 
-        1. Take the next way to zero the device (`_ways`). A way in which the device zeroes by
+        1. Take the next way to zero the device (`_methods`). A way in which the device zeroes by
            itself, or discards, has to be proved: write other data to sampled blocks that are zero.
         2. Zero all pieces of the range in that way.
         3. Read the sampled blocks after the first piece and after the last (`_SAMPLE`: 64 reads in
@@ -209,33 +209,34 @@ class ErasePolicy:
         4. If a sampled block is not zero, never use that way on the disks again, and begin again
            with step 1.
 
-        Each operation on the device is done within the context `within`. `zero` is called with a
-        piece's offset and length in bytes, and the way; the default is Kernel.zero_out. With
-        `is_held`, the device may be in use by another device of device-mapper, such as a thin pool.
+        Each operation on the device is done within the context `piece_context`. `zero_piece` is
+        called with a piece's offset and length in bytes, and the way; the default is
+        Kernel.zero_out. With `is_held`, the device may be in use by another device of
+        device-mapper, such as a thin pool.
         """
         if end_bytes <= begin_bytes:
             return
-        zero = zero or partial(self._zero, device, is_held)
+        zero_piece = zero_piece or partial(self._zero, device, is_held)
         stack = self._kernel.stack(device)
-        for way in self._ways(device, stack, purpose):
+        for way in self._methods(device, stack, purpose):
             disks = frozenset[str]() if way.is_proved else stack.disks
             tried = {(disk, way) for disk in disks}
             is_known = way is By.HOLE and bool(tried) and tried <= self._proved
             blocks = _SAMPLE_AGAIN if is_known else _SAMPLE
             all_samples, is_zero = sample(begin_bytes, end_bytes, blocks), True
-            for piece in work.chunks(end_bytes, begin_bytes):
+            for piece in task.chunks(end_bytes, begin_bytes):
                 with piece as (offset, length):
                     is_first, is_last = offset == begin_bytes, offset + length == end_bytes
                     first_samples = sample(offset, offset + length, blocks) if is_first else []
                     if is_first and not way.is_proved:
-                        with within():
+                        with piece_context():
                             self._kernel.mark(
                                 device, sorted({*first_samples, *all_samples}), allow_in_use=is_held
                             )
-                    with within():
-                        zero(offset, length, way)
+                    with piece_context():
+                        zero_piece(offset, length, way)
                     if not way.is_proved and (is_first or is_last):
-                        with within():
+                        with piece_context():
                             is_zero = self._kernel.are_zero(
                                 device, all_samples if is_last else first_samples
                             )
@@ -248,9 +249,9 @@ class ErasePolicy:
             self._proved -= tried
             self._distrust(device, way, disks)
 
-    def _zero(self, device: str, is_held: bool, offset: int, length: int, way: By) -> None:
+    def _zero(self, device: str, is_held: bool, offset: int, length: int, method: By) -> None:
         """Zero one piece of a device, in one of the kernel's ways."""
-        self._kernel.zero_out(device, offset, length, allow_in_use=is_held, method=way)
+        self._kernel.zero_out(device, offset, length, allow_in_use=is_held, method=method)
 
     def prove(self, device: str, size_bytes: int) -> None:
         """Test whether a device zeroes by itself, before a copy onto it relies on that.
@@ -275,13 +276,13 @@ class ErasePolicy:
         else:
             self._distrust(device, way, disks)
 
-    def _distrust(self, device: str, way: By, disks: Iterable[str]) -> None:
+    def _distrust(self, device: str, method: By, disks: Iterable[str]) -> None:
         """Never again use this way to zero these disks; log each disk once."""
-        if newly_distrusted := self._kernel.distrust(disks, way):
+        if newly_distrusted := self._kernel.distrust(disks, method):
             _log.error(
                 "%s: data were still there after %s on %s, which reported success; they are"
                 " overwritten, and this is not tried there again. Look for newer firmware",
-                *(device, way.value, ", ".join(newly_distrusted)),
+                *(device, method.value, ", ".join(newly_distrusted)),
             )
 
     @staticmethod
@@ -305,7 +306,7 @@ def sample(begin_bytes: int, end_bytes: int, blocks: int = _SAMPLE) -> Sequence[
     return [begin_bytes + step * last_block // steps * SAMPLE_BYTES for step in range(steps + 1)]
 
 
-def way_on(config: Config, kernel: Kernel, disk: str) -> tuple[By | None, str]:
+def zeroing_method(config: Config, kernel: Kernel, disk: str) -> tuple[By | None, str]:
     """Return the way in which deleted linear volumes on a disk are zeroed first, and doubts.
 
     The way is None if the setting `wipe` has deleted volumes left as they are. The doubts say why

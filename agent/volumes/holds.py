@@ -21,14 +21,14 @@ class _Lease:
     """A temporary hold of a volume, which its holder has to renew.
 
     `secret` is what the holder presents to renew the hold, `until_seconds` is the end of the hold
-    (monotonic), and `why` is the error of a call that is refused. `logical_uuids` has the LVM UUIDs
-    of the logical volumes that the volume group had when the held volume was first known to be
-    unused; None before that.
+    (monotonic), and `error` is the error of a call that is refused. `logical_uuids` has the LVM
+    UUIDs of the logical volumes that the volume group had when the held volume was first known to
+    be unused; None before that.
     """
 
     secret: str
     until_seconds: float
-    why: errors.AgentError
+    error: errors.AgentError
     logical_uuids: frozenset[str] | None = None
 
 
@@ -42,7 +42,7 @@ class Holds:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._why: dict[str, tuple[EndedBy, errors.AgentError]] = {}
+        self._notes: dict[str, tuple[EndedBy, errors.AgentError]] = {}
         self._held: dict[str, _Lease] = {}
 
     def check(self, call: Call, volume_id: str) -> None:
@@ -51,17 +51,17 @@ class Holds:
         A temporary hold (`hold`) counts as well. Runs no command.
         """
         with self._guard:
-            note = self._why.get(volume_id)
+            note = self._notes.get(volume_id)
             if note is None and (lease := self._lease(volume_id)) is not None:
-                note = EndedBy.MOVE, lease.why
+                note = EndedBy.MOVE, lease.error
         if note is not None and volume_states.outcome(call, note[0]) is Outcome.NOT_OWN:
             raise note[1].with_traceback(None)
 
-    def receiving(self, volume_id: str) -> None:
+    def note_receiving(self, volume_id: str) -> None:
         """Note that a volume is being received as a stream, so that calls are refused."""
         self._note(volume_id, EndedBy.RECEIVER, {})
 
-    def moved(self, volume_id: str, node: str) -> None:
+    def note_moved(self, volume_id: str, node: str) -> None:
         """Note that a volume was moved to another node, so that calls are refused."""
         self._note(volume_id, EndedBy.MOVER, {tag.MOVE_TO: node})
 
@@ -69,12 +69,12 @@ class Holds:
         """Note that calls may not use a volume, because of the state that is ended by `ender`."""
         why = volume_states.row_of(ender).problem(volume_id, own_tags)
         with self._guard:
-            self._why[volume_id] = ender, why
+            self._notes[volume_id] = ender, why
 
-    def allow(self, volume_id: str) -> None:
+    def remove_note(self, volume_id: str) -> None:
         """Remove the note of a volume that now belongs to this node and is complete."""
         with self._guard:
-            self._why.pop(volume_id, None)
+            self._notes.pop(volume_id, None)
 
     def hold(self, volume_id: str, node: str, seconds: float, secret: str = "") -> str:
         """Hold a volume for `seconds`, or renew its hold; return the secret that renews the hold.
@@ -87,7 +87,7 @@ class Holds:
         why = errors.Moved(volume_id, node, "is being sent for the last time")
         with self._guard:
             now, lease = time.monotonic(), self._lease(volume_id)
-            if final := self._why.get(volume_id):
+            if final := self._notes.get(volume_id):
                 raise final[1].with_traceback(None)
             if (lease.secret if lease else "") != secret:
                 raise why
@@ -102,7 +102,7 @@ class Holds:
             if self._lease(volume_id, secret) is not None:
                 del self._held[volume_id]
 
-    def note(self, volume_id: str, secret: str, logical_uuids: frozenset[str]) -> None:
+    def note_unused(self, volume_id: str, secret: str, logical_uuids: frozenset[str]) -> None:
         """Note, once for each hold, that a held volume is unused.
 
         `logical_uuids` are the present LVM UUIDs of the logical volumes of its volume group. Does
@@ -116,9 +116,9 @@ class Holds:
     def has_all(self, volume_id: str, secret: str, snapshot_uuid: str) -> bool:
         """Whether a snapshot has all writes to a held volume.
 
-        It has if it was taken after `note`, in the present, uninterrupted hold with this secret:
-        the snapshot is then not among the logical volumes that `note` recorded. Times are not
-        compared, because clocks may be set.
+        It has if it was taken after `note_unused`, in the present, uninterrupted hold with this
+        secret: the snapshot is then not among the logical volumes that `note_unused` recorded.
+        Times are not compared, because clocks may be set.
         """
         with self._guard:
             lease = self._lease(volume_id, secret)
@@ -139,7 +139,7 @@ class Holds:
                 self._note(str(volume.id), volume.ended_by, volume.own_tags)
                 number += 1
             else:
-                self.allow(str(volume.id))
+                self.remove_note(str(volume.id))
         return number
 
     def _lease(self, volume_id: str, secret: str | None = None) -> _Lease | None:

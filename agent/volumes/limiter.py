@@ -151,25 +151,25 @@ class Limiter:
             if new_limits.io_max != (UNLIMITED if previous is None else previous.io_max):
                 self._set_own(new_limits)
 
-    def grown(self, volume: Backing, size_bytes: int) -> None:
+    def adapt_to_size(self, volume: Backing, size_bytes: int) -> None:
         """Adapt the I/O limits of a volume to its new size.
 
         `size_bytes` is the size as users see it, without a LUKS2 header.
         """
         with self._guard:
-            for limited in self._of(volume):
+            for limited in self._limited_list(volume):
                 if limited.size_bytes != size_bytes:
                     limited.size_bytes = size_bytes
                     self._set_own(limited)
 
     @contextmanager
-    def leaving(self, volume: Backing, *, is_last: bool) -> Iterator[None]:
+    def remove_after(self, volume: Backing, *, is_last: bool) -> Iterator[None]:
         """After the body, which unmounts a volume, remove the volume's limits if it is unused.
 
         With `is_last` the volume has no limits during the body either: the last unmount writes the
         data that is still in memory.
         """
-        with self.lifted(*[volume] * is_last):
+        with self.lift(*[volume] * is_last):
             try:
                 yield
             finally:
@@ -177,14 +177,14 @@ class Limiter:
 
     def _forget_unused(self, volume: Backing) -> None:
         """Remove the I/O limits of a volume, if the volume is not mounted or published any more."""
-        for limited in self._of(volume):
+        for limited in self._limited_list(volume):
             if not self._is_used(self._activator.device(volume)):
                 with self._guard:
                     self._limited.pop(limited.number, None)
                     self._set(limited, UNLIMITED)
 
     @contextmanager
-    def lifted(self, *volumes: Backing) -> Iterator[None]:
+    def lift(self, *volumes: Backing) -> Iterator[None]:
         """Lift the I/O limits of volumes within the `with`.
 
         Several callers may lift the limits of a volume at the same time: the limits are set again
@@ -192,7 +192,7 @@ class Limiter:
         write all data that is in memory, while other calls wait for the volume group.
         """
         with self._guard:
-            limited = [entry for volume in volumes for entry in self._of(volume)]
+            limited = [entry for volume in volumes for entry in self._limited_list(volume)]
             for entry in limited:
                 self._lifted[entry.number] += 1
                 self._set(entry, UNLIMITED)
@@ -216,11 +216,11 @@ class Limiter:
         present = list(self._reports.fresh(*groups).volumes())
         with Attempts() as attempts:
             for volume in present:
-                with attempts.one():
+                with attempts.attempt():
                     self.apply(volume)
-            with attempts.one():
+            with attempts.attempt():
                 self._lift_others(present)
-        return sum(1 for volume in present if any(self._of(volume.backing)))
+        return sum(1 for volume in present if any(self._limited_list(volume.backing)))
 
     def _lift_others(self, own_volumes: Sequence[Volume]) -> None:
         """Remove I/O limits that a killed process left on volumes and that no tag records."""
@@ -280,10 +280,10 @@ class Limiter:
     def _is_used(self, device: Device | None) -> bool:
         """Whether the volume with this device is mounted or published."""
         return device is not None and bool(
-            users.places(self._kernel, table.read(self._kernel), device)
+            users.mounts_of_volume(self._kernel, table.read(self._kernel), device)
         )
 
-    def _of(self, volume: Backing) -> Sequence[Limited]:
+    def _limited_list(self, volume: Backing) -> Sequence[Limited]:
         """Return the record of a volume's I/O limits, in a list; an empty list if there are none.
 
         The record is found by the volume's device number, because the backing of an inline volume
@@ -294,7 +294,7 @@ class Limiter:
         return [] if limited is None else [limited]
 
     def _set_own(self, limited: Limited) -> None:
-        """Set the I/O limits of a volume, unless the limits are lifted at the moment (`lifted`)."""
+        """Set the I/O limits of a volume, unless the limits are lifted at the moment (`lift`)."""
         if not self._lifted[limited.number]:
             self._set(limited, limited.io_max)
 

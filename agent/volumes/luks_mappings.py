@@ -99,7 +99,7 @@ class Mappings:
         """Whether a dm-crypt device is mounted or published. Runs no command."""
         mounts = table.read(self._kernel)
         parts = mounts.of_device(mapping.number)
-        return bool(parts or users.places(self._kernel, mounts, mapping))
+        return bool(parts or users.mounts_of_volume(self._kernel, mounts, mapping))
 
     def close_unused(self, volume: Backing) -> None:
         """Close the dm-crypt device of a volume, unless it is mounted or published.

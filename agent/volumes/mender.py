@@ -49,7 +49,9 @@ class Mender:
         """
         state = self._reports.fresh(*groups)
         present = state.groups.values()
-        every = [(group, logical) for group in present for logical in records.every(group)]
+        every = [
+            (group, logical) for group in present for logical in records.all_logical_volumes(group)
+        ]
         for group in present:
             self._activator.deactivate_parts(group)
         problems = self._resume(every)
@@ -81,7 +83,7 @@ class Mender:
             and not self._activator.is_kept_suspended(group.name, logical.name)
             and records.is_usable(group, logical)
         ]
-        return self._each(suspended, "resume", volumes.refresh)
+        return self._repair_each(suspended, "resume", volumes.refresh)
 
     def _remove_unmade(self, every: Sequence[_InGroup]) -> tuple[bool, _Problems]:
         """Remove thin volumes that lvm2 recorded in its metadata and did not create in the pool.
@@ -103,7 +105,7 @@ class Mender:
         for key in unmade:
             if key not in self._logged:
                 _log.warning("removing %s/%s, which lvm2 died while making", *key)
-        return bool(unmade), self._each(unmade, "remove", volumes.remove)
+        return bool(unmade), self._repair_each(unmade, "remove", volumes.remove)
 
     def _is_unmade(self, group: report.Group, logical: report.LogicalVolume) -> bool:
         """Whether lvm2 recorded a thin volume and was killed before it created it in the pool.
@@ -134,7 +136,7 @@ class Mender:
             return False
         return status.transaction_id == logical.transaction_id
 
-    def _each(
+    def _repair_each(
         self,
         volume_names: Iterable[tuple[str, str]],
         action: str,

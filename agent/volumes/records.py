@@ -120,9 +120,9 @@ class Volume:
         return requested_bytes(self.own_tags, self.size_bytes) or self.capacity_bytes
 
     @property
-    def on_disks(self) -> report.LogicalVolume:
+    def allocated_volume(self) -> report.LogicalVolume:
         """Logical volume whose extents hold the volume's data: its own, or its thin pool."""
-        return _lies_on(self.group, self.group.volume(self.name))
+        return _allocated_volume(self.group, self.group.volume(self.name))
 
     @property
     def missing_disks(self) -> list[str]:
@@ -131,7 +131,7 @@ class Volume:
         None for a volume that is newer than the report.
         """
         logical = self.group.volumes.get(self.name)
-        disks = _lies_on(self.group, logical).disks if logical is not None else frozenset()
+        disks = _allocated_volume(self.group, logical).disks if logical is not None else frozenset()
         return sorted(disk.uuid for disk in self.group.disks if disk.missing and disk.uuid in disks)
 
     @property
@@ -443,7 +443,7 @@ class MadeByNewerVersion(Generic[_Record]):
         return errors.TagsDamaged(str(self.shown.id), self.faults)
 
 
-def to_use(record: _Record | MadeByNewerVersion[_Record]) -> _Record:
+def require_usable(record: _Record | MadeByNewerVersion[_Record]) -> _Record:
     """Return the record of a volume or snapshot that may be used.
 
     Raises NeedsOther or TagsDamaged for one that this version of Carver must not use.
@@ -481,11 +481,11 @@ def faults(logical: report.LogicalVolume) -> frozenset[str]:
     # Search for keys with several values only if there are more tags than keys of Carver's. This
     # saves time, since most volumes have no tags of other programs.
     if len(logical.tags) > len(own_tags):
-        doubled = {f"`{key}` twice" for key in tags.doubled(logical.tags) & _DECIDING}
+        doubled = {f"`{key}` twice" for key in tags.ambiguous_keys(logical.tags) & _DECIDING}
     return frozenset({*doubled, *volume_states.faults(own_tags)})
 
 
-def every(group: report.Group) -> Collection[report.LogicalVolume]:
+def all_logical_volumes(group: report.Group) -> Collection[report.LogicalVolume]:
     """Return all logical volumes of a volume group, to be shown and counted, never to be changed.
 
     Logical volumes of other programs are included, and those that only newer versions of Carver
@@ -494,12 +494,12 @@ def every(group: report.Group) -> Collection[report.LogicalVolume]:
     return group.volumes.values()
 
 
-def usable(group: report.Group) -> Iterator[report.LogicalVolume]:
+def usable_logical_volumes(group: report.Group) -> Iterator[report.LogicalVolume]:
     """Return the logical volumes and thin pools of a volume group that this version may change.
 
     These have tags of Carver's, without faults, and no property that this version does not know.
     """
-    return (logical for logical in every(group) if is_usable(group, logical))
+    return (logical for logical in all_logical_volumes(group) if is_usable(group, logical))
 
 
 def is_usable(group: report.Group, logical: report.LogicalVolume) -> bool:
@@ -634,21 +634,21 @@ def volumes_of(group: report.Group) -> Sequence[Volume | MadeByNewerVersion[Volu
     if state is not group:
         records = tuple(
             record
-            for record in (volume(group, logical) for logical in every(group))
+            for record in (volume(group, logical) for logical in all_logical_volumes(group))
             if record is not None
         )
         _last_volumes[group.name] = (group, records)
     return records
 
 
-def named(group: report.Group, own_name: str) -> Volume | None:
+def find_named(group: report.Group, own_name: str) -> Volume | None:
     """Return the volume in a volume group whose logical volume is `own_name`; None for none.
 
     Raises NeedsOther or TagsDamaged if this version of Carver must not use the volume.
     """
     logical = group.volumes.get(own_name)
     record = None if logical is None else volume(group, logical)
-    return None if record is None else to_use(record)
+    return None if record is None else require_usable(record)
 
 
 def remains(
@@ -719,7 +719,9 @@ def next_sequence(group: report.Group) -> int:
     read the report under that lock.
     """
     values = (
-        value for logical in every(group) for value in tags.values(logical.tags, tag.SEQUENCE)
+        value
+        for logical in all_logical_volumes(group)
+        for value in tags.values(logical.tags, tag.SEQUENCE)
     )
     return 1 + max((tags.number(value) or 0 for value in values), default=0)
 
@@ -774,7 +776,7 @@ def _as_volume(
         group,
         logical.size_bytes,
         own_tags,
-        health=logical.health or _lies_on(group, logical).health,
+        health=logical.health or _allocated_volume(group, logical).health,
         read_only=logical.read_only,
     )
 
@@ -784,7 +786,7 @@ def _is_snapshot(name: str) -> bool:
     return names.is_of(ids.SNAPSHOT_PREFIX, name) or names.is_of(ids.BRIDGE_PREFIX, name)
 
 
-def _lies_on(group: report.Group, logical: report.LogicalVolume) -> report.LogicalVolume:
+def _allocated_volume(group: report.Group, logical: report.LogicalVolume) -> report.LogicalVolume:
     """Return the logical volume whose extents hold the data: the given one, or its thin pool."""
     return group.volumes.get(logical.pool, logical)
 

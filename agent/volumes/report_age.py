@@ -8,7 +8,7 @@ decision by a report that is too old:
 - `Fresh` has the groups that the call names, each read after the call began.
 - `EveryGroup` has all configured groups with the changes by Carver, for decisions in which any
   group may matter. It names the groups in which such changes may be missing.
-- `Seen` has the groups as they were read last, for metrics, health and hints.
+- `CachedReport` has the groups as they were read last, for metrics, health and hints.
 
 agent/volumes/reports.py makes the reports; the code here runs no command.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from agent.core import errors, ids, tag
 from agent.core.ids import VolumeId
 from agent.volumes import records, volume_states
-from agent.volumes.records import MadeByNewerVersion, Snapshot, Volume, to_use
+from agent.volumes.records import MadeByNewerVersion, Snapshot, Volume, require_usable
 from agent.volumes.volume_states import Call, EndedBy
 from lvm import names, report
 
@@ -87,7 +87,7 @@ class Contents(report.Report):
     def _logical(self) -> Iterator[tuple[report.Group, report.LogicalVolume]]:
         """Yield each logical volume in the report, with its volume group."""
         for group in self.groups.values():
-            yield from ((group, logical) for logical in records.every(group))
+            yield from ((group, logical) for logical in records.all_logical_volumes(group))
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Current(Contents):
         volume = None if location is None else records.volume(*location)
         if volume is None:
             raise errors.NoSuchVolume(volume_id)
-        return to_use(volume)
+        return require_usable(volume)
 
     def usable(self, volume_id: str, call: Call) -> Volume:
         """Return the volume with an id, if its state lets a call use the volume.
@@ -132,7 +132,7 @@ class Current(Contents):
         """
         location = self._find(snapshot_id)
         record = None if location is None else records.snapshot(*location)
-        snapshot = None if record is None else to_use(record)
+        snapshot = None if record is None else require_usable(record)
         if snapshot is None or snapshot.is_bridge:
             raise errors.NoSuchSnapshot(snapshot_id)
         return snapshot
@@ -142,7 +142,10 @@ class Current(Contents):
 
         Raises NeedsOther or TagsDamaged if this version must not use one of the snapshots.
         """
-        return [to_use(snapshot) for snapshot in self.group_snapshots().get(group_snapshot_id, ())]
+        return [
+            require_usable(snapshot)
+            for snapshot in self.group_snapshots().get(group_snapshot_id, ())
+        ]
 
     def doomed(self) -> Iterator[Volume]:
         """Yield the volumes that are recorded as deleted and have yet to be erased.
@@ -165,7 +168,7 @@ class Current(Contents):
         record = (
             None if location is None else records.volume(*location) or records.remains(*location)
         )
-        volume = None if record is None else to_use(record)
+        volume = None if record is None else require_usable(record)
         if volume is None or not volume.is_doomed:
             raise errors.NoSuchVolume(identity)
         return volume
@@ -176,7 +179,7 @@ class Current(Contents):
         `own_name` is the name of the volume's logical volume.
         """
         for group in self.groups.values():
-            records.named(group, own_name)
+            records.find_named(group, own_name)
 
     def require_group_of(self, identity: str) -> None:
         """Raise OtherGroup if the volume group of an id is not in the report.
@@ -226,16 +229,16 @@ class Current(Contents):
 class Fresh(Current):
     """A report of the volume groups that a call named, each read after the call began.
 
-    `asked` has the names of these groups; those that are not on this node are not in the report.
-    `unasked` has the names of the other configured groups. To search for an id in one of these is
-    an error of the program.
+    `named_groups` has the names of these groups; those that are not on this node are not in the
+    report. `other_groups` has the names of the other configured groups. To search for an id in one
+    of these is an error of the program.
     """
 
-    asked: frozenset[str] = frozenset()
-    unasked: frozenset[str] = frozenset()
+    named_groups: frozenset[str] = frozenset()
+    other_groups: frozenset[str] = frozenset()
 
     def _require_read(self, identity: VolumeId) -> None:
-        if identity.group in self.unasked:
+        if identity.group in self.other_groups:
             raise AssertionError(f"{identity}: {identity.group} was not read")
 
 
@@ -254,14 +257,14 @@ class EveryGroup(Current):
     silent: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
 
-    def named(self, own_name: str) -> Volume | None:
+    def find_named(self, own_name: str) -> Volume | None:
         """Return the volume whose logical volume is `own_name`, in any volume group; None for none.
 
         Raises NeedsOther or TagsDamaged if this version must not use the volume, and the error of a
         failed repair of the volume.
         """
         for group in self.groups.values():
-            if (volume := records.named(group, own_name)) is not None:
+            if (volume := records.find_named(group, own_name)) is not None:
                 self.require_repaired(volume)
                 return volume
         return None
@@ -327,7 +330,7 @@ class EveryGroup(Current):
 
 
 @dataclass(frozen=True)
-class Seen(Contents):
+class CachedReport(Contents):
     """A report of volume groups as last read, perhaps long ago; not for decisions."""
 
     def volume(self, volume_id: str) -> Volume:
@@ -335,7 +338,7 @@ class Seen(Contents):
 
         Raises as `Current.usable` for Call.USE, also if the absence of the volume is not proved.
         """
-        return Fresh(self.groups, asked=frozenset(self.groups)).usable(volume_id, Call.USE)
+        return Fresh(self.groups, named_groups=frozenset(self.groups)).usable(volume_id, Call.USE)
 
 
 # Union of the types of reports that are recent enough for decisions.
@@ -345,7 +348,7 @@ Known = Fresh | EveryGroup
 def fresh(groups: Iterable[report.Group]) -> Fresh:
     """Return a report of volume groups that the caller has just read, and whose locks it holds."""
     by_name = {group.name: group for group in groups}
-    return Fresh(by_name, asked=frozenset(by_name))
+    return Fresh(by_name, named_groups=frozenset(by_name))
 
 
 def _groups_of_copy(bridge: Snapshot) -> list[str]:

@@ -16,7 +16,7 @@ from agent.groups.node_groups import VolumeGroups
 from agent.groups.volume_group import VolumeGroup, begin_states
 from agent.volumes import backing, records
 from agent.volumes.records import MadeByNewerVersion, Snapshot, Volume
-from agent.volumes.report_age import EveryGroup, Fresh, Known, Seen
+from agent.volumes.report_age import CachedReport, EveryGroup, Fresh, Known
 from agent.work import locks
 from lvm import report
 from mount import mount_errors as mount_errors
@@ -70,8 +70,8 @@ class Reports:
                 states[name] = volume_group.state()
         return Fresh(
             _present(configured, states),
-            asked=frozenset(group_names),
-            unasked=frozenset(configured).difference(group_names),
+            named_groups=frozenset(group_names),
+            other_groups=frozenset(configured).difference(group_names),
         )
 
     def every_group(self, state: Fresh) -> EveryGroup:
@@ -84,7 +84,9 @@ class Reports:
         retry, reads it.
         """
         configured = self._volume_groups.names
-        other_groups = [group for group in self._volume_groups if group.name not in state.asked]
+        other_groups = [
+            group for group in self._volume_groups if group.name not in state.named_groups
+        ]
         read = _read_changed(other_groups)
         cached = {group.name: group.cached for group in other_groups}
         silent = frozenset(group.name for group in other_groups if not group.has_own_changes)
@@ -106,7 +108,7 @@ class Reports:
         locks.enter(*groups)
         _read_changed([group for group in self._volume_groups if group.name not in groups])
 
-    def lists(self) -> EveryGroup:
+    def for_lists(self) -> EveryGroup:
         """Return a report of all volume groups, for RPCs that list objects.
 
         The state of each group is fresh or, if the read takes long, cached with all changes by
@@ -118,13 +120,13 @@ class Reports:
         states = begin_states(self._volume_groups, complete=True)()
         return EveryGroup(_present(self._groups, states))
 
-    def hint(self) -> Seen:
+    def hint(self) -> CachedReport:
         """Return a report of all volume groups; from the cache where a read fails or is slow.
 
         A read is slow if it takes more than three seconds. Raises TooManyCalls or Starting.
         """
         locks.enter()
-        return Seen(_present(self._groups, begin_states(self._volume_groups)()))
+        return CachedReport(_present(self._groups, begin_states(self._volume_groups)()))
 
     def search(self, matches: Callable[[Volume], bool]) -> Volume | None:
         """Return the volume for which `matches` is true, by fresh reports; None if there is none.
@@ -246,7 +248,7 @@ class Reports:
             absent_groups |= set(self._groups) - set(all_groups.groups)
         return absent_groups
 
-    def seen(self, max_age_seconds: float) -> Seen:
+    def seen(self, max_age_seconds: float) -> CachedReport:
         """Return the cached state of all volume groups, after a refresh where it is too old.
 
         It is too old after `max_age_seconds`. Each group is read at most once in that time, however
@@ -295,10 +297,10 @@ class Reports:
                     return volume
         return None
 
-    def _cached(self) -> Seen:
+    def _cached(self) -> CachedReport:
         """Return a report of all volume groups with their cached states."""
         states = {group.name: group.cached for group in self._volume_groups}
-        return Seen(_present(self._groups, states))
+        return CachedReport(_present(self._groups, states))
 
     def keep_fresh(self) -> None:
         """Note that the cached state of all groups is in use, so that `refresh` renews it."""

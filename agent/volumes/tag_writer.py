@@ -42,7 +42,9 @@ class TagWriter:
             existing = {(key, value) for key in keys for value in tags.values(present, key)}
             removed, added = sorted(existing - new_tags.items()), dict(new_tags.items() - existing)
             if removed or added:
-                volumes.mark(self._volume_groups.lvm(group), group, name, old=removed, new=added)
+                volumes.mark(
+                    self._volume_groups.lvm(group), group, name, old_tags=removed, new_tags=added
+                )
 
 
 @contextmanager

@@ -22,7 +22,7 @@ OPEN_SECONDS = 2.0
 _LOOK_SECONDS = 0.02
 
 
-def numbers(
+def device_numbers(
     kernel: Kernel, device: Device, loop_paths: Sequence[str] | None = None
 ) -> list[DeviceNumber]:
     """Return the device numbers of a volume's device and of the read-only loop devices over it.
@@ -31,11 +31,11 @@ def numbers(
     for.
     """
     if loop_paths is None:
-        loop_paths = loop.over(kernel, device.number)
+        loop_paths = loop.loop_devices_over(kernel, device.number)
     return [device.number, *(kernel.device_number(path) for path in loop_paths)]
 
 
-def places(kernel: Kernel, mounts: Table, device: Device) -> list[Mount]:
+def mounts_of_volume(kernel: Kernel, mounts: Table, device: Device) -> list[Mount]:
     """Return all mounts of an active volume, and then all bind mounts of its device node.
 
     Bind mounts of the read-only loop devices over the volume count as bind mounts of its device
@@ -44,11 +44,11 @@ def places(kernel: Kernel, mounts: Table, device: Device) -> list[Mount]:
     full_mounts = [mounted for mounted in mounts.of_device(device.number) if mounted.root == "/"]
     if not (bound := nodes.bound_nodes(kernel, mounts)):
         return full_mounts
-    own_numbers = numbers(kernel, device)
+    own_numbers = device_numbers(kernel, device)
     return [*full_mounts, *(mounted for mounted, number in bound if number in own_numbers)]
 
 
-def targets(
+def target_paths(
     kernel: Kernel, mounts: Table, device: Device, directories: Sequence[str]
 ) -> Iterator[str]:
     """Yield the paths, inside the CO's directories, at which a volume is mounted or published.
@@ -56,7 +56,7 @@ def targets(
     If kubelet's directory is also visible at another path, so are the mounts in the directory
     (mount_namespaces(7), shared subtrees). Such copies of mounts are left out.
     """
-    for mounted in places(kernel, mounts, device):
+    for mounted in mounts_of_volume(kernel, mounts, device):
         if target.is_inside(kernel, mounted.path, directories):
             yield mounted.path
 
@@ -80,7 +80,7 @@ def flush(kernel: Kernel, activator: Activator, volume: Backing) -> None:
             return
 
 
-def mounted_at(kernel: Kernel, activator: Activator, volume: Backing) -> set[str]:
+def mount_paths(kernel: Kernel, activator: Activator, volume: Backing) -> set[str]:
     """Return the paths where a volume, or a directory of the volume, is mounted or published.
 
     The result is empty for an inactive volume. Runs no command. device-mapper is asked first: a
@@ -94,7 +94,7 @@ def mounted_at(kernel: Kernel, activator: Activator, volume: Backing) -> set[str
     if device is None:
         return set()
     parts = mounts.of_device(device.number)
-    return {mounted.path for mounted in (*parts, *places(kernel, mounts, device))}
+    return {mounted.path for mounted in (*parts, *mounts_of_volume(kernel, mounts, device))}
 
 
 def require_unused(kernel: Kernel, activator: Activator, volume: Volume) -> None:
@@ -105,7 +105,7 @@ def require_unused(kernel: Kernel, activator: Activator, volume: Volume) -> None
     """
     if volume.is_encrypted:
         activator.close_leftovers(volume)
-    if paths := mounted_at(kernel, activator, volume.backing):
+    if paths := mount_paths(kernel, activator, volume.backing):
         raise errors.VolumeInUse(str(volume.id), f"it is mounted at {', '.join(sorted(paths))}")
     if not activator.is_open(volume):
         return

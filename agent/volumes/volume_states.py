@@ -96,9 +96,9 @@ class Outcome(StrEnum):
     AT_ONCE = "the call removes the volume, which has no data to overwrite"
 
 
-def _calls(**others: Outcome) -> Mapping[Call, Outcome]:
+def _calls(**outcomes: Outcome) -> Mapping[Call, Outcome]:
     """Return the outcome of each call, for a row of the table; BESIDE for calls not given."""
-    return MappingProxyType({call: others.get(call.name, Outcome.BESIDE) for call in Call})
+    return MappingProxyType({call: outcomes.get(call.name, Outcome.BESIDE) for call in Call})
 
 
 # Outcomes of calls on a volume that does not belong to this node yet, or any more.
@@ -116,16 +116,16 @@ _Problem = Callable[[str, Mapping[str, str]], errors.AgentError]
 
 
 def _no_volume(volume_id: str, _: Mapping[str, str]) -> errors.AgentError:
-    """Return the error that says that a volume does not exist; for `Row.problem`."""
+    """Return the error that says that a volume does not exist; for `StateRow.problem`."""
     return errors.NoSuchVolume(volume_id)
 
 
 @dataclass(frozen=True)
-class Row:
+class StateRow:
     """One row of the table of states: what is true of a volume in the state.
 
-    - `what` describes the state, `ended_by` says what ends it, and `calls` has the outcome of each
-      call.
+    - `description` describes the state, `ended_by` says what ends it, and `calls` has the outcome
+      of each call.
     - `has_tag`: the tag `state` records the state. Other states follow from other tags or from the
       layout, or only this process knows them.
     - `is_listed`: ListVolumes, `carver volume list` and ControllerListVolumeHealth show the volume.
@@ -137,7 +137,7 @@ class Row:
     - `problem`: returns the error of a call that the volume's state excludes.
     """
 
-    what: str
+    description: str
     ended_by: EndedBy
     calls: Mapping[Call, Outcome]
     has_tag: bool = True
@@ -150,9 +150,9 @@ class Row:
 
 # Table of the states of volumes, in order of precedence: if a volume has several states, the first
 # row that stops a call decides.
-STATES: Mapping[State, Row] = MappingProxyType(
+STATES: Mapping[State, StateRow] = MappingProxyType(
     {
-        State.DELETED: Row(
+        State.DELETED: StateRow(
             "it was deleted, and is overwritten and removed",
             EndedBy.ERASER,
             _calls(
@@ -168,7 +168,7 @@ STATES: Mapping[State, Row] = MappingProxyType(
             ),
             problem=lambda volume_id, _: errors.OperationPending(f"{volume_id} (being erased)"),
         ),
-        State.INLINE: Row(
+        State.INLINE: StateRow(
             "it was made for one pod by NodePublishVolume, whose calls alone find it",
             EndedBy.POD,
             _calls(
@@ -184,7 +184,7 @@ STATES: Mapping[State, Row] = MappingProxyType(
             is_callers=True,
             orphan="inline",
         ),
-        State.COPYING: Row(
+        State.COPYING: StateRow(
             "it is filled, from its source or with zeroes, and is no volume yet",
             EndedBy.COPIER,
             _calls(
@@ -202,14 +202,14 @@ STATES: Mapping[State, Row] = MappingProxyType(
             orphan="half-made",
             problem=lambda volume_id, _: errors.Copying(volume_id, "it is not complete"),
         ),
-        State.RECEIVING: Row(
+        State.RECEIVING: StateRow(
             "it is received as a stream, and is no volume yet",
             EndedBy.RECEIVER,
             _calls(**_NOT_OWN),
             is_noted=True,
             problem=lambda volume_id, _: errors.Receiving(volume_id),
         ),
-        State.MOVED: Row(
+        State.MOVED: StateRow(
             "it was moved to another node, and is kept here until the move is final",
             EndedBy.MOVER,
             _calls(**_NOT_OWN),
@@ -218,7 +218,7 @@ STATES: Mapping[State, Row] = MappingProxyType(
                 volume_id, own_tags.get(tag.MOVE_TO, "another node")
             ),
         ),
-        State.HELD: Row(
+        State.HELD: StateRow(
             "its last snapshot is sent to another node, by this process alone",
             EndedBy.MOVE,
             # The outcome of ADOPT is for `carver volume adopt --undo` only: to adopt an adopted
@@ -229,7 +229,7 @@ STATES: Mapping[State, Row] = MappingProxyType(
             is_callers=True,
             orphan="volume",
         ),
-        State.HALF_MADE: Row(
+        State.HALF_MADE: StateRow(
             "lvm2 died while it made a RAID, which was never active",
             EndedBy.MAKER,
             _calls(CREATE=Outcome.ANEW, DELETE=Outcome.AT_ONCE),
@@ -238,7 +238,7 @@ STATES: Mapping[State, Row] = MappingProxyType(
             is_callers=True,
             orphan="volume",
         ),
-        State.READY: Row(
+        State.READY: StateRow(
             "it is the volume that CreateVolume made",
             EndedBy.CALLER,
             _calls(),
@@ -327,7 +327,7 @@ class Recorded(Protocol):
         ...
 
 
-def row_of(ender: EndedBy) -> Row:
+def row_of(ender: EndedBy) -> StateRow:
     """Return the table row of the state that is ended by `ender` (see `EndedBy`)."""
     return STATES[_ENDED_BY[ender]]
 
@@ -359,7 +359,7 @@ def ended_by(own_tags: Mapping[str, str]) -> EndedBy:
     return STATES[by_tag(own_tags)].ended_by
 
 
-def rows(own_tags: Mapping[str, str]) -> list[Row]:
+def rows(own_tags: Mapping[str, str]) -> list[StateRow]:
     """Return the table's rows for the states that follow from a volume's tags, in their order."""
     states = _by_tags(own_tags)
     return [row for state, row in STATES.items() if state in states]
@@ -417,12 +417,12 @@ def _by_tags(own_tags: Mapping[str, str]) -> set[State]:
     return {by_tag(own_tags)} | ({State.INLINE} if tag.EPHEMERAL in own_tags else set())
 
 
-def meets(call: Call, volume: Recorded, expected: Outcome) -> bool:
-    """Whether the table has the outcome `expected` for a call, in one of a volume's states.
+def meets(call: Call, volume: Recorded, expected_outcome: Outcome) -> bool:
+    """Whether the table has the outcome `expected_outcome` for a call, in one of a volume's states.
 
     The states are those of the volume's record.
     """
-    return any(STATES[state].calls[call] is expected for state in of(volume))
+    return any(STATES[state].calls[call] is expected_outcome for state in of(volume))
 
 
 def require(call: Call, volume: Recorded) -> None:
@@ -460,4 +460,4 @@ def hand_over(lvm: Lvm, group: str, name: str, own_tags: Mapping[str, str], ende
     tags of the logical volume.
     """
     old_tags = {tag.STATE: str(by_tag(own_tags))}
-    volumes.mark(lvm, group, name, old=old_tags, new=tags_for(ender))
+    volumes.mark(lvm, group, name, old_tags=old_tags, new_tags=tags_for(ender))

@@ -27,13 +27,13 @@ from mount import mount_errors as mount_errors
 _log = logging.getLogger(__name__)
 
 
-def run_all(works: Mapping[str, Callable[[], object]], seconds: float) -> None:
+def run_all(functions: Mapping[str, Callable[[], object]], seconds: float) -> None:
     """Run several functions, each in its own thread; wait at most `seconds` until all have ended.
 
-    `works` has the functions by the names under which they are logged. An error of a function is
-    logged, and so is a function that has not ended in time; no error is raised.
+    `functions` are by the names under which they are logged. An error of a function
+    is logged, and so is a function that has not ended in time; no error is raised.
     """
-    futures = {name: _begun(name, work) for name, work in works.items()}
+    futures = {name: _start_thread(name, work) for name, work in functions.items()}
     wait(futures.values(), seconds)
     for name, future in futures.items():
         if not future.done():
@@ -60,7 +60,7 @@ class Attempts:
             raise ExceptionGroup("not all attempts succeeded", self._failed)
 
     @contextmanager
-    def one(self) -> Iterator[None]:
+    def attempt(self) -> Iterator[None]:
         """Run the body as one attempt; suppress its error until the end of all attempts."""
         try:
             yield
@@ -75,13 +75,13 @@ def reasons(error: BaseException) -> str:
     return str(error) or repr(error)
 
 
-def _begun(name: str, work: Callable[[], object]) -> Future[object]:
+def _start_thread(name: str, function: Callable[[], object]) -> Future[object]:
     """Run a function in a new thread; return a future of the function's result.
 
     If no thread can be started, the function is not run, and the future has the error.
     """
     try:
-        return command.begin(f"end {name}", work)
+        return command.begin(f"end {name}", function)
     except RuntimeError as error:
         # Do not run the function in the present thread, although no other thread can be started:
         # the function could hang, and delay the other functions.
@@ -99,8 +99,8 @@ class PeriodicTask:
 
     `work` runs `first_seconds` after `start`, then `interval_seconds` after each run, or at once
     after a run that returned True. An error of `work` is counted in `failures`, and logged with the
-    message `failure` (with %s for the error) unless the same error was logged last. After an error
-    `work` is retried after `retry_seconds`, which doubles with each further error up to
+    message `failure_message` (with %s for the error) unless the same error was logged last. After
+    an error `work` is retried after `retry_seconds`, which doubles with each further error up to
     `longest_retry_seconds`. Both are `interval_seconds` by default.
     """
 
@@ -109,14 +109,14 @@ class PeriodicTask:
         name: str,
         work: Callable[[], bool | None],
         interval_seconds: float,
-        failure: str,
+        failure_message: str,
         *,
         first_seconds: float = 0.0,
         retry_seconds: float | None = None,
         longest_retry_seconds: float | None = None,
     ) -> None:
         self.failures = 0
-        self._name, self._work, self._failure = name, work, failure
+        self._name, self._work, self._failure_message = name, work, failure_message
         self._interval_seconds = interval_seconds
         self._first_seconds = first_seconds
         self._retry_seconds = interval_seconds if retry_seconds is None else retry_seconds
@@ -163,7 +163,7 @@ class PeriodicTask:
             self._in_a_row += 1
             if self._problem != (problem := reasons(error)):
                 trace = None if isinstance(error, _EXPECTED) else error
-                _log.error(self._failure, problem, exc_info=trace)
+                _log.error(self._failure_message, problem, exc_info=trace)
             self._problem = problem
             pause_seconds = self._pause_seconds
             self._pause_seconds = min(2 * pause_seconds, self._longest_retry_seconds)
@@ -193,7 +193,7 @@ def all_or_each(names: Sequence[str], action: Callable[[Sequence[str]], object])
             raise
         with Attempts() as attempts:
             for name in names:
-                with attempts.one():
+                with attempts.attempt():
                     action([name])
 
 
@@ -213,7 +213,7 @@ _LEAST_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class Seen(Generic[T]):
+class ProbeResult(Generic[T]):
     """The result of a probe, or an earlier result if the probe did not end in time.
 
     `value` is the result. If the probe did not end in time, it is the last earlier result of a
@@ -228,7 +228,7 @@ class Seen(Generic[T]):
 @dataclass(frozen=True)
 class _Probe(Generic[T]):
     target: str
-    place: str
+    pool_or_group: str
     began_seconds: float
     result: "Future[T]"
 
@@ -237,8 +237,8 @@ class Probes(Generic[T]):
     """Runs probes in threads: operations that may hang, such as reading the status of a pool.
 
     At most one probe runs at a time for each `target`, the thing that is probed, and at most four
-    for each `place`, the pool or volume group of the things. A caller waits no longer than its time
-    limit; then it gets the last earlier result.
+    for each `pool_or_group`, the pool or volume group of the things. A caller waits no longer than
+    its time limit; then it gets the last earlier result.
     """
 
     def __init__(self) -> None:
@@ -247,17 +247,18 @@ class Probes(Generic[T]):
         self._last: OrderedDict[str, T] = OrderedDict()
 
     def probe(
-        self, target: str, work: Callable[[], T], until_seconds: float, place: str = ""
-    ) -> Seen[T]:
+        self, target: str, work: Callable[[], T], until_seconds: float, pool_or_group: str = ""
+    ) -> ProbeResult[T]:
         """Run `work` as a probe of `target`; wait for the result, or return an earlier result.
 
         The wait ends at `until_seconds` (monotonic). If a probe of `target` is running already, it
-        is waited for instead, until it is two seconds old. In one `place` at most four probes run
-        at the same time. While four run, no further probe is begun, and the requested one counts as
-        hanging if none of the four ends in time. Raises the error of a probe that ended in time.
+        is waited for instead, until it is two seconds old. At most four probes run at the same time
+        for one `pool_or_group`. While four run, no further probe is begun, and the requested one
+        counts as hanging if none of the four ends in time. Raises the error of a probe that ended
+        in time.
         """
         while True:
-            awaited, is_new = self._awaited(target, work, place)
+            awaited, is_new = self._awaited(target, work, pool_or_group)
             began = max(running.began_seconds for running in awaited)
             if is_new:
                 end = max(until_seconds, began + _LEAST_SECONDS)
@@ -268,27 +269,29 @@ class Probes(Generic[T]):
                 [running.result for running in awaited], left_seconds, FIRST_COMPLETED
             ).done:
                 with self._guard:
-                    return Seen(self._last.get(target), time.monotonic() - began)
+                    return ProbeResult(self._last.get(target), time.monotonic() - began)
             if awaited[0].target == target:
-                return Seen(awaited[0].result.result())
+                return ProbeResult(awaited[0].result.result())
 
     def _awaited(
-        self, target: str, work: Callable[[], T], place: str
+        self, target: str, work: Callable[[], T], pool_or_group: str
     ) -> tuple[Sequence[_Probe[T]], bool]:
         """Return the probes of which one has to end, and whether this method began the probe.
 
-        The probes are the running or new probe of `target`, or all probes of the same place if no
-        further probe may run in that place.
+        The probes are the running or new probe of `target`, or all probes of the same pool or
+        volume group if no further probe may run there.
         """
         with self._guard:
             if (running := self._running.get(target)) is not None:
                 return [running], False
-            probes_of_place = [probe for probe in self._running.values() if probe.place == place]
-            if len(probes_of_place) >= _MOST_AT_ONCE:
-                return probes_of_place, False
+            probes_beside = [
+                probe for probe in self._running.values() if probe.pool_or_group == pool_or_group
+            ]
+            if len(probes_beside) >= _MOST_AT_ONCE:
+                return probes_beside, False
             began_seconds = time.monotonic()
             result = command.begin("probe", lambda: self._do(target, work))
-            probe = self._running[target] = _Probe(target, place, began_seconds, result)
+            probe = self._running[target] = _Probe(target, pool_or_group, began_seconds, result)
             return [probe], True
 
     def _do(self, target: str, work: Callable[[], T]) -> T:
@@ -317,17 +320,17 @@ class _Detached:
     name: str
     recheck: Callable[[], None]
     work: Callable[[], None]
-    place: GroupLock
+    lock: GroupLock
     # The future with the task's outcome. It is in the state "running" from the start of the work
     # on. If it is cancelled before the start, the work never starts.
-    ended: Future[None] = field(default_factory=Future)
+    future: Future[None] = field(default_factory=Future)
     # Whether a tag records the task; always false. `Conflicts` reads this attribute of each job.
     on_record: ClassVar = False
     started_seconds: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
-        with self.place.hold() as had_to_wait:
-            if not self.ended.set_running_or_notify_cancel():
+        with self.lock.hold() as had_to_wait:
+            if not self.future.set_running_or_notify_cancel():
                 return
             try:
                 if had_to_wait:
@@ -335,14 +338,14 @@ class _Detached:
                 self.work()
             except BaseException as error:
                 # Keep each error, of whatever class, for the call that waits for the task.
-                self.ended.set_exception(error)
+                self.future.set_exception(error)
             else:
-                self.ended.set_result(None)
+                self.future.set_result(None)
 
     @property
     def goes_on(self) -> bool:
         """Whether the task has not ended, so that it may still write to its volume."""
-        return not self.ended.done()
+        return not self.future.done()
 
     def problem(self) -> errors.StillAtWork:
         seconds = time.monotonic() - self.started_seconds
@@ -366,7 +369,7 @@ class DetachedTasks:
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self._detached: dict[str, _Detached] = {}
-        self._places: dict[str, GroupLock] = {}
+        self._locks: dict[str, GroupLock] = {}
 
     def do(
         self,
@@ -383,10 +386,10 @@ class DetachedTasks:
         volume is no longer as the caller saw it.
         """
         with self._guard:
-            if group not in self._places:
-                place = GroupLock(f"volume group {group}", math.inf, places=_AT_ONCE)
-                self._places[group] = place
-            task = _Detached(volume_id, task_name, recheck, work, self._places[group])
+            if group not in self._locks:
+                lock = GroupLock(f"volume group {group}", math.inf, slots=_AT_ONCE)
+                self._locks[group] = lock
+            task = _Detached(volume_id, task_name, recheck, work, self._locks[group])
             self._detached[volume_id] = task
         # Run the task in a new contextvars context, which does not have the caller's deadline.
         try:
@@ -395,9 +398,9 @@ class DetachedTasks:
             # No thread could be started: the next call begins the task.
             self._forget(volume_id)
             raise
-        self.finish(volume_id)
+        self.wait_for(volume_id)
 
-    def finish(self, volume_id: str) -> None:
+    def wait_for(self, volume_id: str) -> None:
         """Wait for the task that an earlier call began for a volume; return at once without one.
 
         Raises the task's error, and StillAtWork if the task has not ended at the caller's deadline.
@@ -409,11 +412,11 @@ class DetachedTasks:
         # Add the wait to the call's trace, and not the program that the task runs: the program may
         # outlive the call.
         with trace.step(trace.WAIT, task.name):
-            wait([task.ended], command.remaining_seconds())
-        if not task.ended.done():
+            wait([task.future], command.remaining_seconds())
+        if not task.future.done():
             raise task.problem()
         self._forget(volume_id)
-        task.ended.result()
+        task.future.result()
 
     def mkfs_of(self, volume_id: str) -> _Detached | None:
         """Return the mkfs that an RPC began for a volume; None if there is none.
@@ -431,7 +434,7 @@ class DetachedTasks:
         """
         with self._guard:
             task = self._detached.get(volume_id)
-        if task is not None and not (task.ended.cancel() or task.ended.done()):
+        if task is not None and not (task.future.cancel() or task.future.done()):
             raise task.problem()
         self._forget(volume_id)
 

@@ -84,7 +84,7 @@ class Stopping(errors.OperationPending):
 class Job:
     """A job: background work on the volume, pool or volume group with the id `key`.
 
-    `ended` is a future with the outcome. `on_record` means that LVM tags record the job, and that
+    `future` has the outcome. `on_record` means that LVM tags record the job, and that
     the call which began it was answered: if the job fails, it is retried in the background.
     `size_bytes` is the number of bytes that the job erases or copies.
     """
@@ -99,7 +99,7 @@ class Job:
     # The next three fields are made anew for the job that replaces a failed one.
     progress: Progress = field(default_factory=Progress, init=False)
     cancelled: threading.Event = field(default_factory=threading.Event, init=False)
-    ended: Future[None] = field(default_factory=Future, init=False)
+    future: Future[None] = field(default_factory=Future, init=False)
     # The time at which the job's next step is due, or after a failure the retry (monotonic,
     # seconds). This field and the next ones are changed only under the `guard` of the job's
     # GroupWorker, except `steps`, which only the thread that does the job's step sets.
@@ -116,12 +116,12 @@ class Job:
     @property
     def goes_on(self) -> bool:
         """Whether the job is still to be done: it has not ended, or will be retried."""
-        return self.on_record or not self.ended.done()
+        return self.on_record or not self.future.done()
 
     @property
     def left_bytes(self) -> float:
         """Number of bytes that the job has yet to erase or copy; infinity if that is unknown."""
-        total_bytes = max(self.size_bytes, self.progress.of_bytes)
+        total_bytes = max(self.size_bytes, self.progress.total_bytes)
         return max(0, total_bytes - self.progress.done_bytes) if total_bytes else math.inf
 
     def check(self) -> None:
@@ -140,7 +140,7 @@ class Job:
         if isinstance(self.steps, Generator):
             self.steps.close()
         with suppress(InvalidStateError):
-            self.ended.set_exception(stopping)
+            self.future.set_exception(stopping)
 
 
 J = TypeVar("J", bound=Job)
@@ -157,9 +157,9 @@ class Jobs(Generic[J]):
     a lock in between.
 
     `clear_failed` is called with a failed job that is no longer due by the state. Without
-    `due_jobs`, a failed job is retried unchanged. `failure` is the log line of an error, with %s
-    for the key and for the error. `urgent` jobs are done before all other jobs. Jobs of a kind with
-    `survives_halt` are still done when the service ends.
+    `due_jobs`, a failed job is retried unchanged. `failure_message` is the log line of an error,
+    with %s for the key and for the error. `urgent` jobs are done before all other jobs. Jobs of a
+    kind with `survives_halt` are still done when the service ends.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Jobs(Generic[J]):
         workers: "GroupWorkers",
         kind: str,
         steps: Callable[[J], Steps | None],
-        failure: str,
+        failure_message: str,
         *,
         due_jobs: Callable[[str], Iterable[J]] | None = None,
         clear_failed: Callable[[J], None] = lambda _job: None,
@@ -178,7 +178,7 @@ class Jobs(Generic[J]):
     ) -> None:
         self.kind, self.steps, self.urgent, self.survives_halt = kind, steps, urgent, survives_halt
         self._workers, self._due_jobs, self._clear_failed = workers, due_jobs, clear_failed
-        self._failure, self._level = failure, level
+        self._failure_message, self._level = failure_message, level
         # Time until the retry of a failed job, in seconds; and the shorter time until the retry of
         # a job whose outcome is unknown, since a fresh state shows the outcome.
         self.retry_seconds, self.soon_seconds = retry_seconds, 1.0
@@ -197,7 +197,7 @@ class Jobs(Generic[J]):
             running = self._of(worker, job.key)
             if (self.kind, job.key) in worker.barred:
                 raise Stopping(job.key)
-            if running is not None and not running.ended.done():
+            if running is not None and not running.future.done():
                 return running
             job.due_seconds = time.monotonic() + after_seconds if after_seconds else -math.inf
             worker.add(self, job)
@@ -226,11 +226,11 @@ class Jobs(Generic[J]):
         """
         worker = self._worker(job.key)
         if not worker.is_own_thread:
-            return bool(wait([job.ended], seconds).done)
+            return bool(wait([job.future], seconds).done)
         until_seconds = time.monotonic() + seconds
-        while time.monotonic() < until_seconds and worker.do_now(self, job):
+        while time.monotonic() < until_seconds and worker.do_step_now(self, job):
             pass
-        return job.ended.done()
+        return job.future.done()
 
     def has(self, key: str) -> bool:
         """Whether a job for this key has not succeeded yet: it is queued, running or failed."""
@@ -248,7 +248,7 @@ class Jobs(Generic[J]):
         jobs: list[J] = []
         for worker in self._workers.every():
             with worker.guard:
-                jobs += (job for place, job in worker.jobs.items() if place[0] == self.kind)
+                jobs += (job for entry_key, job in worker.jobs.items() if entry_key[0] == self.kind)
         return jobs
 
     def progress(self) -> Mapping[str, str]:
@@ -278,38 +278,38 @@ class Jobs(Generic[J]):
         record begins anew, if it is still due by the volume group's state. Raises Stopping if the
         job does not end within ten seconds, as when its disk does not answer.
         """
-        worker, place = self._worker(key), (self.kind, key)
+        worker, entry_key = self._worker(key), (self.kind, key)
         has_failed = True
         try:
             with worker.guard:
-                worker.barred[place] += 1
+                worker.barred[entry_key] += 1
                 job = self._of(worker, key)
                 if job is not None:
                     job.cancelled.set()
-                    worker.halted.setdefault(place, job)
-                at_work = job is not None and job.at_work and not job.ended.done()
-            if job is not None and at_work and not wait([job.ended], _ENDING_SECONDS).done:
+                    worker.halted.setdefault(entry_key, job)
+                at_work = job is not None and job.at_work and not job.future.done()
+            if job is not None and at_work and not wait([job.future], _ENDING_SECONDS).done:
                 raise Stopping(key)
             self.forget(key)
             yield
             has_failed = False
         finally:
             with worker.guard:
-                worker.barred[place] -= 1
+                worker.barred[entry_key] -= 1
                 # Remove the entries of keys that no call halts any more.
                 worker.barred = +worker.barred
                 # Other calls may have the job halted, too. The last one decides.
-                if place not in worker.barred:
-                    halted_job = worker.halted.pop(place, None)
+                if entry_key not in worker.barred:
+                    halted_job = worker.halted.pop(entry_key, None)
                     if has_failed and halted_job is not None:
                         self._restore(worker, halted_job)
 
     def _restore(self, worker: "GroupWorker", halted_job: J) -> None:
         """Put a job that was halted for a failed call back, as a failed job that is due at once."""
-        place = (self.kind, halted_job.key)
-        if halted_job.on_record and self._due_jobs is not None and place not in worker.jobs:
+        entry_key = (self.kind, halted_job.key)
+        if halted_job.on_record and self._due_jobs is not None and entry_key not in worker.jobs:
             failed_job = replace(halted_job)
-            failed_job.ended.set_exception(Stopping(failed_job.key))
+            failed_job.future.set_exception(Stopping(failed_job.key))
             with suppress(RuntimeError):
                 worker.wake(self, failed_job, -math.inf)
 
@@ -331,16 +331,16 @@ class Jobs(Generic[J]):
         if job is not None:
             worker.cancel(job)
 
-    def look(self, group: str) -> int:
+    def start_due(self, group: str) -> int:
         """Start all jobs of this kind that are due in a volume group by its fresh state.
 
         Returns the number of the group's due jobs. Raises an ExceptionGroup of the errors, after it
         tried to start each job.
         """
         number = 0
-        with Attempts() as attempts, attempts.one():
+        with Attempts() as attempts, attempts.attempt():
             for job in () if self._due_jobs is None else self._due_jobs(group):
-                with attempts.one():
+                with attempts.attempt():
                     self.start(job)
                 number += 1
         return number
@@ -348,12 +348,12 @@ class Jobs(Generic[J]):
     def do_step(self, worker: "GroupWorker", job: J) -> None:
         """Do the next step of a job; only the loop of the job's volume group calls this.
 
-        For a failed job whose retry is due, find out whether the job is still due (`_look_again`).
-        No error of the step is raised: it becomes the job's outcome.
+        For a failed job whose retry is due, find out whether the job is still due
+        (`_retry_failed`). No error of the step is raised: it becomes the job's outcome.
         """
         try:
-            if job.ended.done():
-                self._look_again(worker, job)
+            if job.future.done():
+                self._retry_failed(worker, job)
                 return
             job.check()
             if job.steps is None:
@@ -361,7 +361,7 @@ class Jobs(Generic[J]):
             pause_seconds = next(job.steps)
         except StopIteration:
             worker.drop(self, job)
-            job.ended.set_result(None)
+            job.future.set_result(None)
         except BaseException as error:
             if isinstance(error, Stopping) and job.cancelled.is_set():
                 job.end(error)
@@ -387,40 +387,40 @@ class Jobs(Generic[J]):
         self._log(job, error)
         # Complete the future before `on_record` is read. So a call that sets `on_record` at the
         # same time either finds that the job has ended, or the job is retried.
-        job.ended.set_exception(error)
+        job.future.set_exception(error)
         with worker.guard:
             # Keep an earlier time that a wake during the step has set.
             if job.on_record:
                 job.due_seconds = min(job.due_seconds, time.monotonic() + seconds)
 
-    def _look_again(self, worker: "GroupWorker", failed: J) -> None:
+    def _retry_failed(self, worker: "GroupWorker", due_job: J) -> None:
         """Begin failed jobs of a volume group anew if they are due by the group's fresh state.
 
         Jobs that are no longer due are dropped, and passed to `clear_failed`. The state is read
-        once for the job `failed` and for all failed jobs of this kind whose retries are due soon.
+        once for the job `due_job` and for all failed jobs of this kind whose retries are due soon.
         If the state cannot be read, that is logged and the jobs are retried later. Without
-        `due_jobs`, only `failed` is begun anew.
+        `due_jobs`, only `due_job` is begun anew.
         """
         until_seconds = time.monotonic() + _TOGETHER * self.retry_seconds
         with worker.guard:
             remaining = {
                 job.key: job
-                for place, job in worker.jobs.items()
-                if place[0] == self.kind
-                and job.ended.done()
-                and (job is failed or (not job.at_work and job.due_seconds <= until_seconds))
+                for entry_key, job in worker.jobs.items()
+                if entry_key[0] == self.kind
+                and job.future.done()
+                and (job is due_job or (not job.at_work and job.due_seconds <= until_seconds))
             }
         if self._due_jobs is None:
-            self._replace(worker, failed, replace(failed))
+            self._replace(worker, due_job, replace(due_job))
             return
         try:
             with command.time_limit(_LOOKING_SECONDS):
-                for job in self._due_jobs(_group_of(failed.key)):
+                for job in self._due_jobs(_group_of(due_job.key)):
                     if (failed_job := remaining.pop(job.key, None)) is not None:
                         job.logged, job.failures = failed_job.logged, failed_job.failures
                         self._replace(worker, failed_job, job)
         except BaseException as error:
-            self._log(failed, error)
+            self._log(due_job, error)
             with worker.guard:
                 for old_job in remaining.values():
                     old_job.due_seconds = time.monotonic() + self.retry_seconds
@@ -435,17 +435,17 @@ class Jobs(Generic[J]):
         Nothing is done if a call has halted or forgotten the failed job meanwhile.
         """
         with worker.guard:
-            place = (self.kind, job.key)
-            if worker.jobs.get(place) is failed_job and place not in worker.barred:
+            entry_key = (self.kind, job.key)
+            if worker.jobs.get(entry_key) is failed_job and entry_key not in worker.barred:
                 job.due_seconds = -math.inf
-                worker.put(self, job)
+                worker.enqueue(self, job)
                 worker.guard.notify()
 
     def _log(self, job: J, error: BaseException) -> None:
         """Log an error of a job, unless the same error of the job was logged last."""
         if job.logged != (problem := reasons(error)):
             trace = None if isinstance(error, (*_EXPECTED, ExceptionGroup)) else error
-            _log.log(self._level, self._failure, job.key, problem, exc_info=trace)
+            _log.log(self._level, self._failure_message, job.key, problem, exc_info=trace)
         job.logged = problem
 
     def _worker(self, key: str) -> "GroupWorker":
@@ -461,7 +461,7 @@ class PeriodicJobs:
     `groups` returns the present names of these groups. The job of a group that is no longer among
     these ends at its next run. `work` is called with a group's name `interval_seconds` after the
     start, then `interval_seconds` after each run, or at once after a run that returned True.
-    `failure` is logged for a failed run, with %s for the group and for the error.
+    `failure_message` is logged for a failed run, with %s for the group and for the error.
     """
 
     def __init__(
@@ -471,12 +471,12 @@ class PeriodicJobs:
         groups: Callable[[], Iterable[str]],
         work: Callable[[str], bool | None],
         interval_seconds: float,
-        failure: str,
+        failure_message: str,
     ) -> None:
         self.kind, self._groups, self._work = kind, groups, work
         self._interval_seconds = interval_seconds
         self._jobs: Jobs[Job] = Jobs(
-            workers, kind, self._steps, failure, urgent=True, retry_seconds=interval_seconds
+            workers, kind, self._steps, failure_message, urgent=True, retry_seconds=interval_seconds
         )
 
     @property
@@ -513,10 +513,10 @@ class PeriodicJobs:
             yield AGAIN if is_due else self._interval_seconds
 
 
-class _Found(NamedTuple):
-    """A job together with its kind."""
+class _Task(NamedTuple):
+    """A job together with the `Jobs` of its kind."""
 
-    kind: Jobs[Any]
+    jobs: Jobs[Any]
     job: Any
 
 
@@ -548,7 +548,7 @@ class GroupWorker:
         self._since_seconds = math.inf
         self._choices, self._numbers, self._steps = count(), count(), count()
 
-    def add(self, kind: Jobs[J], job: J) -> None:
+    def add(self, jobs: Jobs[J], job: J) -> None:
         """Add a background job, and start a thread for it if need be; the caller holds `guard`.
 
         Raises RuntimeError, with nothing added, if no thread can be started. While the service
@@ -558,11 +558,11 @@ class GroupWorker:
             job.end(Stopping(job.key))
             return
         self._ensure_thread()
-        self.put(kind, job)
+        self.enqueue(jobs, job)
         self._relieve()
         self.guard.notify()
 
-    def wake(self, kind: Jobs[J], job: J, due_seconds: float) -> None:
+    def wake(self, jobs: Jobs[J], job: J, due_seconds: float) -> None:
         """Make a job due at a time (monotonic, seconds) or earlier, and add the job if need be.
 
         The caller holds `guard`. If no thread can be started, raises RuntimeError after the job was
@@ -572,23 +572,23 @@ class GroupWorker:
         if due_seconds >= job.due_seconds:
             return
         job.due_seconds = due_seconds
-        if (kind.kind, job.key) not in self.jobs:
-            self.put(kind, job)
+        if (jobs.kind, job.key) not in self.jobs:
+            self.enqueue(jobs, job)
         if not self._is_ending:
             self._ensure_thread()
         self.guard.notify()
 
-    def put(self, kind: Jobs[J], job: J) -> None:
+    def enqueue(self, jobs: Jobs[J], job: J) -> None:
         """Add a job to `jobs`, in place of a job of the same kind and key; start no thread."""
-        self._kinds[kind.kind] = kind
+        self._kinds[jobs.kind] = jobs
         job.number = next(self._numbers)
-        self.jobs[kind.kind, job.key] = job
+        self.jobs[jobs.kind, job.key] = job
 
-    def drop(self, kind: Jobs[J], job: J) -> None:
+    def drop(self, jobs: Jobs[J], job: J) -> None:
         """Remove a job that has ended from `jobs`, unless another job has replaced it there."""
         with self.guard:
-            if self.jobs.get((kind.kind, job.key)) is job:
-                del self.jobs[kind.kind, job.key]
+            if self.jobs.get((jobs.kind, job.key)) is job:
+                del self.jobs[jobs.kind, job.key]
 
     def cancel(self, job: Job) -> None:
         """End a job that was removed from `jobs`: now, or at the end of its present step."""
@@ -610,12 +610,12 @@ class GroupWorker:
             self._relieve()
 
     def halt(self) -> None:
-        """Cancel the volume group's jobs as `let_go` does, and let no job begin any more."""
+        """Cancel the volume group's jobs as `cancel_jobs` does, and let no job begin any more."""
         with self.guard:
             self._is_ending = True
-        self.let_go()
+        self.cancel_jobs()
 
-    def let_go(self) -> None:
+    def cancel_jobs(self) -> None:
         """Cancel all jobs except those of kinds with `survives_halt`, which are due at once.
 
         Jobs that are added later begin when the step of the cancelled job with the same key, if
@@ -624,14 +624,16 @@ class GroupWorker:
         with self.guard:
             old_jobs = dict(self.jobs)
             self.jobs = {
-                place: job for place, job in old_jobs.items() if self._kinds[place[0]].survives_halt
+                entry_key: job
+                for entry_key, job in old_jobs.items()
+                if self._kinds[entry_key[0]].survives_halt
             }
             for job in self.jobs.values():
                 if job.due_seconds < math.inf:
                     job.due_seconds = -math.inf
             self.guard.notify_all()
-        for place, job in old_jobs.items():
-            if place not in self.jobs:
+        for entry_key, job in old_jobs.items():
+            if entry_key not in self.jobs:
                 self.cancel(job)
 
     def finish(self, until_seconds: float) -> bool:
@@ -683,16 +685,16 @@ class GroupWorker:
         """Whether the present thread is one of this loop's, so that the caller runs in a step."""
         return threading.current_thread() in self._threads
 
-    def do_now(self, kind: Jobs[J], job: J) -> bool:
+    def do_step_now(self, jobs: Jobs[J], job: J) -> bool:
         """Do the next step of a job in this thread, if the step is due and no thread does it.
 
         Returns whether a step was done.
         """
         with self.guard:
-            is_here = self.jobs.get((kind.kind, job.key)) is job and not job.ended.done()
+            is_here = self.jobs.get((jobs.kind, job.key)) is job and not job.future.done()
             if not is_here or job.at_work or job.due_seconds > time.monotonic():
                 return False
-            self._begin(task := _Found(kind, job))
+            self._begin(task := _Task(jobs, job))
         self._do(task)
         return True
 
@@ -706,24 +708,24 @@ class GroupWorker:
                 self._do(task)
             except BaseException:
                 # Log the error, which is a fault of the loop itself, and continue with other jobs.
-                _log.exception("%s %s is not seen to", task.kind.kind, task.job.key)
+                _log.exception("%s %s is not seen to", task.jobs.kind, task.job.key)
         with self.guard:
             self._threads.discard(this_thread)
 
-    def _begin(self, task: _Found) -> None:
+    def _begin(self, task: _Task) -> None:
         """Note that a thread does a step of a job from now on; the caller holds `guard`."""
         task.job.at_work, task.job.due_seconds = True, math.inf
         task.job.last_step = next(self._steps)
-        self._under_way.append((task.kind.kind, task.job.key))
+        self._under_way.append((task.jobs.kind, task.job.key))
 
-    def _do(self, task: _Found) -> None:
+    def _do(self, task: _Task) -> None:
         """Do a step of a job, then end the job if it was cancelled during the step."""
         try:
-            task.kind.do_step(self, task.job)
+            task.jobs.do_step(self, task.job)
         finally:
             with self.guard:
                 task.job.at_work = False
-                self._under_way.remove((task.kind.kind, task.job.key))
+                self._under_way.remove((task.jobs.kind, task.job.key))
                 if is_called_off := task.job.cancelled.is_set():
                     task.job.due_seconds = math.inf
                 # Wake the thread that runs the loop. It may be another thread by now, and may wait
@@ -732,7 +734,7 @@ class GroupWorker:
             if is_called_off:
                 task.job.end(Stopping(task.job.key))
 
-    def _next(self, this_thread: threading.Thread) -> _Found | None:
+    def _next(self, this_thread: threading.Thread) -> _Task | None:
         """Wait for a job with a step that is due; note that the thread does the step.
 
         Returns the job, or None if the thread is no longer needed as the leader.
@@ -765,7 +767,7 @@ class GroupWorker:
         self.guard.wait(None if first_seconds == math.inf else first_seconds - now_seconds)
         return True
 
-    def _ready(self, now_seconds: float) -> list[_Found]:
+    def _ready(self, now_seconds: float) -> list[_Task]:
         """Return the jobs of which a step can be done now.
 
         Left out are kinds of work of which two steps are in progress already: these may hang. A job
@@ -773,14 +775,14 @@ class GroupWorker:
         """
         hanging = Counter(kind for kind, _ in self._under_way)
         return [
-            _Found(self._kinds[place[0]], job)
-            for place, job in self.jobs.items()
+            _Task(self._kinds[entry_key[0]], job)
+            for entry_key, job in self.jobs.items()
             if job.due_seconds <= now_seconds
-            and place not in self._under_way
-            and hanging[place[0]] < _MOST_HANGING
+            and entry_key not in self._under_way
+            and hanging[entry_key[0]] < _MOST_HANGING
         ]
 
-    def _most_urgent(self, ready_tasks: list[_Found]) -> _Found:
+    def _most_urgent(self, ready_tasks: list[_Task]) -> _Task:
         """Return the job of which the next step is done.
 
         1. If there are urgent jobs, it is the urgent job that is due first.
@@ -788,7 +790,7 @@ class GroupWorker:
            left, and the job whose last step is longest ago. By the last choice each job gets a step
            in the end, whatever the other jobs are.
         """
-        if urgent := [entry for entry in ready_tasks if entry.kind.urgent]:
+        if urgent := [entry for entry in ready_tasks if entry.jobs.urgent]:
             return min(urgent, key=lambda entry: entry.job.due_seconds)
         match next(self._choices) % 3:
             case 0:
@@ -830,14 +832,14 @@ class GroupWorkers:
         with self._guard:
             return self._workers.get(group)
 
-    def let_go(self, group: str) -> None:
+    def cancel_jobs(self, group: str) -> None:
         """Cancel the jobs of a volume group that no class names, at their next safe points.
 
         Jobs of a kind with `survives_halt` (see `Jobs`) are not cancelled. The loop stays: if a
         class names the group again, no job begins beside a step that is still in progress.
         """
         if (worker := self.find(group)) is not None:
-            worker.let_go()
+            worker.cancel_jobs()
             worker.replace_hanging_threads()
 
     def every(self) -> list[GroupWorker]:
@@ -882,7 +884,7 @@ def _group_of(key: str) -> str:
 
 def _state(job: Job) -> str:
     """Return whether a job is queued, running or failed."""
-    if job.ended.done():
+    if job.future.done():
         # A job that has ended is a failed one, because jobs that succeeded are not kept.
         return "failed"
     return "queued" if job.steps is None and not job.at_work else "running"

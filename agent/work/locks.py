@@ -44,7 +44,7 @@ class Slots:
         self._guard = threading.Lock()
 
     @contextmanager
-    def one(self, group: str | None = None) -> Iterator[None]:
+    def hold(self, group: str | None = None) -> Iterator[None]:
         """Take a slot for the duration of the `with`, for a call on a volume group if one is named.
 
         Raises TooManyCalls if no slot is free, or if the group has reached its limit.
@@ -92,7 +92,7 @@ class Slots:
 # Number of admission slots: the maximum number of calls that use volume groups at the same time. A
 # node has 110 pods. After a boot most of their volumes are staged at once, and when the node is
 # drained, unstaged at once.
-PLACES = 112
+ADMISSION_SLOTS = 112
 # Maximum number of calls that name a volume and have not taken an admission slot.
 _OTHERS = 128
 # Maximum number of calls that wait for background work, such as a copy, without an admission slot.
@@ -107,7 +107,7 @@ STREAMS, STREAMS_OF_A_GROUP = 24, 8
 # Maximum number of RPCs in which both sides stream.
 EXCHANGES = 48
 # Maximum number of unary calls (one request, one response), Identity's calls not counted.
-_CALLS = PLACES + _OTHERS + _ASIDE + MOST_CALLS_WAITING
+_CALLS = ADMISSION_SLOTS + _OTHERS + _ASIDE + MOST_CALLS_WAITING
 # Number of threads of the gRPC server: the sum of the limits on calls, and some threads for calls
 # of the Identity service and for calls that are refused. A thread is started when it is needed.
 THREADS = _CALLS + STREAMS + EXCHANGES + 16
@@ -128,12 +128,12 @@ class Admission:
     disk of their own volume, for instance in the last unmount.
     """
 
-    def __init__(self, places: int = PLACES) -> None:
+    def __init__(self, slots: int = ADMISSION_SLOTS) -> None:
         self.problem: Exception | None = None
         self.is_open = True
         # The admission slots, for calls that use volume groups, and the slots of calls that name a
         # volume and use no volume group yet. A call counts for each group that it uses.
-        self.places, self._others = Slots(places), Slots(_OTHERS)
+        self.slots, self._others = Slots(slots), Slots(_OTHERS)
         # The slots of calls that wait for background work, and the slots of all unary calls.
         self.without_slot, self._threads = Slots(_ASIDE), Slots(_CALLS)
         # The slots of streams, and of calls in which both sides stream. A stream lasts as long as
@@ -165,7 +165,7 @@ class Admission:
 
         The limit leaves some of the server's threads for calls of the Identity service.
         """
-        return self._threads.one()
+        return self._threads.hold()
 
     @contextmanager
     def call(self, group: str | None = None) -> Iterator[None]:
@@ -175,10 +175,10 @@ class Admission:
         None if the call names no volume. A call that names a volume takes a slot until it is
         admitted; raises TooManyCalls if there is none. The admission slot is given back at the end.
         """
-        with ExitStack() as share:
+        with ExitStack() as volume_slot:
             if group is not None:
-                share.enter_context(self._others.one(group))
-            call = _Call(self, share)
+                volume_slot.enter_context(self._others.hold(group))
+            call = _Call(self, volume_slot)
             token = _current.set(call)
             try:
                 yield
@@ -192,7 +192,7 @@ class Admission:
         Raises TooManyCalls if no slot is free. Raises Starting if the start has not ended within
         ten seconds, or has failed; the slot is then given back.
         """
-        self.places.take()
+        self.slots.take()
         if self.is_open:
             return
         patience = command.patience_seconds(_PATIENCE_SECONDS)
@@ -209,7 +209,7 @@ class Admission:
 
         Raises TooManyCalls if the group has reached its limit.
         """
-        self.places.count_for(group)
+        self.slots.count_for(group)
 
     def require_open(self) -> None:
         """Raise Starting if no call is admitted at present."""
@@ -218,7 +218,7 @@ class Admission:
 
     def leave(self, groups: Iterable[str] = ()) -> None:
         """Give back the admission slot of a call, which counts for each of these volume groups."""
-        self.places.give_back(groups)
+        self.slots.give_back(groups)
 
 
 @dataclass
@@ -227,7 +227,7 @@ class _Call:
 
     admission: Admission
     # The slot that the call has until it is admitted; closing it gives the slot back.
-    share: ExitStack
+    volume_slot: ExitStack
     admitted: bool = False
     groups: set[str] = field(default_factory=set)
 
@@ -256,7 +256,7 @@ def without_slot(group: str) -> Iterator[None]:
     if call is None:
         yield
         return
-    with call.admission.without_slot.one(group):
+    with call.admission.without_slot.hold(group):
         call.leave()
         yield
 
@@ -274,7 +274,7 @@ def enter(*groups: str) -> None:
     if not call.admitted:
         call.admission.admit()
         call.admitted = True
-        call.share.close()
+        call.volume_slot.close()
     for group in sorted({*(groups or (_ALL,))} - call.groups):
         call.admission.join(group)
         call.groups.add(group)
@@ -385,9 +385,10 @@ class VolumeLocks:
 
 
 # Maximum number of calls that wait for the lock of one volume group in order to change the group,
-# and maximum number of those that wait to read the group's state. Each is a part of PLACES.
-MOST_WAITING = PLACES // 2
-MOST_READING = PLACES * 3 // 8
+# and maximum number of those that wait to read the group's state. Each is a part of
+# ADMISSION_SLOTS.
+MOST_WAITING = ADMISSION_SLOTS // 2
+MOST_READING = ADMISSION_SLOTS * 3 // 8
 
 
 # Names of the volume groups whose locks the current thread holds.
@@ -424,15 +425,15 @@ def require_none_held(operation: str) -> None:
 class GroupLock:
     """Lock of a volume group, with a FIFO queue; a waiter gives up at the deadline of its RPC.
 
-    At most `places` callers hold the lock at the same time, and at most `waiter_limit` wait for it.
+    At most `slots` callers hold the lock at the same time, and at most `waiter_limit` wait for it.
     A volume group has three such locks: for its changes, for its reports, and one with eight
-    `places` for mkfs and fsck. The lock for changes is held around lvm2 commands only, and never
+    `slots` for mkfs and fsck. The lock for changes is held around lvm2 commands only, and never
     during mkfs, an erase, a copy or a read of a device (`require_none_held`).
     """
 
-    def __init__(self, name: str, waiter_limit: float = MOST_WAITING, *, places: int = 1) -> None:
+    def __init__(self, name: str, waiter_limit: float = MOST_WAITING, *, slots: int = 1) -> None:
         self._name = name
-        self._waiter_limit, self._free_places = waiter_limit, places
+        self._waiter_limit, self._free_slots = waiter_limit, slots
         self._guard = threading.Lock()
         self._released_at = -math.inf
         # The queue: an event for each waiter, which is set when the waiter gets the lock.
@@ -453,12 +454,12 @@ class GroupLock:
                 if self._waiting:
                     self._waiting.popleft().set()
                 else:
-                    self._free_places += 1
+                    self._free_slots += 1
 
     @property
     def is_taken(self) -> bool:
         """Whether a further caller would have to wait for the lock."""
-        return not self._free_places
+        return not self._free_slots
 
     @property
     def held_at(self) -> float:
@@ -474,8 +475,8 @@ class GroupLock:
         Raises GroupBusy at the RPC's deadline, or if too many callers wait already.
         """
         with self._guard:
-            if self._free_places:
-                self._free_places -= 1
+            if self._free_slots:
+                self._free_slots -= 1
                 return False
             if len(self._waiting) >= self._waiter_limit:
                 raise errors.GroupBusy(

@@ -102,10 +102,10 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Work:
-    """One task of background I/O, such as the zeroing of a device; made by `Pace.work`.
+class IoTask:
+    """One task of background I/O, such as the zeroing of a device; made by `Pace.task`.
 
-    `kind` names the kind of the task, and `disks` has the disks below its devices. `Pace.work`
+    `kind` names the kind of the task, and `disks` has the disks below its devices. `Pace.task`
     explains the other fields.
     """
 
@@ -145,13 +145,13 @@ class Work:
         The piece has at most `most_bytes`. At the end, its bytes are added to `progress`. Raises
         the error of `check` if the work was cancelled.
         """
-        with self.pace.turn(self, most_bytes) as piece:
+        with self.pace.hold_slot(self, most_bytes) as piece:
             yield piece
         self.progress.add(piece.length_bytes)
 
 
 @dataclass(eq=False)
-class _Shared:
+class _Slot:
     """An entry of the queue for I/O slots: a slot in use, or a worker that waits for its slot.
 
     Several workers may share the slot in use.
@@ -179,13 +179,13 @@ class _Rule(Protocol):
     Only the holder of the I/O slot calls the methods.
     """
 
-    def begin(self, work: Work, pause: Callable[[float], None]) -> int:
+    def begin(self, task: IoTask, pause: Callable[[float], None]) -> int:
         """Make the pause before the next piece, and return the piece's maximum size, in bytes.
 
         `pause` sleeps for a number of seconds, and raises if the work was cancelled.
         """
 
-    def end(self, work: Work, length_bytes: int, seconds: float) -> None:
+    def end(self, task: IoTask, length_bytes: int, seconds: float) -> None:
         """Measure a piece that has just ended: its length, and its duration in seconds."""
 
 
@@ -208,51 +208,51 @@ class _GivingWay:
         # The time when other I/O was last seen, and the average duration of a request of such I/O.
         self._others_at, self._others_take_seconds = -math.inf, 0.0
 
-    def begin(self, work: Work, pause: Callable[[float], None]) -> int:
+    def begin(self, task: IoTask, pause: Callable[[float], None]) -> int:
         """Make the pause by rules 8 and 9; return the next piece's maximum size in bytes.
 
         There is no pause if no disk below the devices is known.
         """
-        if not work.disks:  # no disk is known, so there are no I/O statistics
+        if not task.disks:  # no disk is known, so there are no I/O statistics
             return MOST_BYTES
-        if self._clock() - self._ended_at > _OTHERS_SECONDS or work.disks - self._seen.keys():
+        if self._clock() - self._ended_at > _OTHERS_SECONDS or task.disks - self._seen.keys():
             # Forget the previous piece and the last read load: they are too old, or of other disks.
             self._length_bytes, self._took_seconds = _FIRST_BYTES, 0.0
             self._looked_at = -math.inf
-        self._look(work, pause)
+        self._detect_other_io(task, pause)
         if self._pause(pause):
             # Look again for other I/O after the pause: if there is some, the pause must be longer.
-            self._look(work, pause)
+            self._detect_other_io(task, pause)
             self._pause(pause)
-        rate, most_bytes = self._rate(work), _GROWTH * self._length_bytes
+        rate, most_bytes = self._rate(task), _GROWTH * self._length_bytes
         if self.is_beside_others and rate:
             seconds = self._others_take_seconds * _OTHERS_PART or _UNKNOWN_SECONDS
             most_bytes = min(most_bytes, int(rate * min(seconds, _LONGEST_SECONDS)))
-        longest_bytes = max(min(int(rate * _LONG_SECONDS), work.most_bytes), MOST_BYTES)
+        longest_bytes = max(min(int(rate * _LONG_SECONDS), task.most_bytes), MOST_BYTES)
         return _rounded(most_bytes, longest_bytes)
 
-    def end(self, work: Work, length_bytes: int, seconds: float) -> None:
+    def end(self, task: IoTask, length_bytes: int, seconds: float) -> None:
         """Measure the rate of a piece that has ended, and read the load of the disks anew.
 
         So the I/O of the piece itself does not count as other I/O.
         """
-        measured, rate = length_bytes / max(seconds, _LEAST_SECONDS), self._rate(work)
+        measured, rate = length_bytes / max(seconds, _LEAST_SECONDS), self._rate(task)
         # Count the rate of a piece beside other I/O, which waits for that I/O, only if the rate is
         # above the average. The same holds for a worker that did nothing in its slot.
         is_alone = measured and not self.is_beside_others
-        self._rates[work.kind, work.disks] = (_mean if is_alone else max)(rate, measured)
+        self._rates[task.kind, task.disks] = (_mean if is_alone else max)(rate, measured)
         self._length_bytes, self._took_seconds = length_bytes, seconds
         self._ended_at = self._clock()
-        self._pass_over(work)
+        self._discount_load(task)
 
     @property
     def is_beside_others(self) -> bool:
         """Whether other I/O on the disks was seen in the last half second."""
         return self._clock() - self._others_at < _OTHERS_SECONDS
 
-    def _rate(self, work: Work) -> float:
+    def _rate(self, task: IoTask) -> float:
         """Return the rate of a kind of work on its disks, in bytes a second; 0 if unknown."""
-        return self._rates.get((work.kind, work.disks), 0.0)
+        return self._rates.get((task.kind, task.disks), 0.0)
 
     def _pause(self, pause: Callable[[float], None]) -> bool:
         """Wait for the rest of the pause after the previous piece (rules 8 and 9).
@@ -272,16 +272,16 @@ class _GivingWay:
         self.paused_seconds += is_for_others * left_seconds
         return True
 
-    def _look(self, work: Work, pause: Callable[[float], None]) -> None:
+    def _detect_other_io(self, task: IoTask, pause: Callable[[float], None]) -> None:
         """Read the disks' load; note other I/O in flight, or completed since the last such read.
 
         If Carver changed the volume group since the load was last read, the load is read twice, two
         milliseconds apart: the change itself must not count as other I/O.
         """
         if self._changed_at() >= self._looked_at:
-            self._pass_over(work)
+            self._discount_load(task)
             pause(_FIRST_SECONDS)
-        for disk, load in self._loads(work).items():
+        for disk, load in self._disk_loads(task).items():
             previous_load = self._seen[disk]
             completed = load.completed - previous_load.completed
             if completed > 0:
@@ -293,14 +293,14 @@ class _GivingWay:
             self._seen[disk] = load
         self._looked_at = self._clock()
 
-    def _pass_over(self, work: Work) -> None:
+    def _discount_load(self, task: IoTask) -> None:
         """Read the load of the disks, so that only I/O from now on can count as other I/O."""
-        self._seen |= self._loads(work)
+        self._seen |= self._disk_loads(task)
         self._looked_at = self._clock()
 
-    def _loads(self, work: Work) -> dict[str, DiskLoad]:
+    def _disk_loads(self, task: IoTask) -> dict[str, DiskLoad]:
         """Return the present load of each disk below the devices of a task, by the disk."""
-        return {disk: self._kernel.disk_load(disk) for disk in work.disks}
+        return {disk: self._kernel.disk_load(disk) for disk in task.disks}
 
 
 class _Limited:
@@ -312,39 +312,39 @@ class _Limited:
         # The highest measured rate, in bytes a second, by the kind of background I/O.
         self._best: dict[str, float] = {}
 
-    def begin(self, work: Work, pause: Callable[[float], None]) -> int:
+    def begin(self, task: IoTask, pause: Callable[[float], None]) -> int:
         """Wait until the limit allows the next piece; return the piece's maximum size, in bytes."""
         if (left_seconds := self._due_at - self._clock()) > 0:
             pause(left_seconds)
-        rate = self._rate(work)
+        rate = self._rate(task)
         return _FIRST_BYTES if rate is None else _rounded(int(rate * _LIMITED_SECONDS))
 
-    def end(self, work: Work, length_bytes: int, seconds: float) -> None:
+    def end(self, task: IoTask, length_bytes: int, seconds: float) -> None:
         """Note the rate of a piece that has ended, and when the next piece may begin."""
         measured = length_bytes / max(seconds, _LEAST_SECONDS)
-        self._best[work.kind] = max(measured, self._best.get(work.kind, 0.0))
-        if rate := self._rate(work):
+        self._best[task.kind] = max(measured, self._best.get(task.kind, 0.0))
+        if rate := self._rate(task):
             self._due_at = self._clock() - seconds + length_bytes / rate
 
-    def _rate(self, work: Work) -> float | None:
+    def _rate(self, task: IoTask) -> float | None:
         """Return the limit for this kind of background I/O, in bytes a second.
 
         None if the limit is in percent and no piece of the kind was measured yet.
         """
         if not self.bandwidth.percent:
             return self.bandwidth.size_bytes
-        best = self._best.get(work.kind)
+        best = self._best.get(task.kind)
         return None if best is None else best * self.bandwidth.percent / 100
 
 
 class _Unlimited:
     """Pacing rule for `background_bandwidth = 0`: no pauses, and no limit on a piece (rule 5)."""
 
-    def begin(self, _work: Work, _pause: Callable[[float], None]) -> int:
+    def begin(self, _task: IoTask, _pause: Callable[[float], None]) -> int:
         """Return at once; the returned maximum size is larger than any piece."""
         return sys.maxsize
 
-    def end(self, work: Work, length_bytes: int, seconds: float) -> None:
+    def end(self, task: IoTask, length_bytes: int, seconds: float) -> None:
         """Do nothing: the next piece does not depend on the previous one."""
 
 
@@ -392,7 +392,7 @@ class Pace:
         self._limited = _Limited(NO_RESERVE, clock)
         self._moved = threading.Condition()
         # The queue for I/O slots. The first element is the slot in use, or about to be used.
-        self._queue: deque[_Shared] = deque()
+        self._queue: deque[_Slot] = deque()
         self._bytes: Counter[str] = Counter()
 
     @property
@@ -422,7 +422,7 @@ class Pace:
         """Total time for which background I/O was paused because of other I/O, in seconds."""
         return self._giving_way.paused_seconds
 
-    def work(
+    def task(
         self,
         kind: str,
         *devices: str,
@@ -431,7 +431,7 @@ class Pace:
         progress: Progress | None = None,
         most_bytes: int = MOST_BYTES,
         may_join: bool = False,
-    ) -> Work:
+    ) -> IoTask:
         """Return a task of background I/O on the devices with these paths, which is paced here.
 
         `check` raises if the task was cancelled. `flush` writes the data of a piece to the disks;
@@ -443,42 +443,42 @@ class Pace:
         for device in devices:
             disks |= self._kernel.disks_below(device)
         progress = progress or Progress(self.clock)
-        return Work(self, kind, frozenset(disks), check, flush, progress, most_bytes, may_join)
+        return IoTask(self, kind, frozenset(disks), check, flush, progress, most_bytes, may_join)
 
     @contextmanager
-    def turn(self, work: Work, most_bytes: int) -> Iterator[Piece]:
+    def hold_slot(self, task: IoTask, most_bytes: int) -> Iterator[Piece]:
         """Wait for an I/O slot and hold it within the `with`; yield the piece that may be done.
 
         The piece has at most `most_bytes`, and is flushed at the end of the `with`. If several
         workers share the slot, it ends when the last of them leaves.
         """
-        shared = self._enter(work)
-        piece, done_bytes = Piece(min(most_bytes, shared.length_bytes)), 0
+        slot = self._enter(task)
+        piece, done_bytes = Piece(min(most_bytes, slot.length_bytes)), 0
         try:
             yield piece
-            if piece.length_bytes and work.flush is not None:
-                work.flush()
+            if piece.length_bytes and task.flush is not None:
+                task.flush()
             done_bytes = piece.length_bytes
         finally:
-            self._leave(work, shared, done_bytes)
+            self._leave(task, slot, done_bytes)
 
-    def _enter(self, work: Work) -> _Shared:
+    def _enter(self, task: IoTask) -> _Slot:
         """Wait for an I/O slot of the worker's own, or for one that can be joined; return the slot.
 
         Raises the error of the work's `check` if the work was cancelled.
         """
-        work.check()
-        own_slot = _Shared(work.disks, self._rule, work.may_join)
+        task.check()
+        own_slot = _Slot(task.disks, self._rule, task.may_join)
         try:
-            slot = self._wait(own_slot, work.check)
+            slot = self._wait(own_slot, task.check)
             if slot is own_slot:
-                self._begin(own_slot, own_slot.rule.begin(work, partial(self._pause, work.check)))
+                self._begin(own_slot, own_slot.rule.begin(task, partial(self._pause, task.check)))
         except BaseException:
             self._remove(own_slot)
             raise
         return slot
 
-    def _wait(self, own_slot: _Shared, check: Callable[[], None]) -> _Shared:
+    def _wait(self, own_slot: _Slot, check: Callable[[], None]) -> _Slot:
         """Wait in the queue until the worker's own slot is first, or another slot can be joined.
 
         Returns that slot. With the setting `0`, returns the worker's own slot at once.
@@ -489,12 +489,12 @@ class Pace:
             self._queue.append(own_slot)
         while True:
             with self._moved:
-                if (slot := self._turn_for(own_slot)) is not None:
+                if (slot := self._enterable_slot(own_slot)) is not None:
                     return slot
                 self._moved.wait(_CHECK_SECONDS)
             check()
 
-    def _turn_for(self, own_slot: _Shared) -> _Shared | None:
+    def _enterable_slot(self, own_slot: _Slot) -> _Slot | None:
         """Return the slot that a waiting worker may enter now, or None if the worker has to wait.
 
         The slot is the worker's own, or a shared slot. In the second case the worker's own slot is
@@ -516,7 +516,7 @@ class Pace:
         first_slot.workers += 1
         return first_slot
 
-    def _begin(self, own_slot: _Shared, length_bytes: int) -> None:
+    def _begin(self, own_slot: _Slot, length_bytes: int) -> None:
         """Begin the use of an I/O slot that has become the first in the queue.
 
         `length_bytes` is the maximum size of the slot's piece.
@@ -531,26 +531,26 @@ class Pace:
                 own_slot.joined_until = own_slot.begun_at + _LONG_SECONDS
                 self._moved.notify_all()
 
-    def _leave(self, work: Work, shared: _Shared, done_bytes: int) -> None:
+    def _leave(self, task: IoTask, slot: _Slot, done_bytes: int) -> None:
         """Count a worker's bytes, and leave an I/O slot; the slot ends with its last worker."""
         with self._moved:
             if done_bytes:
-                self._bytes[work.kind] += done_bytes
-            shared.done_bytes += done_bytes
-            shared.workers -= 1
-            if shared.workers:
+                self._bytes[task.kind] += done_bytes
+            slot.done_bytes += done_bytes
+            slot.workers -= 1
+            if slot.workers:
                 return
             # From now on no worker may join the I/O slot.
-            shared.joined_until = -math.inf
+            slot.joined_until = -math.inf
         try:
-            if shared.done_bytes:
+            if slot.done_bytes:
                 # Pass the bytes of all workers in the slot to the rule. Otherwise the rule would
                 # take the workers' I/O for other I/O.
-                shared.rule.end(work, shared.done_bytes, self.clock() - shared.begun_at)
+                slot.rule.end(task, slot.done_bytes, self.clock() - slot.begun_at)
         finally:
-            self._remove(shared)
+            self._remove(slot)
 
-    def _remove(self, own_slot: _Shared) -> None:
+    def _remove(self, own_slot: _Slot) -> None:
         """Remove an I/O slot from the queue, if it is in the queue; wake the waiting workers."""
         with self._moved:
             with suppress(ValueError):  # its piece hung, or no worker waits with the setting 0

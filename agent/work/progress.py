@@ -13,17 +13,17 @@ class Progress:
     """Progress of a background job, shown as `3.2 of 8 GiB, about 40 s at the present rate`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.done_bytes, self.of_bytes = 0, 0
+        self.done_bytes, self.total_bytes = 0, 0
         self._clock = clock
         # Measurements of the job: a time by the clock, and the bytes that were done by that time.
         self._marks: deque[tuple[float, int]] = deque()
 
-    def begin(self, of_bytes: int, done_bytes: int = 0) -> None:
+    def begin(self, total_bytes: int, done_bytes: int = 0) -> None:
         """Set the job's total number of bytes, and the number of bytes that are done already.
 
         Earlier measurements of the rate are dropped.
         """
-        self.done_bytes, self.of_bytes = done_bytes, of_bytes
+        self.done_bytes, self.total_bytes = done_bytes, total_bytes
         self._marks.clear()
         self._marks.append((self._clock(), done_bytes))
 
@@ -40,14 +40,16 @@ class Progress:
         marks = list(self._marks)
         if not marks or (bytes_since_mark := self.done_bytes - marks[0][1]) <= 0:
             return None
-        return (self.of_bytes - self.done_bytes) * (self._clock() - marks[0][0]) / bytes_since_mark
+        return (
+            (self.total_bytes - self.done_bytes) * (self._clock() - marks[0][0]) / bytes_since_mark
+        )
 
     def __str__(self) -> str:
-        if not self.of_bytes:
+        if not self.total_bytes:
             return "it has not begun"
-        unit, name = next((entry for entry in _UNITS if self.of_bytes >= entry[0]), (1, "bytes"))
+        unit, name = next((entry for entry in _UNITS if self.total_bytes >= entry[0]), (1, "bytes"))
         done_amount, total_amount = (
-            round(amount / unit, 1) for amount in (self.done_bytes, self.of_bytes)
+            round(amount / unit, 1) for amount in (self.done_bytes, self.total_bytes)
         )
         text = f"{done_amount:.12g} of {total_amount:.12g} {name}"
         left_seconds = self.left_seconds

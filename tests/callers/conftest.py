@@ -38,7 +38,7 @@ def answers() -> list[Answer]:
 def any_machine(real: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the machine is in memory, Probe does not look at the one below."""
     if not real:
-        monkeypatch.setattr(preflight, "CHEAP", ())
+        monkeypatch.setattr(preflight, "QUICK_CHECKS", ())
 
 
 @pytest.fixture(autouse=True)

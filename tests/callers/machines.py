@@ -59,7 +59,7 @@ class Machine:
             return
         self._client.__exit__(None, None, None)
         if self._switch.dead.is_set():
-            self._service.inline_volumes.looks.stop()
+            self._service.inline_volumes.scans.stop()
         else:
             self._service.stop()
 
@@ -117,7 +117,7 @@ class Machine:
                 device = self.host.devices.find(group.name, name)
                 if device is None or logical.is_copy_on_write:
                     continue  # that one goes with its origin
-                for one in loop.over(kernel, device.number):
+                for one in loop.loop_devices_over(kernel, device.number):
                     loop.detach(kernel, one)
                 self.host.deactivate(group.name, name)
         self._start(Switch())

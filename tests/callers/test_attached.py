@@ -157,8 +157,8 @@ def test_a_record_that_was_lost_is_written_again_within_ten_minutes(
     volumes.mark(
         machine.host.lvm,
         *(path[0].partition("@")[0], path[2]),
-        old={tag.ATTACHED: written},
-        new={},
+        old_tags={tag.ATTACHED: written},
+        new_tags={},
     )
     assert records(machine) == []
     assert cluster.run_until(lambda: records(machine) == [written], 700)

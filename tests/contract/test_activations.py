@@ -146,7 +146,7 @@ def test_the_next_start_deactivates_what_a_kill_left(disk: Disk, step: str) -> N
     taken, own = disk.snapshot(), disk.snapshot()
     disk.logical(own)
     name = name_of(taken)
-    volumes.mark(disk.host.lvm, disk.group, name, old={}, new={TAG: "reading"})
+    volumes.mark(disk.host.lvm, disk.group, name, old_tags={}, new_tags={TAG: "reading"})
     if step != "tagged":
         disk.logical(taken)
     if step == "deactivated":

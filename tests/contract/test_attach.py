@@ -208,7 +208,11 @@ def test_what_is_not_here_is_not_attached_here(
 ) -> None:
     if identity == "moved":
         volumes.mark(
-            host.lvm, group, "vol-pvc-1", old={tag.STATE: tag.READY}, new={tag.STATE: tag.MOVED}
+            host.lvm,
+            group,
+            "vol-pvc-1",
+            old_tags={tag.STATE: tag.READY},
+            new_tags={tag.STATE: tag.MOVED},
         )
         identity = volume.volume_id
     client.detach(volume.volume_id + "-gone" if identity == "gone" else identity)
@@ -388,7 +392,7 @@ def test_a_group_that_is_slow_to_say_what_was_detached_fails_no_pod(
 def test_a_record_that_is_none_counts_for_nothing_and_is_replaced(
     client: Client, volume: csi.Volume, host: AnyHost, group: str, wrong: str
 ) -> None:
-    volumes.mark(host.lvm, group, "vol-pvc-1", old={}, new={tag.ATTACHED: wrong})
+    volumes.mark(host.lvm, group, "vol-pvc-1", old_tags={}, new_tags={tag.ATTACHED: wrong})
     assert client.attached_to(volume.volume_id) == []
     client.attach(volume.volume_id)
     assert tags_of(host, group)[tag.ATTACHED] == str(WRITER)

@@ -57,7 +57,7 @@ class Group:
             self.lvm("pvchange", option, report.FAST, "--", *chosen)
         elif kind == "mark":
             old, new = known.own_tags, {report.SWEEP_DISKS: self.chance.choice(disks).uuid}
-            groups.mark(self.lvm, self.name, old=old, new={} if old else new)
+            groups.mark(self.lvm, self.name, old_tags=old, new_tags={} if old else new)
         elif kind == "allow" or not self.fillers:
             names = [disk.name for disk in disks]
             some = self.chance.sample(names, self.chance.randint(1, 3))
@@ -123,4 +123,4 @@ def test_lvm2_makes_what_is_reported_and_nothing_larger(host: AnyHost) -> None:
         every = [disk.name for disk in group.now().disks]
         host.lvm("pvchange", "--allocatable", "y", "--", *every)
         host.lvm("pvchange", "--deltag", report.FAST, "--", *every)
-        groups.mark(host.lvm, name, old=group.now().own_tags)
+        groups.mark(host.lvm, name, old_tags=group.now().own_tags)

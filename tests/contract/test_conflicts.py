@@ -265,7 +265,7 @@ def test_a_call_does_as_the_table_says(
     SETUPS[work](node, call)
     assert node.began.wait(expect.PATIENCE_SECONDS)
     assert node.queue is not None
-    [job] = [one for one in node.queue.unfinished() if not one.ended.done()]
+    [job] = [one for one in node.queue.unfinished() if not one.future.done()]
     expected = outcome(call, work)
     # These wait for work that waits here, the call's own or another's: only the deadline ends them.
     # All others get the time that a loaded machine may need.

@@ -517,7 +517,7 @@ def test_another_program_s_metadata_snapshot_is_reported_and_left(disk: Disk) ->
 def test_the_next_start_releases_what_a_kill_left(disk: Disk, active: bool, reserved: bool) -> None:
     taken = disk.snapshot()
     mark = {"metadataSnapshot": "reserved"}
-    volumes.mark(disk.host.lvm, disk.group, "pool-thin", old={}, new=mark)
+    volumes.mark(disk.host.lvm, disk.group, "pool-thin", old_tags={}, new_tags=mark)
     if reserved:
         disk.host.devices.reserve_metadata(disk.group, "pool-thin")
     if not active:
@@ -536,7 +536,7 @@ def test_a_snapshot_that_is_newer_than_what_is_reserved_is_read_by_a_reservation
 ) -> None:
     """What a reading left, since it could not let go, does not have it."""
     mark = {"metadataSnapshot": "reserved"}
-    volumes.mark(disk.host.lvm, disk.group, "pool-thin", old={}, new=mark)
+    volumes.mark(disk.host.lvm, disk.group, "pool-thin", old_tags={}, new_tags=mark)
     disk.host.devices.reserve_metadata(disk.group, "pool-thin")
     disk.write(0, b"a" * 4096)
     assert allocated_extents(disk, disk.snapshot()) == [Extent(0, 64 * KIB)]

@@ -18,7 +18,7 @@ from agent.operations.preflight import PASS, WARN
 from agent.settings.configuration import Configuration
 from agent.settings.settings import Config, GroupDefinition
 from lvm import report
-from lvm.candidate_devices import Excluded, Why
+from lvm.candidate_devices import Excluded, ExclusionReason
 from lvm.labels import PhysicalLabel
 from lvm.layout import Layout
 from lvm.room import Room
@@ -29,9 +29,9 @@ SIZE = 32 * MIB
 # Why the disks that each is made of are none.
 BELOW = {
     "4 KiB": [],
-    "partition": [Why.PARTITIONED],
-    "LUKS": [Why.TAKEN],
-    "MD": [Why.TAKEN, Why.TAKEN],
+    "partition": [ExclusionReason.PARTITIONED],
+    "LUKS": [ExclusionReason.TAKEN],
+    "MD": [ExclusionReason.TAKEN, ExclusionReason.TAKEN],
 }
 LAYOUTS = {"linear": Layout(), "thin": Layout("thin")}
 
@@ -133,11 +133,11 @@ def test_it_is_found_and_the_disks_below_it_are_excluded(host: AnyHost, kind: st
         found = host.disks.scan()
         assert isinstance(found[path], PhysicalLabel)
         reasons = [
-            one.why
+            one.reason
             for path_below, one in found.items()
             if isinstance(one, Excluded)
-            if one == Excluded(Why.TAKEN, Path(path).name)
-            or (one == Excluded(Why.PARTITIONED) and path.startswith(path_below))
+            if one == Excluded(ExclusionReason.TAKEN, Path(path).name)
+            or (one == Excluded(ExclusionReason.PARTITIONED) and path.startswith(path_below))
         ]
         assert reasons == BELOW[kind]
 

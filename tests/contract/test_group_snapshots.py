@@ -343,7 +343,7 @@ def test_what_a_later_call_made_anew_is_not_undone(
     # Those of the failed call may be of two moments.
     assert all(left.get(one.snapshot_id) != one.creation_time for one in made.snapshots)
     [failed] = undone.unfinished()
-    expect.soon(failed.ended.done)
+    expect.soon(failed.future.done)
     in_background.again(undone)
     expect.soon(lambda: not undone.unfinished())
     assert client.group_snapshot("nightly", pair) == made

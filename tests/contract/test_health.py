@@ -113,9 +113,9 @@ def test_a_volume_that_may_not_be_used_keeps_no_other_from_the_list(
     holds, held = service.context.holds, other.volume_id
     # Each is so before a report has its tag.
     if how == "moved":
-        holds.moved(held, "there")
+        holds.note_moved(held, "there")
     elif how == "received":
-        holds.receiving(held)
+        holds.note_receiving(held)
     else:
         holds.hold(held, "there", 60)
     host.suspend(group, "vol-pvc-1")
@@ -123,4 +123,4 @@ def test_a_volume_that_may_not_be_used_keeps_no_other_from_the_list(
         assert [one.volume_id for one in client.unhealthy()] == [volume.volume_id]
     finally:
         host.devices.resume(group, "vol-pvc-1")
-        holds.allow(held)
+        holds.remove_note(held)

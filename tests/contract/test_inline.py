@@ -371,9 +371,9 @@ def test_failed_sweep_is_logged_and_retried(
     host.intercept = lambda words: Result(5, "", "no") if words[0] == "lvm" else None
     running.start(config.endpoint)
     expect.soon(lambda: "are not removed" in caplog.text)
-    assert running.inline_volumes.looks.is_alive
+    assert running.inline_volumes.scans.is_alive
     running.stop()
-    expect.soon(lambda: not running.inline_volumes.looks.is_alive)
+    expect.soon(lambda: not running.inline_volumes.scans.is_alive)
     host.intercept = lambda _words: None
     # It looks again, though none was known of.
     assert programs(host, lambda: running.inline_volumes.sweep(group)) != []

@@ -341,7 +341,7 @@ def test_a_volume_is_without_limits_until_the_last_of_several_calls_needs_it_no_
     pod.begin()
     limiter, own = service.context.limiter, (ExitStack(), ExitStack())
     for one in own:
-        one.enter_context(limiter.lifted(backing.of_id(pod.id)))
+        one.enter_context(limiter.lift(backing.of_id(pod.id)))
     own[ends_first].close()
     assert limits(host, service, pod.volume) == UNLIMITED
     # Nor does a change of the limits, or a look at them, end it.

@@ -56,8 +56,8 @@ def test_lvm2_archives_a_bounded_number_of_metadata_copies(host: AnyHost, tmp_pa
     for number in range(70):
         (archive / f"{group}_{number:05}-1.vg").touch()
     kept = ("backup/archive=1", f'backup/archive_dir="{archive}"', "backup/backup=0")
-    groups.mark(replace(host.lvm, settings=(*host.lvm.settings, *kept)), group, new={"x": "y"})
-    groups.mark(host.lvm, group, old={"x": "y"})
+    groups.mark(replace(host.lvm, settings=(*host.lvm.settings, *kept)), group, new_tags={"x": "y"})
+    groups.mark(host.lvm, group, old_tags={"x": "y"})
     found = sorted(one.name for one in archive.iterdir())
     assert len(found) == 50
     assert found[0] == f"{group}_00021-1.vg"

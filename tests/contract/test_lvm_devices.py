@@ -6,7 +6,7 @@ import expect
 from real.any import AnyHost, device
 
 from lvm import layout, names, report, volumes
-from lvm.candidate_devices import Excluded, Why
+from lvm.candidate_devices import Excluded, ExclusionReason
 from lvm.devicemapper import Raid
 from lvm.disk_reader import Fingerprint
 from lvm.labels import PhysicalLabel
@@ -30,8 +30,10 @@ def test_a_scan_names_the_disks_of_a_group_as_lvm2_does(host: AnyHost) -> None:
     group = report.read(host.lvm).group(name)
     host.commands.clear()
     found = host.disks.scan()
-    excluded = [(one.why, one.by) for one in found.values() if isinstance(one, Excluded)]
-    assert (Why.VOLUME, names.device(name, "a")) in excluded
+    excluded = [
+        (one.reason, one.other_device) for one in found.values() if isinstance(one, Excluded)
+    ]
+    assert (ExclusionReason.VOLUME, names.device(name, "a")) in excluded
     for disk in group.disks:
         label = found[disk.name]
         assert isinstance(label, PhysicalLabel)
@@ -62,7 +64,7 @@ def test_a_fingerprint_changes_with_each_change_of_the_metadata(host: AnyHost) -
     for change in (
         partial(volumes.create, host.lvm, group, volumes.New("a", 4 * MIB, {})),
         partial(volumes.extend, host.lvm, group, "a", size_bytes=8 * MIB),
-        partial(volumes.mark, host.lvm, group, "a", old={}, new={"formatted": "ext4"}),
+        partial(volumes.mark, host.lvm, group, "a", old_tags={}, new_tags={"formatted": "ext4"}),
         partial(volumes.remove, host.lvm, group, "a"),
     ):
         change()

@@ -16,13 +16,13 @@ def test_a_change_of_tags_that_changes_nothing_is_no_error(host: AnyHost) -> Non
     volumes.create(host.lvm, group, New(VOLUME, EXTENT_BYTES, {"k": "v"}))
     before = report.read(host.lvm).group(group)
     groups.mark(host.lvm, group)
-    volumes.mark(host.lvm, group, VOLUME, old={}, new={})
+    volumes.mark(host.lvm, group, VOLUME, old_tags={}, new_tags={})
     volumes.mark_all(host.lvm, [(group, VOLUME)])
     volumes.add_tags(host.lvm, group, [VOLUME], ())
     assert report.read(host.lvm).group(group) == before
 
-    groups.mark(host.lvm, group, new={"k": "v"})
-    groups.mark(host.lvm, group, old={"k": "v"})
+    groups.mark(host.lvm, group, new_tags={"k": "v"})
+    groups.mark(host.lvm, group, old_tags={"k": "v"})
     assert report.read(host.lvm).group(group).own_tags == before.own_tags
 
 

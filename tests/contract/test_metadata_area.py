@@ -35,7 +35,7 @@ def fill(host: AnyHost, group: str, left_bytes: int) -> dict[str, str]:
     """Have the group's text so long, by tags of its own, that so many bytes are left; the tags."""
     free = report.read(host.lvm).group(group).metadata_free_bytes
     own_tags = {f"fill{number:04}": _WORD for number in range((free - left_bytes) // _TAG_BYTES)}
-    groups.mark(host.lvm, group, new=own_tags)
+    groups.mark(host.lvm, group, new_tags=own_tags)
     return own_tags
 
 
@@ -44,7 +44,7 @@ def filled(host: AnyHost, group: str) -> Iterator[Callable[[int], None]]:
     """Has the group's text so long that so many bytes are left."""
     tags: dict[str, str] = {}
     yield lambda left_bytes: tags.update(fill(host, group, left_bytes))
-    groups.mark(host.lvm, group, old=tags)
+    groups.mark(host.lvm, group, old_tags=tags)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_there_is_room_again_when_volumes_were_deleted(
     free = client.capacity().available_capacity
     tags = fill(host, group, 20 << 10)
     assert client.capacity().available_capacity == 0
-    groups.mark(host.lvm, group, old=tags)
+    groups.mark(host.lvm, group, old_tags=tags)
     assert client.capacity().available_capacity == free
 
 
@@ -170,7 +170,7 @@ def test_a_text_longer_than_lvm2_s_buffer_is_read_and_written(host: AnyHost) -> 
         for part in range(12):
             own_tags = {f"part{part}.{number}": _WORD for number in range(800)}
             assert volume_group.state() is not None
-            groups.mark(volume_group.lvm, "room_long", new=own_tags)
+            groups.mark(volume_group.lvm, "room_long", new_tags=own_tags)
         found = volume_group.state()
         assert found is not None
         assert len(found.tags) == 12 * 800

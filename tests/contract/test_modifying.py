@@ -52,7 +52,7 @@ pytestmark = pytest.mark.settings(
 
 def tuned(*said: Any) -> Tuning:
     """These settings, and no others."""
-    return Tuning(*said).over(PLAIN)
+    return Tuning(*said).applied_to(PLAIN)
 
 
 def tuning(host: AnyHost, group: str, name: str = "vol-pvc-1") -> Tuning:

@@ -346,7 +346,7 @@ def test_a_read_only_loop_over_a_device_makes_it_read_only(host: Any) -> None:
     read_only = loop.attach_read_only(host.kernel, device)
     try:
         assert loop.attach_read_only(host.kernel, device) == read_only
-        assert loop.over(host.kernel, number) == (read_only,)
+        assert loop.loop_devices_over(host.kernel, number) == (read_only,)
         assert host.kernel.device_is_read_only(read_only)
         with pytest.raises(mount_errors.MountFailed):
             mounts.ensure_mounted(host.kernel, read_only, path, "ext4", NONE)
@@ -355,7 +355,7 @@ def test_a_read_only_loop_over_a_device_makes_it_read_only(host: Any) -> None:
         mounts.ensure_unmounted(host.kernel, path)
     finally:
         loop.detach(host.kernel, read_only)
-    assert loop.over(host.kernel, number) == ()
+    assert loop.loop_devices_over(host.kernel, number) == ()
 
 
 def test_the_calls_of_older_kernels_end_in_the_same_mounts(host: Any, real: bool) -> None:

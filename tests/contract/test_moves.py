@@ -527,7 +527,11 @@ def test_a_volume_that_may_have_moved_on_is_taken_back_only_on_confirmation(
     with pytest.raises(errors.NotMoved, match="moved it on"):
         going.undo(confirmed=yes, is_nowhere=yes)
     volumes.mark(
-        there.host.lvm, there.group, "vol-db", old={"state": "moved"}, new={"state": "wiping"}
+        there.host.lvm,
+        there.group,
+        "vol-db",
+        old_tags={"state": "moved"},
+        new_tags={"state": "wiping"},
     )
     with pytest.raises(errors.NotMoved, match="--there-is-none"):
         going.undo(confirmed=yes, is_nowhere=no)

@@ -211,8 +211,8 @@ def test_a_pool_of_a_newer_version_gets_no_volume_and_loses_none(
     assert [each.volume_id for each in client.volumes()] == [one.volume_id]
     # As an operator, or the newer version, would have it.
     tag(host, group, "vol-one", "--deltag", "carver.state=ready", "--addtag", "carver.state=wiping")
-    assert service.eraser.jobs.look(group) == 0
-    assert service.pool_remover.jobs.look(group) == 0
+    assert service.eraser.jobs.start_due(group) == 0
+    assert service.pool_remover.jobs.start_due(group) == 0
     assert {"vol-one", "pool-thin"} <= names(host, group)
 
 

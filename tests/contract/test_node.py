@@ -59,7 +59,9 @@ def mounts(host: AnyHost, path: Path) -> Sequence[table.Mount]:
 
 def loops(host: AnyHost, group: str) -> Sequence[str]:
     """The loop devices over the raw block volume."""
-    return loop.over(host.kernel, host.kernel.device_number(device(host, group, "vol-raw")))
+    return loop.loop_devices_over(
+        host.kernel, host.kernel.device_number(device(host, group, "vol-raw"))
+    )
 
 
 @pytest.mark.variation

@@ -48,7 +48,7 @@ def copy(client: Client, box: Box, source: csi.Volume) -> csi.Volume:
     """A copy as 0.2.0 made it, and never used."""
     made = client.create("copy", 0, block(), source=of_volume(source.volume_id))
     tags = {"reencrypt": "true", "sharedKey": "yes"}
-    volumes.mark(box.host.lvm, box.group, COPY, old={}, new=tags)
+    volumes.mark(box.host.lvm, box.group, COPY, old_tags={}, new_tags=tags)
     return made
 
 
@@ -101,7 +101,7 @@ def test_a_copy_that_awaited_it_keeps_the_sources_master_key(
 def test_a_copy_of_an_unused_volume_has_a_header_of_its_own(client: Client, box: Box) -> None:
     source = client.create("source", SIZE, block())
     made = client.create("copy", 0, block(), source=of_volume(source.volume_id))
-    volumes.mark(box.host.lvm, box.group, COPY, old={}, new={"sharedKey": "yes"})
+    volumes.mark(box.host.lvm, box.group, COPY, old_tags={}, new_tags={"sharedKey": "yes"})
     box.stage(made, KEY, block())
     assert box.header(COPY).uuid == own_uuid(box.device(COPY))
     assert "sharedKey" not in box.tags(COPY)

@@ -156,7 +156,7 @@ def test_a_copy_made_while_the_key_changes_loses_the_old_key_when_it_is_staged(
         def fails(_self: luks.Cryptsetup, path: str, *_key: object) -> None:
             raise mount_errors.CryptFailed("luksKillSlot", path, "Device or resource busy")
 
-        patch.setattr(luks.Cryptsetup, "kill", fails)
+        patch.setattr(luks.Cryptsetup, "remove_key", fails)
         used.publish("b", NAMED)
         assert (used.own_tags(), len(used.slots())) == ({"rotating": "yes"}, 2)
         source = of_volume(used.volume.volume_id)

@@ -243,7 +243,7 @@ def test_a_lost_node_is_replaced_from_backups(
     backups = tmp_path / "backup"
     backups.mkdir()
     content = here.content("vol-pvc-1", 24 * MIB)
-    here.at.take("pvc-1", "sunday", "")
+    here.at.take_snapshot("pvc-1", "sunday", "")
     stream = backups / "pvc-1-sunday.stream"
     stream.write_bytes(nodes.stream(here, "sunday"))
     with api_server.running(Cluster(volume.volume_id, nodes=("here", "node-b"))) as cluster:

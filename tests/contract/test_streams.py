@@ -618,7 +618,7 @@ def test_what_is_sent_while_the_key_changes_loses_the_old_key_when_it_is_staged(
 
     both = {**new, "previousPassphrase": KEY["passphrase"]}
     with monkeypatch.context() as patch:
-        patch.setattr(luks.Cryptsetup, "kill", fails)
+        patch.setattr(luks.Cryptsetup, "remove_key", fails)
         here.client.publish(volume, place, here.directory / "target", block(), both)
     here.client.snapshot("1", volume.volume_id, ROOM)
     # What the volume has by the time that the snapshot is sent says nothing of the snapshot.

@@ -207,7 +207,7 @@ def test_a_fresh_state_says_nothing_of_a_group_that_was_not_read(
     with serving.served(host, config) as (service, client):
         there = client.create("there", SIZE, block(), parameters={"class": "b"})
         known = service.reports.fresh(group)
-        assert known.asked == {group}
+        assert known.named_groups == {group}
         with pytest.raises(AssertionError, match="was not read"):
             known.volume(there.volume_id)
         every = service.reports.every_group(known)

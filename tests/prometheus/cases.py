@@ -126,9 +126,9 @@ GROUP = {"instance": NODE, "group": "data"}
 
 def _of_volumes(status: str, summary: str, severity: str = "critical") -> Sequence[Case]:
     """A case for each reason of a status of volumes."""
-    reasons = {one.word for one in Reason if one.of_volume == status}
+    reasons = {one.word for one in Reason if one.volume_status == status}
     excepted = reasons & {Reason.RAID_RESYNCING.word}
-    others = {one.of_volume for one in Reason} - {status, ""}
+    others = {one.volume_status for one in Reason} - {status, ""}
     near = {_of(volume=VOLUME, status=status, reason=one): 1.0 for one in excepted}
     return [
         Case(
@@ -146,7 +146,7 @@ def _of_volumes(status: str, summary: str, severity: str = "critical") -> Sequen
 
 def _of_storage(status: str, summary: str, severity: str = "critical") -> Sequence[Case]:
     """A case for each reason of a status of the storage."""
-    others = {one.of_storage for one in Reason} - {status, ""}
+    others = {one.storage_status for one in Reason} - {status, ""}
     return [
         Case(
             {_of(status=status, reason=one): 1},
@@ -157,7 +157,7 @@ def _of_storage(status: str, summary: str, severity: str = "critical") -> Sequen
             [{_of(status=it, reason=one): 1 for it in sorted(others)}],
             severity,
         )
-        for one in sorted({one.word for one in Reason if one.of_storage == status})
+        for one in sorted({one.word for one in Reason if one.storage_status == status})
     ]
 
 

@@ -201,7 +201,9 @@ class Disk:
         found = report.read(self.host.lvm).group(self.group).volume(name)
         own_tags = found.own_tags
         if _NUMBER in own_tags:
-            volumes.mark(self.host.lvm, self.group, name, old={_NUMBER: own_tags[_NUMBER]}, new={})
+            volumes.mark(
+                self.host.lvm, self.group, name, old_tags={_NUMBER: own_tags[_NUMBER]}, new_tags={}
+            )
 
     def holds(self, identity: str) -> bytes:
         return self.snapshots.get(identity) or bytes(self.held)

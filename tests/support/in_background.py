@@ -12,18 +12,18 @@ from agent.work.group_worker import Jobs
 def ended(*every: Jobs[Any], seconds: float = 60) -> None:
     """Wait until all jobs have ended, or failed."""
     for jobs in every:
-        wait([one.ended for one in jobs.unfinished()], seconds)
+        wait([one.future for one in jobs.unfinished()], seconds)
 
 
 def again(jobs: Jobs[Any]) -> None:
     """Have the jobs that failed begun anew, as a minute later."""
-    failed = [one for one in jobs.unfinished() if one.ended.done()]
+    failed = [one for one in jobs.unfinished() if one.future.done()]
     for one in failed:
         one.due_seconds = time.monotonic()
     for one in failed:
         worker = jobs._worker(one.key)
         if worker.jobs.get((jobs.kind, one.key)) is one:
-            jobs._look_again(worker, one)
+            jobs._retry_failed(worker, one)
 
 
 def resume(service: Service) -> bool:
@@ -34,4 +34,4 @@ def resume(service: Service) -> bool:
 
 def look(service: Service, jobs: Jobs[Any]) -> int:
     """Begin all jobs of a kind that are left in all groups; how many there are."""
-    return sum(map(jobs.look, service.volume_groups.names))
+    return sum(map(jobs.start_due, service.volume_groups.names))

@@ -63,7 +63,7 @@ def service(host: RealHost, group: str, tmp_path: Path) -> Iterator[Service]:
     running = Service(config, serving.machine(host), host.lvm)
     running.eraser.grace_seconds = 600
     running.start(config.endpoint)
-    running.autoextender.looks.start()
+    running.autoextender.scans.start()
     yield running
     running.stop()
 

@@ -108,10 +108,10 @@ class Reservations:
         count = 0
         with Attempts() as attempts:
             for name in groups or self._volume_groups.names:
-                with attempts.one(), self._volume_groups.hold(name):
+                with attempts.attempt(), self._volume_groups.hold(name):
                     volume_group = self._reports.fresh(name).groups.get(name)
-                    for pool in _marked(volume_group) if volume_group is not None else ():
-                        with attempts.one():
+                    for pool in _reserved_pools(volume_group) if volume_group is not None else ():
+                        with attempts.attempt():
                             count += self._resume(name, pool)
         return count
 
@@ -172,20 +172,22 @@ class Reservations:
             # Run in an empty context (contextvars). That context has neither the caller's deadline,
             # which may have passed, nor the caller's position in the queue for the volume group's
             # lock.
-            contextvars.Context().run(self._let_go, group, pool)
+            contextvars.Context().run(self._release_reservation, group, pool)
         except (errors.AgentError, mount_errors.CommandError, OSError) as error:
             _log.error("thin pool %s/%s keeps old metadata for now: %s", group, pool, error)
         finally:
             self._changed(pool_readers, readers=0)
 
-    def _let_go(self, group: str, pool: str) -> None:
+    def _release_reservation(self, group: str, pool: str) -> None:
         with command.time_limit(_RELEASE_SECONDS):
             # Release the metadata snapshot first, because it slows the pool down. Remove the tag
             # last: after a crash in between, the tag makes the next start of Carver check the pool
             # again.
             self._devices.release_metadata(group, pool)
             with self._volume_groups.hold(group):
-                volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
+                volumes.mark(
+                    self._volume_groups.lvm(group), group, pool, old_tags=_RESERVED, new_tags={}
+                )
 
     @staticmethod
     def _changed(pool_readers: MetadataReaders, readers: int) -> None:
@@ -202,16 +204,20 @@ class Reservations:
     def _reserve(self, group: str, pool: str) -> None:
         with self._volume_groups.hold(group):
             volume_group = self._reports.fresh(group).group(group)
-            if pool in _marked(volume_group):
+            if pool in _reserved_pools(volume_group):
                 # Release the metadata snapshot of an earlier call, which failed to release it.
                 self._release(group, pool)
             elif self._has(group, pool):
                 raise errors.MetadataReserved(group, pool)
-            volumes.mark(self._volume_groups.lvm(group), group, pool, old={}, new=_RESERVED)
+            volumes.mark(
+                self._volume_groups.lvm(group), group, pool, old_tags={}, new_tags=_RESERVED
+            )
             try:
                 self._devices.reserve_metadata(group, pool)
             except OSError as error:
-                volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
+                volumes.mark(
+                    self._volume_groups.lvm(group), group, pool, old_tags=_RESERVED, new_tags={}
+                )
                 if error.errno == errno.EBUSY:
                     raise errors.MetadataReserved(group, pool) from error
                 raise
@@ -223,7 +229,7 @@ class Reservations:
         """
         if self._has(group, pool):
             self._devices.release_metadata(group, pool)
-        volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
+        volumes.mark(self._volume_groups.lvm(group), group, pool, old_tags=_RESERVED, new_tags={})
 
     def _has(self, group: str, pool: str) -> bool:
         """Return whether a thin pool has a metadata snapshot; the pool must be active."""
@@ -240,9 +246,13 @@ def _deactivate(lvm: Lvm, group: str, names: Sequence[str]) -> None:
         volumes.deactivate(lvm, group, *names)
 
 
-def _marked(group: report.Group) -> list[str]:
+def _reserved_pools(group: report.Group) -> list[str]:
     """Return the names of thin pools with the tag of a metadata snapshot that Carver reserved."""
-    return [pool.name for pool in records.usable(group) if tag.METADATA_SNAPSHOT in pool.own_tags]
+    return [
+        pool.name
+        for pool in records.usable_logical_volumes(group)
+        if tag.METADATA_SNAPSHOT in pool.own_tags
+    ]
 
 
 # Tag of a thin snapshot that Carver activated in order to read it, and has to deactivate.
@@ -361,7 +371,7 @@ class Activations:
         count = 0
         with Attempts() as attempts:
             for name in groups or self._volume_groups.names:
-                with attempts.one(), self._volume_groups.hold(name):
+                with attempts.attempt(), self._volume_groups.hold(name):
                     fresh_report = self._reports.fresh(name)
                     if unread := self._unread(fresh_report):
                         self._deactivate(name, unread)
@@ -372,7 +382,7 @@ class Activations:
         group, name = snapshot.group.name, snapshot.name
         is_own = tag.ACTIVATED in snapshot.own_tags
         if snapshot.is_thin and not is_own and not self._activator.is_active(group, name):
-            volumes.mark(self._volume_groups.lvm(group), group, name, old={}, new=_OWN)
+            volumes.mark(self._volume_groups.lvm(group), group, name, old_tags={}, new_tags=_OWN)
         return self._activator.activate_snapshot(snapshot)
 
     def _unread(self, fresh_report: Fresh) -> list[str]:
@@ -423,4 +433,4 @@ class Activations:
         """Remove the tag ACTIVATED from the snapshots in `names` that are inactive."""
         inactive = [(group, name) for name in names if not self._activator.is_active(group, name)]
         if inactive:
-            volumes.mark_all(self._volume_groups.lvm(group), inactive, old=_OWN)
+            volumes.mark_all(self._volume_groups.lvm(group), inactive, old_tags=_OWN)

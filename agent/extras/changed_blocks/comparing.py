@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import SpooledTemporaryFile
 
 from agent.extras.changed_blocks.extents import BLOCK_BYTES, Extent, clipped, merged
-from agent.work.pace import Work
+from agent.work.pace import IoTask
 from lvm.active_devices import Exceptions
 from mount.block_io import PIECE_BYTES, Reader
 
@@ -64,7 +64,7 @@ def _chunks(
     while part * _PART_CHUNKS < end_chunk:
         base = part * _PART_CHUNKS
         chunks = min(_PART_CHUNKS, end_chunk - base)
-        for number, count in _runs(_marked(tables, base, chunks, remaining, check)):
+        for number, count in _runs(_mark_chunks(tables, base, chunks, remaining, check)):
             yield Extent((base + number) * chunk_bytes, count * chunk_bytes)
         remaining.discard(part)
         if not remaining:
@@ -72,32 +72,32 @@ def _chunks(
         part = min(remaining)
 
 
-def _marked(
+def _mark_chunks(
     tables: Sequence[Exceptions],
-    base: int,
+    first_chunk: int,
     chunks: int,
     later_parts: set[int],
     check: Callable[[], None],
 ) -> bytearray:
     """Set a bit for each chunk that any COW table contains, in one section of the origin.
 
-    Returns the bits. `base` is the number of the section's first chunk, `chunks` is the number of
-    chunks in the section. The numbers of the later sections that have chunks in a table are added
-    to `later_parts`. `check` is called for each block of a table, and may raise an error.
+    Returns the bits. `first_chunk` is the number of the section's first chunk, `chunks` is the
+    number of chunks in the section. The numbers of the later sections that have chunks in a table
+    are added to `later_parts`. `check` is called for each block of a table, and may raise an error.
     """
     bits = bytearray(-(-chunks // 8))
     for copied in chain.from_iterable(table.chunks() for table in tables):
         check()
         if not copied:
             continue
-        first, last = min(copied) - base, max(copied) - base
+        first, last = min(copied) - first_chunk, max(copied) - first_chunk
         if 0 <= first <= last < chunks and last - first == len(copied) - 1:
             # A table contains each chunk only once, so these chunks are one contiguous run, as
             # after most writes. Set their bits together.
-            _mark(bits, first, last + 1)
+            _set_bits(bits, first, last + 1)
             continue
         for chunk in copied:
-            bit = chunk - base
+            bit = chunk - first_chunk
             if 0 <= bit < chunks:
                 bits[bit >> 3] |= 1 << (bit & 7)
             elif bit >= _PART_CHUNKS:
@@ -105,7 +105,7 @@ def _marked(
     return bits
 
 
-def _mark(bits: bytearray, start: int, end: int) -> None:
+def _set_bits(bits: bytearray, start: int, end: int) -> None:
     """Set the bits of `bits` with the numbers from `start` up to, but not including, `end`."""
     first, last = min(-(-start // 8), end // 8), end // 8
     bits[first:last] = bytes([_ALL]) * (last - first)
@@ -137,49 +137,51 @@ MAX_RANGE_BYTES = 16 << 20
 
 
 def differing(
-    base: Reader | None,
+    base_reader: Reader | None,
     base_bytes: int,
     target: Reader,
-    work: Work,
+    task: IoTask,
     extents: Iterable[Extent],
 ) -> Iterator[Extent]:
     """Compare two devices; yield the blocks that differ, as ranges of at most MAX_RANGE_BYTES.
 
     Only `extents` are compared: ranges that are sorted by offset. A range that begins within a
     block is compared from the start of that block on. From `base_bytes` on, the base counts as
-    zeroes. If `base` is None, all of it counts as zeroes.
+    zeroes. If `base_reader` is None, all of it counts as zeroes.
 
-    The devices are read in I/O slots of `work` (agent/work/pace.py). No slot is held while the
-    caller uses a range. `work.check` is called before each read of at most PIECE_BYTES. Raises
-    OSError if a device cannot be read, and what `work.check` raises.
+    The devices are read in I/O slots of `task` (agent/work/pace.py). No slot is held while the
+    caller uses a range. `task.check` is called before each read of at most PIECE_BYTES. Raises
+    OSError if a device cannot be read, and what `task.check` raises.
     """
-    return merged(_differing(base, base_bytes, target, work, extents), MAX_RANGE_BYTES)
+    return merged(_differing(base_reader, base_bytes, target, task, extents), MAX_RANGE_BYTES)
 
 
 def _differing(
-    base: Reader | None,
+    base_reader: Reader | None,
     base_bytes: int,
     target: Reader,
-    work: Work,
+    task: IoTask,
     extents: Iterable[Extent],
 ) -> Iterator[Extent]:
     ahead = _Ahead(extents)
     while ahead.any():
         differences = list[Extent]()
-        with work.piece(_TURN_BYTES) as io_slot:
+        with task.piece(_TURN_BYTES) as io_slot:
             remaining_bytes, io_slot.length_bytes = (
-                io_slot.length_bytes // (1 if base is None else 2),
+                io_slot.length_bytes // (1 if base_reader is None else 2),
                 0,
             )
             while remaining_bytes > 0 and ahead.any():
-                work.check()
+                task.check()
                 extent = ahead.take(min(remaining_bytes, PIECE_BYTES))
                 offset, length = extent.offset_bytes, extent.length_bytes
                 target_data = target.read(offset, length)
                 base_data = _ZEROES if length == PIECE_BYTES else bytes(length)
-                base_length = max(0, min(length, base_bytes - offset)) if base is not None else 0
-                if base is not None and base_length:
-                    base_data = base.read(offset, base_length) + bytes(length - base_length)
+                base_length = (
+                    max(0, min(length, base_bytes - offset)) if base_reader is not None else 0
+                )
+                if base_reader is not None and base_length:
+                    base_data = base_reader.read(offset, base_length) + bytes(length - base_length)
                 if target_data != base_data:
                     unequal = _unequal(target_data, base_data)
                     differences += (Extent(offset + start, end - start) for start, end in unequal)

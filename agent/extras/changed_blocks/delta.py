@@ -30,7 +30,7 @@ from agent.volumes.records import Snapshot, Volume
 from agent.volumes.report_age import Fresh
 from agent.volumes.volume_states import Call
 from agent.work.group_worker import Stopping
-from agent.work.pace import Work
+from agent.work.pace import IoTask
 from lvm import lvm_errors as lvm_errors
 from lvm import names
 from lvm import thin as thinmaps
@@ -40,10 +40,10 @@ from mount import luks
 from mount.block_io import Reader
 from mount.kernel import Kernel
 
-_Read = Snapshot | Volume
+_Source = Snapshot | Volume
 
 
-def start_of_user_data(kernel: Kernel, sources: Sequence[tuple[_Read, str]]) -> LogicalOffset:
+def start_of_user_data(kernel: Kernel, sources: Sequence[tuple[_Source, str]]) -> LogicalOffset:
     """Return the logical offset of the user's first byte, on which the LUKS2 headers have to agree.
 
     `sources` are snapshots of one volume, or the volume itself, each with the path of its device.
@@ -68,7 +68,7 @@ def start_of_user_data(kernel: Kernel, sources: Sequence[tuple[_Read, str]]) -> 
     return starts[0][0]
 
 
-def _start(kernel: Kernel, source: _Read, device: str) -> tuple[LogicalOffset, str]:
+def _start(kernel: Kernel, source: _Source, device: str) -> tuple[LogicalOffset, str]:
     """Return the offset of the data on one device, and a digest of how the data are encrypted.
 
     If the volume is not encrypted, the offset is 0 and the digest is empty. If the volume was never
@@ -85,7 +85,7 @@ def _start(kernel: Kernel, source: _Read, device: str) -> tuple[LogicalOffset, s
         # A new volume has no LUKS2 header before its first use; only the space for the header is
         # reserved.
         was_used = {tag.SEALED, tag.FORMATTED} & source.own_tags.keys()
-        if was_used or not source.header_bytes or luks.bears_any(kernel, device):
+        if was_used or not source.header_bytes or luks.has_header_copy(kernel, device):
             raise errors.BlocksUnknown(
                 str(source.id),
                 "its LUKS2 header is not there, or not whole",
@@ -105,7 +105,7 @@ def _start(kernel: Kernel, source: _Read, device: str) -> tuple[LogicalOffset, s
             f"its data begin at byte {header.offset_bytes}, inside a block of {BLOCK_BYTES} bytes",
             "back it up by reading all of it",
         )
-    return LogicalOffset(header.offset_bytes), header.reading
+    return LogicalOffset(header.offset_bytes), header.decryption_digest
 
 
 # Function of two offsets that yields the candidates between them: the ranges that may belong to the
@@ -175,10 +175,10 @@ class ChangedRanges:
         """
         check = self._check(identity, is_wanted)
         with ExitStack() as exit_stack:
-            [(source, reader)] = self._opened(exit_stack, identity)
+            [(source, reader)] = self._open_devices(exit_stack, identity)
             compares = is_compared and not source.is_encrypted
-            work = self._work(check, source, reader)
-            unlike_zeroes = partial(comparing.differing, None, 0, reader, work)
+            task = self._task(check, source, reader)
+            unlike_zeroes = partial(comparing.differing, None, 0, reader, task)
             pick: _Filter = unlike_zeroes if compares else iter
             candidates: _Candidates = _everything
             if pool := _pool(source):
@@ -217,7 +217,7 @@ class ChangedRanges:
         """
         check = self._check(target_id, is_wanted)
         with ExitStack() as exit_stack:
-            (base, base_reader), (target, target_reader) = self._opened(
+            (base, base_reader), (target, target_reader) = self._open_devices(
                 exit_stack, base_id, target_id
             )
             candidates: _Candidates = _everything
@@ -230,9 +230,9 @@ class ChangedRanges:
                 candidates = partial(clipped, ranges)
             elif tables := self._tables(base, target):
                 candidates = partial(_overwritten, tables, base.size_bytes, check)
-            work = self._work(check, target, base_reader, target_reader)
+            task = self._task(check, target, base_reader, target_reader)
             unlike: _Filter = partial(
-                comparing.differing, base_reader, base.size_bytes, target_reader, work
+                comparing.differing, base_reader, base.size_bytes, target_reader, task
             )
             if target.is_encrypted:
                 unlike = partial(_up_to, base.size_bytes, unlike)
@@ -248,7 +248,7 @@ class ChangedRanges:
         self._stopping.set()
 
     def _reading(
-        self, sources: list[tuple[_Read, Reader]], candidates: _Candidates, pick: _Filter
+        self, sources: list[tuple[_Source, Reader]], candidates: _Candidates, range_filter: _Filter
     ) -> "Reading":
         source, reader = sources[-1]
         device_paths = [(source, reader.device) for source, reader in sources]
@@ -264,10 +264,12 @@ class ChangedRanges:
 
         user_start = partial(start_of_user_data, self._kernel, device_paths)
         return Reading(
-            source, source.size_bytes, reader.device, candidates, pick, require, user_start
+            source, source.size_bytes, reader.device, candidates, range_filter, require, user_start
         )
 
-    def _opened(self, exit_stack: ExitStack, *identities: str) -> list[tuple[_Read, Reader]]:
+    def _open_devices(
+        self, exit_stack: ExitStack, *identities: str
+    ) -> list[tuple[_Source, Reader]]:
         """Open the devices of the snapshots or volumes with these ids, and activate inactive ones.
 
         Runs at most two lvm2 commands for each inactive one, and commands that repair what a killed
@@ -281,7 +283,7 @@ class ChangedRanges:
         groups = sorted({ids.group_of(identity) for identity in identities})
         with self._volume_groups.hold(*groups):
             fresh_report = self._mender.mend(*groups)
-            sources = [self._found(fresh_report, identity) for identity in identities]
+            sources = [self._find_source(fresh_report, identity) for identity in identities]
             if len(sources) > 1:
                 _require_comparable(*sources)
             if thin_groups := sorted({source.group.name for source in sources if _pool(source)}):
@@ -296,7 +298,7 @@ class ChangedRanges:
                 for source, reader in zip(sources, readers, strict=True)
             ]
 
-    def _found(self, fresh_report: Fresh, identity: str) -> _Read:
+    def _find_source(self, fresh_report: Fresh, identity: str) -> _Source:
         if names.is_of(ids.VOLUME_PREFIX, ids.logical_name(identity)):
             return fresh_report.usable(identity, Call.MANAGE)
         snapshot = self._reports.snapshot(fresh_report, identity)
@@ -319,13 +321,13 @@ class ChangedRanges:
 
         return check
 
-    def _work(self, check: Callable[[], None], source: _Read, *readers: Reader) -> Work:
+    def _task(self, check: Callable[[], None], source: _Source, *readers: Reader) -> IoTask:
         devices = [reader.device for reader in readers]
-        return self._paces.of(source.group.name).work(
+        return self._paces.of(source.group.name).task(
             "compare", *devices, check=check, may_join=True
         )
 
-    def _activate(self, exit_stack: ExitStack, source: _Read) -> str:
+    def _activate(self, exit_stack: ExitStack, source: _Source) -> str:
         if isinstance(source, Snapshot):
             return exit_stack.enter_context(self.activations.held(source)).path
         return self._activator.activate(source).path
@@ -337,7 +339,7 @@ class ChangedRanges:
         parse_output: Callable[[BinaryIO], Iterator[Run]],
         make_command: Callable[..., tuple[str, ...]],
         check: Callable[[], None],
-        *sources: _Read,
+        *sources: _Source,
     ) -> None:
         """Run a thin-provisioning tool, and append the ranges in its output to a spool.
 
@@ -352,7 +354,7 @@ class ChangedRanges:
             self.reservations.held(group, pool) as metadata,
             self._stream(*make_command(metadata, *numbers)) as output,
         ):
-            ranges.fill(merged(_checked(parse_output(output), check)))
+            ranges.fill(merged(_checked_runs(parse_output(output), check)))
 
     def _number(self, group: str, name: str) -> int:
         number = self._devices.thin_id(group, name)
@@ -360,7 +362,7 @@ class ChangedRanges:
             raise lvm_errors.Inactive(group, name)
         return number
 
-    def _tables(self, base: _Read, target: _Read) -> list[Exceptions]:
+    def _tables(self, base: _Source, target: _Source) -> list[Exceptions]:
         """Return COW tables that together contain all chunks in which a base and a target differ.
 
         The table of the older snapshot contains all chunks that were overwritten since, and thereby
@@ -382,22 +384,22 @@ class Reading:
 
     In a comparison, this is the target, not the base.
 
-    - `of` is the snapshot or the volume.
+    - `source` is the snapshot or the volume.
     - `size_bytes` is the size of the logical volume, LUKS header included.
     - `device` is the path of the active block device, which is open during the `with` that yielded
       this object.
-    - `candidates` yields the ranges between two offsets that may belong to the answer. `pick`
-      yields the parts of these ranges that belong to the answer.
+    - `candidates` yields the ranges between two offsets that may belong to the answer.
+      `range_filter` yields the parts of these ranges that belong to the answer.
     - `require_readable` raises SourceLost if data that were read may be wrong.
     - `user_start` returns the logical offset of the user's first byte; raises BlocksUnknown,
       OSError.
     """
 
-    of: _Read
+    source: _Source
     size_bytes: int
     device: str
     candidates: _Candidates
-    pick: _Filter
+    range_filter: _Filter
     require_readable: Callable[[], None]
     user_start: Callable[[], LogicalOffset]
 
@@ -429,7 +431,7 @@ class Reading:
 
     def _extents(self, start: int) -> Iterator[Extent]:
         with self._proved():
-            ranges = self.pick(self.candidates(start, self.size_bytes))
+            ranges = self.range_filter(self.candidates(start, self.size_bytes))
             # Clip the ranges: whole blocks are compared, even if the answer begins inside a block.
             yield from clipped(ranges, start, self.size_bytes)
 
@@ -476,7 +478,7 @@ class UserReading:
         )
 
 
-def _require_comparable(base: _Read, target: _Read) -> None:
+def _require_comparable(base: _Source, target: _Source) -> None:
     source_id = target.source_id if isinstance(target, Snapshot) else target.id
     why = ""
     if not isinstance(base, Snapshot):
@@ -491,7 +493,7 @@ def _require_comparable(base: _Read, target: _Read) -> None:
         raise errors.NotComparable(str(base.id), str(target.id), why)
 
 
-def _pool(source: _Read) -> str:
+def _pool(source: _Source) -> str:
     return source.group.volume(source.name).pool
 
 
@@ -508,7 +510,7 @@ def _overwritten(
     yield from _everything(max(start, base_bytes), end)
 
 
-def _checked(runs: Iterable[Run], check: Callable[[], None]) -> Iterator[Extent]:
+def _checked_runs(runs: Iterable[Run], check: Callable[[], None]) -> Iterator[Extent]:
     for run in runs:
         check()
         yield Extent(run.offset_bytes, run.length_bytes)
@@ -519,7 +521,7 @@ def _everything(start: int, end: int) -> Iterator[Extent]:
         yield Extent(start, end - start)
 
 
-def _up_to(end_bytes: int, pick: _Filter, extents: Iterable[Extent]) -> Iterator[Extent]:
+def _up_to(end_bytes: int, range_filter: _Filter, extents: Iterable[Extent]) -> Iterator[Extent]:
     """Filter the parts of sorted ranges before an offset; yield the parts behind it unfiltered."""
     remaining, behind = iter(extents), list[Extent]()
 
@@ -531,6 +533,6 @@ def _up_to(end_bytes: int, pick: _Filter, extents: Iterable[Extent]) -> Iterator
             if behind:
                 return
 
-    yield from pick(before())
+    yield from range_filter(before())
     for extent in chain(behind, remaining):
         yield from clipped([extent], end_bytes, extent.end_bytes)

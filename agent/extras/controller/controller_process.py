@@ -277,8 +277,8 @@ def orphan_watch(config: Config) -> Extra:
     from agent.extras.orphans.look import OrphanWatch
     from agent.extras.orphans.orphans_service import Orphans
 
-    look, interval = ClusterFinder(config).look, config.orphan_interval_seconds
-    return Orphans(OrphanWatch(look, interval, first_seconds=_ORPHANS_SECONDS))
+    search, interval = ClusterFinder(config).search, config.orphan_interval_seconds
+    return Orphans(OrphanWatch(search, interval, first_seconds=_ORPHANS_SECONDS))
 
 
 def health_events(config: Config, cluster_nodes: Nodes) -> Extra:

@@ -53,7 +53,7 @@ class ClusterFinder:
         self._config = config
         self._history = History(config.endpoint.parent / "orphans.json")
 
-    def look(self) -> Sequence[Orphan]:
+    def search(self) -> Sequence[Orphan]:
         """Search the cluster for orphans once, write them to a history file, and return them.
 
         Orphans that every search has found for the grace period come first.

@@ -380,7 +380,7 @@ class Router:
                 _fail(call, error)
             finally:
                 self._record(call, start_seconds)
-            await context.abort(call.code, codes.cut(call.problem))
+            await context.abort(call.code, codes.shorten(call.problem))
             return None
 
         return handle
@@ -399,7 +399,7 @@ class Router:
             finally:
                 self._record(call, start_seconds)
             if call.code is not _Code.OK:
-                await context.abort(call.code, codes.cut(call.problem))
+                await context.abort(call.code, codes.shorten(call.problem))
 
         return handle
 

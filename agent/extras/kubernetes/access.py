@@ -98,13 +98,13 @@ def of_file(file: Path) -> Server:
     current = kubeconfig.get("current-context")
     if not isinstance(current, str) or not current:
         raise errors.BadConfig(source, "current-context", "is required")
-    context = _named(source, kubeconfig, "contexts", "context", current)
+    context = _entry_named(source, kubeconfig, "contexts", "context", current)
     name = context.get("cluster")
-    cluster = _named(source, kubeconfig, "clusters", "cluster", name)
+    cluster = _entry_named(source, kubeconfig, "clusters", "cluster", name)
     _check_keys(source, f"clusters[{name}].cluster", cluster, _CLUSTER_KEYS)
     user: Mapping[str, Any] = {}
     if (name := context.get("user")) is not None:
-        user = _named(source, kubeconfig, "users", "user", name)
+        user = _entry_named(source, kubeconfig, "users", "user", name)
         _check_keys(source, f"users[{name}].user", user, _USER_KEYS)
     directory, address = file.parent, cluster.get("server")
     try:
@@ -201,7 +201,7 @@ def _content(source: str, directory: Path, table: Mapping[str, Any], key: str) -
     return None
 
 
-def _named(
+def _entry_named(
     source: str, kubeconfig: Mapping[str, Any], list_key: str, entry_key: str, name: object
 ) -> Mapping[str, Any]:
     """Return the entry of that name in a list of a kubeconfig. Raises BadConfig without one."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from agent.extras.kubernetes.objects import Lists, Object, Objects
-from agent.operations.preflight import FAIL, PASS, WARN, Finding, Seen
+from agent.operations.preflight import FAIL, PASS, WARN, CheckResult, Finding
 
 # Paths in the Kubernetes API: of the Deployments in all namespaces, and of reviews that tell
 # whether an account has a right.
@@ -16,7 +16,7 @@ _DISTRIBUTED = "--enable-distributed-snapshotting"
 _VERBS = ("get", "list", "watch")
 
 
-def everything(lists: Lists, objects: Objects) -> Sequence[Finding]:
+def all_findings(lists: Lists, objects: Objects) -> Sequence[Finding]:
     """Check what Carver needs in the cluster, and return the findings.
 
     Raises ClusterSilent, ClusterRefused if the API server refuses or does not answer.
@@ -24,7 +24,7 @@ def everything(lists: Lists, objects: Objects) -> Sequence[Finding]:
     return tuple(Finding(_CONTROLLER, *finding) for finding in _snapshot_controller(lists, objects))
 
 
-def _snapshot_controller(lists: Lists, objects: Objects) -> Iterator[Seen]:
+def _snapshot_controller(lists: Lists, objects: Objects) -> Iterator[CheckResult]:
     """Check that a snapshot-controller runs, is distributed if need be, and then may list nodes.
 
     Distributed means that it runs with --enable-distributed-snapshotting. It need not be

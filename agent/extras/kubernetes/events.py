@@ -76,7 +76,7 @@ class Events:
         name = f"{prefix}.{digest[:_DIGEST_CHARACTERS]}"
         now = datetime.fromtimestamp(self._clock(), UTC).strftime(_TIME)
         try:
-            self._objects.create(path, self._made(subject, event, name, now))
+            self._objects.create(path, self._event_object(subject, event, name, now))
         except errors.ClusterRefused as error:
             if error.reason != _EXISTS:
                 raise
@@ -86,7 +86,7 @@ class Events:
                     change["count"] = event.times
                 self._objects.merge(f"{path}/{name}", change)
 
-    def _made(self, subject: Subject, event: Event, name: str, now: str) -> Object:
+    def _event_object(self, subject: Subject, event: Event, name: str, now: str) -> Object:
         return {
             "apiVersion": "v1",
             "kind": "Event",

@@ -27,4 +27,4 @@ def _findings(config: Config) -> "Sequence[Finding]":
     from agent.extras.kubernetes.objects import Lists, Objects
 
     server = access.find(config.kubeconfig, os.environ)
-    return checks.everything(Lists(server), Objects(server))
+    return checks.all_findings(Lists(server), Objects(server))

@@ -94,7 +94,7 @@ _READ_ANNOTATIONS = (
 )
 
 
-def _some(source: Any, *keys: str) -> dict[str, Any]:
+def _selected_entries(source: Any, *keys: str) -> dict[str, Any]:
     """Return the entries of a JSON object with these keys; without long texts.
 
     A text is long if it has more characters than a name in the API may have.
@@ -109,20 +109,24 @@ def _some(source: Any, *keys: str) -> dict[str, Any]:
 
 
 def _about(item: Mapping[str, Any]) -> dict[str, Any]:
-    kept_metadata = _some(item["metadata"], "name", "namespace", "uid", "deletionTimestamp")
+    kept_metadata = _selected_entries(
+        item["metadata"], "name", "namespace", "uid", "deletionTimestamp"
+    )
     return {
         **kept_metadata,
-        "annotations": _some(item["metadata"].get("annotations"), *_READ_ANNOTATIONS),
+        "annotations": _selected_entries(item["metadata"].get("annotations"), *_READ_ANNOTATIONS),
     }
 
 
 def _pod(pod: Mapping[str, Any]) -> Mapping[str, Any]:
-    spec, status = (_some(pod.get(key), *keys) for key, keys in _READ_OF_PODS.items())
+    spec, status = (_selected_entries(pod.get(key), *keys) for key, keys in _READ_OF_PODS.items())
     spec["volumes"] = [
         {
-            **_some(volume, "name"),
+            **_selected_entries(volume, "name"),
             **({"ephemeral": {}} if "ephemeral" in volume else {}),
-            "persistentVolumeClaim": _some(volume.get("persistentVolumeClaim"), "claimName"),
+            "persistentVolumeClaim": _selected_entries(
+                volume.get("persistentVolumeClaim"), "claimName"
+            ),
         }
         for volume in spec.get("volumes") or ()
         if "ephemeral" in volume or volume.get("persistentVolumeClaim")
@@ -133,7 +137,10 @@ def _pod(pod: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _claim(claim: Mapping[str, Any]) -> Mapping[str, Any]:
-    spec, status = _some(claim.get("spec"), "volumeName"), _some(claim.get("status"), "phase")
+    spec, status = (
+        _selected_entries(claim.get("spec"), "volumeName"),
+        _selected_entries(claim.get("status"), "phase"),
+    )
     return {"metadata": _about(claim), "spec": spec, "status": status}
 
 

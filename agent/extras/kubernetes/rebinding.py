@@ -95,13 +95,14 @@ class Place:
 class _State:
     """The objects of a rebinding as last read; None for an object that does not exist.
 
-    `old` and `new` are the PersistentVolumes. `namespace` and `name` are those of the claim.
+    `old_volume` and `new_volume` are the PersistentVolumes. `namespace` and `name` are those of the
+    claim.
     """
 
     namespace: str
     name: str
-    old: Object | None
-    new: Object | None
+    old_volume: Object | None
+    new_volume: Object | None
     claim: Object | None
 
     @property
@@ -112,17 +113,17 @@ class _State:
     @property
     def claimed(self) -> str:
         """The name of the PersistentVolume that the claim names; empty if it names none."""
-        return str(_at(self.claim or {}, "spec", "volumeName") or "")
+        return str(_field_at(self.claim or {}, "spec", "volumeName") or "")
 
     @property
     def confirmed_state(self) -> object:
         """The UIDs and specs of the objects; if they change, the user's confirmation is void."""
-        objects = (self.old, self.new, self.claim)
+        objects = (self.old_volume, self.new_volume, self.claim)
         return [item and (item["metadata"]["uid"], item["spec"]) for item in objects]
 
-    def refused(self, why: str) -> errors.NotRebound:
+    def refused(self, reason: str) -> errors.NotRebound:
         """Return the error NotRebound, which says why the claim cannot be rebound."""
-        return errors.NotRebound(str(self), why)
+        return errors.NotRebound(str(self), reason)
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
@@ -130,13 +131,13 @@ class _State:
 
 @dataclass(frozen=True)
 class _Step:
-    """The next step of a rebinding: `what` is the question to the user, `act` the action.
+    """The next step of a rebinding: `question` is asked of the user, `action` takes the step.
 
-    If `what` is empty, the user is not asked, as the last confirmation includes this step.
+    If `question` is empty, the user is not asked, as the last confirmation includes this step.
     """
 
-    what: str
-    act: Callable[[], None]
+    question: str
+    action: Callable[[], None]
 
 
 class Rebinding:
@@ -158,7 +159,7 @@ class Rebinding:
         Raises NotConfirmed if the user declines a step.
         """
         state = self._take_steps(self._next, confirmed, report)
-        where = f"{_name(state.new or {})}, the volume on {self._place.node}"
+        where = f"{_name(state.new_volume or {})}, the volume on {self._place.node}"
         report(f"the claim {state} is bound to {where}")
 
     def undo(self, confirmed: Callable[[str], bool], report: Callable[[str], None]) -> None:
@@ -167,41 +168,41 @@ class Rebinding:
         This is possible only while the claim has the old PersistentVolume. Raises NotConfirmed if
         the user declines a step.
         """
-        state = self._take_steps(self._back, confirmed, report)
-        report(f"the claim {state} is as it was, of {_name(state.old or {})}")
+        state = self._take_steps(self._next_undo, confirmed, report)
+        report(f"the claim {state} is as it was, of {_name(state.old_volume or {})}")
 
     def _take_steps(
         self,
-        next_of: Callable[[_State], _Step | None],
+        next_step: Callable[[_State], _Step | None],
         confirmed: Callable[[str], bool],
         report: Callable[[str], None],
     ) -> _State:
-        """Take the steps that `next_of` returns, and return the final state.
+        """Take the steps that `next_step` returns, and return the final state.
 
-        `next_of` returns the next step in a state; None if no step is left. The user confirms each
-        step that has a question. Raises NotConfirmed if the user declines, NotRebound if the
+        `next_step` returns the next step in a state; None if no step is left. The user confirms
+        each step that has a question. Raises NotConfirmed if the user declines, NotRebound if the
         objects change while the user is asked.
         """
-        while (step := next_of(state := self._look())) is not None:
-            if step.what:
-                if not confirmed(f"In Kubernetes: {step.what}?"):
+        while (step := next_step(state := self._read_state())) is not None:
+            if step.question:
+                if not confirmed(f"In Kubernetes: {step.question}?"):
                     raise errors.NotConfirmed(str(state), "rebound any further")
                 # Read the objects again, as the user may have taken a while to confirm.
-                current = self._look()
+                current = self._read_state()
                 if current.confirmed_state != state.confirmed_state:
                     raise state.refused("its objects changed meanwhile: look, and call again")
-                step = next_of(current)
+                step = next_step(current)
                 if step is None:
                     continue
-                report(f"in Kubernetes: {step.what}")
-            step.act()
+                report(f"in Kubernetes: {step.question}")
+            step.action()
         return state
 
-    def _look(self) -> _State:
+    def _read_state(self) -> _State:
         volumes: dict[str, Object] = {}
         for volume in self._lists.whole(VOLUMES, f"{_VOLUME}List").items:
-            handle = str(_at(volume, "spec", "csi", "volumeHandle"))
-            if _at(volume, "spec", "csi", "driver") != self._place.driver:
+            handle = str(_field_at(volume, "spec", "csi", "volumeHandle"))
+            if _field_at(volume, "spec", "csi", "driver") != self._place.driver:
                 continue
             if handle in (self._old_handle, self._place.handle):
                 if handle in volumes:
@@ -209,7 +210,7 @@ class Rebinding:
                     raise errors.NotRebound(handle, f"{names} are both of it")
                 volumes[handle] = volume
         old, new = volumes.get(self._old_handle), volumes.get(self._place.handle)
-        reference = _at(new or old or {}, "spec", "claimRef") or {}
+        reference = _field_at(new or old or {}, "spec", "claimRef") or {}
         namespace, name = str(reference.get("namespace", "")), str(reference.get("name", ""))
         if not (namespace and name):
             why = f"no {_VOLUME} of this cluster has it for a claim"
@@ -222,13 +223,13 @@ class Rebinding:
 
         Raises NotRebound if the objects do not allow a next step.
         """
-        old, new, claim = state.old, state.new, state.claim
+        old, new, claim = state.old_volume, state.new_volume, state.claim
         if new is not None:
             self._check_new(state, new)
             if _is_going(new):
                 raise state.refused(f"{_name(new)} is being deleted")
         if old is not None and claim is not None and state.claimed == _name(old):
-            return self._before(state, old, claim)
+            return self._next_with_old_volume(state, old, claim)
         if new is None:
             problem = (
                 f"it has {state.claimed!r}" if claim else "it is gone, and nothing is kept of it"
@@ -238,15 +239,15 @@ class Rebinding:
             return self._recreate_claim(state, new)
         if state.claimed not in ("", _name(new)):
             raise state.refused(f"it has another volume, {state.claimed}")
-        return self._after(state, new, claim)
+        return self._next_with_new_volume(state, new, claim)
 
-    def _back(self, state: _State) -> _Step | None:
+    def _next_undo(self, state: _State) -> _Step | None:
         """Return the next step of undoing the rebinding; None if no step is left.
 
         Raises NotRebound if the claim does not have the old PersistentVolume any more, or if the
         new PersistentVolume is not as a rebinding makes it.
         """
-        old, new, claim = state.old, state.new, state.claim
+        old, new, claim = state.old_volume, state.new_volume, state.claim
         if old is None or claim is None or state.claimed != _name(old):
             why = "it is the moved volume's already, or between both: go on with the move, and then"
             raise state.refused(f"{why} move the volume back from {self._place.node}")
@@ -262,24 +263,24 @@ class Rebinding:
 
     # Steps of a rebinding while the claim has the old PersistentVolume
 
-    def _before(self, state: _State, old: Object, claim: Object) -> _Step:
-        new = state.new
+    def _next_with_old_volume(self, state: _State, old_volume: Object, claim: Object) -> _Step:
+        new = state.new_volume
         if _is_going(claim):
-            if new is None or _policy(old) != _RETAIN:
+            if new is None or _policy(old_volume) != _RETAIN:
                 raise state.refused("it is being deleted")
             return _Step("", partial(self._await_end, state, state.path, claim))
-        self._check_old(state, old, claim)
+        self._check_old(state, old_volume, claim)
         self._check_unused(state)
-        if (policy := _policy(old)) != _RETAIN:
-            question = f"have {_name(old)} kept whatever becomes of its claim"
-            return _Step(f"{question} (Retain, now {policy})", partial(self._retain, old))
-        expected = _volume_at(self._place, old, claim)
+        if (policy := _policy(old_volume)) != _RETAIN:
+            question = f"have {_name(old_volume)} kept whatever becomes of its claim"
+            return _Step(f"{question} (Retain, now {policy})", partial(self._retain, old_volume))
+        expected = _volume_at(self._place, old_volume, claim)
         if new is None:
             question = f"make {_VOLUME} {_name(expected)}, reserved for {state}, of the volume on"
             make = partial(self._objects.create, VOLUMES, expected)
             return _Step(f"{question} {self._place.node}", make)
         if not _is_alike(new, expected) or _policy(new) != _RETAIN:
-            why = f"{_name(new)} is not what would be made of {_name(old)} now"
+            why = f"{_name(new)} is not what would be made of {_name(old_volume)} now"
             raise state.refused(f"{why}: delete that, and call again")
         key = self._place.claim_key
         if _annotations(new).get(key) != (manifest := _annotations(expected)[key]):
@@ -290,20 +291,20 @@ class Rebinding:
         # keeps the claim's manifest.
         return self._deletion(question, state.path, claim)
 
-    def _check_old(self, state: _State, old: Object, claim: Object) -> None:
-        name, key = _name(old), self._place.topology_key
-        if _at(old, "spec", "claimRef", "uid") != claim["metadata"]["uid"]:
+    def _check_old(self, state: _State, old_volume: Object, claim: Object) -> None:
+        name, key = _name(old_volume), self._place.topology_key
+        if _field_at(old_volume, "spec", "claimRef", "uid") != claim["metadata"]["uid"]:
             raise state.refused(f"{name} is of another claim of that name")
-        if _is_going(old):
+        if _is_going(old_volume):
             raise state.refused(f"{name} is being deleted")
-        owners = _at(claim, "metadata", "ownerReferences") or ()
+        owners = _field_at(claim, "metadata", "ownerReferences") or ()
         if any(owner.get("kind") == "Pod" for owner in owners):
             raise state.refused("it is its pod's, and goes with it")
-        if list(_wanted_labels(old)) != [key]:
+        if list(_wanted_labels(old_volume)) != [key]:
             raise state.refused(f"{name} is not for a node by {key} alone; rebind it by hand")
         nodes = self._lists.whole(NODES, "NodeList").items
         segment = self._place.segment
-        if segment not in (_at(node, "metadata", "labels", key) for node in nodes):
+        if segment not in (_field_at(node, "metadata", "labels", key) for node in nodes):
             why = f"no node has the label {key}={segment}; does Carver run there?"
             raise state.refused(why)
 
@@ -313,28 +314,28 @@ class Rebinding:
         Kubelet on the pod's node may be about to mount the volume.
         """
         for pod in self._lists.whole(_path(state.namespace, "pods"), "PodList").items:
-            if _at(pod, "spec", "nodeName") and state.name in claims_of(pod):
+            if _field_at(pod, "spec", "nodeName") and state.name in claims_of(pod):
                 raise state.refused(f"the pod {_name(pod)} uses it; stop that")
 
-    def _retain(self, old: Object) -> None:
-        annotations = {self._place.policy_key: _policy(old)}
+    def _retain(self, old_volume: Object) -> None:
+        annotations = {self._place.policy_key: _policy(old_volume)}
         change = {"spec": {"persistentVolumeReclaimPolicy": _RETAIN}}
-        self._change(old, {**change, "metadata": {"annotations": annotations}})
+        self._change(old_volume, {**change, "metadata": {"annotations": annotations}})
 
     # Steps of a rebinding while there is no claim, or the claim has the new PersistentVolume
 
-    def _check_new(self, state: _State, new: Object) -> None:
-        name = _name(new)
-        reference = _at(new, "spec", "claimRef") or {}
+    def _check_new(self, state: _State, new_volume: Object) -> None:
+        name = _name(new_volume)
+        reference = _field_at(new_volume, "spec", "claimRef") or {}
         if (reference.get("namespace"), reference.get("name")) != (state.namespace, state.name):
             raise state.refused(f"{name} is for another claim")
-        if _at(new, "spec", "nodeAffinity") != self._place.affinity:
+        if _field_at(new_volume, "spec", "nodeAffinity") != self._place.affinity:
             raise state.refused(f"{name} is not for {self._place.node}")
 
-    def _recreate_claim(self, state: _State, new: Object) -> _Step:
-        name = _name(new)
+    def _recreate_claim(self, state: _State, new_volume: Object) -> _Step:
+        name = _name(new_volume)
         try:
-            manifest = json.loads(_annotations(new).get(self._place.claim_key, ""))
+            manifest = json.loads(_annotations(new_volume).get(self._place.claim_key, ""))
             metadata = manifest["metadata"]
             names = (metadata["namespace"], metadata["name"], manifest["spec"]["volumeName"])
         except (KeyError, TypeError, ValueError):
@@ -344,23 +345,25 @@ class Rebinding:
         create = partial(self._objects.create, _path(state.namespace, _CLAIMS), manifest)
         return _Step(f"make the claim {state} anew, for {name}", create)
 
-    def _end_of(self, state: _State, volume: Object, why: str) -> _Step:
+    def _end_of(self, state: _State, volume: Object, reason: str) -> _Step:
         """Return the step that deletes a PersistentVolume, or that waits until it is gone."""
         if _is_going(volume):
             return _Step("", partial(self._await_end, state, _volume_path(volume), volume))
-        question = f"delete {_VOLUME} {_name(volume)}, {why}"
+        question = f"delete {_VOLUME} {_name(volume)}, {reason}"
         return self._deletion(question, _volume_path(volume), volume)
 
-    def _after(self, state: _State, new: Object, claim: Object) -> _Step | None:
-        if not _is_bound(new, claim):
-            return _Step("", partial(self._await_binding, state, new))
-        if (old := state.old) is not None:
+    def _next_with_new_volume(
+        self, state: _State, new_volume: Object, claim: Object
+    ) -> _Step | None:
+        if not _is_bound(new_volume, claim):
+            return _Step("", partial(self._await_binding, state, new_volume))
+        if (old := state.old_volume) is not None:
             name = _name(old)
             if _policy(old) != _RETAIN:
                 raise state.refused(f"{name} is not Retain any more: have it be so, and call again")
             return self._end_of(state, old, "an object that no volume goes with")
-        name, annotations = _name(new), _annotations(new)
-        restore = partial(self._restore, new)
+        name, annotations = _name(new_volume), _annotations(new_volume)
+        restore = partial(self._restore, new_volume)
         if policy := annotations.get(self._place.policy_key):
             question = (
                 f"have {name} be {policy} again, as it was; see first that its data are there"
@@ -368,10 +371,10 @@ class Rebinding:
             return _Step(question, restore)
         return _Step("", restore) if self._place.claim_key in annotations else None
 
-    def _await_binding(self, state: _State, new: Object) -> None:
+    def _await_binding(self, state: _State, new_volume: Object) -> None:
         def is_bound() -> bool:
             claim = self._objects.find(state.path, _CLAIM)
-            volume = self._objects.find(_volume_path(new), _VOLUME)
+            volume = self._objects.find(_volume_path(new_volume), _VOLUME)
             return None not in (claim, volume) and _is_bound(volume or {}, claim or {})
 
         self._wait(state, is_bound, "it is not bound yet; see `kubectl describe pvc`")
@@ -386,7 +389,8 @@ class Rebinding:
             )
 
         finalizers = (
-            ", ".join(_at(terminating, "metadata", "finalizers") or ()) or "nothing that it names"
+            ", ".join(_field_at(terminating, "metadata", "finalizers") or ())
+            or "nothing that it names"
         )
         subject = "it" if is_claim else _name(terminating)
         self._wait(state, is_gone, f"{subject} is not gone yet, kept by {finalizers}")
@@ -409,27 +413,27 @@ class Rebinding:
         version = str(volume["metadata"]["resourceVersion"])
         self._objects.change(_volume_path(volume), change, version)
 
-    def _wait(self, state: _State, condition: Callable[[], bool], why: str) -> None:
+    def _wait(self, state: _State, condition: Callable[[], bool], reason: str) -> None:
         for _ in range(_WAIT_SECONDS):
             if condition():
                 return
             sleep(1.0)
-        raise state.refused(f"{why}; call again")
+        raise state.refused(f"{reason}; call again")
 
 
-def _volume_at(place: Place, old: Object, claim: Object) -> dict[str, Any]:
+def _volume_at(place: Place, old_volume: Object, claim: Object) -> dict[str, Any]:
     """Return the new PersistentVolume that is to be created, made from the old one.
 
     Its reclaim policy is Retain, and it is reserved for the claim. One of its annotations keeps the
     manifest by which the claim is created anew.
     """
-    volume = _copy_under_name(_VOLUME, old, moved_name(_name(old), place.handle))
+    volume = _copy_under_name(_VOLUME, old_volume, moved_name(_name(old_volume), place.handle))
     manifest = json.dumps(_claim_of(claim, _name(volume)), sort_keys=True)
     volume["metadata"].pop("ownerReferences", None)
     volume["metadata"]["annotations"] = {**_annotations(volume), place.claim_key: manifest}
     reference = {"apiVersion": "v1", "kind": _CLAIM, "name": _name(claim)}
     volume["spec"] |= {
-        "csi": {**old["spec"]["csi"], "volumeHandle": place.handle},
+        "csi": {**old_volume["spec"]["csi"], "volumeHandle": place.handle},
         "nodeAffinity": place.affinity,
         "claimRef": {**reference, "namespace": claim["metadata"]["namespace"]},
         "persistentVolumeReclaimPolicy": _RETAIN,
@@ -478,31 +482,31 @@ def _is_alike(volume: Object, expected: Object) -> bool:
 
 
 def _is_bound(volume: Object, claim: Object) -> bool:
-    binding = (_at(claim, "status", "phase"), _at(claim, "spec", "volumeName"))
-    claim_uid: object = _at(volume, "spec", "claimRef", "uid")
+    binding = (_field_at(claim, "status", "phase"), _field_at(claim, "spec", "volumeName"))
+    claim_uid: object = _field_at(volume, "spec", "claimRef", "uid")
     return binding == ("Bound", _name(volume)) and claim_uid == claim["metadata"]["uid"]
 
 
 def _wanted_labels(volume: Object) -> Iterator[str]:
-    for term in _at(volume, "spec", "nodeAffinity", "required", "nodeSelectorTerms") or ():
+    for term in _field_at(volume, "spec", "nodeAffinity", "required", "nodeSelectorTerms") or ():
         for expression in (*(term.get("matchExpressions") or ()), *(term.get("matchFields") or ())):
             yield str(expression.get("key"))
 
 
 def _annotations(item: Object) -> Mapping[str, str]:
-    return _at(item, "metadata", "annotations") or {}
+    return _field_at(item, "metadata", "annotations") or {}
 
 
 def _policy(volume: Object) -> str:
-    return str(_at(volume, "spec", "persistentVolumeReclaimPolicy") or "")
+    return str(_field_at(volume, "spec", "persistentVolumeReclaimPolicy") or "")
 
 
 def _name(item: Object) -> str:
-    return str(_at(item, "metadata", "name") or "")
+    return str(_field_at(item, "metadata", "name") or "")
 
 
 def _is_going(item: Object) -> bool:
-    return _at(item, "metadata", "deletionTimestamp") is not None
+    return _field_at(item, "metadata", "deletionTimestamp") is not None
 
 
 def _volume_path(volume: Object) -> str:
@@ -513,7 +517,7 @@ def _path(namespace: str, *parts: str) -> str:
     return "/".join(["/api/v1/namespaces", *(quote(name, safe="") for name in (namespace, *parts))])
 
 
-def _at(item: Object, *keys: str) -> Any:
+def _field_at(item: Object, *keys: str) -> Any:
     value: Any = item
     for key in keys:
         if not isinstance(value, dict):

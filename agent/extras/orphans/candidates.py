@@ -70,7 +70,7 @@ class Candidate:
     - `name` is the id of a volume or a snapshot, a path, or the name of a Kubernetes object.
     - `identity` distinguishes the candidate from an earlier object of the same name: by LVM's UUID
       of a volume, by the device and inode numbers of a directory, or by the API server's UID.
-    - `about` describes the candidate for the operator.
+    - `description` describes the candidate for the operator.
     - `handle` is the volume id for the CSI call that deletes the candidate. Empty if no CSI call
       deletes it, or if the id is unknown.
     - `path` is the mount point of the volume, even if nothing is mounted now. Empty if there is
@@ -81,7 +81,7 @@ class Candidate:
     kind: Kind
     name: str
     identity: str
-    about: str
+    description: str
     handle: str = ""
     path: str = ""
     remedy: str = ""
@@ -132,7 +132,7 @@ def find_volumes(
     for volume in fresh_report.doomed():
         why = f"deleted, not overwritten yet, {volume.size_bytes} bytes"
         yield Candidate(Kind.WIPING, str(volume.id), _uuid(volume), why)
-    yield from _half_made(reports, reports.every_group(fresh_report))
+    yield from _unneeded_snapshots(reports, reports.every_group(fresh_report))
 
 
 def find_objects(references: References) -> Iterator[Candidate]:
@@ -186,7 +186,7 @@ def _inline(volume: Volume) -> Candidate:
     )
 
 
-def _half_made(reports: Reports, all_groups: EveryGroup) -> Iterator[Candidate]:
+def _unneeded_snapshots(reports: Reports, all_groups: EveryGroup) -> Iterator[Candidate]:
     """Yield temporary snapshots that no copy uses, and snapshots of incomplete group snapshots.
 
     A temporary snapshot is the source from which a volume is copied.

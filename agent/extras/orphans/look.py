@@ -35,8 +35,8 @@ class Clock:
     - `boot` returns the id of the present boot.
     """
 
-    seconds: Callable[[], float] = boot.seconds
-    boot: Callable[[], str] = boot.identity
+    seconds: Callable[[], float] = boot.uptime_seconds
+    boot: Callable[[], str] = boot.boot_id
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class History:
 
         Raises NotReady if the file cannot be opened, locked or written.
         """
-        with self._opened() as descriptor:
+        with self._open_locked() as descriptor:
             previous = _parse(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
             now, boot = self._clock.seconds(), self._clock.boot()
             if (
@@ -97,7 +97,7 @@ class History:
         return {key: now - first_seconds for key, first_seconds in since.items()}
 
     @contextmanager
-    def _opened(self) -> Iterator[int]:
+    def _open_locked(self) -> Iterator[int]:
         """Open and lock the history's file for the `with`, so that no two searches write at once.
 
         Yields the file's descriptor. Raises NotReady if the file cannot be used.
@@ -146,13 +146,13 @@ def _is_older(versions: Mapping[str, str], earlier_versions: Mapping[str, str]) 
 class Orphan:
     """A candidate, and the seconds for which every search for orphans has found the candidate.
 
-    `sure` is true once these seconds have reached the grace period: the candidate is then an
+    `is_sure` is true once these seconds have reached the grace period: the candidate is then an
     orphan.
     """
 
     candidate: Candidate
     seen_seconds: float
-    sure: bool
+    is_sure: bool
 
 
 def judged(
@@ -173,13 +173,13 @@ def judged(
         Orphan(candidate, seen_seconds[candidate.key], seen_seconds[candidate.key] >= grace_seconds)
         for candidate in all_candidates
     ]
-    return sorted(orphans, key=lambda orphan: (not orphan.sure, orphan.candidate.kind))
+    return sorted(orphans, key=lambda orphan: (not orphan.is_sure, orphan.candidate.kind))
 
 
-class Looking(Protocol):
+class OrphanSearch(Protocol):
     """Interface of a search for orphans, on one node or in the whole cluster."""
 
-    def look(self) -> Sequence[Orphan]:
+    def search(self) -> Sequence[Orphan]:
         """Search for orphans; return those that were found for the grace period first."""
 
 
@@ -193,7 +193,7 @@ class Finder:
         # The history's file is in the socket's directory, like Carver's other files.
         self._history = History(configuration.now.endpoint.parent / "orphans.json")
 
-    def look(self) -> Sequence[Orphan]:
+    def search(self) -> Sequence[Orphan]:
         """Search for orphans on this node and in the cluster; record all candidates in the history.
 
         Returns each candidate as an Orphan. Those that every search has found for the grace period
@@ -241,12 +241,12 @@ class OrphanWatch:
 
     def __init__(
         self,
-        look: Callable[[], "Sequence[Orphan]"],
+        search: Callable[[], "Sequence[Orphan]"],
         interval_seconds: float,
         clock: Callable[[], float] = time.time,
         first_seconds: float = 0.0,
     ) -> None:
-        self._look = look
+        self._search = search
         self._clock = clock
         self._counts: Counter[Kind] = Counter()
         self._logged: frozenset[str] = frozenset()
@@ -273,7 +273,7 @@ class OrphanWatch:
 
         Candidates count as orphans once they were found for the grace period.
         """
-        sure_candidates = [orphan.candidate for orphan in self._look() if orphan.sure]
+        sure_candidates = [orphan.candidate for orphan in self._search() if orphan.is_sure]
         self._counts, self.time_seconds = (
             Counter(candidate.kind for candidate in sure_candidates),
             self._clock(),
@@ -283,7 +283,7 @@ class OrphanWatch:
                 log_fields = (
                     candidate.kind,
                     candidate.name,
-                    candidate.about,
+                    candidate.description,
                     candidate.full_remedy,
                 )
                 _log.warning("orphan: %s %s: %s; %s", *log_fields)

@@ -11,7 +11,7 @@ from agent.core import errors, sockets
 from agent.csi.client import Client
 from agent.extras.orphans import candidates
 from agent.extras.orphans.candidates import Candidate, Kind
-from agent.extras.orphans.look import Looking, Orphan
+from agent.extras.orphans.look import Orphan, OrphanSearch
 from agent.settings.settings import Config
 from mount.kernel import Kernel
 
@@ -32,17 +32,17 @@ def show(orphans: Sequence[Orphan], grace_seconds: int, *, as_json: bool) -> Non
     for orphan in orphans:
         seen_text = (
             _duration(orphan.seen_seconds)
-            if orphan.sure
+            if orphan.is_sure
             else f"{_duration(orphan.seen_seconds)}, wait"
         )
         table.add_row(
-            orphan.candidate.kind, orphan.candidate.name, seen_text, orphan.candidate.about
+            orphan.candidate.kind, orphan.candidate.name, seen_text, orphan.candidate.description
         )
     terminal.console().print(table)
     for orphan in orphans:
-        if orphan.sure:
+        if orphan.is_sure:
             print(f"\n{orphan.candidate.name}:\n    {orphan.candidate.full_remedy}")
-    if not all(orphan.sure for orphan in orphans):
+    if not all(orphan.is_sure for orphan in orphans):
         print(
             f"\nOne that must wait counts when it is seen again {_duration(grace_seconds)} after it"
             " was first seen."
@@ -50,7 +50,7 @@ def show(orphans: Sequence[Orphan], grace_seconds: int, *, as_json: bool) -> Non
 
 
 def delete(
-    settings: Config, kernel: Kernel | None, finder: Looking, name: str, *, confirmed: bool
+    settings: Config, kernel: Kernel | None, finder: OrphanSearch, name: str, *, confirmed: bool
 ) -> None:
     """Delete the orphan of a name, by the CSI calls that a cluster would make.
 
@@ -61,13 +61,13 @@ def delete(
     Raises NotConfirmed if `confirmed` is false, NotServed if no service answers at the socket, and
     CallRefused if the service refuses a call. Raises NoOrphan if the search finds no orphan of that
     name, if the grace period has not passed, if Carver cannot delete the orphan, or if a directory
-    cannot be removed. Raises OSError if the socket cannot be used, and what `finder.look` raises.
+    cannot be removed. Raises OSError if the socket cannot be used, and what `finder.search` raises.
     """
     if not confirmed:
         raise errors.NotConfirmed(name)
     if not sockets.is_served(settings.endpoint):
         raise errors.NotServed(str(settings.endpoint))
-    candidate = _sure(finder.look(), name, settings.orphan_grace_seconds)
+    candidate = _sure(finder.search(), name, settings.orphan_grace_seconds)
     with Client(settings.endpoint) as client:
         try:
             _call(client, candidate)
@@ -87,7 +87,7 @@ def _sure(orphans: Sequence[Orphan], name: str, grace_seconds: int) -> Candidate
     for orphan in orphans:
         if orphan.candidate.name != name:
             continue
-        if not orphan.sure:
+        if not orphan.is_sure:
             seen_text = f"it was seen for {_duration(orphan.seen_seconds)}"
             raise errors.NoOrphan(name, f"{seen_text}, and counts after {_duration(grace_seconds)}")
         if not orphan.candidate.full_remedy.startswith("carver "):
@@ -132,7 +132,7 @@ def _row(orphan: Orphan) -> dict[str, object]:
         **fields,
         "remedy": orphan.candidate.full_remedy,
         "seen_seconds": int(orphan.seen_seconds),
-        "sure": orphan.sure,
+        "sure": orphan.is_sure,
     }
 
 

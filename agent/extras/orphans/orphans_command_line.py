@@ -43,5 +43,5 @@ def _orphans(parsed: argparse.Namespace) -> int:
     if parsed.delete:
         orphan_verbs.delete(config, host.kernel, finder, parsed.delete, confirmed=parsed.yes)
     else:
-        orphan_verbs.show(finder.look(), config.orphan_grace_seconds, as_json=parsed.json)
+        orphan_verbs.show(finder.search(), config.orphan_grace_seconds, as_json=parsed.json)
     return 0

@@ -54,4 +54,4 @@ def add(service: Service) -> Extra:
     from agent.extras.orphans.look import Finder, OrphanWatch
 
     finder = Finder(service.configuration, service.context.kernel, service.reports)
-    return Orphans(OrphanWatch(finder.look, interval_seconds))
+    return Orphans(OrphanWatch(finder.search, interval_seconds))

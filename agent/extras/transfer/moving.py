@@ -95,9 +95,10 @@ class Mover:
                 with self._volume_groups.hold(group):
                     volume_group = self._mender.mend(group).group(group)
                     uuids = frozenset(
-                        logical_volume.uuid for logical_volume in records.every(volume_group)
+                        logical_volume.uuid
+                        for logical_volume in records.all_logical_volumes(volume_group)
                     )
-                    self._holds.note(volume_id, hold_token, uuids)
+                    self._holds.note_unused(volume_id, hold_token, uuids)
         except BaseException:
             self._holds.release(volume_id, hold_token)
             raise
@@ -133,7 +134,7 @@ class Mover:
             if snapshot.source_id != volume.id or snapshot.size_bytes != volume.size_bytes:
                 raise errors.NotMoved(volume_id, f"{snapshot_id} is not all of it")
             users.require_unused(self._kernel, self._activator, volume)
-            self._holds.moved(volume_id, volume.own_tags[tag.MOVE_TO])
+            self._holds.note_moved(volume_id, volume.own_tags[tag.MOVE_TO])
             try:
                 self._mark(volume, volume_states.tags_for(EndedBy.MOVER))
             except BaseException:
@@ -161,7 +162,7 @@ class Mover:
             if tag.MOVE_TO in volume.own_tags:
                 new_tags = volume_states.tags_for(EndedBy.CALLER) if _is_gone(volume) else {}
                 self._mark(volume, new_tags, removed_keys=(tag.MOVE_TO, tag.MOVE_WORD))
-            self._holds.allow(volume_id)
+            self._holds.remove_note(volume_id)
 
     def finish(self, volume_id: str) -> None:
         """Delete what is left on this node of a volume that is the other node's; idempotent.
@@ -185,7 +186,7 @@ class Mover:
             if not _is_going(volume):
                 self._mark(volume, {tag.MOVE_ENDED: volume_states.word_of(EndedBy.ERASER)})
         self._deleter.delete(volume_id, is_own=False)
-        self._holds.allow(volume_id)
+        self._holds.remove_note(volume_id)
 
     def _recall(self, volume_id: str) -> None:
         try:
@@ -195,7 +196,7 @@ class Mover:
             # is undone, or the notes are made anew from tags (`Holds.resume`).
             return
         if not is_moved:
-            self._holds.allow(volume_id)
+            self._holds.remove_note(volume_id)
 
     def _volume(self, volume_id: str) -> Volume:
         fresh_report = self._mender.mend(ids.group_of(volume_id))
@@ -213,7 +214,7 @@ class Mover:
     def _state(self, volume: Volume) -> carver.MoveState:
         own_tags = volume.own_tags
         word = own_tags.get(tag.MOVE_WORD, "") if tag.MOVE_TO in own_tags else ""
-        mount_points = users.mounted_at(self._kernel, self._activator, volume.backing)
+        mount_points = users.mount_paths(self._kernel, self._activator, volume.backing)
         return carver.MoveState(
             volume_id=str(volume.id),
             state=volume_states.word_of(EndedBy.ERASER if _is_going(volume) else volume.ended_by),
@@ -233,7 +234,7 @@ class Mover:
             if key in volume.own_tags
         }
         lvm, group = self._volume_groups.lvm(volume.group.name), volume.group.name
-        volumes.mark(lvm, group, volume.name, old=old_tags, new=new_tags)
+        volumes.mark(lvm, group, volume.name, old_tags=old_tags, new_tags=new_tags)
 
 
 def _is_gone(volume: Volume) -> bool:

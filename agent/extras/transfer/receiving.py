@@ -106,7 +106,7 @@ class Receiver:
         with self._volume_groups.hold(device_class.group):
             fresh_report = self._mender.mend(device_class.group)
             own_name = names.logical_volume(ids.VOLUME_PREFIX, name)
-            volume = self._reports.every_group(fresh_report).named(own_name)
+            volume = self._reports.every_group(fresh_report).find_named(own_name)
             if volume is None:
                 return self._make(fresh_report, device_class, name, header)
             if volume.group.name == device_class.group:
@@ -167,7 +167,7 @@ class Receiver:
             if tag.RECEIVED in volume.own_tags and volume.is_listed:
                 # The volume is finished already. Allow its use here as well: the earlier call may
                 # have set the tags and yet got an error of lvm2.
-                self._holds.allow(volume_id)
+                self._holds.remove_note(volume_id)
                 return
             volume = self._receiving(volume_id)
             self._require_whole(volume, release)
@@ -180,7 +180,7 @@ class Receiver:
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._receiving(volume_id)
             self._mark(volume, volume_states.tags_for(EndedBy.CALLER), removed_keys=_COMING)
-        self._holds.allow(volume_id)
+        self._holds.remove_note(volume_id)
 
     def abort(self, volume_id: str) -> None:
         """Erase and remove a volume that is being received; do nothing if it does not exist.
@@ -193,7 +193,7 @@ class Receiver:
             try:
                 volume = fresh_report.volume(volume_id)
             except errors.NoSuchVolume:
-                self._holds.allow(volume_id)
+                self._holds.remove_note(volume_id)
                 return
             if not (_is_coming(volume) or volume.is_doomed):
                 raise errors.NotReceived(volume_id, "it is finished, and a volume like any other")
@@ -204,7 +204,7 @@ class Receiver:
                 removed_keys = (tag.CHAIN, tag.INTO, tag.OFFSET)
                 self._mark(volume, {tag.FINISHING: _WITHDRAWN}, removed_keys=removed_keys)
         self._deleter.delete(volume_id, is_own=False)
-        self._holds.allow(volume_id)
+        self._holds.remove_note(volume_id)
 
     def withdraw(self, volume_id: str, release: str) -> None:
         """Undo `finish`: the volume cannot be used on this node any more; `abort` can remove it.
@@ -231,7 +231,7 @@ class Receiver:
                 )
             users.require_unused(self._kernel, self._activator, volume)
             new_tags = {**volume_states.tags_for(EndedBy.RECEIVER), tag.FINISHING: _WITHDRAWN}
-            self._holds.receiving(volume_id)
+            self._holds.note_receiving(volume_id)
             self._mark(volume, new_tags)
 
     def _make(
@@ -249,7 +249,7 @@ class Receiver:
             header.size_bytes, group.extent_size_bytes, device_class.layout
         )
         own_tags = stream_descriptions.tags_of(name, device_class, header, size_bytes, group)
-        sent = stream_descriptions.tuning_of(header, device_class.layout).lacking_in(PLAIN)
+        sent = stream_descriptions.tuning_of(header, device_class.layout).missing_from(PLAIN)
         tuning = modify.bounded(self._configuration.now, device_class, sent)
         own_tags |= tuning.tags()
         allocator = self._allocators.of(device_class)
@@ -261,10 +261,10 @@ class Receiver:
         volume_id = str(VolumeId.of(group, own_name))
         # Before lvcreate runs, note that calls may not use the volume: lvcreate may fail and yet
         # create the volume. `abort` finds out whether the volume exists.
-        self._holds.receiving(volume_id)
+        self._holds.note_receiving(volume_id)
         with ExitStack() as undo:
             if device_class.layout.is_thin:
-                self._pool_remover.empty(group, pool_name(device_class.name))
+                self._pool_remover.remove_zeroing_volume(group, pool_name(device_class.name))
                 undo.callback(
                     self._pool_remover.remove_if_empty, group.name, pool_name(device_class.name)
                 )
@@ -283,7 +283,7 @@ class Receiver:
             raise errors.OperationPending(f"{volume.id} (being erased)")
         if not _is_coming(volume):
             raise errors.Incompatible(f"volume {name!r} exists, and is not being received")
-        self._holds.receiving(str(volume.id))
+        self._holds.note_receiving(str(volume.id))
         if volume.own_tags.get(tag.CHAIN) == header.chain:
             return _state(volume)
         self._require_fit(volume, name, header)
@@ -369,10 +369,10 @@ class Receiver:
             return
         if volume.is_block:
             return
-        self._detached.finish(identity)
+        self._detached.wait_for(identity)
         formatted = own_tags.get(tag.FORMATTED, "")
         if clone.may_hold_btrfs(own_tags) and filesystem.is_on(self._kernel, device.path):
-            filesystem.renew(self._kernel, device.path)
+            filesystem.renew_uuid(self._kernel, device.path)
         if not formatted:
             signature = filesystem.probe(self._kernel, device.path)
             if signature is None or signature.fs_type not in filesystem.FILE_SYSTEMS:
@@ -427,7 +427,7 @@ class Receiver:
         old_keys = {key for key in (*new_tags, *removed_keys) if key in volume.own_tags}
         old_tags = {key: volume.own_tags[key] for key in old_keys}
         lvm, group = self._volume_groups.lvm(volume.group.name), volume.group.name
-        volumes.mark(lvm, group, volume.name, old=old_tags, new=new_tags)
+        volumes.mark(lvm, group, volume.name, old_tags=old_tags, new_tags=new_tags)
         kept_tags = {key: value for key, value in volume.own_tags.items() if key not in old_keys}
         return replace(volume, own_tags={**kept_tags, **new_tags})
 

@@ -69,7 +69,7 @@ def tags_of(
         raise errors.NotAllowed("stream.facts[access]", access, (BLOCK, MOUNT))
     # Check the parameters that staging needs.
     texts = {
-        row.key: sent_tags[row.tag] for row in STORAGE_CLASS if row.text and row.tag in sent_tags
+        row.key: sent_tags[row.tag] for row in STORAGE_CLASS if row.format and row.tag in sent_tags
     }
     given = Parameters.from_proto(texts | {tag.CLASS: device_class.name}, "stream.facts")
     if given.fs_type:
@@ -126,7 +126,7 @@ def tuning_of(header: Header, shape: Layout) -> Tuning:
     facts = {key: header.facts[key] for key in _MUTABLE if key in header.facts}
     sent = parameters.tuning_of(facts, "stream.facts")
     if _ALL_MUTABLE in header.facts:
-        sent = replace(sent.over(PLAIN), bound_recovery_kib=None)
+        sent = replace(sent.applied_to(PLAIN), bound_recovery_kib=None)
     return sent if shape.is_raid else replace(sent, **dict.fromkeys(sent.of_raid))
 
 
@@ -267,7 +267,7 @@ class Sender:
                 volume = fresh_report.volume(volume_id)
                 volume_tags = volume.own_tags
                 tuning = volume.group.volume(volume.name).tuning
-                texts = {**parameters.texts_of(tuning.lacking_in(PLAIN)), _ALL_MUTABLE: "yes"}
+                texts = {**parameters.texts_of(tuning.missing_from(PLAIN)), _ALL_MUTABLE: "yes"}
             except errors.NoSuchVolume:
                 volume_tags = {}
             # The tags of format, header and keys come from the snapshot only. Since the snapshot

@@ -67,7 +67,7 @@ class IoSlots:
             if not context.is_active():
                 raise errors.NotWanted("turns")
 
-        work = self._paces.of(logical.group).work(
+        work = self._paces.of(logical.group).task(
             first.kind, device.path, check=check, most_bytes=_MOST_BYTES, may_join=True
         )
         request: carver.TurnRequest | None = first

@@ -36,7 +36,7 @@ def test_no_error_is_shadowed_by_one_before_it() -> None:
 def test_a_message_is_cut_to_what_a_client_takes(text: str, times: int) -> None:
     """GRPC drops an error with 8 KiB of headers, and says RESOURCE_EXHAUSTED in its place."""
     message = text * times
-    said = codes.cut(message)
+    said = codes.shorten(message)
     assert len(parse.quote(said, safe="", errors="replace")) < 7000
     assert said == message or (said.endswith("…") and message.startswith(said[:-1]))
     if len(message.encode(errors="replace")) <= 2000:

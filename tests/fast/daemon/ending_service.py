@@ -62,7 +62,7 @@ def main(directory: Path) -> int:
         patch.object(fake.kernel, "zero_out", hang),
         patch.object(host, "this_host", lambda _: made),
         patch.object(settings, "load", lambda *_: config),
-        patch.object(preflight, "CHEAP", ()),
+        patch.object(preflight, "QUICK_CHECKS", ()),
         patch.object(preflight, "CHECKS", {}),
         patch.object(service_process, "notify", notify),
         patch.object(service_process, "_LOOK_SECONDS", 0.1),

@@ -258,15 +258,15 @@ def test_failed_background_scans_are_counted(
     monkeypatch.setattr("agent.operations.autoextend._LOOK_SECONDS", 0.001)
     monkeypatch.setattr(measured.service.autoextender, "_full", broken)
     assert measured.samples()["carver_round_failures_total", "data", "grow"] == 0
-    measured.service.autoextender.looks.start()
+    measured.service.autoextender.scans.start()
     expect.soon(lambda: measured.samples()["carver_round_failures_total", "data", "grow"] > 1)
     assert measured.samples()["carver_round_failures_total", "data", "inline"] == 0
-    measured.service.autoextender.looks.stop()
+    measured.service.autoextender.scans.stop()
 
 
 def test_orphans_are_counted_by_kind_where_they_are_looked_for() -> None:
     lost = Candidate(Kind.VOLUME, "data@00000000/vol-1", "uuid", "4 MiB")
-    found = [Orphan(lost, 3600, sure=True), Orphan(lost, 60, sure=False)]
+    found = [Orphan(lost, 3600, is_sure=True), Orphan(lost, 60, is_sure=False)]
     watch = OrphanWatch(lambda: found, 600, clock=lambda: 42.0)
     watch.task.run_once()
     by_kind, when = Orphans(watch).gauges()
@@ -390,9 +390,9 @@ def test_each_reason_of_health_has_an_alert_but_that_of_a_repair_that_goes_on() 
     ]
     for kind in ("volume", "storage"):
         wanted = {
-            (getattr(one, f"of_{kind}"), one.word)
+            (getattr(one, f"{kind}_status"), one.word)
             for one in Reason
-            if getattr(one, f"of_{kind}") and one is not Reason.RAID_RESYNCING
+            if getattr(one, f"{kind}_status") and one is not Reason.RAID_RESYNCING
         }
         chosen = [
             (status, excepted)
@@ -405,7 +405,7 @@ def test_each_reason_of_health_has_an_alert_but_that_of_a_repair_that_goes_on() 
             (status, one.word)
             for status, excepted in chosen
             for one in Reason
-            if getattr(one, f"of_{kind}") == status and one.word != excepted
+            if getattr(one, f"{kind}_status") == status and one.word != excepted
         }
         assert fired == wanted
 
@@ -423,9 +423,9 @@ def test_alerts_and_dashboard_use_only_values_that_occur(measured: Measured) -> 
             *(name for name in {**vars(lvm_errors), **vars(mount_errors)} if name[0].isupper()),
         },
         "state": {*registration.State, *measured.service.eraser.jobs.counts()},
-        "kind": {one.looks.kind for one in scanning(measured.service)},
+        "kind": {one.scans.kind for one in scanning(measured.service)},
         "method": STREAMS,
-        "status": {status for one in Reason for status in (one.of_volume, one.of_storage)},
+        "status": {status for one in Reason for status in (one.volume_status, one.storage_status)},
         "reason": {one.word for one in Reason},
         # The dashboard's variable.
         "driver_name": {"$driver"},

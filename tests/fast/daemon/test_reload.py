@@ -63,7 +63,7 @@ def reload(running: Started, config: Config) -> None:
 
 def looked_at(running: Started) -> set[str]:
     """The groups in which work is repeated."""
-    return {job.key for one in running.service.looks for job in one._jobs.unfinished()}
+    return {job.key for one in running.service.scans for job in one._jobs.unfinished()}
 
 
 # What is asked of objects that were made at the start, for each setting that may change: two
@@ -267,7 +267,7 @@ def test_a_group_of_which_the_last_class_goes_is_as_after_a_restart(
         with expect.code("INVALID_ARGUMENT"):
             client.create("d", 16 * MIB, block(), parameters={"class": "other"})
         assert [one.volume_id for one in client.every_volume()] == [kept.volume_id]
-        assert all("more" not in one.failures() for one in service.looks)
+        assert all("more" not in one.failures() for one in service.scans)
         expect.soon(lambda: "more" not in looked_at(running))
         # By its id a volume is used, expanded and deleted.
         client.expand(made.volume_id, 32 * MIB)

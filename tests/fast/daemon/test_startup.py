@@ -217,7 +217,7 @@ def test_a_step_of_recovery_that_fails_blocks_no_call_and_no_other_step_and_is_r
     failing = True
     for name in parts:
         part = getattr(service, name)
-        at, act = (part, "resume") if hasattr(part, "resume") else (part.jobs, "look")
+        at, act = (part, "resume") if hasattr(part, "resume") else (part.jobs, "start_due")
         monkeypatch.setattr(at, act, partial(step, name))
     for _ in range(2):
         assert not in_background.resume(service)
@@ -307,7 +307,7 @@ def test_health_needs_no_thread_that_other_calls_use(
 
 
 def test_a_call_too_many_is_refused() -> None:
-    admitting = Admission(places=1)
+    admitting = Admission(slots=1)
 
     def one_more() -> None:
         with admitting.call(), pytest.raises(errors.TooManyCalls, match="1 calls are at work"):
@@ -337,7 +337,7 @@ def admitted(admitting: Admission, ending: ExitStack, *groups: str) -> bool:
 
 
 def test_a_group_s_calls_leave_places_to_the_others_however_many_groups_hang() -> None:
-    admitting = Admission(places=16)
+    admitting = Admission(slots=16)
     with ExitStack() as ending:
         for groups, places in ((["a"], 12), ([], 3), (["c"], 1)):
             calls = [admitted(admitting, ending, *groups) for _ in range(99)]
@@ -348,25 +348,25 @@ def test_a_group_s_calls_leave_places_to_the_others_however_many_groups_hang() -
         # What is with no group, or with another, has a place.
         assert admitted(admitting, ending)
         assert admitted(admitting, ending, "c")
-    assert admitting.places.taken == {}
+    assert admitting.slots.taken == {}
 
 
 def test_a_call_of_two_groups_is_counted_for_both_and_for_each_once() -> None:
-    admitting = Admission(places=8)
+    admitting = Admission(slots=8)
     with ExitStack() as ending:
         for _ in range(3):
             assert admitted(admitting, ending, "a", "b")
             locks.enter("a")
-        assert admitting.places.taken == {"a": 3, "b": 3}
+        assert admitting.slots.taken == {"a": 3, "b": 3}
     with admitting.call():
         locks.enter("a")
         locks.enter("a", "b")
-        assert admitting.places.taken == {"a": 1, "b": 1}
-    assert admitting.places.taken == {}
+        assert admitting.slots.taken == {"a": 1, "b": 1}
+    assert admitting.slots.taken == {}
 
 
 def test_a_call_that_was_not_admitted_keeps_no_place() -> None:
-    admitting = Admission(places=1)
+    admitting = Admission(slots=1)
     admitting.close()
     for _ in range(2):
         with admitting.call(), time_limit(0.01), pytest.raises(errors.Starting, match="not ans"):
@@ -442,7 +442,7 @@ def test_a_group_that_appears_during_an_attempt_is_recovered_by_a_later_step(
     own = Recovery(volume_groups, recover)
     own.begin()
     expect.soon(lambda: sorted(tried) == ["a", "b"])
-    assert all(one.answers for one in volume_groups)
+    assert all(one.is_answering for one in volume_groups)
 
     def step_until_both_are_recovered() -> bool:
         own.step()

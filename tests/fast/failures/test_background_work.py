@@ -115,7 +115,7 @@ def test_a_pool_grows_while_another_group_hangs(
         return real(group, name)
 
     monkeypatch.setattr(fake.lvm2, "status", status)
-    service.autoextender.looks.start()
+    service.autoextender.scans.start()
     try:
         assert asked.wait(60)
         expect.soon(lambda: pool.length > before)
@@ -138,7 +138,7 @@ def test_a_retry_waits_from_the_end_of_the_failed_try(
 
     fake.intercept = slow
     for _ in range(200):
-        service.autoextender.look("a", lambda: now[0])
+        service.autoextender.check_group("a", lambda: now[0])
         now[0] += 2
     assert tries[:3] == [0, 70, 140]
 
@@ -170,7 +170,7 @@ def test_a_pool_grows_after_a_fork_that_failed(
             raise problems.pop()
 
     fake.intercept = fail_once
-    service.autoextender.looks.start()
+    service.autoextender.scans.start()
     expect.soon(lambda: pool.length > before)
     assert not problems
     assert service.autoextender.counts()["data", "failed"] == 1
@@ -184,7 +184,7 @@ def test_a_raid_volume_is_repaired_while_another_group_hangs(
         fake.lose_disk(one, 0)
     service.reports.fresh()
     asked = hang()
-    service.auto_repair.looks.start()
+    service.auto_repair.scans.start()
     assert asked.wait(60)
     expect.soon(lambda: fake.lvm2.groups["b"].volumes["vol-raid-b"].health == "")
 
@@ -218,7 +218,7 @@ def test_the_search_for_inline_volumes_is_bounded(
 ) -> None:
     monkeypatch.setattr("agent.operations.inline._PATIENCE_SECONDS", 0.1)
     for one in service.inline_volumes._sweeps.values():
-        one.may_be_some = True
+        one.may_have_volumes = True
     hang()
     expect.soon(lambda: "volume group a: inline volumes that were left" in caplog.text)
 

@@ -138,8 +138,8 @@ def test_which_of_two_values_counts_is_the_same_in_each_process() -> None:
     values = [f"carver.class={one}" for one in ("b", "a", "c")]
     found = {tags.decode(order)["class"] for order in itertools.permutations(values)}
     assert found == {"a"}
-    assert tags.doubled(values) == {"class"}
-    assert tags.doubled(values[:1]) == frozenset()
+    assert tags.ambiguous_keys(values) == {"class"}
+    assert tags.ambiguous_keys(values[:1]) == frozenset()
 
 
 def test_all_needs_count_where_there_are_several_tags(fake: FakeHost, client: Client) -> None:

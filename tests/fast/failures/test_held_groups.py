@@ -246,7 +246,7 @@ def test_a_source_is_kept_until_the_copy_to_another_group_has_found_it(
     snapshot = client.snapshot("s", source.volume_id).snapshot_id
     # A call is about to fill the volume; then the job waits for the source's group.
     readers: list[list[str]] = []
-    Between(fake, lambda: readers.append(service.copier.reading(snapshot)))
+    Between(fake, lambda: readers.append(service.copier.copies_from(snapshot)))
     gate = Gate()
     state = service.reports.fresh
 
@@ -261,11 +261,11 @@ def test_a_source_is_kept_until_the_copy_to_another_group_has_found_it(
         make = partial(client.create, "copy", SIZE, block(), parameters=THERE, source=of)
         with gate.call(make):
             copy = next(iter(service.copier.jobs.unfinished())).key
-            expect.soon(lambda: service.copier.reading(snapshot) == [copy])
+            expect.soon(lambda: service.copier.copies_from(snapshot) == [copy])
     assert readers == [["copy"]]
     assert copied(fake) == DATA
     idle(service)
-    assert service.copier.reading(snapshot) == []
+    assert service.copier.copies_from(snapshot) == []
     client.delete_snapshot(snapshot)
 
 

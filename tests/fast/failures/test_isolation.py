@@ -93,7 +93,7 @@ def config(tmp_path: Path) -> Config:
 @pytest.fixture(autouse=True)
 def well(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node without a problem that is not lvm2's."""
-    monkeypatch.setattr(preflight, "CHEAP", ())
+    monkeypatch.setattr(preflight, "QUICK_CHECKS", ())
     monkeypatch.setattr(preflight, "CHECKS", {})
 
 
@@ -290,7 +290,7 @@ def test_calls_on_a_group_that_hangs_end_at_their_deadlines_and_hold_no_place(
     with Client(bench.config.endpoint, timeout_seconds=1.5) as hasty:
         sick = bench.forty(hasty)
         assert {code_of(one) for one in sick} <= {"DEADLINE_EXCEEDED", "UNAVAILABLE"}
-    expect.soon(lambda: service.context.admission.places.free_slots == locks.PLACES)
+    expect.soon(lambda: service.context.admission.slots.free_slots == locks.ADMISSION_SLOTS)
     trouble.over.set()
     assert client.volume(bench.sick.volume_id).volume.capacity_bytes == 16 * MIB
     assert client.capacity(SICK).available_capacity
@@ -327,7 +327,7 @@ def test_volumes_staged_on_a_dead_disk_leave_places_to_the_other_group_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """mount(2) waits for the disk, and no time limit ends it."""
-    service.context.admission.places = locks.Slots(places := 8)
+    service.context.admission.slots = locks.Slots(places := 8)
     names = [f"staged-{number}" for number in range(places)]
     sick = [client.create(one, 16 * MIB, mounted("ext4"), parameters=SICK) for one in names]
     over, real = threading.Event(), fake.kernel.mount

@@ -524,7 +524,7 @@ def has_rate(trial: Arranged) -> None:
         "lvm lvcreate",
         "lvm lvchange",
     ]
-    assert trial.machine._report().volume("vol-a").tuning == Tuning(AUTO, 1024).over(PLAIN)
+    assert trial.machine._report().volume("vol-a").tuning == Tuning(AUTO, 1024).applied_to(PLAIN)
 
 
 def is_left(*names: str) -> Callable[[Arranged], None]:

@@ -76,7 +76,7 @@ def test_a_silent_pool_is_unavailable_at_once_and_others_are_used(
     assert time.monotonic() - began < 20
     assert client.capacity(SOUND).available_capacity
     assert client.capacity(THICK).available_capacity
-    assert service.context.admission.places.free_slots == locks.PLACES
+    assert service.context.admission.slots.free_slots == locks.ADMISSION_SLOTS
     with expect.code("UNAVAILABLE", "a/pool-sick"):
         client.create("new", EXTENT, block(), parameters=SICK)
     assert client.create("new-beside", EXTENT, block(), parameters=THICK).volume_id

@@ -11,7 +11,7 @@ from fakes.images import DASHED, GROUP_UUID, UUIDS, Area, Image, metadata
 from agent.core import errors
 from agent.groups.disk_search import Location, claims, locate, unknown
 from lvm import labels
-from lvm.candidate_devices import Excluded, Why
+from lvm.candidate_devices import Excluded, ExclusionReason
 from lvm.disk_reader import Found, Unanswered, Unreadable
 from lvm.labels import Damaged, Group, Kind, PhysicalLabel
 
@@ -63,7 +63,7 @@ class Machine:
 
     def sequences(self, paths: Collection[str]) -> Mapping[str, str]:
         there = (self.found.keys() | self.blank).intersection(paths)
-        gone = Excluded(Why.EMPTY)
+        gone = Excluded(ExclusionReason.EMPTY)
         return {path: str(self.attached[path]) for path in there if self.found.get(path) != gone}
 
     def add(self, **found: Found) -> None:
@@ -426,7 +426,7 @@ def test_a_group_is_renamed_and_another_takes_its_name() -> None:
     machine.found_on("sdb")
 
 
-@pytest.mark.parametrize("gone", [None, Unreadable("I/O error"), Excluded(Why.EMPTY)])
+@pytest.mark.parametrize("gone", [None, Unreadable("I/O error"), Excluded(ExclusionReason.EMPTY)])
 def test_after_all_disks_are_gone_no_newcomer_is_the_group(gone: Found | None) -> None:
     machine = known(sda=pv("1"))
     machine.take("sda")
@@ -582,14 +582,17 @@ MAY_HAVE: Mapping[str, tuple[Found, bool]] = {
     "a damaged label": (Damaged("wrong checksum"), True),
     "metadata that are elsewhere": (bare("9"), True),
     "damaged metadata": (replace(empty("9"), damage=("wrong checksum",)), True),
-    "not known what it is over": (Excluded(Why.UNKNOWN, "loop0"), True),
+    "not known what it is over": (Excluded(ExclusionReason.UNKNOWN, "loop0"), True),
     "the group's own": (tagged("9", "1", "9", uuid=DATA), False),
     "the group's without metadata": (bare("2"), False),
     "the operator's": (pv("9", uuid=TWIN, name="root"), False),
     "in no group": (empty("9"), False),
     "a guest's or another driver's": (replace(tagged("9"), kind=Kind.FOREIGN), False),
     "a guest's damaged": (replace(bare("9"), kind=Kind.FOREIGN), False),
-    **{f"no disk: {why.name}": (Excluded(why, "x"), why is Why.UNKNOWN) for why in Why},
+    **{
+        f"no disk: {why.name}": (Excluded(why, "x"), why is ExclusionReason.UNKNOWN)
+        for why in ExclusionReason
+    },
 }
 
 

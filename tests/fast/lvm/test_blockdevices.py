@@ -7,7 +7,7 @@ import pytest
 from fakes.sysfs import GROUP_OF_VOLUMES, Sysfs
 
 from lvm import candidate_devices
-from lvm.candidate_devices import BlockDevices, Excluded, Why
+from lvm.candidate_devices import BlockDevices, Excluded, ExclusionReason
 from lvm.labels import Kind
 
 
@@ -27,8 +27,8 @@ def test_disks_partitions_and_loop_devices_may_be_physical_volumes(sysfs: Sysfs)
     assert BlockDevices(sysfs.root).names == ("loop0", "loop1", "nvme0n1", "nvme0n1p1", "sda")
     assert BlockDevices(sysfs.root).loops_under(["loop0", "loop1"]) == ("loop0",)
     assert sysfs.excluded(loop0=0) == {
-        "loop1": Excluded(Why.EMPTY),
-        "nvme0n1": Excluded(Why.PARTITIONED),
+        "loop1": Excluded(ExclusionReason.EMPTY),
+        "nvme0n1": Excluded(ExclusionReason.PARTITIONED),
     }
 
 
@@ -56,8 +56,8 @@ def test_active_volumes_are_no_disks_and_name_the_group_of_theirs(sysfs: Sysfs) 
     sysfs.volume("dm-1", "253:1", "dm-0")
     assert BlockDevices(sysfs.root).active_groups("sda") == {GROUP_OF_VOLUMES}
     assert sysfs.excluded() == {
-        "dm-0": Excluded(Why.VOLUME, "data-dm-0"),
-        "dm-1": Excluded(Why.VOLUME, "data-dm-1"),
+        "dm-0": Excluded(ExclusionReason.VOLUME, "data-dm-0"),
+        "dm-1": Excluded(ExclusionReason.VOLUME, "data-dm-1"),
     }
     assert str(sysfs.excluded()["dm-0"]) == "it is the logical volume data-dm-0"
 
@@ -73,7 +73,7 @@ def test_no_device_above_a_volume_is_read_through_any_stack(sysfs: Sysfs) -> Non
     sysfs.add("md0p1", "259:3", disk="md0")
     sysfs.add("loop1", "7:1")
     found = sysfs.excluded(loop0=volume, loop1=os.makedev(259, 3))
-    on = Excluded(Why.ON_A_VOLUME, "data-dm-0")
+    on = Excluded(ExclusionReason.ON_A_VOLUME, "data-dm-0")
     names = ("loop0", "loop0p2", "dm-1", "md0", "md0p1", "loop1")
     assert {name: found[name] for name in names} == dict.fromkeys(names, on)
     assert "sda" not in found
@@ -82,7 +82,7 @@ def test_no_device_above_a_volume_is_read_through_any_stack(sysfs: Sysfs) -> Non
 def test_a_loop_device_over_something_unknown_is_excluded(sysfs: Sysfs) -> None:
     sysfs.add("loop0", "7:0")
     sysfs.add("loop0p1", "259:1", disk="loop0")
-    unknown = Excluded(Why.UNKNOWN, "loop0")
+    unknown = Excluded(ExclusionReason.UNKNOWN, "loop0")
     assert sysfs.excluded() == {"loop0": unknown, "loop0p1": unknown}
     # Over a device that is not there any more.
     assert sysfs.excluded(loop0=os.makedev(253, 9))["loop0"] == unknown
@@ -92,10 +92,10 @@ def test_a_loop_device_over_a_device_is_not_a_second_disk(sysfs: Sysfs) -> None:
     sysfs.add("loop0", "7:0")
     sysfs.add("loop1", "7:1")
     found = sysfs.excluded(loop0=os.makedev(8, 0), loop1=0)
-    assert found == {"loop0": Excluded(Why.SECOND_VIEW, "sda")}
+    assert found == {"loop0": Excluded(ExclusionReason.SECOND_VIEW, "sda")}
     # Over each other: no endless loop.
     found = sysfs.excluded(loop0=os.makedev(7, 1), loop1=os.makedev(7, 0))
-    assert found["loop0"] == Excluded(Why.SECOND_VIEW, "loop1")
+    assert found["loop0"] == Excluded(ExclusionReason.SECOND_VIEW, "loop1")
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_the_disks_below_another_device_are_taken_and_that_device_is_a_disk(
     sysfs.add("sdb", "8:16")
     sysfs.add(name, "240:0", on=("sda", "sdb"), **more)
     sysfs.volume("dm-7", "253:7", name)
-    taken = Excluded(Why.TAKEN, name)
-    volume = Excluded(Why.VOLUME, "data-dm-7")
+    taken = Excluded(ExclusionReason.TAKEN, name)
+    volume = Excluded(ExclusionReason.VOLUME, "data-dm-7")
     assert sysfs.excluded() == {"sda": taken, "sdb": taken, "dm-7": volume}
     assert BlockDevices(sysfs.root).active_groups("sda") == frozenset()
 
@@ -125,10 +125,10 @@ def test_other_devices_are_excluded(sysfs: Sysfs) -> None:
     sysfs.add("nvme0c0n1", "259:0", hidden="1")
     # A device that goes away meanwhile.
     (sysfs.root / "class/block/sdz").symlink_to("../../devices/gone")
-    assert {name: one.why for name, one in sysfs.excluded().items()} == {
-        **dict.fromkeys(("sr0", "fd0", "zram0"), Why.NO_DISK),
-        "nvme0c0n1": Why.PATH,
-        "sdz": Why.EMPTY,
+    assert {name: one.reason for name, one in sysfs.excluded().items()} == {
+        **dict.fromkeys(("sr0", "fd0", "zram0"), ExclusionReason.NO_DISK),
+        "nvme0c0n1": ExclusionReason.PATH,
+        "sdz": ExclusionReason.EMPTY,
     }
 
 

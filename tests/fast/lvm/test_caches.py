@@ -81,7 +81,9 @@ def test_a_cached_pool_can_hold_its_promises_in_a_thousand_states() -> None:
         fast = {disk.uuid for disk in group.disks if disk.fast}
         assert made.disks & fast
         # What is given out is held, at the class's ratio, by what the pool can grow to.
-        [thin] = Allocators(configured.of_classes(one), activator(fake, "data")).thin(group)
+        [thin] = Allocators(configured.of_classes(one), activator(fake, "data")).thin_allocators(
+            group
+        )
         reserve = one.reserve.extents(group)
         assert thin.outstanding_extents(group) <= Room(group).free_extents - reserve
         assert allocator.maximum_bytes(group) == 0
@@ -121,7 +123,7 @@ def test_the_loss_of_a_fast_disk_is_reported_by_what_only_it_had(
         fast.missing = slow.missing = False
         disk.missing = True
         [volume] = known.fresh().volumes()
-        [problem] = diagnosis.by_report(volume)
+        [problem] = diagnosis.conditions_by_report(volume)
         assert problem.reason is Reason.DISK_MISSING
         assert disk.uuid in problem.message
         assert what in problem.message

@@ -10,7 +10,7 @@ from fakes.images import DASHED, UUIDS, Area, Image, metadata
 from fakes.sysfs import GROUP_OF_VOLUMES, Sysfs
 
 from lvm import labels
-from lvm.candidate_devices import Excluded, Why
+from lvm.candidate_devices import Excluded, ExclusionReason
 from lvm.disk_reader import DiskErrors, Disks, Unanswered, Unreadable
 from lvm.labels import Damaged, PhysicalLabel
 
@@ -85,7 +85,7 @@ def test_a_scan_has_all_devices_but_blank_ones(machine: Machine) -> None:
         damaged: Damaged("the label has no UUID"),
         gone: Unreadable("No such file or directory"),
         odd: PhysicalLabel(DASHED[0], Image().size, True, None, sequence="unknown"),
-        str(machine.dev / "dm-0"): Excluded(Why.VOLUME, "data-dm-0"),
+        str(machine.dev / "dm-0"): Excluded(ExclusionReason.VOLUME, "data-dm-0"),
     }
 
 
@@ -109,14 +109,16 @@ def test_the_backing_of_each_loop_device_is_read(machine: Machine) -> None:
     machine.backings = {"loop0": 0, "loop1": 8 << 8 | 9}
     found = machine.disks.scan()
     assert isinstance(found[paths["loop0"]], PhysicalLabel)
-    assert found[paths["loop1"]] == Excluded(Why.SECOND_VIEW, "sda")
-    assert found[paths["loop2"]] == Excluded(Why.UNKNOWN, "loop2")
+    assert found[paths["loop1"]] == Excluded(ExclusionReason.SECOND_VIEW, "sda")
+    assert found[paths["loop2"]] == Excluded(ExclusionReason.UNKNOWN, "loop2")
     # Also where only a device above it is named.
     crypt = machine.put("dm-0", Image())
     machine.sysfs.add("dm-0", "253:0", on=("loop0",), dm__uuid="CRYPT-x")
     assert isinstance(machine.disks.scan(only_paths=[crypt])[crypt], PhysicalLabel)
     machine.backings = {"loop1": 0}
-    assert machine.disks.scan(only_paths=[crypt])[crypt] == Excluded(Why.UNKNOWN, "loop0")
+    assert machine.disks.scan(only_paths=[crypt])[crypt] == Excluded(
+        ExclusionReason.UNKNOWN, "loop0"
+    )
 
 
 def test_a_disk_that_hangs_delays_neither_the_others_nor_the_next_scan(

@@ -112,10 +112,10 @@ def test_lvm2_takes_no_disk_but_those_that_serve_and_all_that_is_free_there(
         most = layout.maximum_bytes(room)
         assert most == room.free_extents * EXTENT
         with pytest.raises(lvm_errors.NoSpace):
-            volumes.create(lvm, "data", New("v", most + EXTENT, {}), disks=room.anywhere())
+            volumes.create(lvm, "data", New("v", most + EXTENT, {}), disks=room.disk_arguments())
         if most:
             rooms += 1
-            volumes.create(lvm, "data", New("v", most, {}), disks=room.anywhere())
+            volumes.create(lvm, "data", New("v", most, {}), disks=room.disk_arguments())
             what = "overwriters" if is_overwriting else "volumes"
             used = list(taken(fake, fake.groups["data"].volumes["v"].extents, kinds))
             assert used, kinds

@@ -301,14 +301,14 @@ def test_an_idle_shell_is_replaced_after_many_commands(
     monkeypatch.setattr(session, "_MANY_COMMANDS", 3)
     for _ in range(3):
         place.session(*CHANGE)
-    place.session.rest()
+    place.session.end_if_idle()
     assert place.runs(), "it is not idle"
     monkeypatch.setattr(session, "_IDLE_SECONDS", 0.0)
-    place.session.rest()
+    place.session.end_if_idle()
     assert not place.runs()
     for _ in range(2):
         assert place.session(*CHANGE).exit_code == 0
-        place.session.rest()
+        place.session.end_if_idle()
     assert place.runs(), "it ran few commands"
     assert len(place.done("shell")) == 2
     assert place.done("process") == []
@@ -319,14 +319,14 @@ def test_an_idle_shell_that_takes_much_memory_is_replaced(
 ) -> None:
     place.session(*CHANGE)
     monkeypatch.setattr(session, "_IDLE_SECONDS", 0.0)
-    place.session.rest()
+    place.session.end_if_idle()
     assert place.runs(), "it takes little"
     monkeypatch.setattr(session, "_MOST_IDLE_BYTES", 1 << 20)
     monkeypatch.setattr(session, "_IDLE_SECONDS", 60.0)
-    place.session.rest()
+    place.session.end_if_idle()
     assert place.runs(), "it is not idle"
     monkeypatch.setattr(session, "_IDLE_SECONDS", 0.0)
-    place.session.rest()
+    place.session.end_if_idle()
     assert not place.runs()
     assert place.session(*CHANGE).exit_code == 0
     assert len(place.done("shell")) == 2
@@ -336,7 +336,7 @@ def test_rest_does_not_wait_for_a_busy_shell(place: Place, monkeypatch: pytest.M
     monkeypatch.setattr(session, "_MANY_COMMANDS", 1)
     monkeypatch.setattr(session, "_IDLE_SECONDS", 0.0)
     with place.busy() as change:
-        place.session.rest()
+        place.session.end_if_idle()
         assert not change.done()
     assert len(place.done("shell")) == 1
 

@@ -26,14 +26,14 @@ def of(**values: Any) -> Tuning:
 
 
 def test_the_settings_that_are_limits_are_those_of_the_parameters() -> None:
-    assert {one.part for one in LIMITS} == {row.part for row in parameters.LIMITS}
+    assert {one.field_name for one in LIMITS} == {row.field_name for row in parameters.LIMITS}
     assert {one.limit.of for one in LIMITS if one.limit} == {one.name for one in fields(IoMax)}
     assert {one.limit.of: None for one in LIMITS if one.limit}.keys() == KINDS.keys()
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.part)
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.field_name)
 def test_only_a_setting_with_a_limit_limits(setting: tuning.Setting) -> None:
-    limited = of(**{setting.part: 1 << 20})
+    limited = of(**{setting.field_name: 1 << 20})
     assert limited.is_limited == bool(setting.limit)
     assert bool(limited.io_max(GIB)) == bool(setting.limit)
 
@@ -58,7 +58,7 @@ def test_the_lower_limit_counts(
 def test_a_setting_with_a_tag_need_not_be_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that is to come: it is read and written with the others, and limits nothing."""
     coming = tuning.Setting("minimum_recovery_kib", tag="coming")
-    rows = [coming if one.part == coming.part else one for one in SETTINGS]
+    rows = [coming if one.field_name == coming.field_name else one for one in SETTINGS]
     monkeypatch.setattr(tuning, "SETTINGS", rows)
     own_tags = {"coming": "5", "readIOPS": "100"}
     assert tuning.limits(own_tags).tags() == {"readIOPS": "100"}

@@ -39,7 +39,7 @@ def test_the_checksum_is_crc32c() -> None:
 
 def test_the_id_is_new_and_the_old_one_is_kept_for_the_trees(devices: FakeDevices) -> None:
     before = superblock(devices)
-    filesystem.renew(FakeKernel(devices), DEVICE)
+    filesystem.renew_uuid(FakeKernel(devices), DEVICE)
     after = superblock(devices)
     assert after[0x20:0x30] != before[0x20:0x30]
     assert after[0x23B:0x24B] == before[0x20:0x30]
@@ -54,7 +54,7 @@ def test_the_trees_id_is_that_of_the_first_origin_in_a_copy_of_a_copy(
 ) -> None:
     origin = superblock(devices)[0x20:0x30]
     for _ in range(2):
-        filesystem.renew(FakeKernel(devices), DEVICE)
+        filesystem.renew_uuid(FakeKernel(devices), DEVICE)
     assert superblock(devices)[0x23B:0x24B] == origin
 
 
@@ -62,7 +62,7 @@ def test_every_copy_of_the_superblock_gets_the_id(devices: FakeDevices) -> None:
     mirror = bytearray(superblock(devices))
     mirror[0x30:0x38] = (64 * MIB).to_bytes(8, "little")
     devices.get(DEVICE).media.write(64 * MIB, filesystem._signed(mirror))
-    filesystem.renew(FakeKernel(devices), DEVICE)
+    filesystem.renew_uuid(FakeKernel(devices), DEVICE)
     assert superblock(devices)[0x20:0x30] == superblock(devices, 64 * MIB)[0x20:0x30]
 
 
@@ -74,7 +74,7 @@ def test_what_is_no_superblock_that_is_understood_is_left_alone(
     spoilt[at] ^= 1
     devices.get(DEVICE).media.write(AT, bytes(spoilt))
     with pytest.raises(mount_errors.RenewFailed, match="superblock"):
-        filesystem.renew(FakeKernel(devices), DEVICE)
+        filesystem.renew_uuid(FakeKernel(devices), DEVICE)
     assert superblock(devices) == bytes(spoilt)
 
 

@@ -43,16 +43,16 @@ def made(root: Path, path: str, *, is_populated: bool = True) -> Path:
 def test_the_pods_are_found_where_kubelets_drivers_put_them(root: Path, path: str) -> None:
     pods = made(root, path)
     made(root, f"{path}/besteffort/kubepods")
-    assert Cgroups("", root).look() == pods
+    assert Cgroups("", root).pods_directory() == pods
 
 
 def test_of_two_the_one_with_processes_is_taken_unless_one_is_configured(root: Path) -> None:
     old, new = made(root, "kubepods", is_populated=False), made(root, "kubepods.slice")
-    assert Cgroups("", root).look() == new
-    assert Cgroups("/kubepods", root).look() == old
+    assert Cgroups("", root).pods_directory() == new
+    assert Cgroups("/kubepods", root).pods_directory() == old
     (old / "cgroup.events").write_text("populated 1\n")
     with pytest.raises(mount_errors.NoCgroup, match=f"{old}, {new}"):
-        Cgroups("", root).look()
+        Cgroups("", root).pods_directory()
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_device_that_is_gone_is_no_error(root: Path, monkeypatch: pytest.Monke
 
 
 METHODS: dict[str, Callable[[Cgroups], object]] = {
-    "look": lambda one: one.look(),
+    "pods_directory": lambda one: one.pods_directory(),
     "prepare": lambda one: one.prepare(),
     "limits": lambda one: one.limits(),
     "limit": lambda one: one.limit((1, 2), UNLIMITED),

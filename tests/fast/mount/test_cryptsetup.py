@@ -37,7 +37,7 @@ ACTIONS: dict[str, Callable[[Cryptsetup], object]] = {
     "open": lambda one: one.open("/dev/x", KEY, "name", discard=True, read_only=True),
     "resize": lambda one: one.grow("/dev/x", KEY, "name"),
     "luksAddKey": lambda one: one.add("/dev/x", KEY, bytearray(b"another"), 1),
-    "luksKillSlot": lambda one: one.kill("/dev/x", KEY, 1),
+    "luksKillSlot": lambda one: one.remove_key("/dev/x", KEY, 1),
 }
 
 
@@ -100,9 +100,9 @@ def test_no_more_than_two_take_memory_at_once(monkeypatch: pytest.MonkeyPatch) -
     slow = cryptsetup(wait)
     with ThreadPoolExecutor(2) as threads:
         for _ in range(2):
-            threads.submit(slow.kill, "/dev/x", KEY, 1)
+            threads.submit(slow.remove_key, "/dev/x", KEY, 1)
             assert inside.acquire(timeout=20)
         with pytest.raises(mount_errors.CryptPending, match="call again"):
-            slow.kill("/dev/x", KEY, 1)
+            slow.remove_key("/dev/x", KEY, 1)
         ended.set()
-    slow.kill("/dev/x", KEY, 1)
+    slow.remove_key("/dev/x", KEY, 1)

@@ -186,7 +186,7 @@ def test_only_read_only_devices_that_carver_made_are_handed_out(kernel: FakeKern
 
     assert own == "/dev/loop2"
     assert loop.attach_read_only(kernel, volume.path) == own
-    assert loop.over(kernel, volume.number) == (own,)
+    assert loop.loop_devices_over(kernel, volume.number) == (own,)
 
 
 def test_a_device_that_is_about_to_go_is_not_handed_out(kernel: FakeKernel) -> None:
@@ -202,7 +202,7 @@ def test_a_device_that_is_about_to_go_is_not_handed_out(kernel: FakeKernel) -> N
     assert loop.attach_read_only(kernel, volume.path) == "/dev/loop0"
     assert loop.attach_read_only(kernel, volume.path) == "/dev/loop1"
     # A program still reads the volume through the first one.
-    assert loop.over(kernel, volume.number) == ("/dev/loop0", "/dev/loop1")
+    assert loop.loop_devices_over(kernel, volume.number) == ("/dev/loop0", "/dev/loop1")
 
 
 def test_a_missing_device_has_no_read_only_loop(kernel: FakeKernel) -> None:

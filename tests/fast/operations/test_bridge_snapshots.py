@@ -317,7 +317,7 @@ def test_a_bridge_is_kept_while_the_group_of_its_copy_is_refused(
         assert logical(fake, "a") == {"vol-of-a", "copy-x"}
         [job] = service.copier.bridges.unfinished()
         with pytest.raises(errors.GroupBusy, match="volume group c"):
-            job.ended.result(20)
+            job.future.result(20)
     allow_copies()
     with serve(three, fake) as service:
         idle(service)
@@ -379,11 +379,11 @@ def test_a_bridge_that_was_promised_when_it_was_looked_at_is_removed_later(
     running.copier.bridges.retry_seconds = 0.05
     known = running.reports.fresh("a")
     [bridge] = known.snapshots()
-    with running.copier.promised(bridge, "x"):
+    with running.copier.keep_source(bridge, "x"):
         serving.recover(running)
         [job] = running.copier.bridges.unfinished()
         with pytest.raises(errors.VolumeInUse):
-            job.ended.result(20)
+            job.future.result(20)
         assert logical(fake, "a") == {"vol-of-a", "copy-x"}
     expect.soon(lambda: logical(fake, "a") == {"vol-of-a"}, lambda: logical(fake, "a"))
     running.stop()

@@ -207,7 +207,7 @@ def test_copy_that_does_not_end_can_begin_again(
     with expect.code("ABORTED", "in progress"):
         client.delete(job.key)
     disk.let()
-    assert wait([job.ended], 20).done
+    assert wait([job.future], 20).done
     service.copier.grace_seconds = 20
     client.create("pvc-2", 0, block(), source=source)
     assert copied(fake) == DATA
@@ -537,7 +537,7 @@ def test_halted_job_does_not_begin() -> None:
     jobs: Jobs[Job] = Jobs(workers, "test", lambda job: done.append(job.key), "%s failed: %s")
     with jobs.halted("one"), pytest.raises(OperationPending):
         jobs.start(Job("one"))
-    jobs.start(Job("one")).ended.result(20)
+    jobs.start(Job("one")).future.result(20)
     assert done == ["one"]
     workers.stop()
 

@@ -31,7 +31,7 @@ def pool(mode: str = "rw", data: int = 10, metadata: int = 10, *, check: bool = 
     ids=str,
 )
 def test_a_healthy_device_has_no_condition(status: Status) -> None:
-    assert list(conditions.by_device_mapper("vol-a", [status])) == []
+    assert list(conditions.conditions_by_device_mapper("vol-a", [status])) == []
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_healthy_device_has_no_condition(status: Status) -> None:
     [(Cache(MIB, "ro"), "cache"), (WriteCache(MIB, 5, 10, 10, 0), "write cache")],
 )
 def test_a_failed_cache_under_a_pool_is_the_pools(status: Status, kind: str) -> None:
-    [found] = conditions.by_device_mapper("vol-a", [pool(), status])
+    [found] = conditions.conditions_by_device_mapper("vol-a", [pool(), status])
     assert f"the {kind} of the thin pool under logical volume vol-a" in found.message
 
 
@@ -72,7 +72,7 @@ DAMAGED = "see `A thin pool's metadata are damaged` in docs/operations.md"
 def test_each_problem_is_reported_with_a_remedy(
     status: Status, reason: str, wrong: str, remedy: str
 ) -> None:
-    [found] = conditions.by_device_mapper("vol-a", [status])
+    [found] = conditions.conditions_by_device_mapper("vol-a", [status])
     assert found.reason.word == reason
     assert wrong in found.message
     assert remedy in found.message
@@ -93,5 +93,5 @@ def test_a_raid_is_degraded_while_no_data_are_lost_and_failed_then(
     kind: str, survived: str, lost: str
 ) -> None:
     for health, reason in ((survived, "RaidDegraded"), (lost, "RaidFailed")):
-        [found] = conditions.by_device_mapper("vol-a", [raid(health, kind=kind)])
+        [found] = conditions.conditions_by_device_mapper("vol-a", [raid(health, kind=kind)])
         assert found.reason.word == reason

@@ -112,7 +112,7 @@ def test_a_changed_byte_invalidates_a_copy_of_a_header(fake: FakeHost) -> None:
         block[10] ^= 1
         fake.write_bytes(path, start + 4096, bytes(block))
     assert luks.read(fake.kernel, path) is None
-    assert luks.bears_any(fake.kernel, path)
+    assert luks.has_header_copy(fake.kernel, path)
 
 
 def test_a_backup_of_each_header_is_kept_from_first_use_until_deletion(

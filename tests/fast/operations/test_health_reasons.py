@@ -20,18 +20,18 @@ ROWS = [
 
 def test_every_reason_is_documented_with_its_statuses_a_cause_and_a_remedy() -> None:
     documented = [(word.strip("`"), volume, storage) for word, volume, storage, *_ in ROWS]
-    assert documented == [(one.word, one.of_volume, one.of_storage) for one in Reason]
+    assert documented == [(one.word, one.volume_status, one.storage_status) for one in Reason]
     assert all(cause and remedy for *_, cause, remedy in ROWS)
 
 
 @pytest.mark.parametrize("reason", Reason)
 def test_a_reason_is_camel_case_and_its_statuses_are_csi_s(reason: Reason) -> None:
     assert re.fullmatch(r"([A-Z][a-z]+)+", reason.word)
-    assert reason.of_volume or reason.of_storage
-    if reason.of_volume:
-        assert csi.VolumeHealthErrorType.Value(reason.of_volume) > 0
-    if reason.of_storage:
-        assert csi.StorageHealthErrorType.Value(reason.of_storage) > 0
+    assert reason.volume_status or reason.storage_status
+    if reason.volume_status:
+        assert csi.VolumeHealthErrorType.Value(reason.volume_status) > 0
+    if reason.storage_status:
+        assert csi.StorageHealthErrorType.Value(reason.storage_status) > 0
 
 
 def test_no_two_reasons_have_the_same_word() -> None:
@@ -63,7 +63,7 @@ def test_the_worst_comes_first_and_no_more_than_kubernetes_takes() -> None:
     every = [Condition(one, "it is so") for one in Reason]
     found = diagnosis.distinct(every)
     assert len(found) == 16
-    statuses = [one.reason.of_volume or one.reason.of_storage for one in found]
+    statuses = [one.reason.volume_status or one.reason.storage_status for one in found]
     order = ["DATA_LOSS", "STORAGE_UNREACHABLE", "INACCESSIBLE", "DEGRADED", "STORAGE_DEGRADED"]
     assert statuses == sorted(statuses, key=order.index)
     assert statuses[0] == "DATA_LOSS"

@@ -92,7 +92,7 @@ class Place:
         )
 
     def of(self, check: str) -> list[Finding]:
-        return [one for one in preflight.everything(self.node()) if one.check == check]
+        return [one for one in preflight.all_findings(self.node()) if one.check == check]
 
     def one(self, check: str) -> Finding:
         [found] = self.of(check)
@@ -134,7 +134,7 @@ STATUS, DEPENDENCIES = "/proc/self/status", f"/lib/modules/{RELEASE}/modules.dep
 
 
 def test_a_healthy_node_passes_everything_but_the_service_that_does_not_run(place: Place) -> None:
-    found = preflight.everything(place.node())
+    found = preflight.all_findings(place.node())
     assert {one.check for one in found if one.verdict != PASS} == {"service"}
     others = {"thin tools", "encryption"}
     assert {one.check for one in found} | others == set(preflight.CHECKS)
@@ -142,9 +142,9 @@ def test_a_healthy_node_passes_everything_but_the_service_that_does_not_run(plac
 
 
 def test_all_checks_cost_two_commands_and_those_of_probe_none(place: Place) -> None:
-    preflight.cheap(place.node())
+    preflight.quick_findings(place.node())
     assert place.host.commands == []
-    preflight.everything(place.node())
+    preflight.all_findings(place.node())
     assert [words[1] for words in place.host.commands] == ["version", "fullreport"]
 
 

@@ -144,7 +144,7 @@ def test_new_volume_keeps_the_pool(
     free_after(job.cancelled, disk)
     client.create("pvc-2", EXTENT, block())
     assert names(fake) == {"pool-thin", "vol-pvc-2"}
-    assert wait([job.ended], 20).done
+    assert wait([job.future], 20).done
     assert len(disk.written) < 3
     assert names(fake) == {"pool-thin", "vol-pvc-2"}
 
@@ -220,7 +220,7 @@ def test_a_pool_that_several_calls_wanted_in_vain_is_removed(
         list(callers.map(create, range(4)))
     fake.intercept = lambda _words: None
     for job in service.pool_remover.jobs.unfinished():
-        expect.soon(job.ended.done)
+        expect.soon(job.future.done)
         in_background.again(service.pool_remover.jobs)
     expect.soon(lambda: not names(fake))
 

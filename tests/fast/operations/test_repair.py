@@ -262,8 +262,8 @@ def test_an_automatic_repair_without_room_is_logged_once_and_retried(
 
 def test_without_a_class_for_automatic_repair_nothing_runs(tmp_path: Path, fake: FakeHost) -> None:
     service = serving.start(configured.carver(tmp_path), fake)
-    service.auto_repair.looks.start()
-    assert not service.auto_repair.looks.is_alive
+    service.auto_repair.scans.start()
+    assert not service.auto_repair.scans.is_alive
     service.stop()
 
 

@@ -429,7 +429,7 @@ def test_a_device_that_hangs_delays_no_call_and_is_reported(
     assert time.monotonic() - began < 20
     go_on.set()
     monkeypatch.undo()
-    node.service.diagnosis._looks = Probes()
+    node.service.diagnosis._probes = Probes()
     assert not client.node_health(volume.volume_id).health_statuses
 
 

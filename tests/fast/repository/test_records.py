@@ -12,7 +12,7 @@ _ROOT = Path(__file__).parents[3] / "agent"
 
 
 def test_no_other_module_goes_through_all_logical_volumes_of_a_group() -> None:
-    """`records.usable` has those that this version may change, `records.every` all, to be shown."""
+    """The functions `all_logical_volumes` and `usable_logical_volumes` of records.py do that."""
     every = (one for one in _ROOT.rglob("*.py") if one.name not in ALLOWED)
     found = {
         f"{path.relative_to(_ROOT)}: {line.strip()}"

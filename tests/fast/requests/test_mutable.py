@@ -20,10 +20,10 @@ VALUES: dict[str, list[Any]] = {
     "bandwidth_per_gib": [0, 64 << 10, 1 << 30],
 }
 CASES = [
-    (row.part, value)
+    (row.field_name, value)
     for row in MUTABLE
     for end, values in VALUES.items()
-    if row.part.endswith(end)
+    if row.field_name.endswith(end)
     for value in values
 ]
 
@@ -37,7 +37,7 @@ def test_a_value_is_read_as_it_was_written(part: str, value: Any) -> None:
 
 
 def test_all_parameters_are_among_the_cases() -> None:
-    assert {part for part, _ in CASES} == {row.part for row in MUTABLE}
+    assert {part for part, _ in CASES} == {row.field_name for row in MUTABLE}
     assert texts_of(AS_IT_IS) == {}
     assert tuning_of(texts_of(PLAIN)) == replace(PLAIN, bound_recovery_kib=None)
 

@@ -73,7 +73,7 @@ def test_each_cell_is_applied(working: Working, work: EndedBy | Work, call: Call
                 pass
         case _:
             with conflicts.enter(call, VOLUME):
-                is_halted = working.job.ended.done()
+                is_halted = working.job.future.done()
                 if is_halted:
                     with pytest.raises(Stopping):
                         working.jobs.start(Job(VOLUME))
@@ -100,7 +100,7 @@ def test_work_that_failed_is_met_only_if_it_is_on_record(
     conflicts.add(work, working.jobs)
     working.job.cancelled.set()
     with pytest.raises(Stopping):
-        working.job.ended.result(20)
+        working.job.future.result(20)
     conflicts.check(call, VOLUME)
     working.job.on_record = True
     if outcome(call, work) in (Outcome.ABSENT, Outcome.ABORTED):

@@ -25,16 +25,16 @@ FINDING: dict[str, Callable[[Reports, str, str], object]] = {
     "fresh": lambda reports, *_: reports.fresh(),
     "every_group": lambda reports, *_: reports.every_group(reports.fresh("data")),
     "await_others": lambda reports, *_: reports.await_others(),
-    "lists": lambda reports, *_: reports.lists(),
+    "for_lists": lambda reports, *_: reports.for_lists(),
     "hint": lambda reports, *_: reports.hint(),
     "search": lambda reports, volume_id, _: reports.search(lambda one: str(one.id) == volume_id),
     "group": lambda reports, *_: reports.group(reports.fresh(), "data"),
     "require_groups": lambda reports, *_: reports.require_groups(reports.fresh()),
     "snapshot": lambda reports, _, snapshot_id: reports.snapshot(reports.fresh(), snapshot_id),
     "listed_snapshots": lambda reports, *_: list(reports.listed_snapshots(reports.fresh())),
-    "half_made": lambda reports, *_: reports.half_made(reports.lists()),
-    "is_half_made": lambda reports, *_: reports.is_half_made(reports.lists(), []),
-    "awaited": lambda reports, *_: reports.awaited(reports.lists(), []),
+    "half_made": lambda reports, *_: reports.half_made(reports.for_lists()),
+    "is_half_made": lambda reports, *_: reports.is_half_made(reports.for_lists(), []),
+    "awaited": lambda reports, *_: reports.awaited(reports.for_lists(), []),
     "seen": lambda reports, *_: reports.seen(0),
     "cached": lambda reports, volume_id, _: reports.cached(volume_id),
     "keep_fresh": lambda reports, *_: reports.keep_fresh(),
@@ -83,13 +83,17 @@ def test_what_a_report_answers_runs_no_command(
     service: Service, fake: FakeHost, left: tuple[str, str]
 ) -> None:
     volume_id, snapshot_id = left
-    known, every, seen = service.reports.fresh(), service.reports.lists(), service.reports.hint()
+    known, every, seen = (
+        service.reports.fresh(),
+        service.reports.for_lists(),
+        service.reports.hint(),
+    )
     fake.commands.clear()
     for found in (known, every, seen):
         assert {one.name for one in found.volumes()} == {"vol-a", "vol-whole", "vol-unmade"}
         assert [one.name for one in found.snapshots()] == ["snap-s"]
     assert str(known.taken_snapshot(snapshot_id).source_id) == str(seen.volume(volume_id).id)
-    assert every.named("vol-a") == known.volume(volume_id)
+    assert every.find_named("vol-a") == known.volume(volume_id)
     assert [*known.doomed(), *known.copies()] == []
     assert fake.commands == []
     assert is_left(fake) == (True, True)

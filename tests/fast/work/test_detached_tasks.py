@@ -66,7 +66,7 @@ def test_a_group_that_hangs_delays_no_other_group_s_tasks() -> None:
     with all_turns_taken(work, "sick"):
         work.do("sound", "sound", "mkfs", nothing, nothing)
         queue(work, "one-more", nothing, nothing)
-    work.finish("one-more")
+    work.wait_for("one-more")
 
 
 def test_a_waiting_task_is_cancelled_with_its_volume() -> None:
@@ -75,8 +75,8 @@ def test_a_waiting_task_is_cancelled_with_its_volume() -> None:
         queue(work, "db", did.set, nothing)
         work.cancel("db")
         queue(work, "next", nothing, nothing)
-    work.finish("next")
-    work.finish("db")
+    work.wait_for("next")
+    work.wait_for("db")
     assert not did.is_set()
 
 
@@ -101,7 +101,7 @@ def test_a_task_that_waited_rechecks_first() -> None:
     with all_turns_taken(work, "sick"):
         queue(work, "db", did.set, look)
     with pytest.raises(errors.NoSuchVolume):
-        work.finish("db")
+        work.wait_for("db")
     assert not did.is_set()
     work.do("db", "sick", "mkfs", did.set, look)
     assert did.is_set()
@@ -189,6 +189,6 @@ def test_a_task_whose_thread_could_not_be_started_is_begun_by_the_next_call(
         with pytest.raises(RuntimeError):
             work.do("vol", "data", "mkfs", nothing, nothing)
     assert work.mkfs_of("vol") is None
-    work.finish("vol")
+    work.wait_for("vol")
     work.do("vol", "data", "mkfs", done.set, nothing)
     assert done.is_set()

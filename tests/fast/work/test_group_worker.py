@@ -119,7 +119,7 @@ def test_without_a_state_to_look_at_a_job_is_repeated_as_it_was() -> None:
 
     jobs: Jobs[Job] = Jobs(workers, "test", do, "%s failed: %s", retry_seconds=0.01)
     failed = jobs.start(Job("data/a"))
-    assert failed.ended.exception(20) is FAILURE
+    assert failed.future.exception(20) is FAILURE
     expect.soon(lambda: done == ["data/a"] and not jobs.has("data/a"))
     workers.stop()
 
@@ -197,14 +197,14 @@ def test_a_step_that_hangs_delays_no_job_of_another_kind_and_one_of_its_own(
     with overseen(work.workers):
         jobs = [hanging.start(Job(f"data/{one}")) for one in range(4)]
         work.fails = False
-        work.jobs.start(Job("data/a")).ended.result(60)
+        work.jobs.start(Job("data/a")).future.result(60)
         expect.soon(lambda: len(begun) == 2)
-        work.jobs.start(Job("data/b")).ended.result(60)
+        work.jobs.start(Job("data/b")).future.result(60)
         # Where two of a kind hang, so would a third.
         assert begun == ["data/0", "data/1"]
         over.set()
         for one in jobs:
-            one.ended.result(60)
+            one.future.result(60)
     expect.soon(lambda: threads("data") == 1)
 
 
@@ -232,7 +232,7 @@ def test_the_smallest_and_the_oldest_job_take_turns(work: Work) -> None:
     ]
     go.set()
     for one in rest:
-        one.ended.result(20)
+        one.future.result(20)
     turns = ["data/first", *["data/large", "data/small"] * 2, *["data/large", "data/same"] * 2]
     assert sorted(order) == sorted([*turns, *["data/large"] * 2])
     assert order.index("data/small") < 4
@@ -259,7 +259,7 @@ def test_what_is_urgent_goes_before_all_else(work: Work) -> None:
     )
     urgent.start(Job("data/tags"))
     go.set()
-    job.ended.result(20)
+    job.future.result(20)
     assert order == ["data/long", "data/tags", "data/long", "data/long"]
 
 
@@ -272,9 +272,9 @@ def test_a_step_may_be_due_later_and_others_go_on_meanwhile(work: Work) -> None:
 
     work.do = do
     waiting = work.jobs.start(Job("data/waits"))
-    work.jobs.start(Job("data/b")).ended.result(20)
-    assert not waiting.ended.done()
-    waiting.ended.result(20)
+    work.jobs.start(Job("data/b")).future.result(20)
+    assert not waiting.future.done()
+    waiting.future.result(20)
     assert work.done == ["data/waits", "data/b", "waited"]
 
 
@@ -301,7 +301,7 @@ def test_a_job_without_a_thread_is_refused_and_begun_by_the_next_call(work: Work
     with expect.no_threads(), pytest.raises(RuntimeError):
         work.jobs.start(Job("data@1/vol-a"))
     assert not work.jobs.has("data@1/vol-a")
-    work.jobs.start(Job("data@1/vol-a")).ended.result(20)
+    work.jobs.start(Job("data@1/vol-a")).future.result(20)
     assert work.done == ["data@1/vol-a"]
 
 
@@ -318,7 +318,7 @@ def test_a_job_is_retried_also_without_a_new_thread(work: Work) -> None:
     work.do = first
     with lacks:
         job = work.jobs.start(Job("data@1/vol-a"))
-        assert job.ended.exception(20) is FAILURE
+        assert job.future.exception(20) is FAILURE
         work.fails = False
         expect.soon(lambda: work.looks)
     expect.soon(lambda: work.done == ["data@1/vol-a"])
@@ -330,7 +330,7 @@ def test_the_thread_of_a_group_without_work_ends(
     monkeypatch.setattr(module, "_IDLE_SECONDS", 0.05)
     work.fails = False
     for one in ("a", "b"):
-        work.jobs.start(Job(f"idle/{one}")).ended.result(20)
+        work.jobs.start(Job(f"idle/{one}")).future.result(20)
         expect.soon(lambda: threads("idle") == 0)
     assert work.done == ["idle/a", "idle/b"]
 
@@ -342,7 +342,7 @@ def test_nothing_is_retried_after_the_end(work: Work) -> None:
     assert work.looks == 0
     late = work.jobs.start(Job("data@1/vol-b"))
     with pytest.raises(Stopping):
-        late.ended.result(0)
+        late.future.result(0)
 
 
 def test_at_the_end_a_job_ends_at_a_safe_point_and_what_is_last_is_done(work: Work) -> None:
@@ -373,7 +373,7 @@ def test_at_the_end_a_job_ends_at_a_safe_point_and_what_is_last_is_done(work: Wo
     ending.join(20)
     for one in (job, waiting):
         with pytest.raises(Stopping):
-            one.ended.result(20)
+            one.future.result(20)
     assert (work.done, closed) == ([], ["data/a", "data"])
 
 
@@ -416,7 +416,7 @@ def test_no_retry_begins_while_a_call_has_it_halted(
     worker = work.workers.of("data")
     with work.jobs.halted("data@1/vol-a"):
         assert not work.jobs.has("data@1/vol-a")
-        work.jobs._look_again(worker, failed)
+        work.jobs._retry_failed(worker, failed)
         assert not work.jobs.has("data@1/vol-a")
     assert work.done == []
 
@@ -434,7 +434,7 @@ def test_a_look_that_is_under_way_begins_nothing_that_a_call_halts(work: Work) -
     assert looking.wait(20)
     with work.jobs.halted("data@1/vol-a"):
         go.set()
-        work.jobs.start(Job("data@1/vol-b")).ended.result(20)
+        work.jobs.start(Job("data@1/vol-b")).future.result(20)
     assert work.done == ["data@1/vol-b"]
 
 
@@ -458,10 +458,10 @@ def test_what_is_halted_ends_at_its_safe_point_and_a_disk_that_hangs_is_not_wait
     assert work.jobs.start(Job("data/a")) is job, "it has not ended"
     go.set()
     with pytest.raises(Stopping):
-        job.ended.result(20)
+        job.future.result(20)
     with work.jobs.halted("data/a"):
         pass
-    work.jobs.start(Job("data/a")).ended.result(20)
+    work.jobs.start(Job("data/a")).future.result(20)
     assert work.done == ["data/a"]
 
 
@@ -477,9 +477,9 @@ def test_a_job_that_waits_for_its_turn_is_halted_at_once(work: Work) -> None:
     first, second = (work.jobs.start(Job(f"data/{one}")) for one in "ab")
     expect.soon(lambda: first.at_work and first.steps is not None)
     with work.jobs.halted("data/b"), pytest.raises(Stopping):
-        second.ended.result(0)
+        second.future.result(0)
     go.set()
-    first.ended.result(20)
+    first.future.result(20)
     assert work.done == ["data/a"]
 
 
@@ -490,7 +490,7 @@ def test_what_is_halted_twice_does_not_begin_before_both_have_ended(work: Work) 
             pass
         with pytest.raises(Stopping):
             work.jobs.start(Job("data@1/vol-a"))
-    work.jobs.start(Job("data@1/vol-a")).ended.result(20)
+    work.jobs.start(Job("data@1/vol-a")).future.result(20)
 
 
 def test_a_look_begins_all_that_is_due_though_a_call_halts_one(work: Work) -> None:
@@ -498,11 +498,11 @@ def test_a_look_begins_all_that_is_due_though_a_call_halts_one(work: Work) -> No
     keys = [f"data/{one}" for one in "abc"]
     work.there |= set(keys)
     with work.jobs.halted("data/b"), pytest.raises(ExceptionGroup):
-        work.jobs.look("data")
+        work.jobs.start_due("data")
     expect.soon(lambda: work.done == ["data/a", "data/c"])
-    assert work.jobs.look("data") == 1
+    assert work.jobs.start_due("data") == 1
     expect.soon(lambda: len(work.done) == 3)
-    assert work.jobs.look("other") == 0
+    assert work.jobs.start_due("other") == 0
 
 
 def test_a_wake_during_a_step_has_one_more_follow(work: Work) -> None:
@@ -661,16 +661,16 @@ def test_a_group_that_is_let_go_of_has_its_jobs_called_off_and_what_is_last_done
         work.workers, "tags", lambda job: written.append(job.key), "%s: %s", survives_halt=True
     )
     tags.wake(Job("data"), 600)
-    work.workers.let_go("data")
+    work.workers.cancel_jobs("data")
     go.set()
     for one in (job, waiting):
         with pytest.raises(Stopping):
-            one.ended.result(20)
-    other.ended.result(20)
+            one.future.result(20)
+    other.future.result(20)
     expect.soon(lambda: written == ["data"])
     assert work.done == ["other/a"]
     # A call that names the group by an id has its work done all the same.
-    work.jobs.start(Job("data/c")).ended.result(20)
+    work.jobs.start(Job("data/c")).future.result(20)
     assert work.done == ["other/a", "data/c"]
 
 
@@ -681,7 +681,7 @@ def test_what_is_last_is_done_also_in_a_group_without_a_thread(work: Work) -> No
     )
     with expect.no_threads():
         tags.wake(Job("data"), 600)
-    work.workers.let_go("data")
+    work.workers.cancel_jobs("data")
     expect.soon(lambda: written == ["data"])
 
 
@@ -721,15 +721,15 @@ def test_a_group_that_is_let_go_and_comes_back_has_no_job_done_twice_at_once(wor
     work.do = do
     first = work.jobs.start(Job("data/vol"))
     expect.soon(lambda: at_once[0] == 1)
-    work.workers.let_go("data")
+    work.workers.cancel_jobs("data")
     second = work.jobs.start(Job("data/vol"))
     work.workers.replace_hanging_threads()
     time.sleep(0.1)
     assert most[0] == 1
     go_on.set()
-    wait([first.ended, second.ended], 20)
-    assert isinstance(first.ended.exception(), Stopping)
-    assert second.ended.exception() is None
+    wait([first.future, second.future], 20)
+    assert isinstance(first.future.exception(), Stopping)
+    assert second.future.exception() is None
     assert most[0] == 1
 
 
@@ -745,8 +745,8 @@ def test_a_deferred_job_that_failed_survives_that_its_group_is_let_go(work: Work
         work.workers, "tags", write, "%s: %s", survives_halt=True, retry_seconds=0.3
     )
     job = tags.start(Job("data/tag"))
-    wait([job.ended], 20)
-    work.workers.let_go("data")
+    wait([job.future], 20)
+    work.workers.cancel_jobs("data")
     assert done.wait(20)
 
 
@@ -787,5 +787,5 @@ def test_a_question_about_an_unknown_group_makes_no_loop(work: Work) -> None:
 def test_no_job_begins_in_a_group_that_is_first_named_after_the_end(work: Work) -> None:
     work.workers.halt()
     job = work.jobs.start(Job("data/vol"))
-    assert isinstance(job.ended.exception(1), Stopping)
+    assert isinstance(job.future.exception(1), Stopping)
     assert not work.failed

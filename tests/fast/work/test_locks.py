@@ -71,7 +71,7 @@ def test_calls_wait_no_longer_than_a_caller_s_first_back_offs(
     # external-provisioner gives a call ten seconds.
     assert 1 < VolumeLocks().grace_seconds <= 5
     # The rest is for unpublishing, statistics and the like, whatever else is at work.
-    others = admission.THREADS - admission.PLACES - admission._ASIDE
+    others = admission.THREADS - admission.ADMISSION_SLOTS - admission._ASIDE
     assert others >= 2 * MOST_CALLS_WAITING
 
 
@@ -173,7 +173,7 @@ def turns() -> Turns:
 
 def test_the_calls_of_a_group_leave_places_to_others() -> None:
     # One that changes and one that looks are not waiting.
-    assert MOST_WAITING + 1 + MOST_READING + 1 < admission.PLACES
+    assert MOST_WAITING + 1 + MOST_READING + 1 < admission.ADMISSION_SLOTS
 
 
 def test_waiters_get_the_lock_in_their_order(turns: Turns) -> None:
@@ -197,7 +197,7 @@ def test_a_lock_says_when_it_was_held_last() -> None:
 
 def test_a_lock_with_several_places_has_one_wait_once_they_are_taken() -> None:
     """As that of a group for mkfs and fsck."""
-    turns = Turns(GroupLock("volume group data", places=3))
+    turns = Turns(GroupLock("volume group data", slots=3))
     with ExitStack() as held:
         for _ in range(3):
             assert not turns.queue.is_taken
@@ -372,4 +372,4 @@ def test_the_server_has_a_thread_for_all_that_may_wait_and_some_more() -> None:
     limits = admission._CALLS + admission.STREAMS + admission.EXCHANGES
     assert limits < admission.THREADS
     others = admission._OTHERS + admission._ASIDE + admission.MOST_CALLS_WAITING
-    assert admission.PLACES + others <= admission._CALLS
+    assert admission.ADMISSION_SLOTS + others <= admission._CALLS

@@ -11,7 +11,7 @@ import in_turn
 import pytest
 
 from agent.work import pace
-from agent.work.pace import LEAST_BYTES, MOST_BYTES, Pace, Work
+from agent.work.pace import LEAST_BYTES, MOST_BYTES, IoTask, Pace
 from agent.work.progress import Progress
 from lvm.layout import NO_RESERVE, Reserve
 from mount.disk_load import DiskLoad
@@ -102,8 +102,8 @@ def paced(disk: Disk, bandwidth: Reserve | None = None) -> Pace:
     return Pace(lambda: bandwidth, OneDisk(disk), disk.clock, disk.sleep)
 
 
-def work_of(one: Pace, check: Callable[[], None] = lambda: None, kind: str = "erase") -> Work:
-    return one.work(kind, "/dev/data/a", check=check)
+def work_of(one: Pace, check: Callable[[], None] = lambda: None, kind: str = "erase") -> IoTask:
+    return one.task(kind, "/dev/data/a", check=check)
 
 
 def erase(disk: Disk, one: Pace, size_bytes: int, kind: str = "erase") -> float:
@@ -224,7 +224,7 @@ def test_a_worker_that_pauses_ends_when_it_is_called_off(disk: Disk) -> None:
         if next(left, None) is None:
             raise KeyError
 
-    with one.work("erase", check=lambda: None).piece(MIB) as piece:
+    with one.task("erase", check=lambda: None).piece(MIB) as piece:
         piece.length_bytes = 3600 * MIB
     with pytest.raises(KeyError):
         list(in_turn.each(work_of(one, check).chunks(MIB)))
@@ -237,7 +237,7 @@ def test_alone_long_pieces_take_half_a_second_where_they_may(
 ) -> None:
     disk.bytes_per_second = bytes_per_second
     one = paced(disk)
-    work = one.work("send", "/dev/data/a", check=lambda: None, most_bytes=512 * MIB)
+    work = one.task("send", "/dev/data/a", check=lambda: None, most_bytes=512 * MIB)
     for _, length in in_turn.each(work.chunks(4096 * MIB)):
         disk.write(length)
     longest = max(length for _, length in disk.pieces)
@@ -316,26 +316,24 @@ def test_a_piece_that_hangs_bars_no_other(disk: Disk, busy: Pace) -> None:
 def test_a_long_piece_that_has_ended_makes_no_waiter_count_as_hanging(disk: Disk) -> None:
     """The last waiter looks before the first one does, which then had no place in the queue."""
     turns = paced(disk)
-    long, first, last = (
-        pace._Shared(frozenset(), pace._UNLIMITED, may_join=False) for _ in range(3)
-    )
+    long, first, last = (pace._Slot(frozenset(), pace._UNLIMITED, may_join=False) for _ in range(3))
     turns._queue.extend((long, first, last))
     turns._begin(long, MIB)
     disk.now += 2 * pace._HANGING_SECONDS
     turns._remove(long)
-    assert turns._turn_for(last) is None
-    assert turns._turn_for(first) is first
+    assert turns._enterable_slot(last) is None
+    assert turns._enterable_slot(first) is first
     turns._begin(first, MIB)
     disk.now += 2 * pace._HANGING_SECONDS
-    assert turns._turn_for(last) is last
+    assert turns._enterable_slot(last) is last
 
 
 def test_of_those_that_wait_for_one_that_hangs_none_is_left_out(disk: Disk, busy: Pace) -> None:
-    waiting = [pace._Shared(frozenset(), pace._UNLIMITED, may_join=False) for _ in range(3)]
+    waiting = [pace._Slot(frozenset(), pace._UNLIMITED, may_join=False) for _ in range(3)]
     busy._queue.extend(waiting)
     disk.now += 2 * pace._HANGING_SECONDS
     # Whoever looks first, the turn is the first one's.
-    found = [busy._turn_for(one) for one in reversed(waiting)]
+    found = [busy._enterable_slot(one) for one in reversed(waiting)]
     assert found == [None, None, waiting[0]]
 
 
@@ -366,7 +364,7 @@ def test_each_piece_is_flushed_within_its_turn(
         flushed.append(disk.now)
         disk.now += 0.5
 
-    work = paced(disk, bandwidth).work("erase", "/dev/data/a", check=lambda: None, flush=flush)
+    work = paced(disk, bandwidth).task("erase", "/dev/data/a", check=lambda: None, flush=flush)
     begun = [disk.now for _ in in_turn.each(work.chunks(160 * MIB))]
     assert len(flushed) == len(begun) > 1
     assert all(this + 0.5 <= after for this, after in zip(flushed, begun[1:], strict=False))
@@ -399,7 +397,7 @@ class Turns:
         self.ended: list[str] = []
 
     def begin(self, kind: str, *, may_join: bool = True) -> None:
-        work = self._pace.work(kind, "/dev/data/a", check=lambda: None, may_join=may_join)
+        work = self._pace.task(kind, "/dev/data/a", check=lambda: None, may_join=may_join)
         told = self._told[kind] = threading.Event()
 
         def turn() -> None:
@@ -503,7 +501,7 @@ def test_what_was_done_in_a_joined_turn_counts(turns: Turns) -> None:
 def test_a_turn_in_which_only_who_joined_did_something_is_one_of_the_group(disk: Disk) -> None:
     one = paced(disk)
     first, second = (
-        one.work(kind, "/dev/data/a", check=lambda: None, may_join=True)
+        one.task(kind, "/dev/data/a", check=lambda: None, may_join=True)
         for kind in ("send", "receive")
     )
     with first.piece(MIB):

@@ -8,7 +8,7 @@ import expect
 import pytest
 
 from agent.work import background
-from agent.work.background import Probes, Seen
+from agent.work.background import ProbeResult, Probes
 
 
 class Hang:
@@ -53,7 +53,7 @@ def test_a_probe_raises_its_error_and_the_next_one_is_made(probes: Probes[int]) 
         probes.probe("a", fail, soon())
     with expect.no_threads(), pytest.raises(RuntimeError, match="new thread"):
         probes.probe("a", lambda: 7, soon())
-    assert probes.probe("a", lambda: 7, soon()) == Seen(7)
+    assert probes.probe("a", lambda: 7, soon()) == ProbeResult(7)
 
 
 def test_a_probe_that_hangs_is_made_once_and_delays_no_other(
@@ -65,10 +65,10 @@ def test_a_probe_that_hangs_is_made_once_and_delays_no_other(
         assert seen.value == 7
         assert seen.hanging_seconds > 0
     assert probes.probe("never seen", hang, time.monotonic()).value is None
-    assert probes.probe("b", lambda: 9, soon()) == Seen(9)
+    assert probes.probe("b", lambda: 9, soon()) == ProbeResult(9)
     assert hang.has_begun(2)
     hang.over.set()
-    assert probes.probe("a", lambda: 8, soon()) == Seen(8)
+    assert probes.probe("a", lambda: 8, soon()) == ProbeResult(8)
 
 
 def test_only_the_last_results_are_kept(
@@ -88,9 +88,9 @@ def test_while_four_probes_of_a_place_hang_no_other_begins_there(
         assert seen.value is None
         assert seen.hanging_seconds > 0
     assert hang.has_begun(background._MOST_AT_ONCE)
-    assert probes.probe("elsewhere", lambda: 9, soon(), "another pool") == Seen(9)
+    assert probes.probe("elsewhere", lambda: 9, soon(), "another pool") == ProbeResult(9)
     hang.over.set()
-    assert probes.probe("19", lambda: 9, soon(), "pool") == Seen(9)
+    assert probes.probe("19", lambda: 9, soon(), "pool") == ProbeResult(9)
 
 
 def test_a_probe_has_a_moment_though_others_took_all_the_time(
@@ -101,14 +101,14 @@ def test_a_probe_has_a_moment_though_others_took_all_the_time(
         probes.probe(f"hangs {number}", hang, until, "pool")
     monkeypatch.setattr(background, "_LEAST_SECONDS", 20.0)
     for number in range(99):
-        assert probes.probe(f"{number}", lambda: 9, until, "another pool") == Seen(9)
+        assert probes.probe(f"{number}", lambda: 9, until, "another pool") == ProbeResult(9)
 
 
 def test_a_probe_waits_for_one_of_the_four_to_end(probes: Probes[int], hang: Hang) -> None:
     for number in range(background._MOST_AT_ONCE):
         probes.probe(f"{number}", hang, time.monotonic(), "pool")
     threading.Timer(0.05, hang.over.set).start()
-    assert probes.probe("one more", lambda: 9, soon(), "pool") == Seen(9)
+    assert probes.probe("one more", lambda: 9, soon(), "pool") == ProbeResult(9)
 
 
 def test_a_probe_that_hangs_for_long_is_not_waited_for(

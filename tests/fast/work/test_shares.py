@@ -36,7 +36,7 @@ def taken(shares: Slots, group: str, kept: ExitStack) -> int:
     """How many places a group gets that takes all it can."""
     for count in range(1000):
         try:
-            kept.enter_context(shares.one(group))
+            kept.enter_context(shares.hold(group))
         except errors.TooManyCalls:
             return count
     raise AssertionError
@@ -63,12 +63,12 @@ def test_a_place_without_a_group_is_one_of_all_and_counts_for_none() -> None:
     with ExitStack() as kept:
         shares = Slots(4)
         for _ in range(3):
-            kept.enter_context(shares.one())
+            kept.enter_context(shares.hold())
         assert not shares.taken
         # The last one is had by a group.
         assert taken(shares, "a", kept) == 1
         with pytest.raises(errors.TooManyCalls, match="4 calls are at work on volume groups"):
-            kept.enter_context(shares.one())
+            kept.enter_context(shares.hold())
     assert (shares.free_slots, shares.taken) == (4, {})
 
 

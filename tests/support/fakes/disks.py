@@ -6,7 +6,7 @@ from fakes.devices import DEVICE_MAPPER_MAJOR, FakeDevices
 from fakes.lvm import FakeDisk, FakeGroup, FakeLvm
 
 from lvm import tags
-from lvm.candidate_devices import Excluded, Why
+from lvm.candidate_devices import Excluded, ExclusionReason
 from lvm.disk_reader import PATIENCE_SECONDS, Disks, Fingerprint, Found, Unanswered
 from lvm.labels import Group, Mark, PhysicalLabel, Position
 
@@ -35,14 +35,16 @@ class FakeDisks(Disks):
         # As lists: commands run meanwhile.
         for device in list(self._devices):
             if device.major == DEVICE_MAPPER_MAJOR:
-                found[device.node] = Excluded(Why.VOLUME, device.path.removeprefix("/dev/mapper/"))
+                found[device.node] = Excluded(
+                    ExclusionReason.VOLUME, device.path.removeprefix("/dev/mapper/")
+                )
             elif (on_it := device.contents) and on_it.fs_type == "LVM2_member":
                 label = PhysicalLabel(on_it.uuid, device.size_bytes, on_it.label == "used", None)
                 found[device.path] = label
             elif device.partitions:
-                found[device.path] = Excluded(Why.PARTITIONED)
+                found[device.path] = Excluded(ExclusionReason.PARTITIONED)
             elif device.holders:
-                found[device.path] = Excluded(Why.TAKEN, device.holders[0])
+                found[device.path] = Excluded(ExclusionReason.TAKEN, device.holders[0])
         found |= {disk.name: _label(group, disk) for group, disk in self._there()}
         found |= {path: Unanswered() for path in self.hanging}
         return {path: one for path, one in found.items() if not only_paths or path in only_paths}

@@ -332,7 +332,7 @@ class Machine:
                 continue  # it goes with its origin
             if (device := self.host.devices.find(self.group, name)) is not None:
                 mapping = self.host.devices.mapping(device)
-                for one in loop.over(kernel, (mapping or device).number):
+                for one in loop.loop_devices_over(kernel, (mapping or device).number):
                     loop.detach(kernel, one)
                 if mapping is not None:
                     self.host.run("cryptsetup", "close", "--", mapping.name)
@@ -355,7 +355,7 @@ class Machine:
                 device = mapping
                 mappings.append((name, kernel.device_size_bytes(mapping.path)))
             if device is not None:
-                over = loop.over(kernel, device.number)
+                over = loop.loop_devices_over(kernel, device.number)
                 names[device.number] = name
                 names |= {kernel.device_number(one): name for one in over}
                 loops += [(name, len(over))] if over else []
@@ -441,7 +441,7 @@ def die(service: Service) -> None:
 
 def _end_work(service: Service) -> None:
     # A look a minute later would be met by whatever test is under way by then.
-    service.inline_volumes.looks.stop()
+    service.inline_volumes.scans.stop()
     service.context.workers.halt()
 
 

@@ -537,7 +537,7 @@ class RealHost:
             self._own.pop()
 
     def _detach(self, number: tuple[int, int]) -> None:
-        for device in loop.over(self.kernel, number):
+        for device in loop.loop_devices_over(self.kernel, number):
             loop.detach(self.kernel, device)
 
     def _close(self, number: tuple[int, int]) -> None:

@@ -176,7 +176,7 @@ def test_three_commands_deactivate_all_that_was_left(host: FakeHost, tmp_path: P
         disk = disk_of(node, 20)
         for one in disk.snapshots:
             name = ids.logical_name(one)
-            volumes.mark(host.lvm, disk.group, name, old={}, new={"activated": "reading"})
+            volumes.mark(host.lvm, disk.group, name, old_tags={}, new_tags={"activated": "reading"})
             disk.logical(one)
         host.commands.clear()
         assert changed_blocks.of(node.service).delta.activations.resume() == 20

@@ -22,7 +22,7 @@ from agent.extras.changed_blocks.extents import (
     clipped,
     merged,
 )
-from agent.work.pace import Pace, Work
+from agent.work.pace import IoTask, Pace
 from lvm.active_devices import Exceptions
 from lvm.layout import NO_RESERVE, Reserve
 from mount.block_io import Reader
@@ -32,9 +32,9 @@ MIB, TIB = 1 << 20, 1 << 40
 CHUNK = 4096
 
 
-def work(bandwidth: Reserve = NO_RESERVE) -> Work:
+def work(bandwidth: Reserve = NO_RESERVE) -> IoTask:
     """Turns for comparing."""
-    return Pace(lambda: bandwidth, Kernel()).work("compare", check=lambda: None)
+    return Pace(lambda: bandwidth, Kernel()).task("compare", check=lambda: None)
 
 
 @dataclass
@@ -76,7 +76,7 @@ def test_a_turn_is_over_when_a_difference_is_reported() -> None:
     size = 100 * MIB
     old, new = cast(Reader, Filled(b"a")), cast(Reader, Filled(b"b"))
     one = Pace(lambda: None, Kernel())
-    comparing_work = one.work("compare", check=lambda: None)
+    comparing_work = one.task("compare", check=lambda: None)
     found = comparing.differing(old, size, new, comparing_work, [Extent(0, size)])
     for _ in found:
         assert not one._queue
@@ -94,7 +94,7 @@ def test_small_turns_find_what_large_ones_find(size: int) -> None:
     readers = cast(Reader, Content(old)), size, cast(Reader, Content(bytes(changed)))
     # A tenth of a second is less than the least piece.
     slow = Pace(lambda: Reserve(size_bytes=MIB), Kernel(), clock=count(0.0, 1000.0).__next__)
-    found = list(comparing.differing(*readers, slow.work("compare", check=lambda: None), extents))
+    found = list(comparing.differing(*readers, slow.task("compare", check=lambda: None), extents))
     assert found == list(comparing.differing(*readers, work(), extents))
     assert sum(one.length_bytes for one in found) >= min(size, CHUNK)
 

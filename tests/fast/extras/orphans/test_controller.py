@@ -51,11 +51,11 @@ class Site:
         return made
 
     def sure(self) -> dict[str, Kind]:
-        found = self.finder().look()
-        return {one.candidate.name: one.candidate.kind for one in found if one.sure}
+        found = self.finder().search()
+        return {one.candidate.name: one.candidate.kind for one in found if one.is_sure}
 
     def after_a_grace(self) -> dict[str, Kind]:
-        self.finder().look()
+        self.finder().search()
         self.seconds += GRACE
         return self.sure()
 
@@ -102,7 +102,9 @@ def test_volumes_of_all_nodes_that_nothing_refers_to_are_orphans(site: Site) -> 
     assert site.sure() == {}
     site.seconds += 1
     assert site.sure() == dict.fromkeys(lost, Kind.VOLUME)
-    wheres = {one.candidate.about.partition(" bytes on ")[2] for one in site.finder().look()}
+    wheres = {
+        one.candidate.description.partition(" bytes on ")[2] for one in site.finder().search()
+    }
     assert wheres == {"a", "b"}
 
 
@@ -173,9 +175,9 @@ def test_of_what_nodes_list_no_more_is_kept_than_a_look_needs(
 
     monkeypatch.setattr(Client, "every_volume", volumes)
     monkeypatch.setattr(Client, "every_snapshot", snapshots)
-    found = site.finder().look()
+    found = site.finder().search()
     assert len(found) == 100
-    assert all("with 1 snapshots" in one.candidate.about for one in found)
+    assert all("with 1 snapshots" in one.candidate.description for one in found)
     assert most < 5
 
 
@@ -185,7 +187,7 @@ def test_of_what_nodes_list_no_more_is_kept_than_a_look_needs(
 def refused(site: Site, says: str, lost: str) -> None:
     """A look, and a deletion, end with a sentence; the volume stays."""
     with pytest.raises(errors.ClusterSilent, match=says):
-        site.finder().look()
+        site.finder().search()
     with pytest.raises(errors.ClusterSilent, match=says):
         site.delete(lost)
     assert "vol-pvc-1" in site.volumes()
@@ -207,7 +209,7 @@ def test_a_list_of_the_cluster_s_that_is_not_whole_makes_no_orphan(
     site: Site, path: str, lie: api_server.Lie
 ) -> None:
     lost = site.volume("pvc-1")
-    site.finder().look()
+    site.finder().search()
     site.seconds += GRACE
     site.api.lie(path, *[lie] * 50)
     refused(site, "nothing counts as an orphan", lost)
@@ -218,7 +220,7 @@ def test_a_list_of_the_cluster_s_that_is_not_whole_makes_no_orphan(
 def test_a_node_that_does_not_answer_makes_no_orphan_and_hides_none(site: Site) -> None:
     lost = site.volume("pvc-1", "a")
     site.volume("pvc-2", "b")
-    site.finder().look()
+    site.finder().search()
     site.seconds += GRACE
     clustered.listener(site.cluster.nodes["b"]).stop()
     site.cluster.ask()
@@ -228,7 +230,7 @@ def test_a_node_that_does_not_answer_makes_no_orphan_and_hides_none(site: Site) 
 @pytest.mark.parametrize("gone", ["a", "b"])
 def test_an_api_server_without_one_of_the_nodes_is_refused(site: Site, gone: str) -> None:
     lost = site.volume("pvc-1")
-    site.finder().look()
+    site.finder().search()
     site.seconds += GRACE
     site.api.objects[NODES][:] = [
         one for one in site.api.objects[NODES] if one["metadata"]["name"] != gone
@@ -252,7 +254,7 @@ def test_the_socket_of_a_node_is_no_controller_s(
         site.config, endpoint=next(site.cluster.nodes["a"].directory.glob("*.sock"))
     )
     with pytest.raises(errors.ClusterSilent, match="UNIMPLEMENTED"):
-        site.finder().look()
+        site.finder().search()
     assert cli.main(["controller", "status", "--endpoint", str(site.config.endpoint)]) == 1
     assert "UNIMPLEMENTED" in capsys.readouterr().err
 
@@ -263,7 +265,7 @@ def test_the_socket_of_a_node_is_no_controller_s(
 def test_an_orphan_is_deleted_on_its_node_if_confirmed_and_in_time(site: Site) -> None:
     lost, kept = site.volume("pvc-1", "b"), site.volume("pvc-2", "b")
     site.named(kept)
-    site.finder().look()
+    site.finder().search()
     site.seconds += GRACE - 1
     with pytest.raises(errors.NotConfirmed):
         site.delete(lost, confirmed=False)
@@ -295,8 +297,8 @@ def test_an_orphan_with_snapshots_says_so_and_is_kept(site: Site) -> None:
     lost = site.volume("pvc-1")
     site.cluster.client.snapshot("snap-1", lost)
     site.after_a_grace()
-    [found] = site.finder().look()
-    assert found.candidate.about.endswith("with 1 snapshots, which must be deleted first")
+    [found] = site.finder().search()
+    assert found.candidate.description.endswith("with 1 snapshots, which must be deleted first")
     with pytest.raises(errors.CallRefused, match="snap-1"):
         site.delete(lost)
 

@@ -89,11 +89,11 @@ class Node:
         return made
 
     def look(self) -> list[Orphan]:
-        return list(self.finder().look())
+        return list(self.finder().search())
 
     def sure(self) -> dict[str, Kind]:
         """What a look finds that was seen a grace ago, too."""
-        return {one.candidate.name: one.candidate.kind for one in self.look() if one.sure}
+        return {one.candidate.name: one.candidate.kind for one in self.look() if one.is_sure}
 
     def after_a_grace(self) -> dict[str, Kind]:
         """The same, by two looks."""
@@ -136,7 +136,7 @@ def node(tmp_path: Path, api: ApiServer) -> Iterator[Node]:
 def test_an_unreferenced_volume_is_an_orphan_after_the_grace_period(node: Node) -> None:
     lost = node.volume("pvc-1")
     [seen] = node.look()
-    assert (seen.candidate.name, seen.sure) == (lost, False)
+    assert (seen.candidate.name, seen.is_sure) == (lost, False)
     node.seconds += GRACE - 1
     assert node.sure() == {}
     node.seconds += 1
@@ -175,7 +175,7 @@ def test_volumes_that_are_referenced_or_not_carver_s_are_no_orphans(node: Node) 
 def change_state(node: Node, state: str) -> None:
     # A copy of nothing: without a source it would be one whose tags were lost.
     new = {"state": state, **({"zero": "fully"} if state == "copying" else {})}
-    volumes.mark(node.host.lvm, "data", "vol-pvc-1", old={"state": "ready"}, new=new)
+    volumes.mark(node.host.lvm, "data", "vol-pvc-1", old_tags={"state": "ready"}, new_tags=new)
 
 
 def test_a_deleted_volume_that_is_not_erased_is_reported(node: Node) -> None:
@@ -429,7 +429,7 @@ def test_a_claim_that_waits_for_a_dead_node_is_reported_with_a_remedy(
     claim(node)
     assert node.after_a_grace() == {"shop/data": Kind.CLAIM}
     [found] = node.look()
-    assert found.candidate.about == (
+    assert found.candidate.description == (
         f"waits for gone, which is {'gone' if state == 'gone' else 'not ready'}"
     )
     with pytest.raises(errors.NoOrphan) as refused:
@@ -587,7 +587,7 @@ def test_without_the_service_nothing_is_deleted(node: Node, tmp_path: Path) -> N
 def test_the_service_counts_sure_orphans_and_logs_each_once(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watch = OrphanWatch(lambda: node.finder().look(), 600, clock=lambda: 42.0)
+    watch = OrphanWatch(lambda: node.finder().search(), 600, clock=lambda: 42.0)
     node.volume("pvc-1")
     watch.task.run_once()
     assert set(watch.counts().values()) == {0}
@@ -605,7 +605,7 @@ def test_a_failed_look_changes_no_count_and_is_logged_once(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = iter((1.0, 2.0))
-    watch = OrphanWatch(lambda: node.finder().look(), 600, clock=lambda: next(now))
+    watch = OrphanWatch(lambda: node.finder().search(), 600, clock=lambda: next(now))
     watch.task.run_once()
     node.api.lie(VOLUMES, *[status(403)] * 3)
     with caplog.at_level(logging.WARNING):

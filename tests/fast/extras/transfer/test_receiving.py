@@ -86,7 +86,7 @@ def test_a_volume_made_without_an_answer_is_held(there: Node, fake: FakeHost, se
 def test_a_volume_found_receiving_is_held(there: Node, sent: bytes) -> None:
     with pytest.raises(errors.AgentError):
         nodes.receive(there, "copy", sent[: len(sent) // 2])
-    there.service.context.holds.allow(pretended(there).volume_id)
+    there.service.context.holds.remove_note(pretended(there).volume_id)
     with pytest.raises(errors.AgentError):
         nodes.receive(there, "copy", sent[: len(sent) // 2])
     with expect.code("FAILED_PRECONDITION", "received"):
@@ -174,7 +174,7 @@ def test_a_queued_check_leaves_the_next_volume_of_its_name_alone(
         there.client.create("copy", 64 * MIB, mounted("ext4"))
         fake.commands.clear()
         over.set()
-        expect.soon(queued.ended.done)
+        expect.soon(queued.future.done)
     assert "fsck.ext4" not in {words[0] for words in fake.commands}
 
 

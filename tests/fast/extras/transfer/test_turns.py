@@ -23,7 +23,7 @@ from nodes import MIB, SIZE, Node, volume_of
 
 from agent.extras.transfer import paced, streams_command, turns
 from agent.work import pace
-from agent.work.pace import Pace, Work
+from agent.work.pace import IoTask, Pace
 from lvm.layout import NO_RESERVE, Reserve
 from mount.block_io import Opened
 from mount.disk_load import DiskLoad
@@ -66,8 +66,8 @@ def paced_by(node: Node, bandwidth: Reserve | None, clock: Clock) -> Pace:
     return made
 
 
-def erase(one: Pace) -> Work:
-    return one.work("erase", check=lambda: None)
+def erase(one: Pace) -> IoTask:
+    return one.task("erase", check=lambda: None)
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -221,7 +221,7 @@ def test_what_the_service_changed_by_lvm2_is_no_others_io(
     monkeypatch.setattr(kernel, "disks_below", lambda _device: frozenset({"sda"}))
     monkeypatch.setattr(kernel, "disk_load", lambda _disk: DiskLoad(completed[0], 0, 0))
     one = here.service.context.paces.of(here.group)
-    work = one.work("erase", here.device("vol-db"), check=lambda: None)
+    work = one.task("erase", here.device("vol-db"), check=lambda: None)
     with work.piece(MIB):
         pass
     [taken] = here.client.snapshots(snapshot_id=snapshot)

@@ -19,7 +19,7 @@ class PoolCommands(KernelSide):
         activate = arguments.take("--activate")
         assert arguments.flag("--ignoreactivationskip") == (activate == "y")
         name, tags = arguments.take("--name"), set(arguments.take_all("--addtag"))
-        tuning = tuning_in(arguments).over(PLAIN)
+        tuning = tuning_in(arguments).applied_to(PLAIN)
         group, origin = self._volume(arguments)
         require_new(group, name)
         assert isinstance(origin, FakeThin), "lvm2 would ask for a size"
@@ -82,7 +82,7 @@ class PoolCommands(KernelSide):
         skipped = arguments.skips_activation()
         size = in_bytes(arguments.take("--virtualsize"))
         pool, name = arguments.take("--thinpool"), arguments.take("--name")
-        tags, tuning = set(arguments.take_all("--addtag")), tuning_in(arguments).over(PLAIN)
+        tags, tuning = set(arguments.take_all("--addtag")), tuning_in(arguments).applied_to(PLAIN)
         (group_name,) = arguments.rest()
         group = self._group(group_name)
         require_new(group, name)

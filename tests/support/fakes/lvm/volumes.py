@@ -47,7 +47,7 @@ class VolumeCommands(PoolCommands):
         assert arguments.flag("--ignoreactivationskip") or not skipped
         size, name = in_bytes(arguments.take("--size")), arguments.take("--name")
         tags, policy = set(arguments.take_all("--addtag")), arguments.take("--alloc")
-        layout, tuning = layout_in(arguments), tuning_in(arguments).over(PLAIN)
+        layout, tuning = layout_in(arguments), tuning_in(arguments).applied_to(PLAIN)
         if (tuning.minimum_recovery_kib or 0) > (tuning.maximum_recovery_kib or 0):
             # Also where no maximum is named.
             raise Failure("Minimum recovery rate cannot be higher than maximum.")
@@ -205,8 +205,8 @@ class VolumeCommands(PoolCommands):
         assert arguments.flag("--yes") == bool(policy or settings)
         tuning = tuning_in(arguments)
         path, *further = arguments.rest()
-        if activate == "n" and (whole := report.whole(path)) != path:
-            assert {report.whole(one) for one in further} <= {whole}, "not needed so far"
+        if activate == "n" and (whole := report.visible_name(path)) != path:
+            assert {report.visible_name(one) for one in further} <= {whole}, "not needed so far"
             self._found(whole)[1].left = ()
             return ""
         group, volume = self._found(path)
@@ -272,9 +272,9 @@ class VolumeCommands(PoolCommands):
             )
         if ahead == volume.tuning.read_ahead_bytes:
             raise Failure(f"Read ahead is already {ahead} for {path}.")
-        if tuning.over(volume.tuning).refusal:
+        if tuning.applied_to(volume.tuning).refusal:
             raise Failure("Minimum recovery rate cannot be higher than maximum.")
-        volume.tuning = tuning.over(volume.tuning)
+        volume.tuning = tuning.applied_to(volume.tuning)
 
     def _lvextend(self, arguments: Arguments) -> str:
         if more := arguments.take("--poolmetadatasize"):
