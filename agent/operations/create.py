@@ -84,7 +84,7 @@ class _Request:
 class _SourceToReserve:
     """A source in another volume group that must be reserved before the new volume is created.
 
-    `group` is the volume group of the new volume. `VolumeCreator._take` reserves the source.
+    `group` is the volume group of the new volume. `VolumeCreator._reserve_source` reserves the source.
     """
 
     source: Source
