@@ -4,10 +4,10 @@ The logical volume's name is a function of the CO's name, so a repeated call fin
 earlier call, whichever process made it. One lvcreate creates the logical volume with its tags and
 its device.
 
-A source in another volume group is prepared with that group locked (`VolumeCreator._take`), and the
-volume is created afterwards with its own group locked. A process that is killed in between leaves
-at most a bridge: a temporary snapshot of the source volume, from which the new volume is copied
-(agent/operations/clone.py).
+A source in another volume group is prepared with that group locked
+(`VolumeCreator._reserve_source`), and the volume is created afterwards with its own group locked. A
+process that is killed in between leaves at most a bridge: a temporary snapshot of the source
+volume, from which the new volume is copied (agent/operations/clone.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -84,7 +84,8 @@ class _Request:
 class _SourceToReserve:
     """A source in another volume group that must be reserved before the new volume is created.
 
-    `group` is the volume group of the new volume. `VolumeCreator._reserve_source` reserves the source.
+    `group` is the volume group of the new volume. `VolumeCreator._reserve_source` reserves the
+    source.
     """
 
     source: Source

@@ -70,7 +70,7 @@ def config(config: Config, group: str) -> Config:
     ]
     hot = DeviceClass("hot", group, cache=Cache(size=Reserve(size_bytes=sum(FAST) * EXTENT)))
     classes += [*sealed, *shredded, *pools, plain, striped, thin, hot]
-    return Config(**{**vars(config), "classes": tuple(classes)})
+    return replace(config, classes=tuple(classes))
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """Encrypted volumes: their whole life on each layout, and what must not happen to them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import chosen
@@ -53,7 +54,7 @@ def config(config: Config, group: str, tmp_path: Path) -> Config:
         made("filed", Layout(), encryption="luks2", key_file=file),
         made("bypassing", Layout(), encryption="luks2", bypass_workqueue="both"),
     ]
-    return Config(**{**vars(config), "classes": tuple(every)})
+    return replace(config, classes=tuple(every))
 
 
 def create(

@@ -66,7 +66,7 @@ class Node:
     def start(self, switch: Switch | None = None) -> None:
         """A process, on a socket of its own; its way to the machine leads through a switch."""
         endpoint = self.directory / f"{next(self.serial)}.sock"
-        own = Config(**{**vars(self.config), "endpoint": endpoint})
+        own = replace(self.config, endpoint=endpoint)
         self.service = started(self.host, own, switch)
         self.client = Client(endpoint)
         self.transfer = self.client.stub(TransferStub)
@@ -135,8 +135,12 @@ def made(
     own_directory = directory / name
     own_directory.mkdir()
     classes = histories.sealed(configured.classes(group, LAYOUTS))
-    changes = {"classes": classes, "kubelet_dir": (str(directory),), "node_id": name}
-    node = Node(host, Config(**{**vars(config), **changes}), group, own_directory)
+    changes: dict[str, Any] = {
+        "classes": classes,
+        "kubelet_dir": (str(directory),),
+        "node_id": name,
+    }
+    node = Node(host, replace(config, **changes), group, own_directory)
     node.start()
     try:
         yield node

@@ -60,6 +60,7 @@ def test_a_setting_with_a_tag_need_not_be_a_limit(monkeypatch: pytest.MonkeyPatc
     coming = tuning.Setting("minimum_recovery_kib", tag="coming")
     rows = [coming if one.field_name == coming.field_name else one for one in SETTINGS]
     monkeypatch.setattr(tuning, "SETTINGS", rows)
+    monkeypatch.setattr(tuning, "_TAGGED", [row for row in rows if row.tag])
     own_tags = {"coming": "5", "readIOPS": "100"}
     assert tuning.limits(own_tags).tags() == {"readIOPS": "100"}
     assert not tuning.limits({"coming": "5"}).is_limited

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,13 +180,13 @@ def in_cluster(
     """Run a test of four nodes in an event loop."""
     authority = Authority()
     own = certificates.controller_name(DRIVER_NAME)
-    changes = {
+    changes: dict[str, Any] = {
         "endpoint": tmp_path / "csi.sock",
         "tls_directory": authority.write(tmp_path / "controller", own),
         "nodes_file": tmp_path / "nodes.toml",
         "attach": True,
     }
-    changed = Config(**{**vars(config), **changes})
+    changed = replace(config, **changes)
 
     @asynccontextmanager
     async def made() -> AsyncIterator[Cluster]:
