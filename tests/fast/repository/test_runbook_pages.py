@@ -169,11 +169,12 @@ _KINDS = {
     *("persistentvolume", "persistentvolumes", "persistentvolumeclaim", "persistentvolumeclaims"),
     *("statefulset", "statefulsets", "pod", "pods", "node", "nodes", "secret", "csidriver"),
     *("csinodes", "poddisruptionbudgets", "csistoragecapacities", "deployment", "daemonset"),
-    *("pvc", "pv", "secret,configmap"),
+    *("pvc", "pv", "secret,configmap", "namespace", "volumeattachments", "csidriver"),
+    *("clusterrolebinding,clusterrole", "role,rolebinding", "volumesnapshotcontent"),
 }
 _VERBS = {
     *("get", "delete", "patch", "apply", "describe", "logs", "exec", "rollout", "annotate"),
-    *("drain", "uncordon", "label"),
+    *("drain", "cordon", "uncordon", "label", "taint", "scale", "create", "config"),
 }
 # Options, and whether each has a value.
 _OPTIONS = {
@@ -189,6 +190,12 @@ _OPTIONS = {
     "--ignore-daemonsets": False,
     "--wait": True,
     "--cascade": True,
+    "--dry-run": True,
+    "--duration": True,
+    "--ignore-not-found": False,
+    "--minify": False,
+    "--raw": False,
+    "--replicas": True,
 }
 
 
