@@ -469,3 +469,18 @@ def test_objects_are_made_anew_of_what_carver_shows(
         assert pv["spec"]["csi"].get("fsType") == (None if is_raw else "ext4")
         is_sealed = claim["metadata"]["name"] == "secret"
         assert ("nodeStageSecretRef" in pv["spec"]["csi"]) == is_sealed
+
+
+@pytest.mark.variation
+def test_a_fast_disk_is_replaced_by_a_fast_one(host: AnyHost, config: Config) -> None:
+    """Nothing but caches is put on the new disk: it is marked in the call that adds it."""
+    slow, old, new = (host.new_device(65 * MIB) for _ in range(3))
+    name = "runbook-fast"
+    with host.own_group(name, [slow, old]):
+        host.lvm("pvchange", "--addtag", report.FAST, "--", old)
+        with served(host, of_group(config, name)) as (_, client):
+            while not client.replace_disk(old, new)[0]:
+                known = {one.name: one for one in report.read(host.lvm).group(name).disks}
+                assert new not in known or known[new].fast
+            known = {one.name: one for one in report.read(host.lvm).group(name).disks}
+            assert {path: one.fast for path, one in known.items()} == {slow: False, new: True}
