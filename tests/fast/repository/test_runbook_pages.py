@@ -5,8 +5,10 @@ is for kubectl and helm is compared with the committed manifest and the chart.
 """
 
 import json
+import os
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ import yaml
 from cluster import checks, lab_checks
 
 from agent.cli import main as cli
+from agent.core import errors
+from agent.extras.transfer.remote import Remote
 from lvm import layout
 from lvm.layout import Reserve
 from lvm.report import Group
@@ -354,6 +358,33 @@ def test_the_objects_in_a_page_are_yaml(page: Path) -> None:
         made = yaml.safe_load("\n".join(one[len(found[0]) :] for one in found[1].splitlines()))
         assert made["kind"]
         assert made["metadata"]["name"]
+
+
+def test_the_script_in_place_of_ssh_runs_the_command_in_the_node_s_pod(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (DOCS / "operations.md").read_text()
+    [found] = re.findall(r"^    #!/bin/sh\n(?:    .*\n)+", text, re.M)
+    stub = """#!/bin/sh
+    case "$*" in
+        *"get pods"*"spec.nodeName=node-b") echo pod/carver-node-1 ;;
+        *"exec --stdin pod/carver-node-1"*)
+            while [ "$1" != -- ]; do shift; done
+            shift
+            exec "$@" ;;
+        *) exit 3 ;;
+    esac
+    """
+    for name, script in (("carver-exec", found), ("kubectl", stub)):
+        (tmp_path / name).write_text(textwrap.dedent(script).lstrip())
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    ssh = [str(tmp_path / "carver-exec")]
+    assert Remote("node-b", ssh, ["echo"]).ask('{"said": "two  words"}') == {"said": "two  words"}
+    fed = Remote("node-b", ssh, ["cat"]).feed("-", write=lambda send: send(b'{"fed": 1}'))
+    assert fed == {"fed": 1}
+    with pytest.raises(errors.NodeRefused):
+        Remote("node-c", ssh, ["echo"]).ask("{}")
 
 
 # Numbers
