@@ -4,16 +4,20 @@ A block of commands is marked by comments, `<!-- name: begin -->` and `<!-- name
 lines are run as they are written, with the names of the test's own group, disks and volumes.
 """
 
+import json
 import random
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import api_server
 import expect
+import manifest
 import nodes
 import pytest
 import serving
@@ -23,9 +27,9 @@ from binding import Cluster
 from nodes import Node, Stand
 from real.any import AnyHost, device
 from real.host import RealHost
-from serving import served
+from serving import machine, served
 
-from agent.cli import terminal
+from agent.cli import status, terminal
 from agent.core import errors, ids
 from agent.csi.client import block, mounted
 from agent.extras.transfer import claim_moves, move_command, streams_command
@@ -414,3 +418,69 @@ def test_another_driver_s_volume_is_adopted_and_given_back(
     assert content == b"kept" * 1024
     type_it("adopt, back")
     assert here.names() == {name}
+
+
+@pytest.mark.variation
+@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is the operator's, not Carver's")
+def test_objects_are_made_anew_of_what_carver_shows(
+    here: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(here, here.client.create("pvc-1", 24 * MIB, mounted("ext4"), parameters=ABOUT))
+    raw = {**ABOUT, "csi.storage.k8s.io/pvc/name": "raw", "csi.storage.k8s.io/pv/name": "pvc-2"}
+    here.client.create("pvc-2", 24 * MIB, block(), parameters=raw)
+    sealed = {**raw, "csi.storage.k8s.io/pvc/name": "secret", "carver/encryption": "luks2"}
+    here.client.create("pvc-3", 24 * MIB, mounted("ext4"), parameters=sealed)
+    here.client.create("by-hand", 24 * MIB, mounted("ext4"))
+    show_status, show_volumes = runbook("objects")
+    assert show_status.startswith("carver status --json > ")
+    assert show_volumes.startswith("carver volume list --json > ")
+    seen = status.read(replace(here.config, devices=here.host.lvm.devices), machine(here.host))
+    (tmp_path / "status.json").write_text(json.dumps(asdict(seen)))
+    capsys.readouterr()
+    here.at.show_all(as_json=True, names_only=False)
+    (tmp_path / "volumes.json").write_text(capsys.readouterr().out)
+    (tmp_path / "volumes.jq").write_text("\n".join(runbook("objects.jq")))
+
+    words = ("--slurpfile", "volumes", tmp_path / "volumes.json", "--arg", "class", "carver")
+    files = ("--from-file", tmp_path / "volumes.jq", tmp_path / "status.json")
+    made = subprocess.run(["jq", *words, *files], check=True, capture_output=True).stdout
+
+    listing = json.loads(made)
+    manifest_file = tmp_path / "objects.yaml"
+    manifest_file.write_text(yaml.safe_dump_all(listing["items"]))
+    manifest.check_schemas(manifest_file)
+    known = {one.volume_id: one for one in here.client.volumes()}
+    pairs = list(zip(listing["items"][::2], listing["items"][1::2], strict=True))
+    assert {claim["metadata"]["name"] for _, claim in pairs} == {"data", "raw", "secret"}
+    for pv, claim in pairs:
+        volume = known[pv["spec"]["csi"]["volumeHandle"]]
+        assert pv["spec"]["csi"]["volumeAttributes"] == dict(volume.volume_context)
+        assert int(pv["spec"]["capacity"]["storage"]) == volume.capacity_bytes
+        [term] = pv["spec"]["nodeAffinity"]["required"]["nodeSelectorTerms"]
+        [at] = term["matchExpressions"]
+        segments = dict(volume.accessible_topology[0].segments)
+        assert {at["key"]: at["values"][0]} == segments
+        assert pv["spec"]["persistentVolumeReclaimPolicy"] == "Retain"
+        reference = {key: pv["spec"]["claimRef"][key] for key in ("namespace", "name")}
+        assert reference == claim["metadata"]
+        assert claim["spec"]["volumeName"] == pv["metadata"]["name"]
+        is_raw = claim["metadata"]["name"] == "raw"
+        assert pv["spec"]["volumeMode"] == ("Block" if is_raw else "Filesystem")
+        assert pv["spec"]["csi"].get("fsType") == (None if is_raw else "ext4")
+        is_sealed = claim["metadata"]["name"] == "secret"
+        assert ("nodeStageSecretRef" in pv["spec"]["csi"]) == is_sealed
+
+
+@pytest.mark.variation
+def test_a_fast_disk_is_replaced_by_a_fast_one(host: AnyHost, config: Config) -> None:
+    """Nothing but caches is put on the new disk: it is marked in the call that adds it."""
+    slow, old, new = (host.new_device(65 * MIB) for _ in range(3))
+    name = "runbook-fast"
+    with host.own_group(name, [slow, old]):
+        host.lvm("pvchange", "--addtag", report.FAST, "--", old)
+        with served(host, of_group(config, name)) as (_, client):
+            while not client.replace_disk(old, new)[0]:
+                known = {one.name: one for one in report.read(host.lvm).group(name).disks}
+                assert new not in known or known[new].fast
+            known = {one.name: one for one in report.read(host.lvm).group(name).disks}
+            assert {path: one.fast for path, one in known.items()} == {slow: False, new: True}

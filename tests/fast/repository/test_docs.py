@@ -353,12 +353,29 @@ def test_every_alert_is_documented_with_its_severity_and_what_to_do() -> None:
 
 
 def linked(place: str) -> str:
-    """Return a link from a page of docs/ to a section, with the section's heading for its text."""
-    path, _, anchor = place.partition("#")
+    """Return a link from docs/metrics.md to a section or page; its text is the heading there."""
+    path, hash_sign, anchor = place.partition("#")
     headings = re.findall(r"^#+ (.+)$", text_of(path), re.M)
-    [heading] = [one for one in headings if anchor_of(one) == anchor]
+    [heading] = [one for one in headings if anchor_of(one) == anchor] if anchor else headings[:1]
     here = path.removeprefix("docs/")
-    return f"[{heading}]({'' if here == 'metrics.md' else here}#{anchor})"
+    return f"[{heading}]({'' if here == 'metrics.md' else here}{hash_sign}{anchor})"
+
+
+def test_an_alert_leads_to_the_page_that_the_table_of_runbooks_names() -> None:
+    document = yaml.safe_load(text_of("deploy/monitoring/alerts.yaml"))
+    pages = {
+        rule["alert"]: rule["annotations"]["runbook"]
+        for one in document["groups"]
+        for rule in one["rules"]
+    }
+    text = text_of("docs/runbooks/README.md")
+    rows = [row for row in cells(text) if len(row) == 2 and "](" in row[0]]
+    found = [(name, row[0]) for row in rows for name in re.findall(r"`(Carver\w+)`", row[1])]
+    assert sorted(name for name, _ in found) == sorted(pages)
+    for name, situation in found:
+        first = re.findall(r"\]\(([^)]+)\)", situation)[0]
+        place = f"docs/{first[3:]}" if first.startswith("../") else f"docs/runbooks/{first}"
+        assert place == pages[name], name
 
 
 # The rest

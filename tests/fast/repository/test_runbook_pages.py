@@ -5,9 +5,11 @@ is for kubectl and helm is compared with the committed manifest and the chart.
 """
 
 import json
+import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import yaml
 from cluster import checks, lab_checks
 
 from agent.cli import main as cli
+from agent.core import errors
+from agent.extras.transfer.remote import Remote
 from lvm import layout
 from lvm.layout import Reserve
 from lvm.report import Group
@@ -25,6 +29,11 @@ DOCS = ROOT / "docs"
 PAGES = sorted(one for one in (DOCS / "runbooks").glob("*.md") if one.name != "README.md")
 # Pages with commands for kubectl and helm, and with names of the chart's values.
 DOCUMENTS = [*PAGES, DOCS / "operations.md"]
+# Further pages with commands for kubectl.
+FURTHER = [
+    DOCS / f"{name}.md"
+    for name in ("cluster", "commands", "encryption", "install", "quickstart", "troubleshooting")
+]
 SECTIONS = ("Is it this?", "What to do", "Did it work?", "How to go back", "What is tested")
 GIB = 1 << 30
 
@@ -42,6 +51,39 @@ _NOT_RUN = {
     "vgextend --metadatasize 80m GROUP /dev/NEW": "group-full.md",
 }
 
+# Pages beside the runbooks with commands for a node.
+_CHECKED = [
+    DOCS / f"{name}.md" for name in ("encryption", "install", "operations", "troubleshooting")
+]
+# By lvm2 2.03.16 on loop devices, or by its manual pages alone, as the page says.
+_BY_HAND = "by hand"
+_RUNBOOKS = "tests/contract/test_runbooks.py"
+# lvm2's and util-linux' commands there, and what runs them.
+_RUN = {
+    "lvchange --activate n GROUP/pool-CLASS": _RUNBOOKS,
+    "lvchange --activate n GROUP/vol-NAME": _RUNBOOKS,
+    "lvchange --activate y --ignoreactivationskip GROUP/vol-NAME": _RUNBOOKS,
+    "lvchange --addtag carver.givenUp=yes GROUP/LV": "tests/vm/test_repairs.py",
+    "lvchange --rebuild /dev/OLD GROUP/LV": _BY_HAND,
+    "lvconvert --swapmetadata --poolmetadata GROUP/pool-CLASS_meta0 GROUP/pool-CLASS": _BY_HAND,
+    "lvconvert --uncache --force GROUP/vol-NAME": _BY_HAND,
+    "pvchange --addtag carver.fast /dev/NEW": _BY_HAND,
+    "pvchange --metadataignore y /dev/OLD": _BY_HAND,
+    "pvmove --abort": "tests/contract/test_repairs.py",
+    "vgcfgbackup --file /root/GROUP.before GROUP": _BY_HAND,
+    "vgcfgrestore --file /etc/lvm/archive/FILE GROUP": _BY_HAND,
+    "vgchange --yes --config 'global/system_id_source=lvmlocal local/system_id=OLD'"
+    ' --systemid "" GROUP': "tests/contract/test_other_nodes.py",
+    "vgchange --yes --config global/use_lvmlockd=1 --lock-type none --lockopt force"
+    " GROUP": "tests/contract/test_other_nodes.py",
+    "vgcreate --metadatasize 80m GROUP-fast /dev/NEW": _BY_HAND,
+    "vgcreate --metadatasize 80m hdd /dev/disk/by-id/HDD": _BY_HAND,
+    "vgcreate --metadatasize 80m ssd /dev/disk/by-id/SSD": _BY_HAND,
+    "vgextend --metadatasize 80m GROUP /dev/NEW1 /dev/NEW2": _BY_HAND,
+    "vgmerge GROUP GROUP-fast": _BY_HAND,
+    "wipefs --all --backup /dev/NEW": _BY_HAND,
+}
+
 
 def blocks(text: str) -> Iterator[tuple[str, str]]:
     """Each line of code in a document, and the name of its marked block; empty if it has none."""
@@ -53,11 +95,11 @@ def blocks(text: str) -> Iterator[tuple[str, str]]:
             yield line.strip(), marked
 
 
-def commands(program: str) -> list[tuple[str, str]]:
+def commands(program: str, further: Sequence[Path] = ()) -> list[tuple[str, str]]:
     """The lines that begin with this program, each with the name of its page."""
     return [
         (page.name, line)
-        for page in DOCUMENTS
+        for page in (*DOCUMENTS, *further)
         for line, _ in blocks(page.read_text())
         if line.split()[0] == program
     ]
@@ -143,6 +185,22 @@ def test_a_command_within_a_sentence_is_understood(
         assert "are required" in said or "expected one argument" in said, said
 
 
+@pytest.mark.parametrize("page", _CHECKED, ids=lambda page: page.stem)
+def test_each_other_command_on_a_node_is_run_by_a_test_or_by_hand(page: Path) -> None:
+    """Of the pages beside the runbooks; Carver's own commands have tests of their own."""
+    for line, marked in blocks(page.read_text()):
+        if line.split()[0] in ("kubectl", "helm", "carver") or marked or _LOOKS.match(line):
+            continue
+        where = _RUN.get(line)
+        assert where, f"{page.name}: {line}"
+        assert where == _BY_HAND or (ROOT / where).exists(), where
+
+
+def test_what_is_run_by_hand_is_still_in_a_page() -> None:
+    lines = {line for page in _CHECKED for line, _ in blocks(page.read_text())}
+    assert _RUN.keys() <= lines
+
+
 def test_what_is_run_elsewhere_is_there() -> None:
     for line, name in _NOT_RUN.items():
         found = dict(blocks((DOCS / "runbooks" / name).read_text()))
@@ -169,11 +227,13 @@ _KINDS = {
     *("persistentvolume", "persistentvolumes", "persistentvolumeclaim", "persistentvolumeclaims"),
     *("statefulset", "statefulsets", "pod", "pods", "node", "nodes", "secret", "csidriver"),
     *("csinodes", "poddisruptionbudgets", "csistoragecapacities", "deployment", "daemonset"),
-    *("pvc", "pv", "secret,configmap"),
+    *("pvc", "pv", "configmap", "namespace", "volumeattachments", "volumesnapshotcontents"),
+    *("clusterrolebinding", "clusterrole", "role", "rolebinding", "serviceaccount"),
+    "poddisruptionbudget",
 }
 _VERBS = {
     *("get", "delete", "patch", "apply", "describe", "logs", "exec", "rollout", "annotate"),
-    *("drain", "uncordon", "label"),
+    *("drain", "cordon", "uncordon", "label", "taint", "scale", "create", "config", "wait"),
 }
 # Options, and whether each has a value.
 _OPTIONS = {
@@ -189,12 +249,21 @@ _OPTIONS = {
     "--ignore-daemonsets": False,
     "--wait": True,
     "--cascade": True,
+    "--dry-run": True,
+    "--duration": True,
+    "--for": True,
+    "--from-file": True,
+    "--ignore-not-found": False,
+    "--minify": False,
+    "--raw": False,
+    "--replicas": True,
+    "--timeout": True,
 }
 
 
 def parsed(line: str) -> tuple[list[str], dict[str, str]]:
     """The words and the options of a line for kubectl; what `exec` runs is left out."""
-    words, found, rest = [], {}, shlex.split(line, comments=True)[1:]
+    words, found, rest = [], {}, shlex.split(line.removesuffix("\\"), comments=True)[1:]
     while rest:
         word = rest.pop(0)
         if word == "--":
@@ -211,12 +280,12 @@ def parsed(line: str) -> tuple[list[str], dict[str, str]]:
     return words, found
 
 
-@pytest.mark.parametrize(("page", "line"), commands("kubectl"))
+@pytest.mark.parametrize(("page", "line"), commands("kubectl", FURTHER))
 def test_a_line_for_kubectl_is_understood(page: str, line: str) -> None:
     words, found = parsed(line)
     assert words[0] in _VERBS
     if words[0] in ("get", "delete", "patch", "describe", "annotate"):
-        assert words[1] in _KINDS
+        assert {*words[1].split(",")} <= _KINDS
     if "--patch" in found:
         assert json.loads(found["--patch"])
     if found.get("--namespace") == "carver-system":
@@ -289,6 +358,33 @@ def test_the_objects_in_a_page_are_yaml(page: Path) -> None:
         made = yaml.safe_load("\n".join(one[len(found[0]) :] for one in found[1].splitlines()))
         assert made["kind"]
         assert made["metadata"]["name"]
+
+
+def test_the_script_in_place_of_ssh_runs_the_command_in_the_node_s_pod(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (DOCS / "operations.md").read_text()
+    [found] = re.findall(r"^    #!/bin/sh\n(?:    .*\n)+", text, re.M)
+    stub = """#!/bin/sh
+    case "$*" in
+        *"get pods"*"spec.nodeName=node-b") echo pod/carver-node-1 ;;
+        *"exec --stdin pod/carver-node-1"*)
+            while [ "$1" != -- ]; do shift; done
+            shift
+            exec "$@" ;;
+        *) exit 3 ;;
+    esac
+    """
+    for name, script in (("carver-exec", found), ("kubectl", stub)):
+        (tmp_path / name).write_text(textwrap.dedent(script).lstrip())
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    ssh = [str(tmp_path / "carver-exec")]
+    assert Remote("node-b", ssh, ["echo"]).ask('{"said": "two  words"}') == {"said": "two  words"}
+    fed = Remote("node-b", ssh, ["cat"]).feed("-", write=lambda send: send(b'{"fed": 1}'))
+    assert fed == {"fed": 1}
+    with pytest.raises(errors.NodeRefused):
+        Remote("node-c", ssh, ["echo"]).ask("{}")
 
 
 # Numbers
