@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import api_server
+import configured
 import expect
 import nodes
 import pytest
@@ -25,13 +27,14 @@ from real.any import AnyHost, device
 from real.host import RealHost
 from serving import served
 
-from agent.cli import terminal
+from agent.cli import terminal, volume_verbs
 from agent.core import errors, ids
 from agent.csi.client import block, mounted
 from agent.extras.transfer import claim_moves, move_command, streams_command
-from agent.settings.settings import Config
+from agent.groups import group_definitions
+from agent.settings.settings import BackingFile, Config, GroupDefinition
 from lvm import report
-from mount import mounts, options
+from mount import loop, mounts, options
 from mount.mount_errors import CommandFailed
 from proto import csi_pb2 as csi
 
@@ -379,6 +382,148 @@ def test_a_copied_group_gets_another_uuid(host: AnyHost, config: Config, own_gro
         assert ids.logical_name(now.volume_id) == ids.logical_name(before.volume_id)
         assert now.volume_id != before.volume_id
         client.delete(now.volume_id)
+
+
+def printed_objects(
+    node: Node, lines: list[str], directory: Path, capsys: pytest.CaptureFixture[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The PersistentVolume and the claim that the only line of a runbook prints."""
+    [line] = lines
+    capsys.readouterr()
+    type_in(node, line, directory)
+    volume, claim = yaml.safe_load_all(capsys.readouterr().out)
+    return volume, claim
+
+
+def as_kubelet_has_it(volume: dict[str, Any]) -> csi.Volume:
+    """The volume of a PersistentVolume, by what kubelet passes on."""
+    source = volume["spec"]["csi"]
+    return csi.Volume(
+        volume_id=source["volumeHandle"],
+        volume_context=source["volumeAttributes"],
+        capacity_bytes=int(volume["spec"]["capacity"]["storage"]),
+    )
+
+
+@pytest.mark.variation
+def test_objects_that_a_restored_database_lacks_are_printed(
+    here: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = claimed(here)
+    volume, claim = printed_objects(here, runbook("database restored"), tmp_path, capsys)
+    assert claim["metadata"] == {"namespace": "shop", "name": "data"}
+    assert volume["metadata"]["name"] == claim["spec"]["volumeName"] == "pvc-1"
+    assert as_kubelet_has_it(volume) == csi.Volume(
+        volume_id=made.volume_id,
+        volume_context=made.volume_context,
+        capacity_bytes=made.capacity_bytes,
+    )
+    use(here, as_kubelet_has_it(volume))
+
+
+@pytest.mark.variation
+def test_volumes_are_served_under_another_name_of_the_driver(
+    here: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = claimed(here)
+    assert [*made.accessible_topology[0].segments] == ["topology.lvm.csi.carver/node"]
+    here.host.write_bytes(here.device("vol-pvc-1"), 20 * MIB, b"kept" * 1024)
+    here.stop()
+    here.config = replace(here.config, driver_name="storage.example.org")
+    here.start()
+    assert here.client.identity.GetPluginInfo(csi.GetPluginInfoRequest()).name == (
+        "storage.example.org"
+    )
+    [listed] = here.client.volumes()
+    assert listed.volume_id == made.volume_id
+    volume, claim = printed_objects(here, runbook("renamed"), tmp_path, capsys)
+    assert claim["metadata"] == {"namespace": "shop", "name": "data"}
+    assert volume["spec"]["csi"]["driver"] == "storage.example.org"
+    assert volume["metadata"]["annotations"] == {
+        "pv.kubernetes.io/provisioned-by": "storage.example.org"
+    }
+    [term] = volume["spec"]["nodeAffinity"]["required"]["nodeSelectorTerms"]
+    [expression] = term["matchExpressions"]
+    assert (expression["key"], expression["values"]) == (
+        "topology.storage.example.org/node",
+        ["here"],
+    )
+    renamed = as_kubelet_has_it(volume)
+    # As the first provisioner left it in a PersistentVolume that is edited by hand.
+    renamed.volume_context["storage.kubernetes.io/csiProvisionerIdentity"] = "1-lvm.csi.carver"
+    use(here, renamed)
+    assert here.host.read_bytes(here.device("vol-pvc-1"), 20 * MIB, 4096) == b"kept" * 1024
+    snapshot = here.client.snapshot("1", renamed.volume_id)
+    here.client.delete_snapshot(snapshot.snapshot_id)
+    assert here.client.expand(renamed.volume_id, 48 * MIB).capacity_bytes == 48 * MIB
+    here.client.delete(renamed.volume_id)
+    assert here.names() == set()
+
+
+@pytest.mark.variation
+def test_a_group_on_a_file_goes_to_a_disk(
+    host: AnyHost,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(volume_verbs, "_LOOK_SECONDS", 0.1)
+    name = f"file-{tmp_path.parent.name[-6:]}"
+    disk = host.new_device(200 * MIB)
+    file = BackingFile(tmp_path / "carver.img", 96 * MIB)
+    on_file = configured.carver(tmp_path, name, definitions=(GroupDefinition(name, file=file),))
+    node = Node(host, on_file, name, tmp_path)
+    start_with_groups(node)
+    volume = node.client.create("pvc-1", 64 * MIB, mounted("ext4"))
+    node.client.stage(volume, tmp_path / "staging", mounted("ext4"))
+    host.write_bytes(node.device("vol-pvc-1"), 40 * MIB, b"kept" * 1024)
+    loop_device = loop.find(host.kernel, str(file.path))
+    assert loop_device is not None
+
+    def type_it() -> None:
+        [line] = runbook("file to disks")
+        line = line.replace("LOOP", loop_device).replace("DISK", disk)
+        type_in(node, f"{line} --yes", tmp_path)
+
+    with expect.code("INVALID_ARGUMENT", "is not among the configured `devices`"):
+        type_it()
+    assert disks_of(host, name) == [loop_device]
+    node.stop()
+    # Step 2; a restart in place of a reload.
+    node.config = replace(on_file, devices=(disk,))
+    start_with_groups(node)
+    type_it()
+    assert capsys.readouterr().out.endswith(f"{name} is whole\n")
+    assert disks_of(host, name) == [disk]
+    # Between steps 3 and 5 a restart makes nothing.
+    node.stop()
+    start_with_groups(node)
+    assert disks_of(host, name) == [disk]
+    node.stop()
+    node.config = replace(on_file, definitions=(GroupDefinition(name, (disk,)),))
+    start_with_groups(node)
+    node.stop()
+    loop.detach(host.kernel, loop_device)
+    start_with_groups(node)
+    assert disks_of(host, name) == [disk]
+    assert host.read_bytes(node.device("vol-pvc-1"), 40 * MIB, 4096) == b"kept" * 1024
+    node.client.unstage(volume.volume_id, tmp_path / "staging")
+    use(node, volume)
+    node.client.delete(volume.volume_id)
+    node.stop()
+
+
+def start_with_groups(node: Node) -> None:
+    """Start Carver, and have it make the groups of its configuration, as its process does."""
+    node.start()
+    service = node.service
+    group_definitions.begin(service.definitions, service.volume_groups)
+    group_definitions.create(service.definitions, service.volume_groups, node.group)
+    assert service.definitions.failures == {}
+
+
+def disks_of(host: AnyHost, group: str) -> list[str]:
+    return [one.name for one in report.read(host.lvm).group(group).disks]
 
 
 @pytest.mark.variation
