@@ -29,7 +29,6 @@ from agent.work.group_worker import Job, Jobs
 from lvm import names, tags, volumes
 from lvm.active_devices import Device
 from mount import command, loop, table
-from mount.text import counted
 
 _log = logging.getLogger(__name__)
 
@@ -349,9 +348,8 @@ class GroupSnapshotter:
         if not snapshots or self._reports.is_half_made(all_groups, snapshots):
             return
         why = _why_awaited(self._reports.awaited(all_groups, snapshots)) or (
-            f"only {counted(len(snapshots), 'snapshot')} of"
-            f" {snapshots[0].own_tags.get(tag.MEMBERS, 'many')} can be found; volumes can be made"
-            " of what is there, and DeleteVolumeGroupSnapshot removes it"
+            f"only {len(snapshots)} of its {snapshots[0].own_tags.get(tag.MEMBERS, 'many')} can be"
+            " found; volumes can be made of what is there, and DeleteVolumeGroupSnapshot removes it"
         )
         raise errors.NotWhole(snapshots[0].group_snapshot_id, why)
 
