@@ -248,13 +248,10 @@ def test_a_volume_is_repaired_and_a_disk_replaced(
     assert new in [one.name for one in fake.lvm2.groups["data"].disks]
 
 
+@pytest.mark.groups(data=[60, 60])
+@pytest.mark.settings(classes=(configured.PLAIN, configured.RAID))
 class TestOfARaid:
     """A volume of two images."""
-
-    pytestmark = [
-        pytest.mark.groups(data=[60, 60]),
-        pytest.mark.settings(classes=(configured.PLAIN, configured.RAID)),
-    ]
 
     def test_images_that_differ_are_made_alike_only_when_that_is_confirmed(
         self,
