@@ -17,6 +17,7 @@ from lvm.devicemapper import Status as Status
 from mount import block_devices, block_io
 from mount import mount_errors as mount_errors
 from mount.block_devices import attribute
+from mount.text import counted
 
 # Header of a COW store (struct disk_header, drivers/md/dm-snap-persistent.c): magic, valid,
 # version, chunk size in sectors.
@@ -49,7 +50,7 @@ class Exceptions:
         if (magic, valid, version) != (_MAGIC, 1, _VERSION) or not sectors or sectors % 8:
             raise mount_errors.BadReport(
                 f"{device} is no store of a snapshot that can be read: magic {magic:#x}, valid"
-                f" {valid}, version {version}, chunks of {sectors} sectors"
+                f" {valid}, version {version}, chunks of {counted(sectors, 'sector')}"
             )
         self.chunk_bytes = sectors * _SECTOR_BYTES
 

@@ -33,6 +33,7 @@ from lvm import candidate_devices, labels
 from lvm.candidate_devices import BlockDevices, Excluded
 from lvm.labels import Damaged, Mark, PhysicalLabel
 from mount.block_devices import attribute
+from mount.text import counted
 
 _T = TypeVar("_T")
 
@@ -290,7 +291,8 @@ class DiskErrors:
     def _found(self, disk: str, now_monotonic_seconds: float) -> list[str]:
         directory, problems = self._sysfs / "class/block" / disk, []
         if bad_ranges := len(attribute(f"{directory}/badblocks").splitlines()):
-            problems.append(f"{disk} has {bad_ranges} range(s) of sectors that cannot be read")
+            ranges_text = counted(bad_ranges, "range")
+            problems.append(f"{disk} has {ranges_text} of sectors that cannot be read")
         if counter_text := attribute(f"{directory}/device/ioerr_cnt"):
             number = int(counter_text, 16)
             previous_count = self._counts.get(disk, _Count(number, number))
@@ -313,7 +315,6 @@ class DiskErrors:
                 first_count, number, None if is_old else grew_monotonic_seconds
             )
             if number > first_count:
-                problems.append(
-                    f"{number - first_count} command(s) to {disk} failed within the last hour"
-                )
+                failures_text = counted(number - first_count, "command")
+                problems.append(f"{failures_text} to {disk} failed within the last hour")
         return problems

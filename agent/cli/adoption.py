@@ -1,4 +1,4 @@
-"""The PersistentVolume and claim of an adopted volume, as YAML for `kubectl apply`."""
+"""The PersistentVolume and claim of a volume, as YAML for `kubectl apply`."""
 
 import json
 from typing import Any
@@ -58,7 +58,7 @@ spec:
 
 
 class Manifest:
-    """The PersistentVolume and claim for a logical volume that is to be adopted.
+    """The PersistentVolume and claim for a logical volume, adopted or Carver's own.
 
     `logical` is the logical volume's name. `claim` is the claim's namespace, a slash and the
     claim's name. If `claim` is empty, the claim gets the PersistentVolume's name in the namespace
@@ -83,7 +83,7 @@ class Manifest:
         self.namespace, self.claim = namespace or "default", name or self.name
 
     def of(self, volume: csi.Volume) -> str:
-        """The YAML for an adopted volume.
+        """The YAML for a volume.
 
         A volume without a file system in its volume context is a raw block volume.
         """

@@ -133,11 +133,14 @@ def add_volume(commands: Commands) -> Commands:
         verbs,
         "repair",
         "repair a volume that lost a disk, or whose pool is damaged; wait until it is whole",
-        lambda service, parsed: service.repair(parsed.name, pool_metadata=parsed.pool_metadata),
+        lambda service, parsed: service.repair(
+            parsed.name, pool_metadata=parsed.pool_metadata, confirmed=parsed.yes
+        ),
         NAME,
         flag(
             "--pool-metadata", "of a thin volume: rebuild its pool's metadata, if they are damaged"
         ),
+        flag("--yes", "do not ask, also where images of a RAID differ and one is overwritten"),
     )
     verb(
         verbs,
@@ -165,6 +168,22 @@ def add_volume(commands: Commands) -> Commands:
         )
     )
     _add_adopt(verbs)
+    verb(
+        verbs,
+        "manifest",
+        "print a volume's PersistentVolume and claim, where the cluster has lost them",
+        lambda service, parsed: service.show_manifest(
+            parsed.name, parsed.claim, parsed.storage_class
+        ),
+        NAME,
+        Argument(
+            "--claim",
+            default="",
+            metavar="NAMESPACE/NAME",
+            help="else the one that the volume was made for",
+        ),
+        Argument("--storage-class", default="carver", help="of the claim; else carver"),
+    )
     verb(
         verbs,
         "delete",

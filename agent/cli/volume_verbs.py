@@ -20,7 +20,9 @@ from agent.core.ids import VolumeId
 from agent.csi import client
 from agent.csi.client import Client
 from agent.daemon.host import Host
+from agent.operations.diagnosis import Reason
 from agent.requests import secret
+from agent.requests.parameters import PREFIX
 from agent.settings.settings import Config
 from agent.volumes import backing, users
 from agent.volumes.activator import Activator
@@ -260,6 +262,23 @@ class VolumeVerbs:
         request = carver.AdoptVolumeRequest(group=group, logical_volume=name, dry_run=dry_run)
         _print_changes(self.caller.undo_adopt(request), dry_run=dry_run)
 
+    def show_manifest(self, name: str, claim: str, storage_class: str) -> None:
+        """Print the PersistentVolume and claim of an existing volume for `kubectl apply`.
+
+        `claim` is NAMESPACE/NAME; empty for the claim that the volume was made for, if that is
+        recorded. Raises BadField for a bad name of claim or storage class.
+        """
+        listing = self.caller.volumes_here()
+        volume = _find_named(name, listing)
+        claim = claim or listing.claims.get(volume.volume_id, "")
+        manifest = Manifest(self.settings.driver_name, _logical(volume), claim, storage_class)
+        if volume.volume_context.get(f"{PREFIX}{tag.ENCRYPTION}"):
+            note = (
+                "name its key's Secret in csi.nodeStageSecretRef, unless its class has a key_file"
+            )
+            print(f"{name} is encrypted: {note}", file=sys.stderr)
+        print(manifest.of(volume), end="")
+
     def headers(self, name: str) -> Headers:
         """The commands on an encrypted volume's header; raises NotStaged for an inactive volume."""
         volume = self.find(name)
@@ -302,9 +321,23 @@ class VolumeVerbs:
         self.caller.modify(self.find(name).volume_id, parameters)
         print(f"{name}: {', '.join(f'{key}={value}' for key, value in parameters.items())}")
 
-    def repair(self, name: str, *, pool_metadata: bool) -> None:
-        """Repair a volume, or its thin pool's metadata, and wait until the repair is done."""
+    def repair(self, name: str, *, pool_metadata: bool, confirmed: bool) -> None:
+        """Repair a volume, or its thin pool's metadata, and wait until the repair is done.
+
+        If images of the volume differ, the user is asked first: one image is overwritten by
+        another, and md cannot know which is right. Other repairs write only to lost images.
+        """
         volume_id = self.find(name).volume_id
+        health = self.caller.volume_health(volume_id)
+        question = (
+            f"Take one image of {name} for right, and overwrite what differs in the others? Compare"
+            " with a backup first"
+        )
+        differs = any(
+            entry.reason == Reason.RAID_MISMATCHES.word for entry in health.health_statuses
+        )
+        if differs and not confirmed and not terminal.confirmed(question):
+            raise errors.NotConfirmed(name, "repaired")
         self._until_done(lambda: self.caller.repair(volume_id, pool_metadata=pool_metadata))
 
     def replace_disk(self, old_disk: str, new_disk: str, *, confirmed: bool) -> None:

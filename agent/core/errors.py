@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from lvm.groups import VGEXTEND
+from mount.text import counted
 
 # Advice in error messages: how a user has a volume unstaged. A rollout of the Deployment is not
 # enough: the new pod starts before the old pod is gone, so kubelet does not unstage the volume.
@@ -159,9 +160,9 @@ class TooManyAttached(AgentError):
 
     def __init__(self, volume_id: str, node_id: str, limit: int) -> None:
         super().__init__(
-            f"cannot attach volume {volume_id!r}: node {node_id} has {limit} volumes attached, as"
-            " many as max_volumes_per_node allows; wait until one is detached, or have an operator"
-            " raise it"
+            f"cannot attach volume {volume_id!r}: node {node_id} has {counted(limit, 'volume')}"
+            " attached, as many as max_volumes_per_node allows; wait until one is detached, or have"
+            " an operator raise it"
         )
 
 

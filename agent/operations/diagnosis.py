@@ -21,6 +21,7 @@ from lvm.devicemapper import FAILED, Cache, Raid, Snapshot, Status, ThinPool, Wr
 from lvm.groups import VGEXTEND
 from mount import filesystem_health, table
 from mount.kernel import Kernel
+from mount.text import counted
 
 # Statuses of CSI's health calls: VolumeHealthErrorType and StorageHealthErrorType.
 DEGRADED = "DEGRADED"
@@ -582,7 +583,7 @@ def _of_raid(name: str, status: Raid) -> Iterator[Condition]:
     if status.mismatches:
         yield Condition(
             Reason.RAID_MISMATCHES,
-            f"the copies of logical volume {name} differ in {status.mismatches} sectors;"
+            f"the copies of logical volume {name} differ in {counted(status.mismatches, 'sector')};"
             f" {_WHICH_COPY} `lvchange --syncaction repair {name}` takes one for right",
         )
 

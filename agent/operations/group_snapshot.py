@@ -333,8 +333,8 @@ class GroupSnapshotter:
         if not snapshots or self._reports.is_half_made(all_groups, snapshots):
             return
         why = _why_awaited(self._reports.awaited(all_groups, snapshots)) or (
-            f"{len(snapshots)} of its {snapshots[0].own_tags.get(tag.MEMBERS, 'many')} snapshots"
-            " are left; volumes can be made of them, and DeleteVolumeGroupSnapshot removes them"
+            f"only {len(snapshots)} of its {snapshots[0].own_tags.get(tag.MEMBERS, 'many')} can be"
+            " found; volumes can be made of what is there, and DeleteVolumeGroupSnapshot removes it"
         )
         raise errors.NotWhole(snapshots[0].group_snapshot_id, why)
 

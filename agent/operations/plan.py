@@ -289,8 +289,8 @@ def size_bytes(
     if size.limit_bytes and planned - header_bytes > size.limit_bytes:
         raise errors.BadSize(
             f"capacity_range.limit_bytes: {size.limit_bytes} is less than the least volume that"
-            f" can be made, {planned - header_bytes} bytes: {shape.stripes} times extents of"
-            f" {extent} bytes"
+            f" can be made, {planned - header_bytes} bytes: whole extents of {extent} bytes,"
+            f" {shape.stripes} at a time"
             + (f", {minimum} bytes for {', '.join(sorted(fs_types))}" if minimum else "")
         )
     return planned

@@ -30,6 +30,7 @@ from mount.cgroups import Cgroups
 from mount.command import Run
 from mount.kernel import OLDEST, Kernel
 from mount.programs import ENVIRONMENT, HOST_NAMESPACES
+from mount.text import counted
 
 # Verdicts of a check.
 PASS = "pass"  # noqa: S105 - no password
@@ -364,11 +365,6 @@ def _groups(node: Node) -> Iterator[CheckResult]:
             )
 
 
-def _count_text(number: int, noun: str) -> str:
-    """Return a number with its noun, such as "1 disk" or "2 disks"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def _of_group(
     node: Node, lvm_report: Report, definitions: GroupDefinitions, group: Group
 ) -> Iterator[CheckResult]:
@@ -402,8 +398,8 @@ def _of_group(
         )
     else:
         yield _pass(
-            f"volume group {name} is whole, with {_count_text(len(group.disks), 'disk')}; its"
-            f" metadata area is {fill:.0f} % full"
+            f"volume group {name} is whole, with {counted(len(group.disks), 'disk')}; its metadata"
+            f" area is {fill:.0f} % full"
         )
     yield from _erasing(node, group)
     yield from _damaged(group)

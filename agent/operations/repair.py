@@ -113,8 +113,7 @@ class Repairer:
         lost_images = sum(group.lost_images(logical))
         if lost_images and not group.survives(logical):
             why = (
-                f"{lost_images} of its images are on missing disks, and data are on none of the"
-                " others"
+                f"missing disks had {lost_images} of its images, and data are on none of the others"
             )
             raise errors.NotRepairable(path, why)
         if lost_images:

@@ -26,6 +26,7 @@ from lvm.lvm2 import Lvm
 from lvm.room import Room
 from lvm.thin import Policy, Pool
 from lvm.volumes import New
+from mount.text import counted
 
 # Type of a function that returns how many extents of a volume group must stay free.
 Kept = Callable[[report.Group], int]
@@ -131,9 +132,9 @@ def reason_full(group: report.Group, added_count: int = 1) -> str:
     if group.may_add(added_count):
         return ""
     return (
-        f"while it has {len(group.volumes)} logical volumes, of {group.most_volumes} that it may"
-        f" have by its max_lv, and this takes {added_count} more; lift that limit by `vgchange"
-        f" --logicalvolume 0 {group.name}`"
+        f"while it has {counted(len(group.volumes), 'logical volume')}, of {group.most_volumes}"
+        f" that it may have by its max_lv, and this takes {added_count} more; lift that limit by"
+        f" `vgchange --logicalvolume 0 {group.name}`"
     )
 
 
@@ -205,7 +206,8 @@ class ThickAllocator:
         unclean = ", ".join(disk.name for disk in group.disks if disk.unclean)
         remark = f" ({unclean} is overwritten first where it is free)" if unclean else ""
         purpose = (
-            f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room{remark}"
+            f"for {self.layout.kind} on {self.layout.disks} of {counted(disks, 'disk')} with"
+            f" room{remark}"
         )
         return f"{purpose}{_of_policy(group)}"
 

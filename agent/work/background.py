@@ -23,6 +23,7 @@ from agent.core import errors, trace
 from agent.work.locks import GroupLock
 from mount import command
 from mount import mount_errors as mount_errors
+from mount.text import counted
 
 _log = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ class PeriodicTask:
             self._pause_seconds = min(2 * pause_seconds, self._longest_retry_seconds)
             return pause_seconds
         if self._in_a_row:
-            _log.warning("%s: well again after %d failures", self._name, self._in_a_row)
+            _log.warning("%s: well again after %s", self._name, counted(self._in_a_row, "failure"))
         self._in_a_row, self._problem, self._pause_seconds = 0, "", self._retry_seconds
         return 0.0 if is_due_again else self._interval_seconds
 

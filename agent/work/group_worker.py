@@ -45,6 +45,7 @@ from agent.work.background import Attempts, reasons
 from agent.work.progress import Progress
 from mount import command
 from mount import mount_errors as mount_errors
+from mount.text import counted
 
 _log = logging.getLogger(__name__)
 
@@ -506,9 +507,8 @@ class PeriodicJobs:
         while job.key in self._groups():
             is_due = self._work(job.key)
             if job.failures:
-                _log.warning(
-                    "%s %s: well again after %d failures", self.kind, job.key, job.failures
-                )
+                failures_text = counted(job.failures, "failure")
+                _log.warning("%s %s: well again after %s", self.kind, job.key, failures_text)
             job.failures, job.logged = 0, ""
             yield AGAIN if is_due else self._interval_seconds
 

@@ -537,7 +537,7 @@ def test_the_status_of_all_nodes_is_shown_and_printed_as_json(
         return capsys.readouterr().out
 
     lines = shown().splitlines()
-    assert lines[0].startswith("2 nodes; the controller's certificate ends in 1 days")
+    assert lines[0].startswith("2 nodes; the controller's certificate ends in 1 day")
     assert "UNAVAILABLE" in lines[1]
     assert lines[2].endswith(" answers")
     found = json.loads(shown("--json"))

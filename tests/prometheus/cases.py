@@ -172,6 +172,20 @@ CASES: Mapping[str, Sequence[Case]] = {
             {"instance": NODE},
         )
     ],
+    "CarverNotScraped": [
+        Case(
+            {"up": 0, "carver_lvm_up": None},
+            {"up": 1, "carver_lvm_up": 1},
+            11,
+            f"Carver's metrics on {NODE} cannot be read",
+            {"instance": NODE},
+            harmless=[
+                {"up": 1, "carver_lvm_up": 0},
+                # Another program's target on the node is down.
+                {"up": 1, "carver_lvm_up": 1, 'up{job="other"}': 0},
+            ],
+        )
+    ],
     "CarverGroupMissing": [
         Case(
             {PRESENT: 0},
@@ -184,7 +198,8 @@ CASES: Mapping[str, Sequence[Case]] = {
         )
     ],
     "CarverDiskMissing": [
-        Case({LACKING: 2}, {LACKING: 0}, 6, f"Group data on {NODE} lacks 2 disk(s)", GROUP)
+        Case({LACKING: number}, {LACKING: 0}, 6, f"Group data on {NODE} lacks {disks}", GROUP)
+        for number, disks in ((1, "1 disk"), (2, "2 disks"))
     ],
     "CarverVolumeDataLoss": _of_volumes(diagnosis.DATA_LOSS, "{volume} on {node}: {reason}"),
     "CarverVolumeInaccessible": _of_volumes(
@@ -322,7 +337,7 @@ CASES: Mapping[str, Sequence[Case]] = {
             bad,
             {FAILED: 0, RUNNING: 0},
             20,
-            f"2 deleted volume(s) on {NODE} cannot be wiped",
+            f"2 deleted volumes on {NODE} cannot be wiped",
             {"instance": NODE},
             severity="warning",
             harmless=[{FAILED: 0, RUNNING: 2}],

@@ -10,6 +10,7 @@ from agent.cli.words import CommandLine
 from agent.core import errors, sockets
 from agent.daemon import log
 from agent.settings import settings
+from mount.text import counted
 
 if TYPE_CHECKING:
     from proto import carver_pb2 as carver
@@ -111,7 +112,8 @@ def _orphans(config: settings.Config, parsed: argparse.Namespace) -> int:
 def lines(answer: "carver.NodesResponse", now_seconds: float) -> list[str]:
     """Return the lines that `carver controller status` prints: a heading, and one line per node."""
     days = (answer.certificate_ends_seconds - now_seconds) / 86400
-    table = [f"{len(answer.nodes)} nodes; the controller's certificate ends in {days:.0f} days"]
+    nodes_text, days_text = counted(len(answer.nodes), "node"), counted(round(days), "day")
+    table = [f"{nodes_text}; the controller's certificate ends in {days_text}"]
     for node in answer.nodes:
         groups = ", ".join(sorted(f"{name}@{uuid}" for uuid, name in node.groups.items()))
         last = (

@@ -26,6 +26,7 @@ from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Call, Router
 from agent.settings.settings import Config
 from mount import calls
+from mount.text import counted
 from proto import carver_pb2 as carver
 
 _log = logging.getLogger(__name__)
@@ -315,7 +316,7 @@ async def _serve(
         loop.add_signal_handler(signal_number, end)
     await controller.start()
     events.start()
-    _log.info("serving %d nodes on %s", len(controller.nodes), config.endpoint)
+    _log.info("serving %s on %s", counted(len(controller.nodes), "node"), config.endpoint)
     look_task: asyncio.Task[None] | None = None
     while not end_event.is_set():
         try:

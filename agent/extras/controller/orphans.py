@@ -24,6 +24,7 @@ from agent.extras.orphans.look import History, Orphan, judged
 from agent.extras.orphans.references import References
 from agent.settings.settings import Config
 from lvm import names
+from mount.text import counted
 from proto import csi_pb2 as csi
 from proto.carver_pb2_grpc import ClusterStub
 
@@ -120,6 +121,6 @@ def _of_volumes(
             continue
         description = f"{volume.capacity_bytes} bytes on {volume.where}"
         if count := snapshot_counts[volume.volume_id]:
-            description += f", with {count} snapshots, which must be deleted first"
+            description += f", with {counted(count, 'snapshot')} to be deleted first"
         handle = volume.volume_id
         yield Candidate(Kind.VOLUME, handle, "", description, handle, remedy=_DELETE)

@@ -21,6 +21,7 @@ from urllib.parse import urlencode
 from agent.core import errors
 from agent.extras.kubernetes.access import Connection, Server, TooLong, Unproved
 from mount import command
+from mount.text import counted
 
 _log = logging.getLogger(__name__)
 
@@ -259,7 +260,7 @@ class Lists:
                     items[uid] = question.keep(item)
                 if not page.token:
                     if page.remaining:
-                        raise Unproved(f"it ended with {page.remaining} objects to come")
+                        raise Unproved(f"it ended with {counted(page.remaining, 'object')} to come")
                     return Listing(tuple(items.values()), version)
                 if not page.items or page.token == token:
                     raise Unproved("it goes on without an end")

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import configured
 import kubernetes_validate
 import pytest
 import yaml
@@ -9,7 +10,7 @@ from fakes.host import FakeHost
 from fast.cli.conftest import Shell
 from manifest import KUBERNETES_VERSION
 
-from agent.csi.client import Client
+from agent.csi.client import Client, mounted
 from lvm import volumes
 
 MIB = 1 << 20
@@ -99,6 +100,45 @@ def test_names_that_kubernetes_does_not_have_are_replaced(shell: Shell, fake: Fa
     volume, claim = objects(shell("adopt data/Web_1"))
     assert volume["metadata"]["name"].startswith("adopted-")
     assert claim["metadata"]["name"] == volume["metadata"]["name"]
+
+
+class TestManifest:
+    """`carver volume manifest`: the same objects for a volume that Carver made."""
+
+    def test_the_claim_is_that_which_the_volume_was_made_for(
+        self, shell: Shell, client: Client
+    ) -> None:
+        about = {
+            "csi.storage.k8s.io/pvc/namespace": "shop",
+            "csi.storage.k8s.io/pvc/name": "data-db-0",
+        }
+        made = client.create("pvc-1", 64 * MIB, mounted("xfs"), parameters=about)
+        volume, claim = objects(shell("manifest pvc-1 --storage-class fast"))
+        assert volume["metadata"]["name"] == claim["spec"]["volumeName"] == "pvc-1"
+        assert volume["spec"]["csi"]["volumeHandle"] == made.volume_id
+        assert volume["spec"]["csi"]["fsType"] == "xfs"
+        assert volume["spec"]["volumeMode"] == "Filesystem"
+        assert volume["spec"]["persistentVolumeReclaimPolicy"] == "Retain"
+        assert claim["metadata"] == {"namespace": "shop", "name": "data-db-0"}
+        _, other = objects(shell("manifest pvc-1 --claim shop/restored"))
+        assert other["metadata"] == {"namespace": "shop", "name": "restored"}
+
+    def test_a_volume_without_a_claim_has_one_of_its_own_name(self, shell: Shell) -> None:
+        shell("create raw --size 64MiB --block")
+        volume, claim = objects(shell("manifest raw"))
+        assert volume["spec"]["volumeMode"] == "Block"
+        assert claim["metadata"] == {"namespace": "default", "name": "raw"}
+
+    def test_a_bad_name_or_an_unknown_volume_is_an_error(self, shell: Shell) -> None:
+        shell("create raw --size 64MiB --block")
+        assert "--claim" in shell("manifest raw --claim Shop", 1)
+        assert "none" in shell("manifest none", 1)
+
+    @pytest.mark.settings(classes=(configured.PLAIN, configured.SEALED))
+    def test_of_an_encrypted_volume_the_secret_is_asked_for(self, shell: Shell) -> None:
+        shell("create db --size 64MiB --class sealed")
+        objects(shell("manifest db"))
+        assert "nodeStageSecretRef" in shell.complaint
 
 
 @pytest.mark.parametrize(

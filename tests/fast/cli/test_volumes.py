@@ -248,6 +248,32 @@ def test_a_volume_is_repaired_and_a_disk_replaced(
     assert new in [one.name for one in fake.lvm2.groups["data"].disks]
 
 
+@pytest.mark.groups(data=[60, 60])
+@pytest.mark.settings(classes=(configured.PLAIN, configured.RAID))
+class TestOfARaid:
+    """A volume of two images."""
+
+    def test_images_that_differ_are_made_alike_only_when_that_is_confirmed(
+        self,
+        shell: Shell,
+        fake: FakeHost,
+        refused: list[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(volume_verbs, "_LOOK_SECONDS", 0)
+        shell("create db --size 64MiB --class raid")
+        assert "is whole" in shell("repair db")
+        assert refused == [], "nothing is overwritten"
+        volume = fake.lvm2.groups["data"].volumes["vol-db"]
+        volume.health = "mismatches exist"
+        assert "'db' is not repaired: not confirmed" in shell("repair db", 1)
+        assert volume.health
+        [question] = refused
+        assert "overwrite" in question
+        assert "is whole" in shell("repair db --yes")
+        assert not volume.health
+
+
 def test_a_disk_is_not_replaced_unconfirmed(
     shell: Shell, fake: FakeHost, refused: list[str]
 ) -> None:

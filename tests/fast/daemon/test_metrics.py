@@ -348,8 +348,9 @@ def test_alerts_and_dashboard_use_only_metrics_and_labels_that_exist(
         used = re.findall(r"\b(?:carver|process|csi_sidecar)_\w+", expression)
         assert used, expression
         assert set(used) <= set(names), expression
-        # Prometheus itself adds the instance, prometheus-operator the others.
-        allowed = {"instance", "pod", "endpoint"}.union(*(names[name] for name in used))
+        # Prometheus itself adds instance and job, prometheus-operator the others.
+        added = {"instance", "job", "pod", "endpoint", "container"}
+        allowed = added.union(*(names[name] for name in used))
         chosen = re.findall(r"(\w+)(?:=~|!~|!=|=)\"", expression)
         listed = re.findall(r"(?:by|on) \(([^)]*)\)", expression)
         grouped = [word.strip() for words in listed for word in words.split(",")]

@@ -224,7 +224,7 @@ def test_commands_that_failed_before_the_first_look_do_not_count(
 ) -> None:
     assert errors.of("/dev/sda", 0.0) == ()
     write(sysfs, "sda", "device/ioerr_cnt", "0x5")
-    assert errors.of("/dev/sda", 10.0) == ("2 command(s) to sda failed within the last hour",)
+    assert errors.of("/dev/sda", 10.0) == ("2 commands to sda failed within the last hour",)
 
 
 def test_a_failed_command_is_reported_for_an_hour(sysfs: Sysfs, errors: DiskErrors) -> None:
@@ -235,7 +235,7 @@ def test_a_failed_command_is_reported_for_an_hour(sysfs: Sysfs, errors: DiskErro
     assert errors.of("/dev/sda", HOUR + 10) == ()
     write(sysfs, "sda", "device/ioerr_cnt", "0x5")
     [error] = errors.of("/dev/sda", HOUR + 20)
-    assert error.startswith("1 command(s)")
+    assert error.startswith("1 command to")
     # A disk that was replaced begins anew.
     write(sysfs, "sda", "device/ioerr_cnt", "0x1")
     assert errors.of("/dev/sda", HOUR + 30) == ()
@@ -244,7 +244,7 @@ def test_a_failed_command_is_reported_for_an_hour(sysfs: Sysfs, errors: DiskErro
 def test_bad_sectors_are_reported_until_they_are_gone(sysfs: Sysfs, errors: DiskErrors) -> None:
     write(sysfs, "sda", "badblocks", "100 8\n4000 1")
     for _ in range(2):
-        assert errors.of("/dev/sda", 0.0) == ("sda has 2 range(s) of sectors that cannot be read",)
+        assert errors.of("/dev/sda", 0.0) == ("sda has 2 ranges of sectors that cannot be read",)
     write(sysfs, "sda", "badblocks", "")
     assert errors.of("/dev/sda", 0.0) == ()
 

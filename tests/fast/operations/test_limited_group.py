@@ -38,7 +38,7 @@ def test_a_thin_volume_without_a_pool_needs_two(fake: FakeHost, client: Client) 
     client.create("1", 8 * MIB, block(), parameters=THICK)
     limit(fake, 2)
     assert has_room(client) == [True, False]
-    with expect.code("RESOURCE_EXHAUSTED", "1 logical volumes, of 2", "--logicalvolume 0 data"):
+    with expect.code("RESOURCE_EXHAUSTED", "1 logical volume, of 2", "--logicalvolume 0 data"):
         client.create("2", 8 * MIB, block(), parameters=THIN)
     limit(fake, 3)
     assert has_room(client) == [True, True]

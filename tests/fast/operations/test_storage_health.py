@@ -181,7 +181,7 @@ def test_errors_of_a_disk_are_reported_of_its_group(
     sysfs.add("fake-data-0", "8:0", badblocks="100 8")
     service.storage.disk_errors = DiskErrors(sysfs.root)
     message = only(client, csi.STORAGE_DEGRADED, "MediumErrors")
-    assert "a disk of volume group data: fake-data-0 has 1 range(s)" in message
+    assert "a disk of volume group data: fake-data-0 has 1 range of" in message
     (sysfs.root / "class/block/fake-data-0/badblocks").write_text("")
     assert client.storage_health() == []
 

@@ -177,7 +177,7 @@ def test_of_what_nodes_list_no_more_is_kept_than_a_look_needs(
     monkeypatch.setattr(Client, "every_snapshot", snapshots)
     found = site.finder().search()
     assert len(found) == 100
-    assert all("with 1 snapshots" in one.candidate.description for one in found)
+    assert all("with 1 snapshot to be deleted" in one.candidate.description for one in found)
     assert most < 5
 
 
@@ -298,7 +298,7 @@ def test_an_orphan_with_snapshots_says_so_and_is_kept(site: Site) -> None:
     site.cluster.client.snapshot("snap-1", lost)
     site.after_a_grace()
     [found] = site.finder().search()
-    assert found.candidate.description.endswith("with 1 snapshots, which must be deleted first")
+    assert found.candidate.description.endswith("with 1 snapshot to be deleted first")
     with pytest.raises(errors.CallRefused, match="snap-1"):
         site.delete(lost)
 
