@@ -590,7 +590,7 @@ def test_objects_are_made_anew_of_what_carver_shows(
         is_raw = name == "pvc-2"
         assert claim["metadata"]["name"] == ("raw" if is_raw else "data")
         assert pv["spec"]["volumeMode"] == ("Block" if is_raw else "Filesystem")
-        assert pv["spec"]["csi"].get("fsType") == (None if is_raw else "ext4")
+        assert pv["spec"]["csi"].get("fsType", "") == ("" if is_raw else "ext4")
 
 
 @pytest.mark.variation
