@@ -29,13 +29,14 @@ from rich.text import Text
 from agent.core import sockets
 from agent.csi.client import Client, Mode, mounted
 
-_MIB = 1 << 20
+_MIB, _GIB = 1 << 20, 1 << 30
 _COLUMNS = 112
 _SECONDS = 120
 _FOLDER = Path("/var/lib/carver-pictures")
 _KUBELET = Path("/var/lib/kubelet/plugins/carver-pictures")
 _SOCKET = _KUBELET / "csi.sock"
-_GROUPS = {"nvme": "2GiB", "bulk": "4GiB"}
+# The groups are as large as users' groups; their files are sparse.
+_GROUPS = {"nvme": "1788GiB", "bulk": "7TiB"}
 _CONFIG = _FOLDER / "config.toml"
 _CLASSES = """
 [[classes]]
@@ -60,10 +61,10 @@ layout = "raid6"
 stripes = 4
 """
 _VOLUMES = (
-    # Its name, class, size and fill in MiB, and its claim.
-    ("pvc-orders", "fast", 1024, 600, "shop/orders-db"),
-    ("pvc-ledger", "fast", 128, 90, "shop/ledger"),
-    ("pvc-images", "thin", 4096, 100, "web/images"),
+    # Its name, class, size and fill in bytes, and its claim.
+    ("pvc-orders", "fast", 800 * _GIB, 480 * _GIB, "shop/orders-db"),
+    ("pvc-ledger", "fast", 100 * _GIB, 90 * _GIB, "shop/ledger"),
+    ("pvc-images", "thin", 4096 * _GIB, 100 * _MIB, "web/images"),
 )
 _CLAIM = "csi.storage.k8s.io/pvc"
 
@@ -105,7 +106,7 @@ def volumes(carver: Client) -> Iterator[None]:
             namespace, _, pvc = claim.partition("/")
             parameters = {"class": device_class}
             parameters |= {f"{_CLAIM}/name": pvc, f"{_CLAIM}/namespace": namespace}
-            volume = carver.create(name, size * _MIB, capability, parameters=parameters)
+            volume = carver.create(name, size, capability, parameters=parameters)
             undo.callback(carver.delete, volume.volume_id)
             staging, target = _KUBELET / f"{name}.staged", _KUBELET / name
             staging.mkdir()
@@ -116,9 +117,9 @@ def volumes(carver: Client) -> Iterator[None]:
             with (target / "data").open("wb") as file:
                 if device_class == "thin":
                     # A pool gives out its room when it is written to, and not before.
-                    file.write(bytes(fill * _MIB))
+                    file.write(bytes(fill))
                 else:
-                    os.posix_fallocate(file.fileno(), 0, fill * _MIB)
+                    os.posix_fallocate(file.fileno(), 0, fill)
             if name == "pvc-ledger":
                 taken = carver.snapshot("before-upgrade", volume.volume_id)
                 undo.callback(carver.delete_snapshot, taken.snapshot_id)
