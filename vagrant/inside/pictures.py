@@ -35,8 +35,9 @@ _SECONDS = 120
 _FOLDER = Path("/var/lib/carver-pictures")
 _KUBELET = Path("/var/lib/kubelet/plugins/carver-pictures")
 _SOCKET = _KUBELET / "csi.sock"
-# The groups are as large as users' groups; their files are sparse.
-_GROUPS = {"nvme": "1788GiB", "bulk": "7TiB"}
+# The groups are as large as users' groups, on sparse files. Carver itself would refuse to make files
+# that are larger than the file system.
+_GROUPS = {"nvme": "1788G", "bulk": "7T"}
 _CONFIG = _FOLDER / "config.toml"
 _CLASSES = """
 [[classes]]
@@ -76,15 +77,12 @@ def service() -> Iterator[Client]:
         for folder in (_FOLDER, _KUBELET):
             folder.mkdir()
             undo.callback(shutil.rmtree, folder)
-        groups = (
-            f'[[groups]]\nname = "{name}"\nfile = "{_FOLDER}/{name}.img"\nfile_size = "{size}"\n'
-            for name, size in _GROUPS.items()
-        )
         head = f'node_id = "node-17"\nendpoint = "{_SOCKET}"\nregistration = "none"\n'
-        text = "\n".join([head, *groups, _CLASSES])
+        text = "\n".join([head, _CLASSES])
         _CONFIG.write_text(text)
         _DOCTORED.write_text(text + _MISSING)
         undo.callback(_remove_groups)
+        _make_groups()
         with (_FOLDER / "log").open("w") as log:
             words = [_program(), "serve", "--config", str(_CONFIG)]
             running = undo.enter_context(subprocess.Popen(words, stderr=log))
@@ -135,6 +133,26 @@ def trouble() -> Iterator[None]:
         yield
     finally:
         subprocess.run([one.format("rw") for one in words], check=True)
+
+
+def _make_groups() -> None:
+    for name, size in _GROUPS.items():
+        file = _FOLDER / f"{name}.img"
+        subprocess.run(["truncate", "--size", size, str(file)], check=True)
+        words = ["losetup", "--find", "--show", str(file)]
+        loop = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+        words = [
+            "vgcreate",
+            "--devices",
+            loop,
+            "--quiet",
+            "--metadatasize",
+            "80m",
+            "--",
+            name,
+            loop,
+        ]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
 
 
 def _remove_groups() -> None:
