@@ -35,8 +35,8 @@ _SECONDS = 120
 _FOLDER = Path("/var/lib/carver-pictures")
 _KUBELET = Path("/var/lib/kubelet/plugins/carver-pictures")
 _SOCKET = _KUBELET / "csi.sock"
-# The groups are as large as users' groups, on sparse files. Carver itself would refuse to make files
-# that are larger than the file system.
+# The groups are as large as users' groups, on sparse files. Carver itself would refuse to make a
+# group on a file that is larger than the file system.
 _GROUPS = {"nvme": "1788G", "bulk": "7T"}
 _CONFIG = _FOLDER / "config.toml"
 _CLASSES = """
