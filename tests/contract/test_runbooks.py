@@ -542,6 +542,56 @@ def test_a_volume_is_read_without_carver_and_served_again(
         client.delete(volume.volume_id)
 
 
+@pytest.mark.variation
+def test_a_volume_is_read_by_hand_while_carver_runs(
+    host: AnyHost, config: Config, group: str, staging: Path
+) -> None:
+    with served(host, config) as (_, client):
+        volume = client.create("pvc-1", 64 * MIB, mounted("ext4"), parameters=ABOUT)
+        client.stage(volume, staging, mounted("ext4"))
+        client.unstage(volume.volume_id, staging)
+        names = {"GROUP": group, "vol-NAME": "vol-pvc-1"}
+        activate, _, mount = runbook("by hand without Carver")
+        _, deactivate = runbook("by hand without Carver, afterwards")
+        lvm2(host, activate, **names)
+        with mounted_by_hand(host, mount, **names), expect.code("FAILED_PRECONDITION"):
+            client.delete(volume.volume_id)
+        lvm2(host, deactivate, **names)
+        client.delete(volume.volume_id)
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is the operator's, not Carver's")
+def test_saved_objects_are_made_fit_for_another_cluster(tmp_path: Path) -> None:
+    """A fake of Kubernetes' binder binds what the filter leaves, without a new volume."""
+    old = Cluster("data@x/vol-pvc-1")
+    old.settle()
+    [volume], claim = old.volumes.values(), old.claim
+    other = {"metadata": {"name": "other"}, "spec": {"csi": {"driver": "another"}}}
+    unbound = {"metadata": {"name": "waits", "namespace": "shop"}, "spec": {}}
+    files = {"volumes": [volume, other], "claims": [claim, unbound]}
+    for name, items in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"items": items}))
+    (tmp_path / "saved.jq").write_text(block_of("saved objects.jq"))
+    words = [word for name in files for word in ("--slurpfile", name, f"{name}.json")]
+    jq = ("jq", "--null-input", *words, "--from-file", "saved.jq")
+    made = subprocess.run(jq, check=True, capture_output=True, cwd=tmp_path).stdout
+    pv, pvc = json.loads(made)["items"]
+    assert pv["spec"] == {
+        **volume["spec"],
+        "persistentVolumeReclaimPolicy": "Retain",
+        "claimRef": {
+            key: value
+            for key, value in volume["spec"]["claimRef"].items()
+            if key not in ("uid", "resourceVersion")
+        },
+    }
+    assert pv["metadata"].keys() <= {"name", "labels", "annotations"}
+    assert pvc["spec"] == claim["spec"]
+    assert pvc["metadata"]["name"] == "data"
+    assert pvc["metadata"].get("annotations", {}) == {}
+    assert "status" not in pv.keys() | pvc.keys()
+
+
 @pytest.fixture
 def own_group(host: AnyHost, tmp_path: Path) -> Iterator[str]:
     """A group that a test may change for good, with a metadata area as operators make it."""

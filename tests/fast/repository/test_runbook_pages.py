@@ -38,7 +38,17 @@ SECTIONS = ("Is it this?", "What to do", "Did it work?", "How to go back", "What
 GIB = 1 << 30
 
 # Programs that a line of a document may begin with.
-_ON_A_NODE = ("lv[a-z]+", "vg[a-z]+", "pv[a-z]+", "mount", "umount", "mkdir", "lsblk", "wipefs")
+_ON_A_NODE = (
+    "lv[a-z]+",
+    "vg[a-z]+",
+    "pv[a-z]+",
+    "mount",
+    "umount",
+    "mkdir",
+    "lsblk",
+    "wipefs",
+    "blkdiscard",
+)
 _PROGRAMS = ("carver", "kubectl", "helm", *_ON_A_NODE)
 # Commands that change nothing.
 _LOOKS = re.compile(
@@ -56,6 +66,7 @@ _TRIED_BY_HAND = {
     ("cloned-disks.md", "vgcfgbackup --file /root/GROUP.before GROUP"),
     ("cloned-disks.md", "vgchange --activate n GROUP"),
     ("cloned-disks.md", "vgcfgrestore --file /root/GROUP.before GROUP"),
+    ("group-full.md", "blkdiscard --zeroout /dev/NEW"),
 }
 
 # Pages beside the runbooks with commands for a node.
@@ -67,6 +78,7 @@ _BY_HAND = "by hand"
 _RUNBOOKS = "tests/contract/test_runbooks.py"
 # lvm2's and util-linux' commands there, and what runs them.
 _RUN = {
+    "blkdiscard --zeroout /dev/NEW": _BY_HAND,
     "lvchange --activate n GROUP/pool-CLASS": _RUNBOOKS,
     "lvchange --activate n GROUP/vol-NAME": _RUNBOOKS,
     "lvchange --activate y --ignoreactivationskip GROUP/vol-NAME": _RUNBOOKS,
@@ -265,11 +277,11 @@ _KINDS = {
     *("csinodes", "poddisruptionbudgets", "csistoragecapacities", "deployment", "daemonset"),
     *("pvc", "pv", "configmap", "namespace", "volumeattachments", "volumesnapshotcontents"),
     *("clusterrolebinding", "clusterrole", "role", "rolebinding", "serviceaccount"),
-    "poddisruptionbudget",
+    *("poddisruptionbudget", "volumesnapshots"),
 }
 _VERBS = {
     *("get", "delete", "patch", "apply", "describe", "logs", "exec", "rollout", "annotate"),
-    *("drain", "cordon", "uncordon", "label", "taint", "scale", "create", "config", "wait"),
+    *("drain", "cordon", "uncordon", "label", "taint", "scale", "create", "config", "wait", "diff"),
 }
 # Options, and whether each has a value.
 _OPTIONS = {
