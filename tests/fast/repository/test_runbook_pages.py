@@ -32,7 +32,10 @@ DOCUMENTS = [*PAGES, DOCS / "operations.md"]
 # Further pages with commands for kubectl.
 FURTHER = [
     DOCS / f"{name}.md"
-    for name in ("cluster", "commands", "encryption", "install", "quickstart", "troubleshooting")
+    for name in (
+        *("backup", "cluster", "commands", "encryption", "install", "quickstart"),
+        *("troubleshooting", "volumes"),
+    )
 ]
 SECTIONS = ("Is it this?", "What to do", "Did it work?", "How to go back", "What is tested")
 GIB = 1 << 30
@@ -71,7 +74,8 @@ _TRIED_BY_HAND = {
 
 # Pages beside the runbooks with commands for a node.
 _CHECKED = [
-    DOCS / f"{name}.md" for name in ("encryption", "install", "operations", "troubleshooting")
+    DOCS / f"{name}.md"
+    for name in ("encryption", "install", "operations", "troubleshooting", "volumes")
 ]
 # By lvm2 2.03.16 on loop devices, or by its manual pages alone, as the page says.
 _BY_HAND = "by hand"
@@ -277,7 +281,7 @@ _KINDS = {
     *("csinodes", "poddisruptionbudgets", "csistoragecapacities", "deployment", "daemonset"),
     *("pvc", "pv", "configmap", "namespace", "volumeattachments", "volumesnapshotcontents"),
     *("clusterrolebinding", "clusterrole", "role", "rolebinding", "serviceaccount"),
-    *("poddisruptionbudget", "volumesnapshots"),
+    *("poddisruptionbudget", "volumesnapshots", "volumegroupsnapshots"),
 }
 _VERBS = {
     *("get", "delete", "patch", "apply", "describe", "logs", "exec", "rollout", "annotate"),
@@ -297,11 +301,13 @@ _OPTIONS = {
     "--ignore-daemonsets": False,
     "--wait": True,
     "--cascade": True,
+    "--cert": True,
     "--dry-run": True,
     "--duration": True,
     "--for": True,
     "--from-file": True,
     "--ignore-not-found": False,
+    "--key": True,
     "--minify": False,
     "--raw": False,
     "--replicas": True,
