@@ -281,7 +281,8 @@ _KINDS = {
     *("csinodes", "poddisruptionbudgets", "csistoragecapacities", "deployment", "daemonset"),
     *("pvc", "pv", "configmap", "namespace", "volumeattachments", "volumesnapshotcontents"),
     *("clusterrolebinding", "clusterrole", "role", "rolebinding", "serviceaccount"),
-    *("poddisruptionbudget", "volumesnapshots", "volumegroupsnapshots"),
+    *("poddisruptionbudget", "volumesnapshots", "volumegroupsnapshots", "crd"),
+    "snapshotmetadataservices",
 }
 _VERBS = {
     *("get", "delete", "patch", "apply", "describe", "logs", "exec", "rollout", "annotate"),
