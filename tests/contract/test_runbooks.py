@@ -299,7 +299,12 @@ def test_all_claims_are_saved_each_night_and_each_chain_is_restored(
 
     for name in ("pvc-1", "pvc-2"):
         place = backups / f"shop_{name}_{name}"
-        sums = ["sha256sum", "--check", "--quiet", *sorted(place.glob("*.sha256"))]
+        sums: list[str | Path] = [
+            "sha256sum",
+            "--check",
+            "--quiet",
+            *sorted(place.glob("*.sha256")),
+        ]
         assert subprocess.run(sums, cwd=place, check=False).returncode == 0
         for number, chain in enumerate(chains(place)):
             restored = f"{name}-{number}"
@@ -322,7 +327,11 @@ def test_systemd_understands_the_timer_and_its_service(tmp_path: Path) -> None:
     program.chmod(0o700)
     unit = tmp_path / "carver-backup.service"
     unit.write_text(unit.read_text().replace("/usr/local/sbin", str(tmp_path)))
-    verify = ["systemd-analyze", "verify", *sorted(tmp_path.glob("carver-backup.*"))]
+    verify: list[str | Path] = [
+        "systemd-analyze",
+        "verify",
+        *sorted(tmp_path.glob("carver-backup.*")),
+    ]
     ran = subprocess.run(verify, capture_output=True, text=True, check=False)
     assert "carver-backup" not in ran.stderr, ran.stderr
 
@@ -590,6 +599,91 @@ def test_saved_objects_are_made_fit_for_another_cluster(tmp_path: Path) -> None:
     assert pvc["metadata"]["name"] == "data"
     assert pvc["metadata"].get("annotations", {}) == {}
     assert "status" not in pv.keys() | pvc.keys()
+
+
+class Kubectl:
+    """What lines for kubectl do to a fake of the API server, for the kinds that they name here."""
+
+    KINDS = ("persistentvolume", "persistentvolumeclaim")
+
+    def __init__(self, cluster: Cluster, **names: str) -> None:
+        self.cluster, self._names = cluster, names
+
+    def type_in(self, line: str) -> None:
+        words = shlex.split(self.named(line))[1:]
+        if words[0] not in ("patch", "delete"):
+            return
+        options = [at for at, one in enumerate(words) if one.startswith("--")]
+        for name in words[2 : options[0]]:
+            path = self._path(words[1], name)
+            _, present = self.cluster.answer(path, {})
+            about = present["metadata"]
+            if words[0] == "delete":
+                body = {"preconditions": {"uid": about["uid"]}}
+                code, answer = self.cluster.write("DELETE", path, body)
+            else:
+                body = json.loads(words[words.index("--patch") + 1])
+                body["metadata"] = {"resourceVersion": about["resourceVersion"]}
+                code, answer = self.cluster.write("PATCH", path, body)
+            assert code == 200, answer
+            self.cluster.settle()
+
+    def apply(self, text: str) -> None:
+        made = yaml.safe_load(self.named(text))
+        path = self._path(made["kind"].lower(), "").removesuffix("/")
+        code, answer = self.cluster.write("POST", path, made)
+        assert code == 201, answer
+        self.cluster.settle()
+
+    def named(self, text: str) -> str:
+        for old, new in self._names.items():
+            text = re.sub(rf"(?<![\w-]){old.replace('_', '-')}(?![\w-])", new, text)
+        return text
+
+    def _path(self, kind: str, name: str) -> str:
+        namespace = "" if kind == "persistentvolume" else "namespaces/shop/"
+        assert kind in self.KINDS
+        return f"/api/v1/{namespace}{kind}s/{name}"
+
+
+def test_a_copy_comes_under_the_old_name_and_no_volume_is_ever_in_danger() -> None:
+    page = (DOCS / "runbooks" / "migrate.md").read_text()
+    step = page.partition("5. **Have the copy under the old name**")[2].partition("\n6. ")[0]
+    lines = re.findall(r"^ +(kubectl .+)$", step, re.M)
+    [manifest_text] = re.findall(r"^ +apiVersion: v1\n(?: {7}.*\n)+", step, re.M)
+    applied = lines.index(next(one for one in lines if "jsonpath='{.status.phase}" in one))
+    cluster = Cluster("data@x/vol-pvc-1")
+    kubectl = Kubectl(
+        cluster, PV="pvc-1", NEWPV="pvc-2", CLAIM="data", CLAIM_new="data-new", NAMESPACE="shop"
+    )
+    # The copy, as a provisioner leaves it, with its claim.
+    old_claim, old_volume = json.loads(json.dumps([cluster.claim, cluster.volume("pvc-1")]))
+    for one, name in ((old_volume, "pvc-2"), (old_claim, "data-new")):
+        one["metadata"] = {"name": name, "namespace": "shop"}
+        del one["status"]
+    old_volume["spec"] |= {
+        "claimRef": {"namespace": "shop", "name": "data-new"},
+        "csi": {**old_volume["spec"]["csi"], "volumeHandle": "data@x/vol-pvc-2"},
+        "persistentVolumeReclaimPolicy": "Retain",
+    }
+    old_claim["spec"]["volumeName"] = "pvc-2"
+    assert cluster.write("POST", "/api/v1/persistentvolumes", old_volume)[0] == 201
+    kubectl.apply(yaml.safe_dump(old_claim))
+    kubectl.type_in(
+        "kubectl patch persistentvolume NEWPV --patch"
+        """ '{"spec":{"persistentVolumeReclaimPolicy":"Delete"}}'"""
+    )
+    cluster.dangers.clear()
+
+    for line in lines[:applied]:
+        kubectl.type_in(line)
+        if "delete" in line:
+            assert {one["status"]["phase"] for one in cluster.volumes.values()} == {"Released"}
+    kubectl.apply(textwrap.dedent(manifest_text))
+    assert cluster.claim["spec"]["volumeName"] == "pvc-2"
+    assert cluster.claim["status"]["phase"] == "Bound"
+    assert {*cluster.volumes} == {"pvc-1", "pvc-2"}
+    assert (cluster.deleted, cluster.dangers, cluster.blank) == ([], [], [])
 
 
 @pytest.fixture
