@@ -35,9 +35,9 @@ from binding import Cluster
 from nodes import Node, Stand
 from real.any import AnyHost, device
 from real.host import RealHost
-from serving import served
+from serving import machine, served
 
-from agent.cli import terminal, volume_verbs
+from agent.cli import status, terminal, volume_verbs
 from agent.core import errors, ids
 from agent.csi.client import block, mounted
 from agent.extras.transfer import claim_moves, move_command, streams_command
@@ -293,7 +293,7 @@ def test_all_claims_are_saved_each_night_and_each_chain_is_restored(
     )
     assert night("2026-11-06") == 0
     typed.change = as_is
-    here.at.drop("backup-pvc-2-2026-11-06", confirmed=True)
+    here.at.delete_snapshot("backup-pvc-2-2026-11-06", confirmed=True)
     assert night("2026-11-07") == 0
     assert kept("pvc-1") == ["2026-11-05-whole", "2026-11-06-whole", "2026-11-07-changes"]
     assert kept("pvc-2") == ["2026-11-06-whole", "2026-11-07-whole"]
@@ -343,7 +343,7 @@ def test_a_restored_volume_gets_another_claim(
     here: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     claimed(here)
-    here.at.take("pvc-1", "sunday", "")
+    here.at.take_snapshot("pvc-1", "sunday", "")
     nodes.receive(here, "trial", nodes.stream(here, "sunday"))
     streams_command.finish(here.at, "trial")
     capsys.readouterr()
