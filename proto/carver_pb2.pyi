@@ -259,18 +259,22 @@ class RepairVolumeRequest(_message.Message):
 
     VOLUME_ID_FIELD_NUMBER: _builtins.int
     POOL_METADATA_FIELD_NUMBER: _builtins.int
+    DIFFERING_IMAGES_FIELD_NUMBER: _builtins.int
     volume_id: _builtins.str
     pool_metadata: _builtins.bool
     """Of a thin volume: repair its pool's metadata."""
+    differing_images: _builtins.bool
+    """Of a RAID whose images differ: make them alike, which may overwrite the right image."""
     def __init__(
         self,
         *,
         volume_id: _builtins.str = ...,
         pool_metadata: _builtins.bool = ...,
+        differing_images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool_metadata", b"pool_metadata", "volume_id", b"volume_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["differing_images", b"differing_images", "pool_metadata", b"pool_metadata", "volume_id", b"volume_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

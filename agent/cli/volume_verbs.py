@@ -20,7 +20,6 @@ from agent.core.ids import VolumeId
 from agent.csi import client
 from agent.csi.client import Client
 from agent.daemon.host import Host
-from agent.operations.diagnosis import Reason
 from agent.requests import secret
 from agent.requests.parameters import PREFIX
 from agent.settings.settings import Config
@@ -324,21 +323,30 @@ class VolumeVerbs:
     def repair(self, name: str, *, pool_metadata: bool, confirmed: bool) -> None:
         """Repair a volume, or its thin pool's metadata, and wait until the repair is done.
 
-        If images of the volume differ, the user is asked first: one image is overwritten by
-        another, and md cannot know which is right. Other repairs write only to lost images.
+        The service refuses to overwrite images that differ, as md cannot know which is right. The
+        user is asked then, and the repair goes on if the user confirms.
         """
         volume_id = self.find(name).volume_id
-        health = self.caller.volume_health(volume_id)
         question = (
             f"Take one image of {name} for right, and overwrite what differs in the others? Compare"
             " with a backup first"
         )
-        differs = any(
-            entry.reason == Reason.RAID_MISMATCHES.word for entry in health.health_statuses
-        )
-        if differs and not confirmed and not terminal.confirmed(question):
-            raise errors.NotConfirmed(name, "repaired")
-        self._until_done(lambda: self.caller.repair(volume_id, pool_metadata=pool_metadata))
+
+        def step() -> tuple[bool, str]:
+            nonlocal confirmed
+            try:
+                return self.caller.repair(
+                    volume_id, pool_metadata=pool_metadata, differing_images=confirmed
+                )
+            except grpc.RpcError as error:
+                if confirmed or not _do_images_differ(error):
+                    raise
+            if not terminal.confirmed(question):
+                raise errors.NotConfirmed(name, "repaired")
+            confirmed = True
+            return step()
+
+        self._until_done(step)
 
     def replace_disk(self, old_disk: str, new_disk: str, *, confirmed: bool) -> None:
         """Replace a disk by another, if the user confirms; wait until all volumes are in sync."""
@@ -513,6 +521,12 @@ def _retry_while_aborted(call: Callable[[], T]) -> T:
                 print(message, file=sys.stderr)
             printed = message
             sleep(_AGAIN_SECONDS)
+
+
+def _do_images_differ(error: grpc.RpcError) -> bool:
+    """Return whether the service refused to overwrite images of a RAID that differ."""
+    is_refused = error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    return is_refused and errors.ImagesDiffer.FIELD in (error.details() or "")
 
 
 def _print_absent(reasons_by_group: Mapping[str, str]) -> None:

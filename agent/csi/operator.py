@@ -64,7 +64,11 @@ class Operator(carver_pb2_grpc.OperatorServicer):
         require(request, "volume_id")
         with self._locks.hold(ids.logical_name(request.volume_id)):
             return _progress(
-                self._repairer.repair(request.volume_id, pool_metadata=request.pool_metadata)
+                self._repairer.repair(
+                    request.volume_id,
+                    pool_metadata=request.pool_metadata,
+                    differing_images=request.differing_images,
+                )
             )
 
     def ReplaceDisk(
