@@ -24,7 +24,7 @@ from agent.settings.classes import DeviceClass
 from agent.work import background
 from lvm import lvm_errors as lvm_errors
 from lvm import report
-from lvm.tuning import AS_IT_IS, PLAIN
+from lvm.tuning import AS_IT_IS, PLAIN, Tuning
 from mount.command import Result
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
@@ -81,6 +81,40 @@ def test_a_volume_made_without_an_answer_is_held(there: Node, fake: FakeHost, se
     streams_command.finish(there.at, "copy")
     there.client.stage(pretended(there), place, block())
     assert there.content("vol-copy").startswith(DATA)
+
+
+def test_a_minimum_rate_that_could_not_be_set_is_set_by_the_next_stream(
+    here: Node, there: Node, fake: FakeHost
+) -> None:
+    """lvcreate sets no minimum without a maximum, and the lvchange after it failed."""
+    volume = volume_of(here, "raid1")
+    here.client.modify(volume.volume_id, {"minimumRecoveryRate": "1MiB"})
+    here.client.snapshot("1", volume.volume_id)
+    data = nodes.stream(here, "1")
+    lose(fake, "lvchange", "--minrecoveryrate", made=False)
+    with pytest.raises((errors.AgentError, grpc.RpcError)):
+        nodes.receive(there, "copy", data, "raid1")
+    nodes.receive(there, "copy", data, "raid1")
+    streams_command.finish(there.at, "copy")
+    assert tuning(there).minimum_recovery_kib == 1024
+
+
+def test_a_stream_that_is_sent_again_brings_the_parameters_of_then(here: Node, there: Node) -> None:
+    """Where a part of it was received, and where all of it was."""
+    volume = volume_of(here)
+    here.client.modify(volume.volume_id, {"readIOPS": "500"})
+    here.client.snapshot("1", volume.volume_id)
+    data = nodes.stream(here, "1")
+    with pytest.raises(errors.AgentError):
+        nodes.receive(there, "copy", data[: len(data) // 2])
+    for limit in (900, 700):
+        here.client.modify(volume.volume_id, {"readIOPS": str(limit)})
+        nodes.receive(there, "copy", nodes.stream(here, "1"))
+        assert tuning(there).read_iops == limit
+
+
+def tuning(node: Node) -> Tuning:
+    return report.read(node.host.lvm).group(node.group).volume("vol-copy").tuning
 
 
 def test_a_volume_found_receiving_is_held(there: Node, sent: bytes) -> None:
