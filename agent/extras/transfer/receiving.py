@@ -272,8 +272,8 @@ class Receiver:
             lvm = self._volume_groups.lvm(group.name)
             allocator.create(lvm, group, New(own_name, size_bytes, own_tags, tuning.for_new()))
             undo.pop_all()
-        # Crash point: a RAID may lack its minimum recovery rate. A repeated call sets the rate, also
-        # where it brings the same stream.
+        # Crash point: a RAID may lack its minimum recovery rate. A repeated call sets the rate,
+        # also if it brings the same stream.
         modify.complete(lvm, group.name, own_name, tuning)
         volume = Volume(
             VolumeId.of(group, own_name), backing.of(group, own_name), group, size_bytes, own_tags
@@ -291,6 +291,10 @@ class Receiver:
                 self._tune(volume, header)
             return _state(volume)
         self._require_fit(volume, name, header)
+        # Check the header before anything of the volume is changed. The volume may have been
+        # formatted since the last stream.
+        added_tags = stream_descriptions.added_tags(header, volume.own_tags)
+        stream_descriptions.tuning_of(header, volume.layout)
         users.require_unused(self._kernel, self._activator, volume)
         group = volume.group
         extent = group.extent_size_bytes
@@ -304,12 +308,10 @@ class Receiver:
             allocator.extend(self._volume_groups.lvm(group.name), volume, size_bytes)
             volume = replace(volume, size_bytes=size_bytes)
         self._activator.activate(volume)
-        # Set the mutable parameters at each call. They may have changed on the node that sends since
-        # an earlier call for the same stream, or that call may have failed before it set them.
+        # Set the mutable parameters at each call: an earlier call for the same stream may have
+        # failed before it set them, or they have changed since on the node that sends.
         self._tune(volume, header)
         if volume.own_tags.get(tag.INTO) != header.chain:
-            # The volume may have been formatted since the last stream.
-            added_tags = stream_descriptions.added_tags(header)
             requested_tag = stream_descriptions.requested(header, size_bytes)
             removed_keys = () if requested_tag else (tag.REQUESTED,)
             new_tags = {tag.INTO: header.chain, tag.OFFSET: "0", **requested_tag, **added_tags}

@@ -22,7 +22,7 @@ pytestmark = [
 def test_a_minimum_rate_that_could_not_be_set_is_set_by_the_next_call(
     client: Client, fake: FakeHost, service: Service
 ) -> None:
-    """lvcreate sets no minimum without a maximum, and the lvchange after it failed."""
+    """A minimum without a maximum is not set by lvcreate, and the lvchange after it failed."""
     mutable = {"minimumRecoveryRate": "1MiB"}
     left = [True]
 
