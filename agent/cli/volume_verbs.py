@@ -264,19 +264,31 @@ class VolumeVerbs:
     def show_manifest(self, name: str, claim: str, storage_class: str) -> None:
         """Print the PersistentVolume and claim of an existing volume for `kubectl apply`.
 
+        Standard error says what the volume's tags lack.
+
         `claim` is NAMESPACE/NAME; empty for the claim that the volume was made for, if that is
         recorded. Raises BadField for a bad name of claim or storage class.
         """
         listing = self.caller.volumes_here()
         volume = _find_named(name, listing)
         claim = claim or listing.claims.get(volume.volume_id, "")
-        manifest = Manifest(self.settings.driver_name, _logical(volume), claim, storage_class)
+        recorded_name = listing.persistent_volumes.get(volume.volume_id, "")
+        manifest = Manifest(
+            self.settings.driver_name, _logical(volume), claim, storage_class, recorded_name
+        )
+        capabilities = listing.capabilities[volume.volume_id].entries
+        if not capabilities:
+            print(
+                f"{name}: its access modes and mount options are not recorded: compare accessModes"
+                " and mountOptions with what its pods need",
+                file=sys.stderr,
+            )
         if volume.volume_context.get(f"{PREFIX}{tag.ENCRYPTION}"):
             note = (
                 "name its key's Secret in csi.nodeStageSecretRef, unless its class has a key_file"
             )
             print(f"{name} is encrypted: {note}", file=sys.stderr)
-        print(manifest.of(volume), end="")
+        print(manifest.of(volume, capabilities), end="")
 
     def headers(self, name: str) -> Headers:
         """The commands on an encrypted volume's header; raises NotStaged for an inactive volume."""
