@@ -278,7 +278,12 @@ class TestOfARaid:
     ) -> None:
         monkeypatch.setattr(volume_verbs, "_LOOK_SECONDS", 0)
         asked: list[str] = []
-        monkeypatch.setattr(terminal, "confirmed", lambda question: not asked.append(question))
+
+        def yes(question: str) -> bool:
+            asked.append(question)
+            return True
+
+        monkeypatch.setattr(terminal, "confirmed", yes)
         shell("create db --size 64MiB --class raid")
         fake.lvm2.groups["data"].volumes["vol-db"].health = "mismatches exist"
         assert "is whole" in shell("repair db")
@@ -296,7 +301,7 @@ class TestOfARaid:
         shell("create db --size 64MiB --class raid")
         volume, repair = fake.lvm2.groups["data"].volumes["vol-db"], Client.repair
 
-        def check_ends(*args: Any, **fields: bool) -> tuple[bool, str]:
+        def check_ends(*args: Any, **fields: Any) -> tuple[bool, str]:
             volume.health = "mismatches exist"
             return repair(*args, **fields)
 
