@@ -314,10 +314,10 @@ class ImagesDiffer(AgentError):
 
     def __init__(self, volume: str, sectors: int) -> None:
         super().__init__(
-            f"cannot repair {volume}: its images differ in {counted(sectors, 'sector')}, and which of"
-            " them is right is not known. Compare the data with a backup, then confirm that images may be"
-            f" overwritten: with `carver volume repair` of the service's version, or `{self.FIELD}`"
-            " in the call"
+            f"cannot repair {volume}: its images differ in {counted(sectors, 'sector')}, and which"
+            " of them is right is not known. Compare the data with a backup, then confirm that"
+            " images may be overwritten: with `carver volume repair` of the service's version, or"
+            f" `{self.FIELD}` in the call"
         )
 
 
