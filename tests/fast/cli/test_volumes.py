@@ -273,6 +273,70 @@ class TestOfARaid:
         assert "is whole" in shell("repair db --yes")
         assert not volume.health
 
+    def test_the_repair_goes_on_once_it_is_confirmed(
+        self, shell: Shell, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(volume_verbs, "_LOOK_SECONDS", 0)
+        asked: list[str] = []
+
+        def yes(question: str) -> bool:
+            asked.append(question)
+            return True
+
+        monkeypatch.setattr(terminal, "confirmed", yes)
+        shell("create db --size 64MiB --class raid")
+        fake.lvm2.groups["data"].volumes["vol-db"].health = "mismatches exist"
+        assert "is whole" in shell("repair db")
+        assert len(asked) == 1
+
+    def test_images_that_begin_to_differ_during_a_repair_are_asked_about(
+        self,
+        shell: Shell,
+        fake: FakeHost,
+        refused: list[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """A check by lvm2 ends between the first look and the last step."""
+        monkeypatch.setattr(volume_verbs, "_LOOK_SECONDS", 0)
+        shell("create db --size 64MiB --class raid")
+        volume, repair = fake.lvm2.groups["data"].volumes["vol-db"], Client.repair
+
+        def check_ends(*args: Any, **fields: Any) -> tuple[bool, str]:
+            volume.health = "mismatches exist"
+            return repair(*args, **fields)
+
+        monkeypatch.setattr(Client, "repair", check_ends)
+        assert "not confirmed" in shell("repair db", 1)
+        assert volume.health
+        assert refused
+
+    @pytest.mark.settings(classes=(configured.PLAIN, configured.THIN))
+    def test_images_of_its_pool_are_not_asked_about(
+        self,
+        shell: Shell,
+        fake: FakeHost,
+        refused: list[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """The repair of a thin volume is that of its pool's metadata; it overwrites no image."""
+        monkeypatch.setattr(volume_verbs, "_LOOK_SECONDS", 0)
+        shell("create db --size 64MiB --class thin")
+        pool = fake.lvm2.groups["data"].volumes["pool-thin"]
+        pool.health = "mismatches exist"
+        assert "is whole" in shell("repair db")
+        assert refused == []
+        assert pool.health
+
+    def test_a_volume_that_a_move_holds_is_repaired(
+        self, shell: Shell, client: Client, service: Service, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its health is not to be had as long as that; the repair needs none."""
+        monkeypatch.setattr(volume_verbs, "_LOOK_SECONDS", 0)
+        shell("create db --size 64MiB --class raid")
+        [volume] = client.volumes()
+        service.context.holds.hold(volume.volume_id, "there", 30.0, "")
+        assert "is whole" in shell("repair db")
+
 
 def test_a_disk_is_not_replaced_unconfirmed(
     shell: Shell, fake: FakeHost, refused: list[str]
