@@ -272,6 +272,55 @@ def test_a_statefulset_keeps_its_claims_before_it_is_scaled() -> None:
         assert text.index('"whenScaled":"Retain"') < text.index(step), name
 
 
+# Where a page has applications stopped, in the words that the pages use.
+_SCALES = re.compile(
+    r"(?<!are )\b[Ss]cal(?:e|ed|es|ing)\b(?!-)[^.;|#]{0,70}?\bto 0\b|--replicas[ =]0\b"
+    r"|\breplicas: 0\b|(?<!nothing )\b[Ss]top (?:the|its|all) (?:pods|users|workload|application)\b"
+)
+# What must be before it: the rule, its link, or the name of the field with what it does.
+_KEEPS = re.compile(r"#scale-to-0\)|^## Scale to 0$|whenScaled", re.M)
+
+
+def without_its_warning(text: str) -> list[str]:
+    """The places of a page that scale to 0 without the warning before them in their section.
+
+    A row of a table is read by itself, and so must have the link itself.
+    """
+    found = []
+    for match in _SCALES.finditer(text):
+        row = text[text.rfind("\n", 0, match.start()) + 1 : text.find("\n", match.end())]
+        heading = text.rfind("\n## ", 0, match.start()) + 1
+        before = row if row.startswith("|") else text[heading : match.end() + 60]
+        # The link may have the words as its text, which then come before its target.
+        if not _KEEPS.search(before):
+            found.append(row.strip())
+    return found
+
+
+@pytest.mark.parametrize(
+    "page", [*sorted(DOCS.rglob("*.md")), ROOT / "README.md"], ids=lambda page: page.name
+)
+def test_a_page_that_scales_to_0_warns_that_this_may_delete_claims(page: Path) -> None:
+    if "decisions" not in page.parts:
+        assert without_its_warning(page.read_text()) == []
+
+
+def test_the_warning_is_missed_where_it_comes_late_or_in_another_row() -> None:
+    late = "## A\n1. Scale to 0 what uses it.\n" + "2. Wait.\n" * 9 + "See [it](x.md#scale-to-0).\n"
+    rows = "## A\n| a | [scale to 0](x.md#scale-to-0) |\n| b | scale it to 0 |\n"
+    assert without_its_warning(late) == ["1. Scale to 0 what uses it."]
+    assert without_its_warning(rows) == ["| b | scale it to 0 |"]
+    assert without_its_warning("## A\n[Scale to 0](x.md#scale-to-0) it.\nStop the pods.\n") == []
+
+
+def test_the_rule_comes_before_the_command_that_scales() -> None:
+    text = (DOCS / "operations.md").read_text()
+    rule = text[text.index("\n## Scale to 0\n") :]
+    steps = ["may delete the data", "whenScaled'", '"whenScaled":"Retain"', "--replicas 0"]
+    order = [rule.index(one.removesuffix("'")) for one in steps]
+    assert order == sorted(order)
+
+
 # kubectl and helm
 
 _KINDS = {
