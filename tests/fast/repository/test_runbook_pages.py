@@ -88,6 +88,7 @@ _RUN = {
     "lvchange --activate y --ignoreactivationskip GROUP/vol-NAME": _RUNBOOKS,
     "lvchange --addtag carver.givenUp=yes GROUP/LV": "tests/vm/test_repairs.py",
     "lvchange --rebuild /dev/OLD GROUP/LV": _BY_HAND,
+    "lvchange --syncaction check GROUP/LV": _BY_HAND,
     "lvconvert --swapmetadata --poolmetadata GROUP/pool-CLASS_meta0 GROUP/pool-CLASS": _BY_HAND,
     "lvconvert --uncache --force GROUP/vol-NAME": _BY_HAND,
     "pvchange --addtag carver.fast /dev/NEW": _BY_HAND,
@@ -360,7 +361,9 @@ _OPTIONS = {
     "--minify": False,
     "--raw": False,
     "--replicas": True,
+    "--stdin": False,
     "--timeout": True,
+    "--tty": False,
 }
 
 
@@ -393,6 +396,15 @@ def test_a_line_for_kubectl_is_understood(page: str, line: str) -> None:
         assert json.loads(found["--patch"])
     if found.get("--namespace") == "carver-system":
         _require_known(words, found)
+
+
+@pytest.mark.parametrize(
+    ("page", "line"), [one for one in commands("kubectl", FURTHER) if " -- carver " in one[1]]
+)
+def test_a_command_of_carver_s_within_a_pod_is_understood(page: str, line: str) -> None:
+    del page
+    words = re.split(r" [<>|] ", line.partition(" -- carver ")[2])[0]
+    cli.parser().parse_args(shlex.split(words))
 
 
 def _require_known(words: list[str], found: Mapping[str, str]) -> None:
@@ -491,6 +503,46 @@ def test_the_script_in_place_of_ssh_runs_the_command_in_the_node_s_pod(
     assert fed == {"fed": 1}
     with pytest.raises(errors.NodeRefused):
         Remote("node-c", ssh, ["echo"]).ask("{}")
+
+
+def _node_pods() -> Mapping[str, Any]:
+    """The DaemonSet of Carver's pods on the nodes."""
+    [found] = (one for one in manifest() if one["kind"] == "DaemonSet")
+    return found
+
+
+def test_a_label_keeps_carver_off_a_node() -> None:
+    [line] = (one for _, one in commands("kubectl") if "patch daemonset" in one)
+    words, options = parsed(line)
+    found = _node_pods()
+    assert words[2] == found["metadata"]["name"]
+    [change] = json.loads(options["--patch"])
+    *path, last = change["path"].split("/")[1:]
+    at: Any = found
+    for key in path:
+        at = at[int(key) if isinstance(at, list) else key]
+    assert (change["op"], last) == ("add", "-")
+    assert isinstance(at, list)
+    assert at[0].keys() == change["value"].keys()
+    label = f"{change['value']['key']}={change['value']['values'][0]}"
+    assert f"kubectl label node NODE {label}" in [one for _, one in commands("kubectl")]
+
+
+def test_the_pod_for_lvm2_by_hand_sees_what_carver_s_pod_sees() -> None:
+    text = (DOCS / "operations.md").read_text()
+    [shown] = re.findall(r"^    apiVersion: v1\n    kind: Pod\n(?:    .*\n)+", text, re.M)
+    pod = yaml.safe_load(textwrap.dedent(shown))["spec"]
+    template = _node_pods()["spec"]["template"]["spec"]
+
+    def paths(spec: Mapping[str, Any]) -> dict[str, str]:
+        sources = {one["name"]: one["hostPath"] for one in spec["volumes"] if "hostPath" in one}
+        mounted = spec["containers"][0]["volumeMounts"]
+        names = {one["name"]: one["mountPath"] for one in mounted}
+        return {path: sources[name]["path"] for name, path in names.items() if name in sources}
+
+    assert paths(pod).items() <= paths(template).items()
+    assert {"/dev", "/etc/lvm", "/run/lock/lvm", "/run/udev"} <= paths(pod).keys()
+    assert pod["hostIPC"] == template["hostIPC"]
 
 
 # Numbers
