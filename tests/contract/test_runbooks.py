@@ -243,6 +243,7 @@ def test_all_claims_are_saved_each_night_and_each_chain_is_restored(
     assert command.split() == [str(program), "/backup/%H"]
     chance = random.Random(5)
     contents: dict[str, bytes] = {}
+    said: list[str] = []
 
     def night(day: str) -> int:
         for name in ("pvc-1", "pvc-2"):
@@ -254,8 +255,11 @@ def test_all_claims_are_saved_each_night_and_each_chain_is_restored(
         ran = subprocess.run(
             [program, backups],
             env={"PATH": f"{program.parent}:{path}", "DAY": day, "NIGHTS": "3"},
+            stderr=subprocess.PIPE,
+            text=True,
             check=False,
         )
+        said[:] = ran.stderr.splitlines()
         return ran.returncode
 
     def kept(name: str) -> list[str]:
@@ -285,20 +289,43 @@ def test_all_claims_are_saved_each_night_and_each_chain_is_restored(
     assert night("2026-11-05") == 0
     assert kept("pvc-1")[0] == "2026-11-01-whole"
     assert kept("pvc-1")[-1] == "2026-11-05-whole"
-    # Its snapshot is lost: a whole one again, which lets go the oldest chain.
+    assert said == []
+    # Its snapshot is lost: a whole one again, which is reported.
     typed.change = lambda words, code, said: (
         (code, said.replace(b'"ready": true', b'"ready": false'))
         if words[:2] == ["snapshot", "list"]
         else (code, said)
     )
     assert night("2026-11-06") == 0
+    assert [one for one in said if one.startswith("<4>WHOLE AGAIN: pvc-1:")] != []
     typed.change = as_is
     here.at.delete_snapshot("backup-pvc-2-2026-11-06", confirmed=True)
     assert night("2026-11-07") == 0
-    assert kept("pvc-1") == ["2026-11-05-whole", "2026-11-06-whole", "2026-11-07-changes"]
-    assert kept("pvc-2") == ["2026-11-06-whole", "2026-11-07-whole"]
+    # So many streams as the chain may have can always be gone back by.
+    assert kept("pvc-1")[0] == "2026-11-01-whole"
+    assert kept("pvc-1")[-3:] == ["2026-11-05-whole", "2026-11-06-whole", "2026-11-07-changes"]
+    assert kept("pvc-2")[0] == "2026-11-04-whole"
+    assert kept("pvc-2")[-2:] == ["2026-11-06-whole", "2026-11-07-whole"]
     taken = {one.snapshot_id.rpartition("/")[2] for one in here.client.snapshots_here().entries}
     assert taken == {"snap-backup-pvc-1-2026-11-07", "snap-backup-pvc-2-2026-11-07"}
+    # Each night's snapshot overflows: the streams of three nights before the last stay.
+    typed.change = lambda words, code, said: (
+        (code, said.replace(b'"ready": true', b'"ready": false'))
+        if words[:2] == ["snapshot", "list"]
+        else (code, said)
+    )
+    for day in ("2026-11-08", "2026-11-09", "2026-11-10"):
+        assert night(day) == 0
+        assert len(said) == 2
+    typed.change = as_is
+    for name in ("pvc-1", "pvc-2"):
+        assert [chain[0].name[8:16] for chain in chains(backups / f"shop_{name}_{name}")][-3:] == [
+            "08-whole",
+            "09-whole",
+            "10-whole",
+        ]
+    assert kept("pvc-1")[0] == "2026-11-06-whole"
+    assert kept("pvc-2")[0] == "2026-11-07-whole"
 
     for name in ("pvc-1", "pvc-2"):
         place = backups / f"shop_{name}_{name}"

@@ -88,6 +88,7 @@ _RUN = {
     "lvchange --activate y --ignoreactivationskip GROUP/vol-NAME": _RUNBOOKS,
     "lvchange --addtag carver.givenUp=yes GROUP/LV": "tests/vm/test_repairs.py",
     "lvchange --rebuild /dev/OLD GROUP/LV": _BY_HAND,
+    "lvchange --syncaction check GROUP/LV": _BY_HAND,
     "lvconvert --swapmetadata --poolmetadata GROUP/pool-CLASS_meta0 GROUP/pool-CLASS": _BY_HAND,
     "lvconvert --uncache --force GROUP/vol-NAME": _BY_HAND,
     "pvchange --addtag carver.fast /dev/NEW": _BY_HAND,
@@ -272,6 +273,55 @@ def test_a_statefulset_keeps_its_claims_before_it_is_scaled() -> None:
         assert text.index('"whenScaled":"Retain"') < text.index(step), name
 
 
+# Where a page has applications stopped, in the words that the pages use.
+_SCALES = re.compile(
+    r"(?<!are )\b[Ss]cal(?:e|ed|es|ing)\b(?!-)[^.;|#]{0,70}?\bto 0\b|--replicas[ =]0\b"
+    r"|\breplicas: 0\b|(?<!nothing )\b[Ss]top (?:the|its|all) (?:pods|users|workload|application)\b"
+)
+# What must be before it: the rule, its link, or the name of the field with what it does.
+_KEEPS = re.compile(r"#scale-to-0\)|^## Scale to 0$|whenScaled", re.M)
+
+
+def without_its_warning(text: str) -> list[str]:
+    """The places of a page that scale to 0 without the warning before them in their section.
+
+    A row of a table is read by itself, and so must have the link itself.
+    """
+    found = []
+    for match in _SCALES.finditer(text):
+        row = text[text.rfind("\n", 0, match.start()) + 1 : text.find("\n", match.end())]
+        heading = text.rfind("\n## ", 0, match.start()) + 1
+        before = row if row.startswith("|") else text[heading : match.end() + 60]
+        # The link may have the words as its text, which then come before its target.
+        if not _KEEPS.search(before):
+            found.append(row.strip())
+    return found
+
+
+@pytest.mark.parametrize(
+    "page", [*sorted(DOCS.rglob("*.md")), ROOT / "README.md"], ids=lambda page: page.name
+)
+def test_a_page_that_scales_to_0_warns_that_this_may_delete_claims(page: Path) -> None:
+    if "decisions" not in page.parts:
+        assert without_its_warning(page.read_text()) == []
+
+
+def test_the_warning_is_missed_where_it_comes_late_or_in_another_row() -> None:
+    late = "## A\n1. Scale to 0 what uses it.\n" + "2. Wait.\n" * 9 + "See [it](x.md#scale-to-0).\n"
+    rows = "## A\n| a | [scale to 0](x.md#scale-to-0) |\n| b | scale it to 0 |\n"
+    assert without_its_warning(late) == ["1. Scale to 0 what uses it."]
+    assert without_its_warning(rows) == ["| b | scale it to 0 |"]
+    assert without_its_warning("## A\n[Scale to 0](x.md#scale-to-0) it.\nStop the pods.\n") == []
+
+
+def test_the_rule_comes_before_the_command_that_scales() -> None:
+    text = (DOCS / "operations.md").read_text()
+    rule = text[text.index("\n## Scale to 0\n") :]
+    steps = ["may delete the data", "whenScaled'", '"whenScaled":"Retain"', "--replicas 0"]
+    order = [rule.index(one.removesuffix("'")) for one in steps]
+    assert order == sorted(order)
+
+
 # kubectl and helm
 
 _KINDS = {
@@ -311,7 +361,9 @@ _OPTIONS = {
     "--minify": False,
     "--raw": False,
     "--replicas": True,
+    "--stdin": False,
     "--timeout": True,
+    "--tty": False,
 }
 
 
@@ -344,6 +396,15 @@ def test_a_line_for_kubectl_is_understood(page: str, line: str) -> None:
         assert json.loads(found["--patch"])
     if found.get("--namespace") == "carver-system":
         _require_known(words, found)
+
+
+@pytest.mark.parametrize(
+    ("page", "line"), [one for one in commands("kubectl", FURTHER) if " -- carver " in one[1]]
+)
+def test_a_command_of_carver_s_within_a_pod_is_understood(page: str, line: str) -> None:
+    del page
+    words = re.split(r" [<>|] ", line.partition(" -- carver ")[2])[0]
+    cli.parser().parse_args(shlex.split(words))
 
 
 def _require_known(words: list[str], found: Mapping[str, str]) -> None:
@@ -442,6 +503,46 @@ def test_the_script_in_place_of_ssh_runs_the_command_in_the_node_s_pod(
     assert fed == {"fed": 1}
     with pytest.raises(errors.NodeRefused):
         Remote("node-c", ssh, ["echo"]).ask("{}")
+
+
+def _node_pods() -> Mapping[str, Any]:
+    """The DaemonSet of Carver's pods on the nodes."""
+    [found] = (one for one in manifest() if one["kind"] == "DaemonSet")
+    return found
+
+
+def test_a_label_keeps_carver_off_a_node() -> None:
+    [line] = (one for _, one in commands("kubectl") if "patch daemonset" in one)
+    words, options = parsed(line)
+    found = _node_pods()
+    assert words[2] == found["metadata"]["name"]
+    [change] = json.loads(options["--patch"])
+    *path, last = change["path"].split("/")[1:]
+    at: Any = found
+    for key in path:
+        at = at[int(key) if isinstance(at, list) else key]
+    assert (change["op"], last) == ("add", "-")
+    assert isinstance(at, list)
+    assert at[0].keys() == change["value"].keys()
+    label = f"{change['value']['key']}={change['value']['values'][0]}"
+    assert f"kubectl label node NODE {label}" in [one for _, one in commands("kubectl")]
+
+
+def test_the_pod_for_lvm2_by_hand_sees_what_carver_s_pod_sees() -> None:
+    text = (DOCS / "operations.md").read_text()
+    [shown] = re.findall(r"^    apiVersion: v1\n    kind: Pod\n(?:    .*\n)+", text, re.M)
+    pod = yaml.safe_load(textwrap.dedent(shown))["spec"]
+    template = _node_pods()["spec"]["template"]["spec"]
+
+    def paths(spec: Mapping[str, Any]) -> dict[str, str]:
+        sources = {one["name"]: one["hostPath"] for one in spec["volumes"] if "hostPath" in one}
+        mounted = spec["containers"][0]["volumeMounts"]
+        names = {one["name"]: one["mountPath"] for one in mounted}
+        return {path: sources[name]["path"] for name, path in names.items() if name in sources}
+
+    assert paths(pod).items() <= paths(template).items()
+    assert {"/dev", "/etc/lvm", "/run/lock/lvm", "/run/udev"} <= paths(pod).keys()
+    assert pod["hostIPC"] == template["hostIPC"]
 
 
 # Numbers
