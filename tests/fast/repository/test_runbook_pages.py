@@ -356,6 +356,7 @@ _OPTIONS = {
     "--duration": True,
     "--for": True,
     "--from-file": True,
+    "--from-literal": True,
     "--ignore-not-found": False,
     "--key": True,
     "--minify": False,
