@@ -25,7 +25,6 @@ import api_server
 import configured
 import expect
 import grpc
-import manifest
 import nodes
 import pytest
 import serving
@@ -977,7 +976,11 @@ def test_objects_are_made_anew_of_what_carver_shows(
         pv, claim = printed_objects(here, [line.replace("pvc-1", name)], tmp_path, capsys)
         manifest_file = tmp_path / "objects.yaml"
         manifest_file.write_text(yaml.safe_dump_all([pv, claim]))
-        manifest.check_schemas(manifest_file)
+        if not isinstance(here.host, RealHost):
+            # The schemas are not in the lab's machine.
+            from manifest import check_schemas
+
+            check_schemas(manifest_file)
         assert pv["spec"]["csi"]["volumeHandle"] == volume.volume_id
         assert pv["spec"]["csi"]["volumeAttributes"] == dict(volume.volume_context)
         assert int(pv["spec"]["capacity"]["storage"]) == volume.capacity_bytes
