@@ -13,8 +13,8 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from agent.cli import encryption, status, terminal
-from agent.cli.adoption import Manifest
 from agent.cli.encryption import Headers
+from agent.cli.volume_manifest import Manifest
 from agent.core import errors, ids, sockets, tag
 from agent.core.ids import VolumeId
 from agent.csi import client
@@ -344,21 +344,22 @@ class VolumeVerbs:
             " with a backup first"
         )
 
-        def step() -> tuple[bool, str]:
-            nonlocal confirmed
-            try:
-                return self.caller.repair(
-                    volume_id, pool_metadata=pool_metadata, differing_images=confirmed
+        def repair(*, differing_images: bool) -> None:
+            self._until_done(
+                lambda: self.caller.repair(
+                    volume_id, pool_metadata=pool_metadata, differing_images=differing_images
                 )
-            except grpc.RpcError as error:
-                if confirmed or not _do_images_differ(error):
-                    raise
-            if not terminal.confirmed(question):
-                raise errors.NotConfirmed(name, "repaired")
-            confirmed = True
-            return step()
+            )
 
-        self._until_done(step)
+        try:
+            repair(differing_images=confirmed)
+            return
+        except grpc.RpcError as error:
+            if confirmed or not _do_images_differ(error):
+                raise
+        if not terminal.confirmed(question):
+            raise errors.NotConfirmed(name, "repaired")
+        repair(differing_images=True)
 
     def replace_disk(self, old_disk: str, new_disk: str, *, confirmed: bool) -> None:
         """Replace a disk by another, if the user confirms; wait until all volumes are in sync."""
