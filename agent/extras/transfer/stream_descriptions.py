@@ -108,7 +108,7 @@ def _checked(header: Header, present_tags: Mapping[str, str]) -> dict[str, str]:
     """
     sent_tags = {key: value for key, value in header.facts.items() if key in SENT}
     if present_tags:
-        if (tag.ENCRYPTION in sent_tags) > (tag.ENCRYPTION in present_tags):
+        if tag.ENCRYPTION in sent_tags and tag.ENCRYPTION not in present_tags:
             why = "is set, and the streams before were not encrypted"
             raise errors.BadField("stream.facts[encryption]", why)
         lasting = {key: present_tags[key] for key in _LASTING if key in present_tags}
