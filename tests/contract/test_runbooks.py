@@ -38,7 +38,7 @@ from serving import machine, served
 
 from agent.cli import status, terminal, volume_verbs
 from agent.core import errors, ids
-from agent.csi.client import block, mounted
+from agent.csi.client import Client, block, mounted
 from agent.extras.transfer import claim_moves, move_command, streams_command
 from agent.groups import group_definitions
 from agent.settings.settings import BackingFile, Config, GroupDefinition
@@ -545,14 +545,20 @@ def mounted_by_hand(host: AnyHost, line: str, **names: str) -> Iterator[Path]:
     host.kernel.unmount(str(place))
 
 
+def used_once(client: Client, staging: Path) -> csi.Volume:
+    """A claim's volume that has a file system, and is not in use any more."""
+    volume = client.create("pvc-1", 64 * MIB, mounted("ext4"), parameters=ABOUT)
+    client.stage(volume, staging, mounted("ext4"))
+    client.unstage(volume.volume_id, staging)
+    return volume
+
+
 @pytest.mark.variation
 def test_a_volume_is_read_without_carver_and_served_again(
     host: AnyHost, config: Config, group: str, staging: Path
 ) -> None:
     with served(host, config) as (_, client):
-        volume = client.create("pvc-1", 64 * MIB, mounted("ext4"), parameters=ABOUT)
-        client.stage(volume, staging, mounted("ext4"))
-        client.unstage(volume.volume_id, staging)
+        volume = used_once(client, staging)
         path = device(host, group, "vol-pvc-1")
         host.write_bytes(path, 40 * MIB, b"kept" * 1024)
     host.deactivate(group, "vol-pvc-1")
@@ -585,9 +591,7 @@ def test_a_volume_is_read_by_hand_while_carver_runs(
     host: AnyHost, config: Config, group: str, staging: Path
 ) -> None:
     with served(host, config) as (_, client):
-        volume = client.create("pvc-1", 64 * MIB, mounted("ext4"), parameters=ABOUT)
-        client.stage(volume, staging, mounted("ext4"))
-        client.unstage(volume.volume_id, staging)
+        volume = used_once(client, staging)
         names = {"GROUP": group, "vol-NAME": "vol-pvc-1"}
         activate, _, mount = runbook("by hand without Carver")
         _, deactivate = runbook("by hand without Carver, afterwards")

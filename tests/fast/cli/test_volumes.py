@@ -29,6 +29,12 @@ from mount.filesystem import FILE_SYSTEMS
 MIB = 1 << 20
 
 
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long work is looked at again at once."""
+    monkeypatch.setattr(volume_verbs, "_LOOK_SECONDS", 0)
+
+
 def mounted(fake: FakeHost) -> list[str]:
     inside = table.read(fake.kernel).mounts
     return [one.path for one in inside if "vol-" in one.path or one.path.endswith("/db")]
@@ -235,10 +241,7 @@ class TestInACluster:
         assert shell("expand db 100MiB") == "db: 100 MiB\n"
 
 
-def test_a_volume_is_repaired_and_a_disk_replaced(
-    shell: Shell, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(volume_verbs, "_LOOK_SECONDS", 0)
+def test_a_volume_is_repaired_and_a_disk_replaced(shell: Shell, fake: FakeHost) -> None:
     shell("create db --size 64MiB")
     assert "is whole" in shell("repair db")
     new = fake.new_device(600 * MIB)
@@ -258,9 +261,7 @@ class TestOfARaid:
         shell: Shell,
         fake: FakeHost,
         refused: list[str],
-        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(volume_verbs, "_LOOK_SECONDS", 0)
         shell("create db --size 64MiB --class raid")
         assert "is whole" in shell("repair db")
         assert refused == [], "nothing is overwritten"
@@ -276,7 +277,6 @@ class TestOfARaid:
     def test_the_repair_goes_on_once_it_is_confirmed(
         self, shell: Shell, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(volume_verbs, "_LOOK_SECONDS", 0)
         asked: list[str] = []
 
         def yes(question: str) -> bool:
@@ -297,7 +297,6 @@ class TestOfARaid:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """A check by lvm2 ends between the first look and the last step."""
-        monkeypatch.setattr(volume_verbs, "_LOOK_SECONDS", 0)
         shell("create db --size 64MiB --class raid")
         volume, repair = fake.lvm2.groups["data"].volumes["vol-db"], Client.repair
 
@@ -316,10 +315,8 @@ class TestOfARaid:
         shell: Shell,
         fake: FakeHost,
         refused: list[str],
-        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """The repair of a thin volume is that of its pool's metadata; it overwrites no image."""
-        monkeypatch.setattr(volume_verbs, "_LOOK_SECONDS", 0)
         shell("create db --size 64MiB --class thin")
         pool = fake.lvm2.groups["data"].volumes["pool-thin"]
         pool.health = "mismatches exist"
@@ -328,10 +325,9 @@ class TestOfARaid:
         assert pool.health
 
     def test_a_volume_that_a_move_holds_is_repaired(
-        self, shell: Shell, client: Client, service: Service, monkeypatch: pytest.MonkeyPatch
+        self, shell: Shell, client: Client, service: Service
     ) -> None:
         """Its health is not to be had as long as that; the repair needs none."""
-        monkeypatch.setattr(volume_verbs, "_LOOK_SECONDS", 0)
         shell("create db --size 64MiB --class raid")
         [volume] = client.volumes()
         service.context.holds.hold(volume.volume_id, "there", 30.0, "")
