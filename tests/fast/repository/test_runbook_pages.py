@@ -106,6 +106,21 @@ _RUN = {
     "vgextend --metadatasize 80m GROUP /dev/NEW1 /dev/NEW2": _BY_HAND,
     "vgmerge GROUP GROUP-fast": _BY_HAND,
     "wipefs --all --backup /dev/NEW": _BY_HAND,
+    "lvcreate --activate n --zero n --wipesignatures n --extents COUNT --name recovered GROUP"
+    " /dev/DISK:START-END": _BY_HAND,
+    "lvchange --activate y GROUP/recovered": _BY_HAND,
+    "lvextend --extents +COUNT GROUP/recovered /dev/DISK:START-END": _BY_HAND,
+    "lvremove GROUP/recovered": _BY_HAND,
+    "blkdiscard --zeroout /dev/GROUP/recovered": _BY_HAND,
+    "pvchange --allocatable n /dev/OLD": _BY_HAND,
+    "pvchange --allocatable y /dev/OLD": _BY_HAND,
+    "pvcreate --test --uuid UUID --restorefile FILE /dev/OLD": _BY_HAND,
+    "pvcreate --uuid UUID --restorefile FILE /dev/OLD": _BY_HAND,
+    "pvmove /dev/OLD": _BY_HAND,
+    "vgcfgbackup --file FILE GROUP": _BY_HAND,
+    "vgcfgrestore --file FILE GROUP": _BY_HAND,
+    "vgchange --addtag carver.sweep=yes GROUP": _BY_HAND,
+    "vgreduce GROUP /dev/OLD": _BY_HAND,
 }
 
 
