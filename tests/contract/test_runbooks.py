@@ -763,6 +763,29 @@ def test_a_full_group_gets_a_disk_and_gives_it_back(
 
 
 @pytest.mark.variation
+def test_a_used_disk_leaves_its_group_for_another_disk_of_it(
+    host: AnyHost, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(volume_verbs, "_LOOK_SECONDS", 0.1)
+    disks, name = [host.new_device(100 * MIB) for _ in range(2)], "runbook-used"
+    with host.own_group(name, disks):
+        node = Node(host, of_group(config, name), name, tmp_path)
+        node.start()
+        volume = node.client.create("pvc-1", 64 * MIB, mounted("ext4"))
+        use(node, volume)
+        [old] = report.read(host.lvm).group(name).volume("vol-pvc-1").disks
+        known = {one.uuid: one.name for one in report.read(host.lvm).group(name).disks}
+        [new] = {*known.values()} - {known[old]}
+        [line] = runbook("group full, take a disk out")
+        line = line.replace("/dev/OLD", known[old]).replace("/dev/NEW", new)
+        type_in(node, f"{line} --yes", tmp_path)
+        assert disks_of(host, name) == [new]
+        use(node, volume)
+        node.client.delete(volume.volume_id)
+        node.stop()
+
+
+@pytest.mark.variation
 def test_a_group_goes_to_another_node(host: AnyHost, config: Config, own_group: str) -> None:
     of_old = of_group(config, own_group)
     with served(host, of_old) as (_, client):
