@@ -201,9 +201,7 @@ def test_the_rules_for_what_others_measure_are_right(promtool: Path, tmp_path: P
     assert loaded.keys() == wanted.keys()
     judged = {
         "interval": "1m",
-        "input_series": [
-            {"series": one, "values": f"{value}x30"} for one, value in series.items()
-        ],
+        "input_series": [{"series": one, "values": f"{value}x30"} for one, value in series.items()],
         "alert_rule_test": [
             {
                 "eval_time": "20m",
@@ -222,8 +220,9 @@ def test_the_rules_for_what_others_measure_are_right(promtool: Path, tmp_path: P
     }
     tests = tmp_path / "tests.yaml"
     tests.write_text(yaml.safe_dump({"rule_files": [str(rules)], "tests": [judged]}))
-    for words in (["check", "rules", "--lint=all", "--lint-fatal", rules], ["test", "rules", tests]):
-        ended = subprocess.run([promtool, *words], capture_output=True, text=True, check=False)
+    check = ["check", "rules", "--lint=all", "--lint-fatal", str(rules)]
+    for words in (check, ["test", "rules", str(tests)]):
+        ended = subprocess.run([str(promtool), *words], capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
