@@ -103,7 +103,8 @@ def there(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
 
 def type_in(node: Node, line: str, backups: Path, stand: Stand | None = None) -> None:
     """Run a line as a shell on that node does."""
-    line = line.replace("/backup", str(backups))
+    [default_class] = (one.name for one in node.config.classes if one.default)
+    line = line.replace("/backup", str(backups)).replace("CLASS", default_class)
     words = shlex.split(line.replace("/etc/carver/admin.conf", f"{backups}/kubeconfig"))
     assert words.pop(0) == "carver"
     out = words[words.index(">") + 1] if ">" in words else ""
@@ -238,7 +239,8 @@ def test_all_claims_are_saved_each_night_and_each_chain_is_restored(
     backups.mkdir()
     service = files_of("runbooks/backup-schedule.md")["service"]
     command = service["Service"]["ExecStart"].replace("/usr/local/sbin", str(program.parent))
-    assert runbook("backup by hand") == ["carver-backup /backup"]
+    assert runbook("backup by hand") == ['carver-backup "/backup/$(uname -n)"']
+    # systemd's %H is the host's name: both have the same chain.
     assert command.split() == [str(program), "/backup/%H"]
     chance = random.Random(5)
     contents: dict[str, bytes] = {}
