@@ -115,15 +115,6 @@ _RUN = {
     "lvextend --extents +COUNT GROUP/recovered /dev/DISK:START-END": _BY_HAND,
     "lvremove GROUP/recovered": _BY_HAND,
     "blkdiscard --zeroout /dev/GROUP/recovered": _BY_HAND,
-    "pvchange --allocatable n /dev/OLD": _BY_HAND,
-    "pvchange --allocatable y /dev/OLD": _BY_HAND,
-    "pvcreate --test --uuid UUID --restorefile FILE /dev/OLD": _BY_HAND,
-    "pvcreate --uuid UUID --restorefile FILE /dev/OLD": _BY_HAND,
-    "pvmove /dev/OLD": _BY_HAND,
-    "vgcfgbackup --file FILE GROUP": _BY_HAND,
-    "vgcfgrestore --file FILE GROUP": _BY_HAND,
-    "vgchange --addtag carver.sweep=yes GROUP": _BY_HAND,
-    "vgreduce GROUP /dev/OLD": _BY_HAND,
 }
 
 
