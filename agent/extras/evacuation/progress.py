@@ -16,9 +16,10 @@ from agent.extras.evacuation.plan import Plan, Unit
 # Time, in seconds, over which the rate of a transfer is averaged. Samples that are older by this
 # time count half.
 _AVERAGE_SECONDS = 60.0
-# Duration of a round, in seconds, after which a move counts as caught up: the next round, which is
-# sent while the volume is not in use, is then short. `Estimate` gets another value from its caller.
-_CAUGHT_UP_SECONDS = 300.0
+# Duration of a round, in seconds, up to which a move counts as caught up after the round: the next
+# round, which is sent while the volume is not in use, is then short (CAUGHT_UP_SECONDS in
+# agent/extras/transfer/move.py).
+_CAUGHT_UP_SECONDS = 30.0
 # Maximum number of rounds that are computed ahead. With so many, what changes is not sent in time.
 _MOST_ROUNDS = 100
 # Number of units that move at the same time (evacuator.py).
@@ -57,11 +58,11 @@ class Stage(enum.StrEnum):
 class VolumeProgress:
     """How far a volume is.
 
-    `done_bytes` of `total_bytes` were sent in the present round; in the first round the total is
-    the size of the volume, later what has changed. `rounds` is the number of rounds that were
-    begun, in this process. `rate` is in bytes per second. `seconds_left` is the time until the
-    volume is moved, without the wait for an eviction; None if it is not known, or if more is
-    written than is sent. `problem` is the last problem; empty if none or if it is over.
+    `done_bytes` is the offset that the present pass of the present round has reached, and
+    `total_bytes` its end. `rounds` is the number of rounds that were begun, by this process. `rate`
+    is in bytes of the volume per second, also those that need not be sent. `seconds_left` is the
+    time until the volume is moved, without the wait for an eviction; None if it is not known, or if
+    more is written than is sent. `problem` is the last problem; empty if none or if it is over.
     """
 
     volume_id: str
@@ -111,73 +112,138 @@ class Estimate:
     """Estimates the time until a volume is moved, by the rounds of its transfer.
 
     A round sends a snapshot while the volume goes on being written, and the next round sends what
-    has changed since the snapshot. The estimate assumes that the rates at which data are sent and
-    are changed stay what they are. The rate of changes is known from the second round on, or as
-    soon as `changed` was called; until then it counts as 0, and the estimate is a lower bound.
+    has changed since the snapshot was taken. A round may have several passes over the data: after
+    sending, both nodes read what was sent.
 
-    The methods take times of a monotonic clock, in seconds. They must not run concurrently.
+    The estimate assumes that data are sent and changed at the rates that were seen. So the duration
+    of a round is the time since the snapshot before, times a constant (`growth`). The constant is
+    known from the second round on, or once `changed` was called. Until then it counts as 0, and the
+    estimate is a lower bound.
+
+    Times are those of a monotonic clock, in seconds. The methods must not run concurrently.
     """
 
     def __init__(self, caught_up_seconds: float = _CAUGHT_UP_SECONDS) -> None:
         self._caught_up_seconds = caught_up_seconds
+        # Number of rounds that were begun; offset in the volume that the present pass has reached,
+        # and the end of the pass; rate of the present pass, in bytes of the volume per second.
         self.rounds = self.done_bytes = self.total_bytes = 0
-        # Rate at which data are sent, and at which they are changed, in bytes per second.
-        self.rate = self.change_rate = 0.0
-        self._begun_seconds = self._sample_seconds = 0.0
-        self._sample_bytes = 0
-        # Time that the samples of the rate cover, in seconds, each weighted by its age.
-        self._weight_seconds = 0.0
-        self._is_over = True
+        self.rate = 0.0
+        self._growth: float | None = None
+        # Number of bytes that changed in a second, if it was measured, and that were sent in one.
+        self._change_rate: float | None = None
+        self._byte_rate = 0.0
+        # When the present round and the present pass began, and how long the round before took from
+        # its begin to the begin of this round. 0 in the first round.
+        self._begun = self._pass_begun = self._interval = 0.0
+        # Duration of the other passes of a round, as a share of the first pass.
+        self._other_passes = 0.0
+        self._pass, self._passes, self._is_over = 1, 1, True
+        self._first_pass_seconds = 0.0
+        # Time and position of the last sample of the rate, and the time that the samples cover,
+        # each weighted by its age.
+        self._sampled, self._sampled_bytes, self._weight = 0.0, 0, 0.0
 
-    def begin(self, total_bytes: int, now: float, done_bytes: int = 0) -> None:
-        """Begin a round that sends `total_bytes`, of which `done_bytes` were sent before."""
-        if self.rounds and now > self._begun_seconds:
-            self.change_rate = total_bytes / (now - self._begun_seconds)
+    def begin(self, total_bytes: int, now: float, done_bytes: int = 0, passes: int = 1) -> None:
+        """Begin a round of so many passes over `total_bytes`, the first from `done_bytes` on.
+
+        Before a round with several passes has ended, each pass counts as long as the first one.
+        """
+        self._interval = now - self._begun if self.rounds else 0.0
+        if self._passes != passes:
+            self._passes, self._other_passes = passes, float(passes - 1)
         self.rounds += 1
-        self.done_bytes, self.total_bytes = done_bytes, total_bytes
-        self._begun_seconds = self._sample_seconds = now
-        self._sample_bytes = done_bytes
-        self._is_over = False
+        self.total_bytes, self._begun, self._pass, self._is_over = total_bytes, now, 1, False
+        self._begin_pass(done_bytes, now)
+
+    def _begin_pass(self, done_bytes: int, now: float) -> None:
+        self.done_bytes = self._sampled_bytes = done_bytes
+        self._pass_begun = self._sampled = now
+        self.rate = self._weight = 0.0
 
     def sent(self, done_bytes: int, now: float) -> None:
-        """Note that `done_bytes` of the round were sent."""
-        seconds, sent_bytes = now - self._sample_seconds, done_bytes - self._sample_bytes
+        """Note the offset that the present pass has reached. A smaller offset begins a new pass."""
+        if done_bytes < self.done_bytes:
+            if self._pass == 1:
+                self._first_pass_seconds = self._sampled - self._begun
+            self._pass += 1
+            # The pass began when the one before was seen to be at its end.
+            self._begin_pass(0, self._sampled)
+        seconds, sent_bytes = now - self._sampled, done_bytes - self._sampled_bytes
         self.done_bytes = done_bytes
-        if seconds <= 0 or sent_bytes < 0:
+        if seconds <= 0:
             return
-        old_weight = self._weight_seconds * 0.5 ** (seconds / _AVERAGE_SECONDS)
-        self._weight_seconds = old_weight + seconds
-        self.rate = (self.rate * old_weight + sent_bytes) / self._weight_seconds
-        self._sample_seconds, self._sample_bytes = now, done_bytes
+        old_weight = self._weight * 0.5 ** (seconds / _AVERAGE_SECONDS)
+        self._weight = old_weight + seconds
+        self.rate = (self.rate * old_weight + sent_bytes) / self._weight
+        self._sampled, self._sampled_bytes = now, done_bytes
 
     def changed(self, changed_bytes: int, now: float) -> None:
         """Note how much has changed since the snapshot of the present round was taken."""
-        if now > self._begun_seconds:
-            self.change_rate = changed_bytes / (now - self._begun_seconds)
+        if now > self._begun:
+            self._change_rate = changed_bytes / (now - self._begun)
 
     def end(self, now: float) -> None:
-        """Note that the round has sent all."""
-        self.sent(self.total_bytes, now)
-        self._is_over = True
+        """Note the end of the present round."""
+        if self._is_over:
+            return
+        seconds = now - self._begun
+        first_seconds = self._first_pass_seconds if self._pass > 1 else seconds
+        if self._pass > 1 and first_seconds > 0:
+            self._other_passes = (seconds - first_seconds) / first_seconds
+        if self._interval > 0:
+            self._growth = seconds / self._interval
+        elif first_seconds > 0:
+            self._byte_rate = self.total_bytes / first_seconds
+        self.done_bytes, self._is_over = self.total_bytes, True
 
     def seconds_left(self, now: float) -> float | None:
         """Return the time until the volume is moved, if it is not in use at the end; else None.
 
-        None if no rate is known yet, or if changes are made as fast as they are sent.
+        None also if no rate is known yet, or if changes are made as fast as they are sent.
         """
-        if not self.rounds or self.rate <= 0:
+        if not self.rounds:
             return None
-        remaining_bytes = 0 if self._is_over else max(0, self.total_bytes - self.done_bytes)
-        seconds = remaining_bytes / self.rate
-        round_seconds = now - self._begun_seconds + seconds
+        if self._is_over:
+            seconds, round_seconds = 0.0, now - self._begun
+        elif (left := self._round_left(now)) is None:
+            return None
+        else:
+            seconds, round_seconds = left, now - self._begun + left
+        growth = self._growth_of(round_seconds)
         for _ in range(_MOST_ROUNDS):
             is_caught_up = round_seconds <= self._caught_up_seconds
-            # Compute the next round, which is the last one if this round is short.
-            round_seconds = self.change_rate * round_seconds / self.rate
+            # Add the next round, which is the last one if this round is short.
+            round_seconds *= growth
             seconds += round_seconds
             if is_caught_up:
                 return seconds
         return None
+
+    def _round_left(self, now: float) -> float | None:
+        """Return the time until the end of the present round; None if it is not known yet."""
+        elapsed = now - self._begun
+        if self._growth is not None:
+            left = self._growth * self._interval - elapsed
+            if left > 0:
+                return left
+        if self.rate <= 0:
+            return None
+        pass_left = max(0, self.total_bytes - self.done_bytes) / self.rate
+        # Subtract the time since the rate was last sampled.
+        pass_left = max(0.0, pass_left - (now - self._sampled))
+        if self._pass > 1:
+            return pass_left
+        return pass_left + (elapsed + pass_left) * self._other_passes
+
+    def _growth_of(self, round_seconds: float) -> float:
+        """Return the duration of a round as a share of the time since the snapshot before."""
+        byte_rate = self._byte_rate or (self.rate if self._pass == 1 else 0.0)
+        if self._change_rate is not None and byte_rate:
+            return self._change_rate / byte_rate * (1 + self._other_passes)
+        if self._growth is not None:
+            return self._growth
+        return round_seconds / self._interval if self._interval > 0 else 0.0
 
 
 @dataclass
@@ -303,7 +369,7 @@ class Progress:
                 volume.estimate.changed(changed_bytes, self._monotonic())
 
     def end_round(self, node: str, volume_id: str) -> None:
-        """Note that the present round has sent all, and both nodes hold the same."""
+        """Note that the present round has ended: all is sent, and both nodes hold the same."""
         with self._lock:
             for volume in self._volumes(node, volume_id):
                 volume.estimate.end(self._monotonic())
