@@ -1052,6 +1052,417 @@ class MoveState(_message.Message):
 Global___MoveState: _TypeAlias = MoveState  # noqa: Y015
 
 @_typing.final
+class MovesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVES_FIELD_NUMBER: _builtins.int
+    CLASSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeMove]:
+        """The volumes that move away from this node or have moved, and those that it receives. Inline
+        volumes and volumes that it deletes are left out.
+        """
+
+    @_builtins.property
+    def classes(self) -> _containers.RepeatedCompositeFieldContainer[Global___MoveClass]: ...
+    def __init__(
+        self,
+        *,
+        moves: _abc.Iterable[Global___NodeMove] | None = ...,
+        classes: _abc.Iterable[Global___MoveClass] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "moves", b"moves"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MovesResponse: _TypeAlias = MovesResponse  # noqa: Y015
+
+@_typing.final
+class NodeMove(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VOLUME_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_CLASS_FIELD_NUMBER: _builtins.int
+    ENCRYPTED_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    volume_id: _builtins.str
+    state: _builtins.str
+    """The value of the volume's state tag: "ready" or "moved" for a volume that moves away,
+    "receiving" or "ready" for one that was received.
+    """
+    node: _builtins.str
+    """Where the volume goes; empty for one that is received."""
+    received: _builtins.str
+    """The id of a received volume at its source; empty for one that moves away."""
+    size_bytes: _builtins.int
+    """The size of the logical volume."""
+    device_class: _builtins.str
+    encrypted: _builtins.bool
+    ended: _builtins.bool
+    """What is left of it here is being deleted, so that its move cannot be taken back."""
+    def __init__(
+        self,
+        *,
+        volume_id: _builtins.str = ...,
+        state: _builtins.str = ...,
+        node: _builtins.str = ...,
+        received: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        device_class: _builtins.str = ...,
+        encrypted: _builtins.bool = ...,
+        ended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_class", b"device_class", "encrypted", b"encrypted", "ended", b"ended", "node", b"node", "received", b"received", "size_bytes", b"size_bytes", "state", b"state", "volume_id", b"volume_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeMove: _TypeAlias = NodeMove  # noqa: Y015
+
+@_typing.final
+class MoveClass(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    ENCRYPTS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    pool: _builtins.str
+    """What the space of its volumes is taken from: the name of a volume group, or GROUP/POOL."""
+    encrypts: _builtins.bool
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        pool: _builtins.str = ...,
+        encrypts: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encrypts", b"encrypts", "name", b"name", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveClass: _TypeAlias = MoveClass  # noqa: Y015
+
+@_typing.final
+class EvacuateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    TO_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    UNDO_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    force: _builtins.bool
+    """Evict pods without a controller, too: they are gone for good."""
+    dry_run: _builtins.bool
+    """Change nothing."""
+    stop: _builtins.bool
+    undo: _builtins.bool
+    @_builtins.property
+    def to(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The nodes that may be targets; empty for all."""
+
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        to: _abc.Iterable[_builtins.str] | None = ...,
+        force: _builtins.bool = ...,
+        dry_run: _builtins.bool = ...,
+        stop: _builtins.bool = ...,
+        undo: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "force", b"force", "node", b"node", "stop", b"stop", "to", b"to", "undo", b"undo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvacuateRequest: _TypeAlias = EvacuateRequest  # noqa: Y015
+
+@_typing.final
+class EvacuateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    GOING_FIELD_NUMBER: _builtins.int
+    STAYING_FIELD_NUMBER: _builtins.int
+    ANNOTATION_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    annotation: _builtins.str
+    """The annotation, and its value as it is now or, with `dry_run`, would be."""
+    request: _builtins.str
+    @_builtins.property
+    def going(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedUnit]:
+        """In the order in which they go."""
+
+    @_builtins.property
+    def staying(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedUnit]: ...
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        going: _abc.Iterable[Global___PlannedUnit] | None = ...,
+        staying: _abc.Iterable[Global___PlannedUnit] | None = ...,
+        annotation: _builtins.str = ...,
+        request: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["annotation", b"annotation", "going", b"going", "node", b"node", "request", b"request", "staying", b"staying"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvacuateResponse: _TypeAlias = EvacuateResponse  # noqa: Y015
+
+@_typing.final
+class PlannedUnit(_message.Message):
+    """Volumes that go to the same node, or stay."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VOLUMES_FIELD_NUMBER: _builtins.int
+    PODS_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    UNDER_WAY_FIELD_NUMBER: _builtins.int
+    target: _builtins.str
+    """Empty where the unit stays."""
+    reason: _builtins.str
+    """Why it stays."""
+    under_way: _builtins.bool
+    @_builtins.property
+    def volumes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedVolume]: ...
+    @_builtins.property
+    def pods(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As NAMESPACE/NAME: the pods that use the volumes."""
+
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        volumes: _abc.Iterable[Global___PlannedVolume] | None = ...,
+        pods: _abc.Iterable[_builtins.str] | None = ...,
+        target: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
+        under_way: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["notes", b"notes", "pods", b"pods", "reason", b"reason", "target", b"target", "under_way", b"under_way", "volumes", b"volumes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlannedUnit: _TypeAlias = PlannedUnit  # noqa: Y015
+
+@_typing.final
+class PlannedVolume(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VOLUME_ID_FIELD_NUMBER: _builtins.int
+    CLAIM_FIELD_NUMBER: _builtins.int
+    PV_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_CLASS_FIELD_NUMBER: _builtins.int
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    volume_id: _builtins.str
+    claim: _builtins.str
+    """As NAMESPACE/NAME; empty without one."""
+    pv: _builtins.str
+    size_bytes: _builtins.int
+    device_class: _builtins.str
+    @_builtins.property
+    def snapshots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The ids of the snapshots that stay behind."""
+
+    def __init__(
+        self,
+        *,
+        volume_id: _builtins.str = ...,
+        claim: _builtins.str = ...,
+        pv: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        device_class: _builtins.str = ...,
+        snapshots: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "device_class", b"device_class", "pv", b"pv", "size_bytes", b"size_bytes", "snapshots", b"snapshots", "volume_id", b"volume_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlannedVolume: _TypeAlias = PlannedVolume  # noqa: Y015
+
+@_typing.final
+class EvacuationsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeEvacuation]: ...
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[Global___NodeEvacuation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvacuationsResponse: _TypeAlias = EvacuationsResponse  # noqa: Y015
+
+@_typing.final
+class NodeEvacuation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    SECONDS_LEFT_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    UNITS_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    kind: _builtins.str
+    """"evacuate", "stop" or "undo"."""
+    complete: _builtins.bool
+    seconds_left: _builtins.float
+    """Missing where it is not known."""
+    problem: _builtins.str
+    @_builtins.property
+    def units(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnitEvacuation]: ...
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        complete: _builtins.bool = ...,
+        seconds_left: _builtins.float | None = ...,
+        problem: _builtins.str = ...,
+        units: _abc.Iterable[Global___UnitEvacuation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left", "seconds_left", b"seconds_left"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left", "complete", b"complete", "kind", b"kind", "node", b"node", "problem", b"problem", "seconds_left", b"seconds_left", "units", b"units"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__seconds_left: _TypeAlias = _typing.Literal["seconds_left"]  # noqa: Y015
+    _WhichOneofArgType__seconds_left: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seconds_left) -> _WhichOneofReturnType__seconds_left | None: ...
+
+Global___NodeEvacuation: _TypeAlias = NodeEvacuation  # noqa: Y015
+
+@_typing.final
+class UnitEvacuation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    SECONDS_LEFT_FIELD_NUMBER: _builtins.int
+    PODS_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    VOLUMES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    target: _builtins.str
+    stage: _builtins.str
+    problem: _builtins.str
+    seconds_left: _builtins.float
+    @_builtins.property
+    def pods(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def volumes(self) -> _containers.RepeatedCompositeFieldContainer[Global___VolumeEvacuation]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        target: _builtins.str = ...,
+        stage: _builtins.str = ...,
+        problem: _builtins.str = ...,
+        seconds_left: _builtins.float | None = ...,
+        pods: _abc.Iterable[_builtins.str] | None = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
+        volumes: _abc.Iterable[Global___VolumeEvacuation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left", "seconds_left", b"seconds_left"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left", "name", b"name", "notes", b"notes", "pods", b"pods", "problem", b"problem", "seconds_left", b"seconds_left", "stage", b"stage", "target", b"target", "volumes", b"volumes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__seconds_left: _TypeAlias = _typing.Literal["seconds_left"]  # noqa: Y015
+    _WhichOneofArgType__seconds_left: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seconds_left) -> _WhichOneofReturnType__seconds_left | None: ...
+
+Global___UnitEvacuation: _TypeAlias = UnitEvacuation  # noqa: Y015
+
+@_typing.final
+class VolumeEvacuation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VOLUME_ID_FIELD_NUMBER: _builtins.int
+    CLAIM_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    DONE_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    RATE_FIELD_NUMBER: _builtins.int
+    SECONDS_LEFT_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    volume_id: _builtins.str
+    claim: _builtins.str
+    stage: _builtins.str
+    size_bytes: _builtins.int
+    done_bytes: _builtins.int
+    """Where the present round of sending is."""
+    total_bytes: _builtins.int
+    rounds: _builtins.int
+    rate: _builtins.float
+    """Bytes of the volume in a second."""
+    seconds_left: _builtins.float
+    problem: _builtins.str
+    def __init__(
+        self,
+        *,
+        volume_id: _builtins.str = ...,
+        claim: _builtins.str = ...,
+        stage: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        done_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+        rounds: _builtins.int = ...,
+        rate: _builtins.float = ...,
+        seconds_left: _builtins.float | None = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left", "seconds_left", b"seconds_left"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left", "claim", b"claim", "done_bytes", b"done_bytes", "problem", b"problem", "rate", b"rate", "rounds", b"rounds", "seconds_left", b"seconds_left", "size_bytes", b"size_bytes", "stage", b"stage", "total_bytes", b"total_bytes", "volume_id", b"volume_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__seconds_left: _TypeAlias = _typing.Literal["seconds_left"]  # noqa: Y015
+    _WhichOneofArgType__seconds_left: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seconds_left) -> _WhichOneofReturnType__seconds_left | None: ...
+
+Global___VolumeEvacuation: _TypeAlias = VolumeEvacuation  # noqa: Y015
+
+@_typing.final
 class NodesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

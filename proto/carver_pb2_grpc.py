@@ -526,6 +526,11 @@ class TransferStub:
                 request_serializer=proto_dot_carver__pb2.VolumeRequest.SerializeToString,
                 response_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
                 _registered_method=True)
+        self.Moves = channel.unary_unary(
+                '/carver.v2.Transfer/Moves',
+                request_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+                response_deserializer=proto_dot_carver__pb2.MovesResponse.FromString,
+                _registered_method=True)
 
 
 class TransferServicer:
@@ -676,6 +681,14 @@ class TransferServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Moves(self, request, context):
+        """The moves of this node's volumes, what it receives, and its device classes. Runs one command at
+        most, and tells no move's word.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TransferServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -783,6 +796,11 @@ def add_TransferServicer_to_server(servicer, server):
                     servicer.FinishMove,
                     request_deserializer=proto_dot_carver__pb2.VolumeRequest.FromString,
                     response_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+            ),
+            'Moves': grpc.unary_unary_rpc_method_handler(
+                    servicer.Moves,
+                    request_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+                    response_serializer=proto_dot_carver__pb2.MovesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1354,6 +1372,154 @@ class Transfer:
             '/carver.v2.Transfer/FinishMove',
             proto_dot_carver__pb2.VolumeRequest.SerializeToString,
             google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Moves(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/carver.v2.Transfer/Moves',
+            google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+            proto_dot_carver__pb2.MovesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class EvacuationStub:
+    """Evacuations of nodes; the cluster's controller serves this on its own socket only.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Evacuate = channel.unary_unary(
+                '/carver.v2.Evacuation/Evacuate',
+                request_serializer=proto_dot_carver__pb2.EvacuateRequest.SerializeToString,
+                response_deserializer=proto_dot_carver__pb2.EvacuateResponse.FromString,
+                _registered_method=True)
+        self.Evacuations = channel.unary_unary(
+                '/carver.v2.Evacuation/Evacuations',
+                request_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+                response_deserializer=proto_dot_carver__pb2.EvacuationsResponse.FromString,
+                _registered_method=True)
+
+
+class EvacuationServicer:
+    """Evacuations of nodes; the cluster's controller serves this on its own socket only.
+    """
+
+    def Evacuate(self, request, context):
+        """Plans the evacuation of a node, and requests it by an annotation on the Node. With `stop` or
+        `undo` an evacuation is stopped or taken back, without a plan.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Evacuations(self, request, context):
+        """How far all evacuations are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_EvacuationServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Evacuate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evacuate,
+                    request_deserializer=proto_dot_carver__pb2.EvacuateRequest.FromString,
+                    response_serializer=proto_dot_carver__pb2.EvacuateResponse.SerializeToString,
+            ),
+            'Evacuations': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evacuations,
+                    request_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+                    response_serializer=proto_dot_carver__pb2.EvacuationsResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'carver.v2.Evacuation', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('carver.v2.Evacuation', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Evacuation:
+    """Evacuations of nodes; the cluster's controller serves this on its own socket only.
+    """
+
+    @staticmethod
+    def Evacuate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/carver.v2.Evacuation/Evacuate',
+            proto_dot_carver__pb2.EvacuateRequest.SerializeToString,
+            proto_dot_carver__pb2.EvacuateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evacuations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/carver.v2.Evacuation/Evacuations',
+            google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+            proto_dot_carver__pb2.EvacuationsResponse.FromString,
             options,
             channel_credentials,
             insecure,

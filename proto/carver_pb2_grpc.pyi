@@ -144,6 +144,10 @@ class TransferStub:
     """Makes the volume this node's again."""
     FinishMove: _grpc.UnaryUnaryMultiCallable[_carver_pb2.VolumeRequest, _empty_pb2.Empty]
     """Deletes what is left here of a volume that moved."""
+    Moves: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _carver_pb2.MovesResponse]
+    """The moves of this node's volumes, what it receives, and its device classes. Runs one command at
+    most, and tells no move's word.
+    """
 
 class TransferServicer:
     """Volumes that are sent, received and moved as streams. The command reads and writes the devices
@@ -294,7 +298,48 @@ class TransferServicer:
     ) -> _empty_pb2.Empty:
         """Deletes what is left here of a volume that moved."""
 
+    def Moves(
+        self,
+        request: _empty_pb2.Empty,
+        context: _grpc.ServicerContext,
+    ) -> _carver_pb2.MovesResponse:
+        """The moves of this node's volumes, what it receives, and its device classes. Runs one command at
+        most, and tells no move's word.
+        """
+
 def add_TransferServicer_to_server(servicer: TransferServicer, server: _grpc.Server) -> None: ...
+
+class EvacuationStub:
+    """Evacuations of nodes; the cluster's controller serves this on its own socket only."""
+
+    def __init__(self, channel: _grpc.Channel) -> None: ...
+    Evacuate: _grpc.UnaryUnaryMultiCallable[_carver_pb2.EvacuateRequest, _carver_pb2.EvacuateResponse]
+    """Plans the evacuation of a node, and requests it by an annotation on the Node. With `stop` or
+    `undo` an evacuation is stopped or taken back, without a plan.
+    """
+    Evacuations: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _carver_pb2.EvacuationsResponse]
+    """How far all evacuations are."""
+
+class EvacuationServicer:
+    """Evacuations of nodes; the cluster's controller serves this on its own socket only."""
+
+    def Evacuate(
+        self,
+        request: _carver_pb2.EvacuateRequest,
+        context: _grpc.ServicerContext,
+    ) -> _carver_pb2.EvacuateResponse:
+        """Plans the evacuation of a node, and requests it by an annotation on the Node. With `stop` or
+        `undo` an evacuation is stopped or taken back, without a plan.
+        """
+
+    def Evacuations(
+        self,
+        request: _empty_pb2.Empty,
+        context: _grpc.ServicerContext,
+    ) -> _carver_pb2.EvacuationsResponse:
+        """How far all evacuations are."""
+
+def add_EvacuationServicer_to_server(servicer: EvacuationServicer, server: _grpc.Server) -> None: ...
 
 class ClusterStub:
     """What the cluster's controller knows of the nodes; it serves this on its own socket only."""

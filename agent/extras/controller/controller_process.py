@@ -126,6 +126,8 @@ class ClusterController:
             attach=config.attach,
         )
         self._server: grpc.aio.Server | None = None
+        # Handlers of further services on the controller's socket; to be added before the start.
+        self.handlers: list[grpc.GenericRpcHandler] = []
 
     async def start(self) -> None:
         """Start the source of nodes, ask all nodes for volume groups, and serve on a unix socket.
@@ -138,7 +140,7 @@ class ClusterController:
         self._router.add_to(server)
         methods: dict[str, Any] = {"Nodes": grpc.unary_unary_rpc_method_handler(self._shown)}
         handler: Any = grpc.method_handlers_generic_handler("carver.v2.Cluster", methods)
-        server.add_generic_rpc_handlers((handler,))
+        server.add_generic_rpc_handlers((handler, *self.handlers))
         umask = os.umask(0o177)
         try:
             server.add_insecure_port(f"unix://{self._config.endpoint}")
@@ -247,6 +249,7 @@ def run(config: Config) -> None:
                 page_server.start()
                 exit_stack.callback(page_server.stop)
         events = health_events(config, controller.nodes)
+        controller.handlers += evacuation_handlers(config, controller.nodes)
         asyncio.run(_serve(controller, config, ender, events))
 
 
@@ -295,6 +298,25 @@ def health_events(config: Config, cluster_nodes: Nodes) -> Extra:
 
     server = access.find(config.kubeconfig, os.environ)
     return HealthEvents(config, cluster_nodes, Objects(server), Lists(server))
+
+
+def evacuation_handlers(config: Config, cluster_nodes: Nodes) -> Sequence[grpc.GenericRpcHandler]:
+    """Return the handlers of the RPCs by which nodes are evacuated; empty without an API server.
+
+    Raises BadConfig if the settings lead to no API server.
+    """
+    if config.nodes_file is not None:
+        return ()
+    from agent.extras.evacuation.evacuation_calls import EvacuationCalls
+    from agent.extras.evacuation.progress import Progress
+    from agent.extras.kubernetes import access
+    from agent.extras.kubernetes.objects import Lists, Objects
+
+    server = access.find(config.kubeconfig, os.environ)
+    calls_of_operators = EvacuationCalls(
+        *(config, cluster_nodes, Objects(server), Lists(server)), Progress()
+    )
+    return (calls_of_operators.handler(),)
 
 
 def _tell(observers: Sequence[Callable[[Call], None]], call: Call) -> None:

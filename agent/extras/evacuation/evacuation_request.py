@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from agent.core import errors
+from agent.extras.kubernetes.objects import NODES, Objects, find_named
 from agent.settings import values
 
 # Maximum number of nodes in `to`, and of characters of the annotation that are read.
@@ -67,7 +68,7 @@ class Request:
         to, force = value.get("to", []), value.get("force", False)
         if not isinstance(force, bool):
             raise BadRequest("`force` must be true or false")
-        return cls(Kind.EVACUATE, _names(to), force)
+        return cls(Kind.EVACUATE, checked_names(to), force)
 
     @property
     def text(self) -> str:
@@ -78,7 +79,8 @@ class Request:
         return json.dumps(value | ({"force": True} if self.force else {}))
 
 
-def _names(to: object) -> tuple[str, ...]:
+def checked_names(to: object) -> tuple[str, ...]:
+    """Return names of nodes without duplicates. Raises BadRequest if `to` is no list of names."""
     if not isinstance(to, list) or len(to) > _MOST_NODES:
         raise BadRequest(f"`to` must be a list of at most {_MOST_NODES} names of nodes")
     for name in to:
@@ -103,3 +105,32 @@ def of(annotations: Mapping[str, Any], driver_name: str) -> "Request | BadReques
         return Request.parse(text if isinstance(text, str) else str(text))
     except BadRequest as error:
         return error
+
+
+class NoSuchNode(errors.AgentError):
+    """Error: the cluster has no Node of a name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the cluster has no node {name[:100]!r}")
+
+
+class Annotations:
+    """Writes requests to Nodes. Its methods wait for the API server, and raise ClusterRefused."""
+
+    def __init__(self, objects: Objects, driver_name: str) -> None:
+        self._objects, self.key = objects, key(driver_name)
+
+    def require(self, *names: str) -> None:
+        """Raise NoSuchNode for the first of these names that no Node has."""
+        for name in names:
+            if find_named(self._objects, NODES, name, "Node") is None:
+                raise NoSuchNode(name)
+
+    def write(self, node: str, request: Request | None) -> None:
+        """Write the annotation of a Node; without a request, remove it.
+
+        Raises NoSuchNode if there is no such Node.
+        """
+        self.require(node)
+        change = {"metadata": {"annotations": {self.key: request.text if request else None}}}
+        self._objects.merge(f"{NODES}/{node}", change)

@@ -22,6 +22,7 @@ from agent.daemon.server import Service
 from agent.extras.changed_blocks import changed_blocks_service as changed_blocks
 from agent.extras.changed_blocks.extents import LogicalOffset
 from agent.extras.streams import form
+from agent.extras.transfer import move_list
 from agent.extras.transfer.moving import Mover
 from agent.extras.transfer.receiving import Receiver
 from agent.extras.transfer.stream_descriptions import Sender
@@ -46,6 +47,7 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
 
     def __init__(self, service: Service) -> None:
         context, self._locks = service.context, service.context.locks
+        self._reports, self._configuration = context.reports, context.configuration
         self._delta = changed_blocks.of(service).delta
         self._sender = Sender(context, self._delta.activations)
         self._receiver = Receiver(context, service.deleter, service.pool_remover)
@@ -202,6 +204,9 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         with self._held(request):
             self._mover.finish(request.volume_id)
         return Empty()
+
+    def Moves(self, request: Empty, context: _Context) -> carver.MovesResponse:
+        return move_list.moves(self._reports.fresh(), self._configuration.now)
 
     def _held(self, request: Any, *required: str) -> AbstractContextManager[None]:
         """Require fields of a request to be set, and lock the request's volume for the `with`.
