@@ -1084,7 +1084,7 @@ class NodeMove(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VOLUME_ID_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
     RECEIVED_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
@@ -1092,10 +1092,8 @@ class NodeMove(_message.Message):
     ENCRYPTED_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     volume_id: _builtins.str
-    state: _builtins.str
-    """The value of the volume's state tag: "ready" or "moved" for a volume that moves away,
-    "receiving" or "ready" for one that was received.
-    """
+    handed_over: _builtins.bool
+    """It is the other node's, and under quarantine here."""
     node: _builtins.str
     """Where the volume goes; empty for one that is received."""
     received: _builtins.str
@@ -1110,7 +1108,7 @@ class NodeMove(_message.Message):
         self,
         *,
         volume_id: _builtins.str = ...,
-        state: _builtins.str = ...,
+        handed_over: _builtins.bool = ...,
         node: _builtins.str = ...,
         received: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
@@ -1120,7 +1118,7 @@ class NodeMove(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_class", b"device_class", "encrypted", b"encrypted", "ended", b"ended", "node", b"node", "received", b"received", "size_bytes", b"size_bytes", "state", b"state", "volume_id", b"volume_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_class", b"device_class", "encrypted", b"encrypted", "ended", b"ended", "handed_over", b"handed_over", "node", b"node", "received", b"received", "size_bytes", b"size_bytes", "volume_id", b"volume_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,8 +36,8 @@ _AT_ONCE = 16
 # Maximum number of entries of a page of a list, and of entries of a whole list.
 _OF_A_PAGE, _MOST_ENTRIES = 500, 100_000
 # Maximum size, in bytes, of a node's answer to Moves, and maximum number of its device classes. A
-# larger answer is not even parsed.
-_MOST_BYTES, _MOST_CLASSES = 4 << 20, 1000
+# larger answer is not even parsed; gRPC itself takes at most 4 MiB.
+_MOST_BYTES, _MOST_CLASSES = 3 << 20, 1000
 # Maximum number of characters of a name in an answer to Moves, and maximum size of a volume.
 _MOST_CHARACTERS, _MOST_SIZE = 512, 1 << 62
 # Size of the LUKS2 header of an encrypted volume, in bytes: cryptsetup's default.
@@ -94,7 +94,7 @@ class NodeInventory:
             snapshots,
             [
                 Moving(
-                    *(volume_id, move.node, move.state == tag.MOVED),
+                    *(volume_id, move.node, move.handed_over),
                     has_space=volume_id in received[move.node],
                 )
                 for volume_id, move in sorted(away.items())
@@ -255,10 +255,9 @@ def checked(data: bytes, places: frozenset[str]) -> carver.MovesResponse:
         seen.add(move.volume_id)
         if move.received and VolumeId.parse(move.received) is None:
             raise Untrue("moves[].received", move.received, "it must be the id of a volume")
-        if not 0 <= move.size_bytes <= _MOST_SIZE:
+        if move.size_bytes > _MOST_SIZE:
             raise Untrue("moves[].size_bytes", move.size_bytes, "it is no size of a volume")
     for key, text in (
-        *(("moves[].state", move.state) for move in answer.moves),
         *(("moves[].node", move.node) for move in answer.moves),
         *(("moves[].device_class", move.device_class) for move in answer.moves),
         *(("classes[].name", known.name) for known in answer.classes),

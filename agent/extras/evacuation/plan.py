@@ -436,13 +436,13 @@ def _pod_problem(pod: Pod, node: str, *, force: bool) -> str:
     if pod.is_static:
         return f"pod {pod} is a static pod: kubelet on {node} starts it on that node only"
     if pod.controller == _DAEMON_SET:
-        return f"pod {pod} belongs to a DaemonSet, which runs it on each node: delete the claim"
+        return f"pod {pod} belongs to a DaemonSet, which runs it on each node"
     if pod.node not in ("", node):
-        return f"pod {pod} on node {pod.node} uses its claim, and cannot run there: delete the pod"
+        return f"pod {pod} on node {pod.node} uses its claim, and cannot run there: end that pod"
     if pod.node and not (pod.controller or pod.is_being_deleted or force):
         return (
-            f"pod {pod} has no controller that would make it anew after an eviction: delete the"
-            " pod, or evacuate with --force"
+            f"pod {pod} has no controller that would make it anew after an eviction: end the pod,"
+            " or evacuate with --force"
         )
     return ""
 

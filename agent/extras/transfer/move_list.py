@@ -2,10 +2,10 @@
 
 from agent.core import tag
 from agent.settings.settings import Config
-from agent.volumes import volume_states
 from agent.volumes.allocation import pool_name
 from agent.volumes.records import Volume
 from agent.volumes.report_age import Fresh
+from agent.volumes.volume_states import EndedBy
 from proto import carver_pb2 as carver
 
 
@@ -37,7 +37,7 @@ def _move(volume: Volume) -> carver.NodeMove:
     is_moving = tag.MOVE_TO in own_tags
     return carver.NodeMove(
         volume_id=str(volume.id),
-        state=volume_states.word_of(volume.ended_by),
+        handed_over=is_moving and volume.ended_by is EndedBy.MOVER,
         node=own_tags.get(tag.MOVE_TO, ""),
         received="" if is_moving else own_tags.get(tag.RECEIVED, ""),
         size_bytes=volume.size_bytes,

@@ -130,6 +130,10 @@ def test_nothing_below_the_services_names_grpc_or_the_wire(
                     *("enrolment", "health_events", "lists", "nodes", "placement"),
                     *("controller_process", "questions", "router"),
                 )
+            }
+            | {
+                f"agent/extras/evacuation/{one}.py"
+                for one in ("cluster_view", "evacuation_calls", "node_inventory")
             },
         ),
     ],
