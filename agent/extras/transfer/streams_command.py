@@ -29,6 +29,7 @@ from agent.extras.changed_blocks.extents import Extent
 from agent.extras.streams import form, reading, sending
 from agent.extras.streams.form import Header
 from agent.extras.streams.reading import Reader, Target
+from agent.extras.transfer.move import ABSENT
 from agent.extras.transfer.paced import paced
 from agent.extras.transfer.turns import CHECKSUM, RECEIVE, SEND
 from agent.volumes import backing
@@ -82,10 +83,6 @@ def _lines(action: str, start_bytes: int, size_bytes: int) -> Tell:
         print(json.dumps(state), file=sys.stderr, flush=True)
 
     return tell
-
-
-# State of a volume that does not exist, as `carver volume receive --status` prints it.
-ABSENT = "absent"
 
 
 @dataclass(frozen=True)
