@@ -172,7 +172,7 @@ class OtherNode:
                         release=release,
                         compress=options.compress,
                         note=parts.add,
-                        as_json=options.as_json,
+                        display=streams_command.display_of(as_json=options.as_json),
                     )
                 )
 
@@ -185,7 +185,8 @@ class OtherNode:
     def compare(self, snapshot_id: str) -> None:
         """Compare the checksums of a whole snapshot and of what is there."""
         with streams_command.outgoing(self._verbs, snapshot_id) as source:
-            own_checksum = source.checksum(as_json=self._options.as_json)
+            display = streams_command.display_of(as_json=self._options.as_json)
+            own_checksum = source.checksum(display)
         if own_checksum != self._ask("--checksum")["sha256"]:
             raise Differ
 
