@@ -492,6 +492,270 @@ class SnapshotsHereResponse(_message.Message):
 Global___SnapshotsHereResponse: _TypeAlias = SnapshotsHereResponse  # noqa: Y015
 
 @_typing.final
+class Grant(_message.Message):
+    """The controller's permission for one node to read the snapshots of one volume's move
+    (agent/extras/transfer/grants.py).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    CERTIFICATES_FIELD_NUMBER: _builtins.int
+    text: _builtins.bytes
+    """JSON."""
+    signature: _builtins.bytes
+    """Of `text`, by the key of the first certificate."""
+    @_builtins.property
+    def certificates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """DER: the controller's certificate, then those of authorities between it and a trusted one."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+        certificates: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificates", b"certificates", "signature", b"signature", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Grant: _TypeAlias = Grant  # noqa: Y015
+
+@_typing.final
+class PullRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DEVICE_CLASS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    VERIFY_FIELD_NUMBER: _builtins.int
+    GRANT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The name of the volume here."""
+    device_class: _builtins.str
+    """Optional: the default class otherwise."""
+    release: _builtins.str
+    """The SHA-256 of the move's word."""
+    offset_bytes: _builtins.int
+    """Where a stream that was cut off continues."""
+    verify: _builtins.bool
+    """Read what was received from the disk again, and have the source read what it sent."""
+    @_builtins.property
+    def source(self) -> Global___PullSource: ...
+    @_builtins.property
+    def grant(self) -> Global___Grant: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        device_class: _builtins.str = ...,
+        source: Global___PullSource | None = ...,
+        release: _builtins.str = ...,
+        offset_bytes: _builtins.int = ...,
+        verify: _builtins.bool = ...,
+        grant: Global___Grant | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_class", b"device_class", "grant", b"grant", "name", b"name", "offset_bytes", b"offset_bytes", "release", b"release", "source", b"source", "verify", b"verify"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullRequest: _TypeAlias = PullRequest  # noqa: Y015
+
+@_typing.final
+class PullSource(_message.Message):
+    """The other node, and what is read there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    VOLUME_ID_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    BASE_SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    address: _builtins.str
+    """As host:port."""
+    volume_id: _builtins.str
+    snapshot_id: _builtins.str
+    base_snapshot_id: _builtins.str
+    """Optional: only what changed since."""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        address: _builtins.str = ...,
+        volume_id: _builtins.str = ...,
+        snapshot_id: _builtins.str = ...,
+        base_snapshot_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "base_snapshot_id", b"base_snapshot_id", "node", b"node", "snapshot_id", b"snapshot_id", "volume_id", b"volume_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullSource: _TypeAlias = PullSource  # noqa: Y015
+
+@_typing.final
+class PullProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_BYTES_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    DATA_BYTES_FIELD_NUMBER: _builtins.int
+    RECEIVED_SHA256_FIELD_NUMBER: _builtins.int
+    SENT_SHA256_FIELD_NUMBER: _builtins.int
+    done_bytes: _builtins.int
+    """The offset in the volume that was reached, and the size of the volume."""
+    size_bytes: _builtins.int
+    data_bytes: _builtins.int
+    received_sha256: _builtins.str
+    sent_sha256: _builtins.str
+    @_builtins.property
+    def state(self) -> Global___ReceiveState:
+        """The next fields are in the last message only: the state of the volume, the number of bytes that
+        the stream had, and, if asked for, the checksums of what was received and of what was sent.
+        """
+
+    def __init__(
+        self,
+        *,
+        done_bytes: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        state: Global___ReceiveState | None = ...,
+        data_bytes: _builtins.int = ...,
+        received_sha256: _builtins.str = ...,
+        sent_sha256: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_bytes", b"data_bytes", "done_bytes", b"done_bytes", "received_sha256", b"received_sha256", "sent_sha256", b"sent_sha256", "size_bytes", b"size_bytes", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullProgress: _TypeAlias = PullProgress  # noqa: Y015
+
+@_typing.final
+class SendRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    BASE_SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    VERIFY_FIELD_NUMBER: _builtins.int
+    GRANT_FIELD_NUMBER: _builtins.int
+    snapshot_id: _builtins.str
+    base_snapshot_id: _builtins.str
+    release: _builtins.str
+    offset_bytes: _builtins.int
+    verify: _builtins.bool
+    @_builtins.property
+    def grant(self) -> Global___Grant: ...
+    def __init__(
+        self,
+        *,
+        snapshot_id: _builtins.str = ...,
+        base_snapshot_id: _builtins.str = ...,
+        release: _builtins.str = ...,
+        offset_bytes: _builtins.int = ...,
+        verify: _builtins.bool = ...,
+        grant: Global___Grant | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_snapshot_id", b"base_snapshot_id", "grant", b"grant", "offset_bytes", b"offset_bytes", "release", b"release", "snapshot_id", b"snapshot_id", "verify", b"verify"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendRequest: _TypeAlias = SendRequest  # noqa: Y015
+
+@_typing.final
+class SendPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The next bytes of the stream; at most 1 MiB."""
+    sha256: _builtins.str
+    """In the last message, without data, if asked for: the checksum of what was sent."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        sha256: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendPart: _TypeAlias = SendPart  # noqa: Y015
+
+@_typing.final
+class ChecksumRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    snapshot_id: _builtins.str
+    """One of the two: a snapshot, or the name of what was received."""
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        snapshot_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "snapshot_id", b"snapshot_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChecksumRequest: _TypeAlias = ChecksumRequest  # noqa: Y015
+
+@_typing.final
+class ChecksumProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_BYTES_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    done_bytes: _builtins.int
+    size_bytes: _builtins.int
+    sha256: _builtins.str
+    """In the last message only: the checksum, and the chain of what was read."""
+    chain: _builtins.str
+    def __init__(
+        self,
+        *,
+        done_bytes: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        sha256: _builtins.str = ...,
+        chain: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "done_bytes", b"done_bytes", "sha256", b"sha256", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChecksumProgress: _TypeAlias = ChecksumProgress  # noqa: Y015
+
+@_typing.final
 class OpenSnapshotRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

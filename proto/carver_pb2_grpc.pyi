@@ -148,6 +148,18 @@ class TransferStub:
     """The moves of this node's volumes, what it receives, and its device classes. Runs one command at
     most, and tells no move's word.
     """
+    Pull: _grpc.UnaryStreamMultiCallable[_carver_pb2.PullRequest, _carver_pb2.PullProgress]
+    """Moves that the cluster's controller drives: the node that a volume moves to reads the stream
+    from the node that has the volume. These calls are served to controllers and nodes over TLS
+    (docs/cluster.md).
+
+    Receives a snapshot from another node; called by the controller. The stream is cut off when the
+    call ends, and a later call continues it.
+    """
+    Send: _grpc.UnaryStreamMultiCallable[_carver_pb2.SendRequest, _carver_pb2.SendPart]
+    """Sends a snapshot; called by the node that the volume moves to, with the controller's grant."""
+    Checksum: _grpc.UnaryStreamMultiCallable[_carver_pb2.ChecksumRequest, _carver_pb2.ChecksumProgress]
+    """Computes the checksum of all that a snapshot holds, or of all that was received."""
 
 class TransferServicer:
     """Volumes that are sent, received and moved as streams. The command reads and writes the devices
@@ -306,6 +318,33 @@ class TransferServicer:
         """The moves of this node's volumes, what it receives, and its device classes. Runs one command at
         most, and tells no move's word.
         """
+
+    def Pull(
+        self,
+        request: _carver_pb2.PullRequest,
+        context: _grpc.ServicerContext,
+    ) -> _abc.Iterator[_carver_pb2.PullProgress]:
+        """Moves that the cluster's controller drives: the node that a volume moves to reads the stream
+        from the node that has the volume. These calls are served to controllers and nodes over TLS
+        (docs/cluster.md).
+
+        Receives a snapshot from another node; called by the controller. The stream is cut off when the
+        call ends, and a later call continues it.
+        """
+
+    def Send(
+        self,
+        request: _carver_pb2.SendRequest,
+        context: _grpc.ServicerContext,
+    ) -> _abc.Iterator[_carver_pb2.SendPart]:
+        """Sends a snapshot; called by the node that the volume moves to, with the controller's grant."""
+
+    def Checksum(
+        self,
+        request: _carver_pb2.ChecksumRequest,
+        context: _grpc.ServicerContext,
+    ) -> _abc.Iterator[_carver_pb2.ChecksumProgress]:
+        """Computes the checksum of all that a snapshot holds, or of all that was received."""
 
 def add_TransferServicer_to_server(servicer: TransferServicer, server: _grpc.Server) -> None: ...
 

@@ -382,6 +382,12 @@ SETTINGS: Mapping[str, Setting] = {
         " from the cluster: its disks are gone",
         _OF_CONTROLLER,
     ),
+    "evacuation": Setting(
+        values.parse_flag,
+        False,
+        "have the cluster's controller move volumes between nodes, which send them to each other",
+        _SERVES_CONTROLLER,
+    ),
     "node_account": Setting(
         str,
         "carver-node",
@@ -448,6 +454,7 @@ class Config:
     controller_authority: str = "carver-controller"
     node_account: str = "carver-node"
     forget_deleted_nodes: bool = False
+    evacuation: bool = False
 
     def device_class(self, name: str) -> DeviceClass | None:
         """The device class with a name, or the default class for an empty name.

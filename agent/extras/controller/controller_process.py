@@ -22,6 +22,7 @@ from agent.extras.controller import certificates, nodes
 from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.claims import ClaimQuestions
 from agent.extras.controller.membership import Record, Serving
+from agent.extras.controller.node_moves import NodeMoves
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Call, Router
 from agent.settings.settings import Config
@@ -125,6 +126,9 @@ class ClusterController:
             questions=source.questions,
             attach=config.attach,
         )
+        # The moves of volumes from node to node; only with the setting `evacuation` do nodes serve
+        # them.
+        self.moves = NodeMoves(self.nodes, config.driver_name, lambda: self._certificates)
         self._server: grpc.aio.Server | None = None
         # Handlers of further services on the controller's socket; to be added before the start.
         self.handlers: list[grpc.GenericRpcHandler] = []
@@ -135,6 +139,7 @@ class ClusterController:
         Only root can connect to the socket. The answers of the nodes are not waited for.
         """
         await self._source.start()
+        self.moves.start()
         self.take()
         server = self._server = grpc.aio.server()
         self._router.add_to(server)
@@ -153,6 +158,7 @@ class ClusterController:
 
         Calls in flight may go on for _DRAIN_SECONDS, and are then cancelled.
         """
+        self.moves.stop()
         if self._server is not None:
             await self._server.stop(_DRAIN_SECONDS)
         await self._source.stop()
