@@ -22,6 +22,7 @@ from agent.extras.controller.answer_rules import Untrue
 from agent.extras.controller.node_answers import Answers
 from agent.extras.controller.nodes import Node, Nodes, Refused, problem_of, unary, unavailable
 from agent.extras.evacuation.plan import Moving, Room, Snapshot, Volume
+from agent.operations.plan import LEAST_BYTES as LEAST_HEADER_BYTES
 from agent.requests.parameters import PREFIX
 from lvm import names
 from proto import carver_pb2 as carver
@@ -40,8 +41,6 @@ _OF_A_PAGE, _MOST_ENTRIES = 500, 100_000
 _MOST_BYTES, _MOST_CLASSES = 3 << 20, 1000
 # Maximum number of characters of a name in an answer to Moves, and maximum size of a volume.
 _MOST_CHARACTERS, _MOST_SIZE = 512, 1 << 62
-# Size of the LUKS2 header of an encrypted volume, in bytes: cryptsetup's default.
-_HEADER_BYTES = 16 << 20
 # Pattern of the ids of the snapshots that moves take (agent/extras/transfer/move.py).
 _OF_MOVES = re.compile(r"[-.]move-[0-9a-f]{12}-[0-9a-f]{8}$")
 
@@ -166,7 +165,7 @@ class NodeInventory:
             is_encrypted = bool(context.get(PREFIX + tag.ENCRYPTION))
             volumes[entry.volume.volume_id] = Volume(
                 entry.volume.volume_id,
-                entry.volume.capacity_bytes + is_encrypted * _HEADER_BYTES,
+                entry.volume.capacity_bytes + is_encrypted * LEAST_HEADER_BYTES,
                 context.get(PREFIX + tag.CLASS, ""),
                 is_encrypted,
             )

@@ -39,7 +39,7 @@ _MAX_CHARACTERS = 64 << 10
 OF_CONTROLLER = frozenset(
     {
         *("BeginMove", "MoveStatus", "HoldMove", "ReleaseMove", "CommitMove"),
-        *("UndoMove", "FinishMove", "SnapshotChain", "Checksum"),
+        *("UndoMove", "FinishMove", "Moves", "SnapshotChain", "Checksum"),
         *("ReceiveStatus", "FinishReceive", "WithdrawReceive", "AbortReceive", "Pull"),
     }
 )
