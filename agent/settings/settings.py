@@ -382,6 +382,13 @@ SETTINGS: Mapping[str, Setting] = {
         " from the cluster: its disks are gone",
         _OF_CONTROLLER,
     ),
+    "release_lost_claims": Setting(
+        values.parse_flag,
+        False,
+        "have `carver controller` release claims whose node is deleted and forgotten, if the claim"
+        " or its StorageClass allows that; needs forget_deleted_nodes",
+        _OF_CONTROLLER,
+    ),
     "node_account": Setting(
         str,
         "carver-node",
@@ -448,6 +455,7 @@ class Config:
     controller_authority: str = "carver-controller"
     node_account: str = "carver-node"
     forget_deleted_nodes: bool = False
+    release_lost_claims: bool = False
 
     def device_class(self, name: str) -> DeviceClass | None:
         """The device class with a name, or the default class for an empty name.

@@ -26,6 +26,7 @@ _SETTINGS = (
     "node_account",
     "attach",
     "forget_deleted_nodes",
+    "release_lost_claims",
     "orphan_interval_seconds",
     "orphan_grace_seconds",
     "health_interval_seconds",

@@ -231,7 +231,8 @@ def run(config: Config) -> None:
     ):
         observers: list[Callable[[Call], None]] = []
         pages = {"/healthz": monitor.Page(monitor.healthz(config.endpoint))}
-        controller = ClusterController(config, _source(config), lambda call: _tell(observers, call))
+        source = _source(config)
+        controller = ClusterController(config, source, lambda call: _tell(observers, call))
         orphans = orphan_watch(config)
         orphans.start()
         exit_stack.callback(orphans.stop)
@@ -246,8 +247,11 @@ def run(config: Config) -> None:
                 page_server = monitor.Monitor(address, pages)
                 page_server.start()
                 exit_stack.callback(page_server.stop)
-        events = health_events(config, controller.nodes)
-        asyncio.run(_serve(controller, config, ender, events))
+        tasks = [
+            health_events(config, controller.nodes),
+            lost_claims(config, controller.nodes, source.record),
+        ]
+        asyncio.run(_serve(controller, config, ender, tasks))
 
 
 def _source(config: Config) -> Source:
@@ -297,13 +301,29 @@ def health_events(config: Config, cluster_nodes: Nodes) -> Extra:
     return HealthEvents(config, cluster_nodes, Objects(server), Lists(server))
 
 
+def lost_claims(config: Config, cluster_nodes: Nodes, record: Record) -> Extra:
+    """Return the task that releases claims whose node is lost for good.
+
+    If the settings disable the task, return an extra that does nothing. Raises BadConfig if the
+    settings lead to no API server, or do not let the controller forget deleted nodes.
+    """
+    if not config.release_lost_claims:
+        return Extra()
+    from agent.extras.evacuation.lost_claims import LostClaimsTask
+    from agent.extras.kubernetes import access
+    from agent.extras.kubernetes.objects import Lists, Objects
+
+    server = access.find(config.kubeconfig, os.environ)
+    return LostClaimsTask(config, cluster_nodes, record, Objects(server), Lists(server))
+
+
 def _tell(observers: Sequence[Callable[[Call], None]], call: Call) -> None:
     for observer in observers:
         observer(call)
 
 
 async def _serve(
-    controller: ClusterController, config: Config, ender: ProcessEnder, events: Extra
+    controller: ClusterController, config: Config, ender: ProcessEnder, tasks: Sequence[Extra]
 ) -> None:
     end_event, loop = asyncio.Event(), asyncio.get_running_loop()
 
@@ -314,7 +334,8 @@ async def _serve(
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, end)
     await controller.start()
-    events.start()
+    for task in tasks:
+        task.start()
     _log.info("serving %d nodes on %s", len(controller.nodes), config.endpoint)
     look_task: asyncio.Task[None] | None = None
     while not end_event.is_set():
@@ -324,7 +345,8 @@ async def _serve(
             if look_task is None or look_task.done():
                 look_task = loop.create_task(controller.look())
             controller.take()
-    events.stop()
+    for task in tasks:
+        task.stop()
     await controller.stop()
     _log.info("stopped")
     # Let `ender` end the process: the end of the event loop would wait for a thread that waits for

@@ -52,6 +52,7 @@ OTHER = {
     "enrolment_address": '":1"',
     "controller_authority": '"another"',
     "forget_deleted_nodes": "true",
+    "release_lost_claims": "true",
     "node_account": '"another"',
     "file": '"/srv/another.img"',
     "file_size": '"1GiB"',

@@ -1,0 +1,1 @@
+"""Evacuation: volumes and claims leave a node that is drained, or that is lost."""
