@@ -25,7 +25,7 @@ from agent.extras.evacuation.lost_claims import LostClaims
 from agent.extras.kubernetes import objects
 from agent.extras.kubernetes.access import Server
 from agent.extras.kubernetes.objects import Lists, Objects
-from agent.settings.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
+from agent.settings.settings import DRIVER_NAME, TOPOLOGY_KEY
 
 CLASSES = "/apis/storage.k8s.io/v1/storageclasses"
 SHOP = "shop"
@@ -388,7 +388,7 @@ class Controller:
     It reads the clock that only goes on. `wall` is the one that may be set.
     """
 
-    def __init__(self, shop: Shop, clock: Clock, config: Config) -> None:
+    def __init__(self, shop: Shop, clock: Clock) -> None:
         self.shop, self.clock, self.wall = shop, clock, 1_800_000_000.0
         server = Server("tests", "127.0.0.1", shop.port)
         self.objects, self.lists = Objects(server), Lists(server)
@@ -396,7 +396,7 @@ class Controller:
             *(self.objects, self.lists, DRIVER_NAME), grace_seconds=FORGET_SECONDS, clock=clock
         )
         self.claims = LostClaims(
-            *(config, self.record, self.objects, self.lists, self.why_not_forgotten),
+            *(DRIVER_NAME, self.record, self.objects, self.lists, self.why_not_forgotten),
             clock=lambda: self.wall,
             monotonic=clock,
         )

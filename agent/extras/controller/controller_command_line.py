@@ -27,6 +27,8 @@ _SETTINGS = (
     "attach",
     "forget_deleted_nodes",
     "release_lost_claims",
+    "evacuation",
+    "evacuation_grace_seconds",
     "orphan_interval_seconds",
     "orphan_grace_seconds",
     "health_interval_seconds",

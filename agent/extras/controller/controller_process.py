@@ -314,7 +314,8 @@ def lost_claims(config: Config, cluster_nodes: Nodes, record: Record) -> Extra:
     from agent.extras.kubernetes.objects import Lists, Objects
 
     server = access.find(config.kubeconfig, os.environ)
-    return LostClaimsTask(config, cluster_nodes, record, Objects(server), Lists(server))
+    clients = Objects(server), Lists(server)
+    return LostClaimsTask(config.driver_name, cluster_nodes, record, *clients)
 
 
 def _tell(observers: Sequence[Callable[[Call], None]], call: Call) -> None:

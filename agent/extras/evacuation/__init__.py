@@ -1,1 +1,1 @@
-"""Evacuation: volumes and claims leave a node that is drained, or that is lost."""
+"""Evacuation: move all volumes of a node to other nodes, with the pods that use them."""

@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from agent.core import errors
+from agent.core import errors, ids
 from agent.core.ids import VolumeId
 from agent.daemon.extra import Extra
 from agent.extras.controller.membership import Record
@@ -51,7 +51,6 @@ from agent.extras.evacuation.claim_owners import Choice, Claim, Lost, Namespace,
 from agent.extras.evacuation.release_notes import ReleaseNote
 from agent.extras.kubernetes.events import NORMAL, WARNING, Event, Events, Subject
 from agent.extras.kubernetes.objects import VOLUMES, Keep, Lists, Object, Objects, find_named
-from agent.settings.settings import Config
 from agent.work.background import PeriodicTask
 
 _log = logging.getLogger(__name__)
@@ -115,7 +114,7 @@ class LostClaims:
 
     def __init__(
         self,
-        config: Config,
+        driver_name: str,
         record: Record,
         objects: Objects,
         lists: Lists,
@@ -130,10 +129,10 @@ class LostClaims:
         the times in Events. `monotonic` returns the seconds of a clock that is never set, for all
         intervals.
         """
-        self._driver_name, self._topology_key = config.driver_name, config.topology_key
+        self._driver_name, self._topology_key = driver_name, ids.topology_key(driver_name)
         self._record, self._objects, self._lists = record, objects, lists
         self._why_not_forgotten, self._monotonic = why_not_forgotten, monotonic
-        self._events = Events(objects, config.driver_name, clock)
+        self._events = Events(objects, driver_name, clock)
         self._graces: dict[tuple[str, Owner], _Grace] = {}
         # The topology segments of Nodes in the last look, when all PersistentVolumes are to be read
         # again at the latest, and whether the last look found a claim that is to be released.
@@ -315,9 +314,7 @@ class LostClaims:
         current = next((each for each in namespace.choices() if each.key == choice.key), None)
         if current is None or current.obstacle or namespace.missing or self._why_wait(current):
             return
-        # Look at the Nodes as they are by now: the questions had them read again.
-        is_back = any(each.volume.segment in self._record.segments for each in current.lost)
-        if is_back or not all(_is_kept(current, each) for each in current.lost):
+        if not all(_is_kept(current, each) for each in current.lost):
             return
         for each in current.lost:
             if self._monotonic() - began > _FRESH_SECONDS:
@@ -443,7 +440,7 @@ class LostClaimsTask(Extra):
 
     def __init__(
         self,
-        config: Config,
+        driver_name: str,
         nodes: Nodes,
         record: Record,
         objects: Objects,
@@ -463,7 +460,7 @@ class LostClaimsTask(Extra):
         self._nodes = nodes
         # The event loop that uses the nodes. It is set by `start`.
         self._loop: asyncio.AbstractEventLoop
-        self._claims = LostClaims(config, record, objects, lists, self._why_not_forgotten)
+        self._claims = LostClaims(driver_name, record, objects, lists, self._why_not_forgotten)
         self.task = PeriodicTask(
             "claims of lost nodes",
             self._look,

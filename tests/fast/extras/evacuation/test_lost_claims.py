@@ -2,12 +2,11 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 import api_server
-import configured
 import pytest
 import releasing
 from api_server import CLAIMS, NODES, PODS, VOLUMES
@@ -16,9 +15,10 @@ from hypothesis import strategies as st
 from releasing import Clock, Controller, Killed, Shop
 
 from agent.core import errors
+from agent.core.ids import VolumeId
 from agent.extras.evacuation import lost_claims
 from agent.extras.evacuation.release_notes import ReleaseNote, note_key
-from agent.settings.settings import DRIVER_NAME, Config
+from agent.settings.settings import DRIVER_NAME
 
 WISH = f"release.{DRIVER_NAME}/on-node-loss"
 # For so long a deleted Node's volumes are not forgotten, and then a claim is not released.
@@ -28,9 +28,9 @@ LONG = int(releasing.FORGET_SECONDS + lost_claims.GRACE_SECONDS)
 class Site:
     """A shop, a clock, and controllers that look each half a minute."""
 
-    def __init__(self, shop: Shop, config: Config) -> None:
-        self.shop, self.config, self.clock = shop, config, Clock()
-        self.controllers = [Controller(shop, self.clock, config)]
+    def __init__(self, shop: Shop) -> None:
+        self.shop, self.clock = shop, Clock()
+        self.controllers = [Controller(shop, self.clock)]
 
     def wait(self, seconds: int, *, step: int = 30, is_settled: bool = True) -> None:
         """Let time go by."""
@@ -44,9 +44,7 @@ class Site:
 
     def restart(self) -> None:
         """Other controllers, which know nothing."""
-        self.controllers = [
-            Controller(self.shop, self.clock, self.config) for _ in self.controllers
-        ]
+        self.controllers = [Controller(self.shop, self.clock) for _ in self.controllers]
 
     def require_safe(self) -> None:
         assert (self.shop.deleted, self.shop.dangers) == ([], [])
@@ -69,10 +67,10 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def site(kind: str, config: Config) -> Iterator[Site]:
+def site(kind: str) -> Iterator[Site]:
     shop = Shop(kind)
     with releasing.directly(shop):
-        made = Site(shop, config)
+        made = Site(shop)
         made.wait(60)
         made.shop.writes.clear()
         yield made
@@ -272,6 +270,37 @@ def test_a_claim_without_an_owner_stays(site: Site) -> None:
     site.require_untouched()
 
 
+def test_a_pod_s_own_claim_stays(site: Site) -> None:
+    """As of a generic ephemeral volume: it goes with its pod."""
+    shop, lost = site.shop, first(site.shop)
+    for where in (PODS, CLAIMS):
+        for one in shop.objects[where]:
+            one["metadata"]["ownerReferences"] = [{"kind": "Pod", "name": lost, "controller": True}]
+    shop.settle = lambda: None  # type: ignore[method-assign]
+    node = shop.node_of(lost)
+    shop.one(PODS, lost)["spec"]["nodeName"] = ""
+    shop.leave(node)
+    site.wait(2 * LONG)
+    site.require_untouched()
+
+
+def test_a_claim_that_its_user_deletes_is_left_to_him(site: Site) -> None:
+    shop, lost = site.shop, first(site.shop)
+    lose(shop)
+    shop.settle()
+    shop.is_asleep = True
+    for name in shop.instance_claims(lost):
+        shop.one(CLAIMS, name)["metadata"]["deletionTimestamp"] = "now"
+    site.wait(2 * LONG)
+    site.require_untouched()
+
+
+def test_before_the_nodes_were_read_nothing_is_asked(site: Site) -> None:
+    site.restart()
+    site.shop.answer = None  # type: ignore[assignment, method-assign]
+    site.controllers[0].claims.look()
+
+
 def test_a_claim_that_no_pod_waits_for_stays(site: Site) -> None:
     shop = site.shop
     lose(shop)
@@ -361,10 +390,10 @@ def test_the_last_copies_are_not_replaced_by_nothing(site: Site) -> None:
     assert "there is no copy to begin with" in shop.message(lost_claims.WAITS)
 
 
-def test_a_single_instance_that_allows_it_begins_anew(kind: str, config: Config) -> None:
+def test_a_single_instance_that_allows_it_begins_anew(kind: str) -> None:
     shop = Shop(kind, replicas=1)
     with releasing.directly(shop):
-        site = Site(shop, config)
+        site = Site(shop)
         site.wait(60)
         lose(shop)
         site.wait(LONG + 300)
@@ -426,6 +455,141 @@ def test_a_node_that_is_back_after_the_first_step_takes_it_back(site: Site) -> N
     assert shop.notes() == {}
     assert lost_claims.CANCELLED in shop.reasons()
     site.require_whole()
+
+
+def between_the_steps(site: Site, happens: Callable[[], object]) -> None:
+    """Release up to the first step; then this happens, once, and the release goes on."""
+    lose(site.shop)
+    site.wait(LONG - 60)
+    write, waiting = site.shop.write, [happens]
+
+    def writing(method: str, path: str, body: Any) -> Any:
+        done = write(method, path, body)
+        if method == "PATCH" and waiting:
+            waiting.pop()()
+        return done
+
+    site.shop.write = writing  # type: ignore[method-assign]
+    site.wait(120)
+    assert not waiting
+
+
+def test_a_pod_that_comes_between_the_steps_keeps_its_claim(site: Site) -> None:
+    shop, lost = site.shop, first(site.shop)
+    volume = {"persistentVolumeClaim": {"claimName": shop.instance_claims(lost)[0]}}
+
+    def comes() -> None:
+        about = {"namespace": releasing.SHOP}
+        spec = {"nodeName": sorted(shop.nodes)[0], "volumes": [volume]}
+        shop.add(PODS, "backup", metadata=about, spec=spec, status={"phase": "Running"})
+
+    between_the_steps(site, comes)
+    assert shop.released == {}
+    site.require_safe()
+
+
+def test_a_node_that_comes_back_between_the_steps_keeps_its_claims(site: Site) -> None:
+    shop, node = site.shop, site.shop.node_of(first(site.shop))
+
+    def comes_back() -> None:
+        site.clock.now += 0.1
+        shop.join(node)
+
+    between_the_steps(site, comes_back)
+    assert shop.released == {}
+    site.wait(300)
+    assert shop.notes() == {}
+    site.require_whole()
+
+
+def test_a_volume_that_is_to_be_deleted_again_between_the_steps_is_kept_first(site: Site) -> None:
+    shop = site.shop
+
+    def is_unkept() -> None:
+        for name in shop.instance_claims(first(shop)):
+            shop.volume_of(name)["spec"]["persistentVolumeReclaimPolicy"] = "Delete"
+
+    between_the_steps(site, is_unkept)
+    site.wait(300)
+    assert shop.released
+    site.require_whole()
+
+
+def test_a_pod_that_is_made_anew_between_the_steps_is_noted(site: Site) -> None:
+    """The former policy stays as it was noted first."""
+    shop, lost = site.shop, first(site.shop)
+    names = [shop.volume_of(one)["metadata"]["name"] for one in shop.instance_claims(lost)]
+
+    def is_made_anew() -> None:
+        shop.one(PODS, lost)["metadata"]["uid"] += "-another"
+
+    between_the_steps(site, is_made_anew)
+    site.wait(300)
+    assert shop.released
+    site.require_whole()
+    for name in names:
+        annotations = shop.one(VOLUMES, name)["metadata"]["annotations"]
+        assert annotations[f"release.{DRIVER_NAME}/reclaim-policy"] == "Delete"
+
+
+def test_a_list_that_lacks_a_claim_between_the_steps_holds_it_up(site: Site) -> None:
+    shop, answer = site.shop, site.shop.answer
+    hidden = shop.instance_claims(shop.names(PODS)[1])
+
+    def shortened(asked: str, query: Any) -> Any:
+        status, document = answer(asked, query)
+        if asked.endswith("/persistentvolumeclaims"):
+            items = [one for one in document["items"] if one["metadata"]["name"] not in hidden]
+            document = {**document, "items": items}
+        return status, document
+
+    between_the_steps(site, lambda: setattr(shop, "answer", shortened))
+    assert shop.released == {}
+    site.require_safe()
+
+
+def test_what_was_read_too_long_ago_is_not_acted_on(site: Site) -> None:
+    """As by a controller that was stopped between two requests."""
+    claims, lose_time = site.controllers[0].claims, [True]
+    asked = claims._why_not_forgotten
+
+    def asking_long(identity: VolumeId) -> str:
+        if any(one.startswith("PATCH") for one in site.shop.writes) and lose_time:
+            lose_time.pop()
+            site.clock.now += 90
+        return asked(identity)
+
+    claims._why_not_forgotten = asking_long
+    lose(site.shop)
+    site.wait(LONG + 30)
+    assert not lose_time
+    assert site.shop.released == {}
+    site.wait(600)
+    assert site.shop.released
+    site.require_whole()
+
+
+def test_another_choice_has_a_grace_of_its_own(site: Site) -> None:
+    """Two are lost and forgotten. No pod waits for the first by name until later."""
+    shop = site.shop
+    one, other = shop.names(PODS)[:2]
+    shop.join("n4")
+    settle = shop.settle
+
+    def settle_without_the_first() -> None:
+        settle()
+        if one in shop.names(PODS):
+            shop.objects[PODS].remove(shop.one(PODS, one))
+
+    shop.settle = settle_without_the_first  # type: ignore[method-assign]
+    lose(shop, one, other)
+    site.wait(LONG - 90)
+    shop.settle = settle  # type: ignore[method-assign]
+    site.wait(240)
+    assert shop.released == {}
+    site.wait(150)
+    assert set(shop.released.values()) == {one}
+    site.require_safe()
 
 
 def test_another_claim_of_the_name_is_not_deleted(site: Site) -> None:
@@ -506,11 +670,11 @@ def test_an_event_that_is_refused_holds_nothing_up(
     site.require_whole()
 
 
-def test_a_pod_that_waits_for_a_claim_that_is_gone_is_evicted(config: Config) -> None:
+def test_a_pod_that_waits_for_a_claim_that_is_gone_is_evicted() -> None:
     """CloudNativePG would leave it alone, and make no other."""
     shop = Shop("Cluster")
     with releasing.directly(shop):
-        site = Site(shop, config)
+        site = Site(shop)
         site.wait(60)
         lost = first(shop)
         lose(shop)
@@ -520,9 +684,25 @@ def test_a_pod_that_waits_for_a_claim_that_is_gone_is_evicted(config: Config) ->
         site.require_whole()
 
 
-def test_over_http_it_is_the_same(kind: str, config: Config) -> None:
+def test_a_pod_whose_claim_was_made_anew_is_left_to_the_scheduler() -> None:
+    """A StatefulSet makes the claim; there is no node for it yet."""
+    shop = Shop("StatefulSet")
+    with releasing.directly(shop):
+        site = Site(shop)
+        site.wait(60)
+        shop.leave("n3")
+        lose(shop)
+        site.wait(LONG + 600)
+        assert shop.released
+        assert not any(one.endswith("/eviction") for one in shop.writes)
+        shop.join("n4")
+        site.wait(60)
+        site.require_whole()
+
+
+def test_over_http_it_is_the_same(kind: str) -> None:
     with api_server.running(Shop(kind)) as shop:
-        site = Site(shop, config)
+        site = Site(shop)
         site.wait(60)
         lose(shop)
         # No more requests than are needed: each has a connection of its own.
@@ -531,9 +711,7 @@ def test_over_http_it_is_the_same(kind: str, config: Config) -> None:
 
 
 @pytest.mark.parametrize("done", [False, True])
-def test_a_release_killed_at_any_request_is_continued(
-    kind: str, config: Config, done: bool
-) -> None:
+def test_a_release_killed_at_any_request_is_continued(kind: str, done: bool) -> None:
     for at in itertools.count():
         shop, left = Shop(kind), [-1]
 
@@ -548,7 +726,7 @@ def test_a_release_killed_at_any_request_is_continued(
             raise Killed
 
         with releasing.directly(shop, before):
-            site = Site(shop, config)
+            site = Site(shop)
             site.wait(60)
             lose(shop)
             site.wait(LONG - 60, step=90)
@@ -587,9 +765,9 @@ ACTS = st.one_of(
 class History(Site):
     """What happens to a shop with two controllers, one of which may be killed at any request."""
 
-    def __init__(self, shop: Shop, config: Config) -> None:
-        super().__init__(shop, config)
-        self.controllers.append(Controller(shop, self.clock, config))
+    def __init__(self, shop: Shop) -> None:
+        super().__init__(shop)
+        self.controllers.append(Controller(shop, self.clock))
         # How many requests come before one at which the process ends, or the API server fails.
         self.until_killed = self.until_failed = -1
 
@@ -614,7 +792,7 @@ class History(Site):
                     with suppress(errors.AgentError):
                         controller.look()
                 except Killed:
-                    self.controllers[index] = Controller(self.shop, self.clock, self.config)
+                    self.controllers[index] = Controller(self.shop, self.clock)
             self.require_safe()
 
     def act(self, name: str, value: int) -> None:
@@ -652,12 +830,12 @@ class History(Site):
     acts=st.lists(ACTS, min_size=3, max_size=12),
 )
 def test_whatever_happens_no_data_go_and_no_two_at_once(
-    kind: str, acts: Sequence[tuple[str, int]], config_of_histories: Config
+    kind: str, acts: Sequence[tuple[str, int]]
 ) -> None:
     shop = Shop(kind)
     made: list[History] = []
     with releasing.directly(shop, lambda request: made and made[0].before(request)):
-        history = History(shop, config_of_histories)
+        history = History(shop)
         made.append(history)
         history.wait(60)
         for name, value in acts:
@@ -677,11 +855,6 @@ def test_whatever_happens_no_data_go_and_no_two_at_once(
         for volume in shop.objects[VOLUMES]:
             is_bound = volume["status"]["phase"] == "Bound"
             assert is_bound or volume["spec"]["persistentVolumeReclaimPolicy"] == "Retain"
-
-
-@pytest.fixture(scope="module")
-def config_of_histories(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    return configured.carver(tmp_path_factory.mktemp("histories"))
 
 
 def test_the_note_is_read_back_or_refused() -> None:
