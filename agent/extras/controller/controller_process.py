@@ -239,7 +239,8 @@ def run(config: Config) -> None:
     ):
         observers: list[Callable[[Call], None]] = []
         pages = {"/healthz": monitor.Page(monitor.healthz(config.endpoint))}
-        controller = ClusterController(config, _source(config), lambda call: _tell(observers, call))
+        source = _source(config)
+        controller = ClusterController(config, source, lambda call: _tell(observers, call))
         orphans = orphan_watch(config)
         orphans.start()
         exit_stack.callback(orphans.stop)
@@ -254,9 +255,14 @@ def run(config: Config) -> None:
                 page_server = monitor.Monitor(address, pages)
                 page_server.start()
                 exit_stack.callback(page_server.stop)
-        events = health_events(config, controller.nodes)
-        controller.handlers += evacuation_handlers(config, controller.nodes)
-        asyncio.run(_serve(controller, config, ender, events))
+        handlers, evacuator = evacuation(config, controller)
+        controller.handlers += handlers
+        tasks = [
+            health_events(config, controller.nodes),
+            lost_claims(config, controller.nodes, source.record),
+            evacuator,
+        ]
+        asyncio.run(_serve(controller, config, ender, tasks))
 
 
 def _source(config: Config) -> Source:
@@ -306,23 +312,48 @@ def health_events(config: Config, cluster_nodes: Nodes) -> Extra:
     return HealthEvents(config, cluster_nodes, Objects(server), Lists(server))
 
 
-def evacuation_handlers(config: Config, cluster_nodes: Nodes) -> Sequence[grpc.GenericRpcHandler]:
-    """Return the handlers of the RPCs by which nodes are evacuated; empty without an API server.
+def evacuation(
+    config: Config, controller: ClusterController
+) -> tuple[Sequence[grpc.GenericRpcHandler], Extra]:
+    """Return the handlers of the RPCs by which nodes are evacuated, and the task that does it.
 
-    Raises BadConfig if the settings lead to no API server.
+    Without an API server there are no handlers, and without the setting `evacuation` the task does
+    nothing. Raises BadConfig if the settings lead to no API server.
     """
     if config.nodes_file is not None:
-        return ()
+        return (), Extra()
     from agent.extras.evacuation.evacuation_calls import EvacuationCalls
     from agent.extras.evacuation.progress import Progress
     from agent.extras.kubernetes import access
     from agent.extras.kubernetes.objects import Lists, Objects
 
-    server = access.find(config.kubeconfig, os.environ)
+    server, progress = access.find(config.kubeconfig, os.environ), Progress()
     calls_of_operators = EvacuationCalls(
-        *(config, cluster_nodes, Objects(server), Lists(server)), Progress()
+        config, controller.nodes, Objects(server), Lists(server), progress
     )
-    return (calls_of_operators.handler(),)
+    handlers = (calls_of_operators.handler(),)
+    if not config.evacuation:
+        return handlers, Extra()
+    from agent.extras.evacuation.evacuator import EvacuatorTask
+
+    return handlers, EvacuatorTask(config, controller.nodes, controller.moves, server, progress)
+
+
+def lost_claims(config: Config, cluster_nodes: Nodes, record: Record) -> Extra:
+    """Return the task that releases claims whose node is lost for good.
+
+    If the settings disable the task, return an extra that does nothing. Raises BadConfig if the
+    settings lead to no API server, or do not let the controller forget deleted nodes.
+    """
+    if not config.release_lost_claims:
+        return Extra()
+    from agent.extras.evacuation.lost_claims import LostClaimsTask
+    from agent.extras.kubernetes import access
+    from agent.extras.kubernetes.objects import Lists, Objects
+
+    server = access.find(config.kubeconfig, os.environ)
+    clients = Objects(server), Lists(server)
+    return LostClaimsTask(config.driver_name, cluster_nodes, record, *clients)
 
 
 def _tell(observers: Sequence[Callable[[Call], None]], call: Call) -> None:
@@ -331,7 +362,7 @@ def _tell(observers: Sequence[Callable[[Call], None]], call: Call) -> None:
 
 
 async def _serve(
-    controller: ClusterController, config: Config, ender: ProcessEnder, events: Extra
+    controller: ClusterController, config: Config, ender: ProcessEnder, tasks: Sequence[Extra]
 ) -> None:
     end_event, loop = asyncio.Event(), asyncio.get_running_loop()
 
@@ -342,7 +373,8 @@ async def _serve(
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, end)
     await controller.start()
-    events.start()
+    for task in tasks:
+        task.start()
     _log.info("serving %d nodes on %s", len(controller.nodes), config.endpoint)
     look_task: asyncio.Task[None] | None = None
     while not end_event.is_set():
@@ -352,7 +384,8 @@ async def _serve(
             if look_task is None or look_task.done():
                 look_task = loop.create_task(controller.look())
             controller.take()
-    events.stop()
+    for task in tasks:
+        task.stop()
     await controller.stop()
     _log.info("stopped")
     # Let `ender` end the process: the end of the event loop would wait for a thread that waits for

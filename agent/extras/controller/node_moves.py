@@ -110,6 +110,14 @@ class NodeMoves:
             tell,
         )
 
+    def names(self) -> Sequence[str]:
+        """Return the names of all nodes of the cluster that have Carver."""
+
+        async def names() -> Sequence[str]:
+            return sorted(node.name for node in self.nodes)
+
+        return self.run("the controller", "names", names)
+
     def call(self, node: str, method: str, request: Message, *, owned: Sequence[str] = ()) -> Any:
         """Call a node, check its answer, and return it. `method` is `SERVICE/METHOD`.
 

@@ -133,7 +133,13 @@ def test_nothing_below_the_services_names_grpc_or_the_wire(
             }
             | {
                 f"agent/extras/evacuation/{one}.py"
-                for one in ("cluster_view", "evacuation_calls", "node_inventory")
+                for one in (
+                    "cluster_view",
+                    "evacuation_calls",
+                    "evacuation_context",
+                    "lost_claims",
+                    "node_inventory",
+                )
             },
         ),
     ],

@@ -51,6 +51,8 @@ OTHER = {
     "enrolment_directory": '"/srv/enrolment"',
     "enrolment_address": '":1"',
     "controller_authority": '"another"',
+    "release_lost_claims": "true",
+    "evacuation_grace_seconds": "60",
     "forget_deleted_nodes": "true",
     "evacuation": "true",
     "node_account": '"another"',
