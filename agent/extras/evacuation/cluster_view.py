@@ -13,7 +13,7 @@ from agent.core import errors
 from agent.extras.controller.nodes import Nodes
 from agent.extras.evacuation import evacuation_request
 from agent.extras.evacuation.evacuation_request import BadRequest, Kind, Request
-from agent.extras.evacuation.node_inventory import NodeInventory
+from agent.extras.evacuation.node_inventory import Inventory, NodeInventory
 from agent.extras.evacuation.plan import Claim, Node, PersistentVolume, Plan, Pod, View, plan
 from agent.extras.evacuation.scheduling import (
     NodeAffinity,
@@ -105,9 +105,7 @@ class ClusterView:
         volumes = self._read(VOLUMES, "PersistentVolumeList", self._volume)
         claims = self._read(_CLAIMS, "PersistentVolumeClaimList", _claim)
         pods = self._read(_PODS, "PodList", _pod)
-        inventory = asyncio.run_coroutine_threadsafe(
-            self._inventory.read(node, candidates), self._loop
-        ).result()
+        inventory = self._ask_nodes(node, candidates)
         return View(
             node,
             [
@@ -125,6 +123,11 @@ class ClusterView:
             inventory.snapshots,
             inventory.moves,
         )
+
+    def _ask_nodes(self, node: str, candidates: Sequence[str]) -> Inventory:
+        """Ask the evacuated node for what it has, and candidates for their space."""
+        work = self._inventory.read(node, candidates)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _read(self, path: str, kind: str, parse: Callable[[Object], T | None]) -> Sequence[T]:
         """Read a whole list; return what `parse` makes of its objects, without None.
@@ -200,6 +203,7 @@ def _claim(item: Object) -> Claim:
         str((item.get("spec") or {}).get("volumeName") or ""),
         is_being_deleted=bool(metadata.get("deletionTimestamp")),
         is_of_pod=any(owner.get("kind") == "Pod" for owner in owners),
+        labels=_texts(metadata.get("labels")),
     )
 
 

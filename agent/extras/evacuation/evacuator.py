@@ -143,8 +143,17 @@ class Evacuator:
         self._others = running
         return has_ended
 
+    def _moving(self) -> Sequence[tuple[NotedVolume, MoveNote]]:
+        """Return the volumes whose moves are under way, with the notes of these."""
+        return [(volume, note) for volume in self._noted if (note := volume.under_way)]
+
     def _under_way(self) -> Iterable[MoveNote]:
-        return (note for volume in self._noted if (note := volume.under_way))
+        return (note for _, note in self._moving())
+
+    def _kind_of(self, name: str) -> str:
+        """Return the kind of the request on a Node; empty without one."""
+        known = self._known.get(name)
+        return known.kind if known is not None else ""
 
     def _busy(self) -> frozenset[str]:
         """Return the ids of the volumes that a drive works for."""
@@ -199,12 +208,22 @@ class Evacuator:
             for volume in unit.volumes:
                 self._context.events.claim(volume, reasons.STAYS, unit.reason)
         self._drive(node.name, node.name, known, made.going, Kind.EVACUATE)
+        coming = [
+            (volume, note)
+            for volume, note in self._moving()
+            if note.target == node.name and self._kind_of(note.source) == ""
+        ]
+        if self._context.monotonic() - known.since >= _SETTLE_SECONDS:
+            # An undo of this evacuation has begun to move them back, and was given up.
+            self._take_back(node.name, known, coming, Kind.EVACUATE)
         is_rebinding = any(
             volume.is_rebinding and note.source == node.name
             for volume in self._noted
             for note in volume.notes
         )
-        if not (made.going or is_rebinding or any(not drive.is_over for drive in known.drives)):
+        if not (
+            made.going or coming or is_rebinding or any(not drive.is_over for drive in known.drives)
+        ):
             count = sum(len(unit.volumes) for unit in made.staying)
             text = f"nothing is left to move; {count} volumes stay"
             self._context.events.node(node.name, reasons.FINISHED, text)
@@ -219,8 +238,12 @@ class Evacuator:
         if request is not None and not known.is_started:
             self._context.progress.begin(node.name, kind)
             known.is_started = True
-        notes = [note for note in self._under_way() if note.source == node.name]
-        notes = [note for note in notes if not self._is_move_back(note)]
+        notes = [
+            note
+            for note in self._under_way()
+            if note.source == node.name
+            and self._kind_of(note.target) not in (Kind.UNDO, Kind.EVACUATE)
+        ]
         if not notes:
             if all(drive.is_over for drive in known.drives):
                 if request is None:
@@ -362,8 +385,7 @@ class Evacuator:
 
     def _is_move_back(self, note: MoveNote) -> bool:
         """Return whether a move that is under way was begun by the undo of its target."""
-        known = self._known.get(note.target)
-        return known is not None and known.kind == Kind.UNDO
+        return self._kind_of(note.target) == Kind.UNDO
 
     def _undo(self, node: EvacuatedNode, known: _Known, nodes: Mapping[str, EvacuatedNode]) -> None:
         """Take back what is not rebound, and move back what is."""
@@ -386,7 +408,9 @@ class Evacuator:
             return
         if not self._is_due(known):
             return
-        is_left = self._take_back(name, known)
+        going = [(volume, note) for volume, note in self._moving() if note.source == name]
+        is_left = bool(going)
+        self._take_back(name, known, going, Kind.UNDO)
         back: dict[str, list[MoveNote]] = {}
         for volume in self._noted:
             note = volume.under_way
@@ -403,21 +427,23 @@ class Evacuator:
             context.events.node(name, reasons.FINISHED, "the evacuation is undone")
             context.progress.end(name)
 
-    def _take_back(self, name: str, known: _Known) -> bool:
-        """Begin to take back volumes that are not rebound; return whether there are any."""
-        found = False
-        for volume in self._noted:
-            note = volume.under_way
-            if note is None or note.source != name:
-                continue
-            found = True
+    def _take_back(
+        self,
+        name: str,
+        known: _Known,
+        going: Sequence[tuple[NotedVolume, MoveNote]],
+        kind: Kind,
+    ) -> None:
+        """Begin to take back volumes that are not rebound, a few at once.
+
+        `kind` is what the Node `name` asks for, and goes on asking for meanwhile.
+        """
+        for volume, note in going:
             running = sum(not drive.is_over for drive in known.drives)
             if running >= AT_ONCE or note.volume_id in self._busy():
                 continue
             self._context.progress.volume(name, note.volume_id, Stage.UNDOING)
-            work = TakeBack(
-                self._context, volume, note, lambda: self._wish(name, Kind.UNDO) is Wish.GO
-            )
+            work = TakeBack(self._context, volume, note, lambda: self._wish(name, kind) is Wish.GO)
             drive = Drive(
                 self._context,
                 note.volume_id,
@@ -426,7 +452,6 @@ class Evacuator:
             )
             known.drives.append(drive)
             drive.start(work.run)
-        return found
 
     def _turn_round(self, volume: NotedVolume, name: str, known: _Known) -> None:
         """Note that a volume moves back to the node `name`, after what is left there is erased."""

@@ -9,8 +9,10 @@ reason.
 The algorithm:
 
 1. Join the volumes of the node into units. A pod uses the volumes of its claims unless it has
-   ended. The volume of a generic ephemeral claim is a unit of its own, which stays: the volume is
-   deleted with its pod, and made anew for the next one.
+   ended. Claims that no pod uses are joined, too, if by their names and labels they belong to one
+   replica of a StatefulSet, which may be scaled down or wait for another replica. The volume of a
+   generic ephemeral claim is a unit of its own, which stays: the volume is deleted with its pod,
+   and made anew for the next one.
 2. A unit stays if one of its volumes cannot be moved, or if one of its pods would not be made anew
    on another node (`_volume_problem`, `_pod_problem`).
 3. A unit with a move under way keeps the node of that move as its target. If one of its volumes has
@@ -122,7 +124,8 @@ class Pod:
 class Claim:
     """A PersistentVolumeClaim. `volume` is the name of its PersistentVolume; empty before binding.
 
-    `is_of_pod` is whether a pod owns the claim, as for a generic ephemeral volume.
+    `is_of_pod` is whether a pod owns the claim, as for a generic ephemeral volume. A StatefulSet
+    gives its claims the labels of its selector.
     """
 
     namespace: str
@@ -131,6 +134,7 @@ class Claim:
     volume: str = ""
     is_being_deleted: bool = False
     is_of_pod: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
@@ -479,6 +483,9 @@ def _joined(
         if volume.claim is None or not volume.claim.is_of_pod:
             for pod in users[volume_id]:
                 links[f"pod {pod.uid}"].append(volume_id)
+        if volume.claim is not None and not users[volume_id]:
+            for name in _replica_names(volume.claim):
+                links[f"replica {name}"].append(volume_id)
     for snapshot in snapshots:
         if snapshot.group_id and snapshot.volume_id in planned:
             links[f"group {snapshot.group_id}"].append(snapshot.volume_id)
@@ -491,6 +498,20 @@ def _joined(
     for volume_id in sorted(planned):
         units[root(volume_id)].append(volume_id)
     return [units[name] for name in sorted(units)]
+
+
+def _replica_names(claim: Claim) -> Iterator[str]:
+    """Yield what is equal for the claims of one replica of a StatefulSet, whose pod does not exist.
+
+    The names of such claims are TEMPLATE-SET-ORDINAL, and their labels are equal. Where the name of
+    the set begins is not known, so each possible beginning is yielded.
+    """
+    parts = claim.name.split("-")
+    if not claim.labels or not parts[-1].isdigit():
+        return
+    labels = sorted(claim.labels.items())
+    for start in range(1, len(parts) - 1):
+        yield f"{claim.namespace} {labels} {'-'.join(parts[start:])}"
 
 
 def _note_neighbours(

@@ -13,13 +13,14 @@ can start nowhere before all claims are rebound.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agent.core import errors, ids, tag
 from agent.extras.evacuation import evacuation_events as reasons
 from agent.extras.evacuation.drive import Drive, Unwanted, Wish
 from agent.extras.evacuation.evacuation_context import EXPECTED, Context
+from agent.extras.evacuation.evictions import UsingPod
 from agent.extras.evacuation.move_notes import MoveNote
 from agent.extras.evacuation.plan import PlannedVolume, Unit
 from agent.extras.evacuation.progress import Stage
@@ -143,6 +144,8 @@ class UnitDrive:
             # The copy on the target was lost before it was used; copy it again.
             self.run(drive)
             return
+        # A pod may have been placed on the source since, where it waits for its volumes.
+        self._evict(drive)
         self._enter(Stage.REBINDING)
         for volume in self._volumes:
             self._require(drive)
@@ -248,6 +251,16 @@ class UnitDrive:
 
     # The cut
 
+    def _users(self) -> Sequence[UsingPod]:
+        """Return the pods with a node that use the claims, and cannot use them after the move.
+
+        A pod on the target uses a claim that was rebound by an earlier drive.
+        """
+        pods = self._context.evictions.users(self._claims)
+        if not self._is_handed_over:
+            return pods
+        return [pod for pod in pods if pod.node != self.unit.target]
+
     def _evict(self, drive: Drive) -> bool:
         """Evict the pods that use the claims, and wait until there are none.
 
@@ -256,7 +269,7 @@ class UnitDrive:
         self._cordon()
         while True:
             self._require(drive)
-            pods = self._context.evictions.users(self._claims)
+            pods = self._users()
             if not pods:
                 return True
             self._enter(Stage.EVICTING)
@@ -298,7 +311,7 @@ class UnitDrive:
                     volume.is_handed_over = volume.move.hand_over()
             if all(volume.is_handed_over for volume in self._volumes):
                 return
-            if self._context.evictions.users(self._claims) or self._is_stale():
+            if self._users() or self._is_stale():
                 return
             if look:
                 drive.wait(_LOOK_SECONDS)
