@@ -197,6 +197,7 @@ class History:
             (
                 *("kill", "kill", "second", "service", "service", "service", "api", "reboot"),
                 *("clock", "room", "class", "request", "request", "lose", "jump", "uncordon"),
+                *("second", "critical", "critical", *("other",) * self.both),
             )
         )
         if what == "kill" and self.controllers:
@@ -224,6 +225,9 @@ class History:
             service.classes ^= {chance.choice(("linear", "thin"))}
         elif what == "request":
             self.kube.request("a", chance.choice(self.requests))
+        elif what == "other":
+            # Nodes that are evacuated to each other.
+            self.kube.request("b", chance.choice(self.requests))
         elif what == "lose":
             # The area of a snapshot is full.
             for volume in self.services["a"].volumes.values():
@@ -233,8 +237,39 @@ class History:
             # All is suspended for a while, such as a controller's machine.
             self.baton.now += chance.choice((20.0, 40.0, 400.0))
         elif what == "uncordon":
-            self.kube.uncordon("a")
+            self.kube.uncordon(chance.choice(NAMES))
+        elif what == "critical":
+            self._strike()
 
+    def _strike(self) -> None:
+        """Kill the controllers, or restart a service, right after the next call of a kind."""
+        chance = self.chance
+        call = chance.choice(
+            ("commit", "FinishReceive", "AbortReceive", "undo", "hold", "WithdrawReceive", "begin")
+        )
+        struck: list[str] = []
+
+        def called(node: str, name: str) -> None:
+            if name == call and not struck:
+                struck.append(node)
+
+        self.moves.called = called
+        writes = len(self.kube.writes)
+        more = chance.randint(1, 8) if chance.random() < 0.5 else 1000
+        self.run(300.0, lambda: bool(struck) or len(self.kube.writes) >= writes + more)
+        self.moves.called = lambda _node, _name: None
+        what = chance.choice(("kill", "kill", "service", "request"))
+        if what == "kill":
+            for controller in list(self.controllers):
+                self.kill(controller)
+            self.start()
+        elif what == "service" and struck:
+            self.services[struck[0]].restart()
+        elif what == "request":
+            self.kube.request("a", chance.choice(self.requests))
+
+    # Whether both nodes with volumes get requests.
+    both = 0
     requests: tuple[str | None, ...] = ("{}", "{}", '{"to": ["b"]}', '"stop"', None, '"undo"')
 
     def calm(self) -> None:

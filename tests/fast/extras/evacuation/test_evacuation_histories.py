@@ -9,10 +9,14 @@ def play(seed: str) -> None:
     """A history whose end is drawn, too."""
     with histories.history(seed) as history:
         history.run(30.0)
+        history.both = history.chance.choice((0, 0, 2))
         history.storm(history.chance.randint(3, 15))
         history.calm()
         end = history.chance.choice(["{}", "{}", '"undo"', None])
         history.kube.request("a", end)
+        history.kube.request("b", None)
+        history.kube.uncordon("b")
+        history.kube.uncordon("c")
         if end is None:
             history.kube.uncordon("a")
         left = "a" if end == "{}" else ""
