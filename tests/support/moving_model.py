@@ -57,7 +57,7 @@ class Volume:
     """A volume, as its tags and its device are."""
 
     volume_id: str
-    content: Content | None
+    content: Content | None = field(repr=False)
     size_bytes: int = 1 << 30
     device_class: str = "linear"
     state: str = tag.READY

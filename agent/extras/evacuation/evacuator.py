@@ -211,7 +211,8 @@ class Evacuator:
         coming = [
             (volume, note)
             for volume, note in self._moving()
-            if note.target == node.name and self._kind_of(note.source) == ""
+            if note.target == node.name
+            and self._kind_of(note.source) not in (Kind.EVACUATE, Kind.UNDO)
         ]
         if self._context.monotonic() - known.since >= _SETTLE_SECONDS:
             # An undo of this evacuation has begun to move them back, and was given up.
@@ -242,7 +243,8 @@ class Evacuator:
             note
             for note in self._under_way()
             if note.source == node.name
-            and self._kind_of(note.target) not in (Kind.UNDO, Kind.EVACUATE)
+            and self._kind_of(note.target) != Kind.EVACUATE
+            and not self._is_move_back(note)
         ]
         if not notes:
             if all(drive.is_over for drive in known.drives):
@@ -384,8 +386,8 @@ class Evacuator:
     # Undoing
 
     def _is_move_back(self, note: MoveNote) -> bool:
-        """Return whether a move that is under way was begun by the undo of its target."""
-        return self._kind_of(note.target) == Kind.UNDO
+        """Return whether a move that is under way is driven by the undo of its target."""
+        return note.is_back and self._kind_of(note.target) == Kind.UNDO
 
     def _undo(self, node: EvacuatedNode, known: _Known, nodes: Mapping[str, EvacuatedNode]) -> None:
         """Take back what is not rebound, and move back what is."""
@@ -414,9 +416,11 @@ class Evacuator:
         back: dict[str, list[MoveNote]] = {}
         for volume in self._noted:
             note = volume.under_way
-            if note is not None and note.target == name:
+            if note is not None and note.target == name and note.is_back:
                 back.setdefault(note.source, []).append(note)
-            elif note is None and any(left.source == name for left in volume.left):
+            elif note is None and any(
+                left.source == name and not left.is_back for left in volume.left
+            ):
                 is_left = True
                 if not volume.is_rebinding:
                     self._turn_round(volume, name, known)
@@ -455,7 +459,7 @@ class Evacuator:
 
     def _turn_round(self, volume: NotedVolume, name: str, known: _Known) -> None:
         """Note that a volume moves back to the node `name`, after what is left there is erased."""
-        note = next(left for left in volume.left if left.source == name)
+        note = next(left for left in volume.left if left.source == name and not left.is_back)
         running = sum(not drive.is_over for drive in known.drives)
         if running >= AT_ONCE or {note.volume_id, volume.handle} & self._busy():
             return
@@ -467,8 +471,8 @@ class Evacuator:
             drive.require_wanted()
             if self._wish(name, Kind.UNDO) is not Wish.GO:
                 return
-            erase(self._context, note)
-            back = MoveNote(found.left[-1].target, found.handle, name)
+            erase(self._context, note, found)
+            back = MoveNote(found.node, found.handle, name, is_back=True)
             self._context.notes.write(found, [*(one for one in found.notes if one != note), back])
 
         drive = Drive(

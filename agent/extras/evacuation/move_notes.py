@@ -9,6 +9,9 @@ started finds out:
 - Another entry: the volume moved from there. What is left of it there is under quarantine, until it
   is erased and the entry removed.
 
+The entry of a move back, by which an evacuation is undone, also has `"back": true`. It is not
+undone in its turn.
+
 Moves by `carver volume move` have no entry, and the evacuation leaves their quarantine alone.
 """
 
@@ -26,11 +29,20 @@ _MOST_CHARACTERS, _MOST_ENTRIES = 64 << 10, 100
 
 @dataclass(frozen=True)
 class MoveNote:
-    """A move of a volume from the node `source`, where it has `volume_id`, to the node `target`."""
+    """A move of a volume from the node `source`, where it has `volume_id`, to the node `target`.
+
+    `is_back` is whether the move undoes an evacuation of the target.
+    """
 
     source: str
     volume_id: str
     target: str
+    is_back: bool = False
+
+    @property
+    def ends(self) -> tuple[str, str, str]:
+        """The note without its reason."""
+        return self.source, self.volume_id, self.target
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,13 @@ class NotedVolume:
     def under_way(self) -> MoveNote | None:
         """The note of the move away from where the volume is; None without one."""
         return next((note for note in self.notes if note.volume_id == self.handle), None)
+
+    @property
+    def node(self) -> str:
+        """The node that has the volume; empty without notes."""
+        if (note := self.under_way) is not None:
+            return note.source
+        return self.notes[-1].target if self.notes else ""
 
     @property
     def left(self) -> Sequence[MoveNote]:
@@ -83,7 +102,13 @@ class MoveNotes:
     def write(self, volume: NotedVolume, notes: Iterable[MoveNote]) -> None:
         """Replace the notes of a PersistentVolume that has not changed since it was read."""
         entries = [
-            {"from": note.source, "volume": note.volume_id, "to": note.target} for note in notes
+            {
+                "from": note.source,
+                "volume": note.volume_id,
+                "to": note.target,
+                **({"back": True} if note.is_back else {}),
+            }
+            for note in notes
         ]
         value = json.dumps(entries) if entries else None
         change = {"metadata": {"annotations": {self.key: value}}}
@@ -96,7 +121,7 @@ class MoveNotes:
         any more is left out.
         """
         volume = self.find(name)
-        if volume is None or note in volume.notes:
+        if volume is None or note.ends in {known.ends for known in volume.notes}:
             return
         kept = [known for known in volume.notes if known.volume_id != note.volume_id]
         self.write(volume, [*kept, note])
@@ -133,8 +158,11 @@ def _parsed(text: Any) -> tuple[MoveNote, ...]:
         return ()
     try:
         entries = json.loads(text)
-        notes = tuple(MoveNote(entry["from"], entry["volume"], entry["to"]) for entry in entries)
-    except (KeyError, RecursionError, TypeError, ValueError):
+        notes = tuple(
+            MoveNote(entry["from"], entry["volume"], entry["to"], entry.get("back") is True)
+            for entry in entries
+        )
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         return ()
     fields = [field for note in notes for field in (note.source, note.target, note.volume_id)]
     if not all(isinstance(field, str) and field for field in fields):

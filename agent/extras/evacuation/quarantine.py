@@ -32,7 +32,9 @@ class Quarantine:
     def due(
         self, volumes: Sequence[NotedVolume], kept_nodes: Collection[str]
     ) -> Iterator[tuple[NotedVolume, MoveNote]]:
-        """Yield what has been under quarantine for long enough, but on the nodes `kept_nodes`.
+        """Yield what has been under quarantine for long enough.
+
+        On the nodes `kept_nodes`, which are undone, only what a move back has left is yielded.
 
         Of a volume, only the oldest note is yielded: a node is asked about the node that it moved
         the volume to, which must not have forgotten it.
@@ -46,13 +48,14 @@ class Quarantine:
             if volume.is_rebinding or not self._is_over(volume):
                 continue
             for note in volume.left[:1]:
-                if note.source not in kept_nodes and self._due.get(note, now) <= now:
+                is_kept = note.source in kept_nodes and not note.is_back
+                if not is_kept and self._due.get(note, now) <= now:
                     yield volume, note
 
     def end(self, volume: NotedVolume, note: MoveNote) -> None:
         """Erase what is left of a volume, and remove its note; a problem is noted, not raised."""
         try:
-            erase(self._context, note)
+            erase(self._context, note, volume)
             self._context.notes.remove(volume.name, note)
         except EXPECTED as error:
             text = text_of(error)

@@ -21,7 +21,7 @@ from agent.extras.evacuation import evacuation_events as reasons
 from agent.extras.evacuation.drive import Drive, Unwanted, Wish
 from agent.extras.evacuation.evacuation_context import EXPECTED, Context
 from agent.extras.evacuation.evictions import UsingPod
-from agent.extras.evacuation.move_notes import MoveNote
+from agent.extras.evacuation.move_notes import MoveNote, NotedVolume
 from agent.extras.evacuation.plan import PlannedVolume, Unit
 from agent.extras.evacuation.progress import Stage
 from agent.extras.kubernetes.objects import VOLUMES
@@ -175,7 +175,7 @@ class UnitDrive:
             if not volume.is_handed_over:
                 for note in noted.left:
                     if note.source == self.unit.target:
-                        erase(self._context, note)
+                        erase(self._context, note, noted)
                         notes.remove(noted.name, note)
             notes.ensure(noted.name, MoveNote(self._source, volume_id, self.unit.target))
 
@@ -377,10 +377,12 @@ class UnitDrive:
                 context.events.of(subject, reasons.MOVED, text)
 
 
-def erase(context: Context, note: MoveNote) -> None:
+def erase(context: Context, note: MoveNote, volume: NotedVolume) -> None:
     """Delete what is left of a volume on the node that it moved from; do nothing if that is gone.
 
-    Raises what Move.finish raises, such as NotMoved if the target does not have the volume.
+    The target of that move is asked first. If it has moved the volume on and has erased its rest,
+    the node is asked that has the volume now. Raises what Move.finish raises, such as NotMoved if
+    neither has the volume as its own.
     """
     move = context.moves.move(note.volume_id, note.source, note.target)
     try:
@@ -393,7 +395,14 @@ def erase(context: Context, note: MoveNote) -> None:
         raise errors.NotMoved(
             note.volume_id, f"it is {note.source}'s own; nothing of it is under quarantine there"
         )
-    move.finish()
+    try:
+        move.finish()
+    except errors.NotMoved:
+        present = context.moves.move(note.volume_id, note.source, volume.node).destination.status()
+        if present["state"] != tag.READY or present["volume_id"] != volume.handle:
+            raise
+        move.source.drop(())
+        move.source.finish()
     context.events.node(
         note.source, reasons.ERASED, f"what was left of volume {note.volume_id} is erased"
     )

@@ -14,7 +14,7 @@ def play(seed: str) -> None:
         history.calm()
         end = history.chance.choice(["{}", "{}", '"undo"', None])
         history.kube.request("a", end)
-        history.kube.request("b", None)
+        history.kube.request("b", '"undo"' if history.both else None)
         history.kube.uncordon("b")
         history.kube.uncordon("c")
         if end is None:
