@@ -254,6 +254,8 @@ class SimulatedNode:
         made.add_generic_rpc_handlers((_Empty(self),))
         served: dict[str, dict[str, Any]] = {
             "csi.v1.Identity": {"GetPluginInfo": self._info},
+            # Its moves and classes are those of `forged`.
+            "carver.v2.Transfer": {"Moves": None},
             "csi.v1.Controller": {
                 "GetCapacity": self._capacity,
                 "CreateVolume": self._create,
@@ -264,7 +266,7 @@ class SimulatedNode:
                 "ControllerGetVolumeHealth": self._get_health,
             },
         }
-        for service in ("csi.v1.Identity", *RULES):
+        for service in ("csi.v1.Identity", *dict.fromkeys(("carver.v2.Transfer", *RULES))):
             calls = served.get(service, {})
             handlers: dict[str, Any] = {
                 name: grpc.unary_unary_rpc_method_handler(self._or_forged(name, calls.get(name)))

@@ -560,10 +560,13 @@ class Row:
     most_bytes: int
 
     @classmethod
-    def of(cls, service: str, method: str) -> "Row":
-        """Return the rules for the answer to an RPC. Raises KeyError for an RPC without rules."""
+    def of(cls, service: str, method: str, table: Mapping[str, Fields] | None = None) -> "Row":
+        """Return the rules for the answer to an RPC. Raises KeyError for an RPC without rules.
+
+        The rules are in `table`, by the names of RPCs; without it, in RULES.
+        """
         rules_by_path: dict[tuple[str, ...], list[tuple[str, Rule]]] = {}
-        for path, rule in RULES[service][method].items():
+        for path, rule in (RULES[service] if table is None else table)[method].items():
             *steps, key = path.split(".")
             if rule is not any_value:
                 rules_by_path.setdefault(tuple(steps), []).append((key, rule))

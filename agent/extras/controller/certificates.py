@@ -10,7 +10,7 @@ topology segment in place of the name. That segment ends with a digest of the no
 
 import logging
 import ssl
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -49,6 +49,10 @@ SERVER_OPTIONS = (
     # Frequent pings do not count as abuse, as both ends are Carver's.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    # Interval of keepalive pings while a call is in flight, and time limit for the answer, in
+    # milliseconds: a stream to a machine that is gone ends.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
     # Only one process may listen on a port. Two processes that shared a port would each answer some
     # of the calls.
     ("grpc.so_reuseport", 0),
@@ -186,10 +190,13 @@ def server_credentials(
 
 
 class OnlyFrom(grpc.ServerInterceptor):
-    """Interceptor that refuses each call of a client without a certificate of this DNS name."""
+    """Interceptor that refuses each call of a client without a certificate of this DNS name.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    The handlers of the RPCs in `checked_otherwise`, by their paths, check the caller themselves.
+    """
+
+    def __init__(self, name: str, checked_otherwise: Collection[str] = ()) -> None:
+        self._name, self._checked_otherwise = name, frozenset(checked_otherwise)
 
     def intercept_service(
         self,
@@ -201,8 +208,8 @@ class OnlyFrom(grpc.ServerInterceptor):
         None if the server has no handler for the call.
         """
         handler = continuation(handler_call_details)
-        if handler is None:
-            return None
+        if handler is None or handler_call_details.method in self._checked_otherwise:
+            return handler
         wire = (handler.request_deserializer, handler.response_serializer)
         if handler.unary_stream:
             return grpc.unary_stream_rpc_method_handler(self._checked(handler.unary_stream), *wire)

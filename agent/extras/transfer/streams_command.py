@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from io import BufferedIOBase
 from itertools import chain
 from typing import Any, BinaryIO, cast
@@ -29,6 +30,7 @@ from agent.extras.changed_blocks.extents import Extent
 from agent.extras.streams import form, reading, sending
 from agent.extras.streams.form import Header
 from agent.extras.streams.reading import Reader, Target
+from agent.extras.transfer.move import ABSENT
 from agent.extras.transfer.paced import paced
 from agent.extras.transfer.turns import CHECKSUM, RECEIVE, SEND
 from agent.volumes import backing
@@ -42,6 +44,9 @@ _JSON_SECONDS = 1.0
 
 # Function that shows progress. Its argument is the offset in the volume that was reached, in bytes.
 Tell = Callable[[int], None]
+# Function that begins to show the progress of an action. Its arguments are the name of the action,
+# the offset in the volume where the action begins, and the size of the volume, both in bytes.
+Display = Callable[[str, int, int], AbstractContextManager[Tell]]
 
 
 @contextmanager
@@ -58,6 +63,15 @@ def shown(action: str, start_bytes: int, size_bytes: int, *, as_json: bool) -> I
             yield tell
     else:
         yield lambda _offset_bytes: None
+
+
+# Display of progress for a person, on standard error if that is a terminal.
+shown_as_text: Display = partial(shown, as_json=False)
+
+
+def display_of(*, as_json: bool) -> Display:
+    """Return the display of progress on standard error, as lines of JSON or for a person."""
+    return partial(shown, as_json=as_json)
 
 
 def _lines(action: str, start_bytes: int, size_bytes: int) -> Tell:
@@ -84,10 +98,6 @@ def _lines(action: str, start_bytes: int, size_bytes: int) -> Tell:
     return tell
 
 
-# State of a volume that does not exist, as `carver volume receive --status` prints it.
-ABSENT = "absent"
-
-
 @dataclass(frozen=True)
 class Outgoing:
     """An open snapshot that is to be sent, and the header of its stream.
@@ -108,7 +118,7 @@ class Outgoing:
         compare: bool = False,
         compress: bool = False,
         note: Callable[[Extent], None] = lambda _part: None,
-        as_json: bool = False,
+        display: Display = shown_as_text,
     ) -> dict[str, Any]:
         """Send the snapshot from an offset on; return a summary of what was sent.
 
@@ -134,7 +144,7 @@ class Outgoing:
         parts = ranges if first_range is None else chain([first_range], ranges)
         action = f"sending {ids.logical_name(header.snapshot_id)}"
         with (
-            shown(action, offset_bytes, header.size_bytes, as_json=as_json) as tell,
+            display(action, offset_bytes, header.size_bytes) as tell,
             paced(self.verbs.caller, header.snapshot_id, SEND, self.device) as device,
         ):
             totals = sending.send(
@@ -156,15 +166,15 @@ class Outgoing:
             "zero_bytes": totals.zero_bytes,
         }
 
-    def checksum(self, *, as_json: bool = False) -> str:
-        """Compute the checksum of the whole snapshot, with progress on standard error.
+    def checksum(self, display: Display = shown_as_text) -> str:
+        """Compute the checksum of the whole snapshot, and show the progress.
 
         Raises SourceLost if the snapshot became invalid meanwhile, and TransferFailed if the device
         cannot be read.
         """
         with _explained(f"reading {ids.logical_name(self.header.snapshot_id)}"):
             with self._checked() as device:
-                digest = _checksum(device, self.header.size_bytes, as_json=as_json)
+                digest = _checksum(device, self.header.size_bytes, display)
             self._prove()
             return digest
 
@@ -287,7 +297,7 @@ def received(verbs: VolumeVerbs, parsed: argparse.Namespace, source: BinaryIO) -
     if parsed.status:
         return status(verbs, name)
     if parsed.checksum:
-        return received_checksum(verbs, name, as_json=parsed.json)
+        return received_checksum(verbs, name, display_of(as_json=parsed.json))
     if parsed.finish:
         return finish(verbs, name, parsed.release)
     if parsed.withdraw:
@@ -343,7 +353,7 @@ def send(
             offset_bytes=offset_bytes,
             compare=compare,
             compress=compress,
-            as_json=as_json,
+            display=display_of(as_json=as_json),
         )
         output.flush()
 
@@ -357,7 +367,10 @@ def widen(pipe: BinaryIO | int) -> None:
 def checksum_of(verbs: VolumeVerbs, name: str, *, as_json: bool = False) -> dict[str, Any]:
     """Compute the checksum of a whole snapshot; return the checksum and the snapshot's chain."""
     with outgoing(verbs, verbs.find_snapshot(name).snapshot_id) as source:
-        return {"chain": source.header.chain, "sha256": source.checksum(as_json=as_json)}
+        return {
+            "chain": source.header.chain,
+            "sha256": source.checksum(display_of(as_json=as_json)),
+        }
 
 
 def receive(
@@ -385,7 +398,8 @@ def receive(
     for reader in reading.streams(cast("BufferedIOBase", source)):
         with opened_spool(verbs) as parts:
             ranges = parts if verify else None
-            verified = _receive_one(verbs, name, device_class, reader, ranges, as_json=as_json)
+            display = display_of(as_json=as_json)
+            verified = receive_one(verbs, name, device_class, reader, ranges, display)
     return {**status(verbs, name), **({"verified": verified} if verify else {})}
 
 
@@ -394,14 +408,13 @@ def opened_spool(verbs: VolumeVerbs) -> AbstractContextManager[Spool]:
     return comparing.opened(verbs.settings.endpoint.parent)
 
 
-def _receive_one(
+def receive_one(
     verbs: VolumeVerbs,
     name: str,
     device_class: str,
     reader: Reader,
     parts: Spool | None,
-    *,
-    as_json: bool,
+    display: Display,
 ) -> str:
     """Apply one stream to a volume; return the checksum of the stream's parts.
 
@@ -437,7 +450,7 @@ def _receive_one(
 
         start, end = header.offset_bytes, header.size_bytes
         with (
-            shown(f"receiving {name}", start, end, as_json=as_json) as tell,
+            display(f"receiving {name}", start, end) as tell,
             paced(verbs.caller, volume_id, RECEIVE, device) as paced_device,
         ):
             target = Target(paced_device, kernel.device_size_bytes(path), state.blank)
@@ -460,7 +473,9 @@ def status(verbs: VolumeVerbs, name: str) -> dict[str, Any]:
     return {**values(state), "name": name, "verifies": True}
 
 
-def received_checksum(verbs: VolumeVerbs, name: str, *, as_json: bool = False) -> dict[str, Any]:
+def received_checksum(
+    verbs: VolumeVerbs, name: str, display: Display = shown_as_text
+) -> dict[str, Any]:
     """Compute the checksum of a received volume's contents; return it with the volume's chain.
 
     The volume is activated. Raises NotReceived if the last stream is incomplete or if the volume
@@ -477,7 +492,7 @@ def received_checksum(verbs: VolumeVerbs, name: str, *, as_json: bool = False) -
         verbs.host.kernel.opened(path) as opened,
         paced(verbs.caller, state["volume_id"], CHECKSUM, opened) as device,
     ):
-        digest = _checksum(device, state["content_bytes"], as_json=as_json)
+        digest = _checksum(device, state["content_bytes"], display)
     return {"chain": state["chain"], "sha256": digest}
 
 
@@ -525,8 +540,8 @@ def _require_received(verbs: VolumeVerbs, name: str) -> dict[str, Any]:
     return state
 
 
-def _checksum(device: Opened, size_bytes: int, *, as_json: bool) -> str:
-    with shown("checking", 0, size_bytes, as_json=as_json) as tell:
+def _checksum(device: Opened, size_bytes: int, display: Display) -> str:
+    with display("checking", 0, size_bytes) as tell:
         return sending.of(device, size_bytes, tell)
 
 

@@ -128,7 +128,17 @@ def test_nothing_below_the_services_names_grpc_or_the_wire(
                 f"agent/extras/controller/{one}.py"
                 for one in (
                     *("enrolment", "health_events", "lists", "nodes", "placement"),
-                    *("controller_process", "questions", "router"),
+                    *("controller_process", "node_moves", "questions", "router"),
+                )
+            }
+            | {
+                f"agent/extras/evacuation/{one}.py"
+                for one in (
+                    "cluster_view",
+                    "evacuation_calls",
+                    "evacuation_context",
+                    "lost_claims",
+                    "node_inventory",
                 )
             },
         ),
