@@ -71,7 +71,7 @@ class EvacuationCalls:
             except Exception as error:
                 code, problem = _Code.INTERNAL, f"{type(error).__name__}: {error}"
                 _log.error("a call about evacuations raised", exc_info=error)
-            await context.abort(code, codes.cut(problem))
+            await context.abort(code, codes.shorten(problem))
             return None
 
         return handle
