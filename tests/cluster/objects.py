@@ -219,6 +219,28 @@ def deployment(run: str, check: str, name: str, spec: Object) -> Object:
     return _object("Deployment", _metadata(run, check, name), spec=of_pods)
 
 
+def stateful_set(run: str, check: str, name: str, spec: Object, *, count: int, size: str) -> Object:
+    """Pods with a claim each, which are all made at once, and anew where they are evicted."""
+    labels = {RUN: run, CHECK: check}
+    template = {"metadata": {"labels": labels}, "spec": {**spec, "restartPolicy": "Always"}}
+    template["spec"].pop("volumes")
+    of_claims = claim(run, check, "data", size)
+    return _object(
+        "StatefulSet",
+        _metadata(run, check, name),
+        spec={
+            "replicas": count,
+            "serviceName": name,
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": labels},
+            "template": template,
+            "volumeClaimTemplates": [
+                {"metadata": {"name": "data", "labels": labels}, "spec": of_claims["spec"]}
+            ],
+        },
+    )
+
+
 def snapshot(run: str, check: str, name: str, claim_name: str = "", content: str = "") -> Object:
     """A snapshot of a claim, or one of a content that is there."""
     source = {"persistentVolumeClaimName": claim_name}
