@@ -308,6 +308,7 @@ def test_the_target_may_read_the_move_s_snapshots_and_nothing_else(
     begun.require_denied("is of another volume", snapshot_id=of_other)
     begun.require_denied("of another move", release="ab" * 32)
     begun.require_denied("of another move", release="")
+    begun.require_denied("at most 32768 bytes", release="a" * 33_000)
     move(two, volume_id).source.undo()
     begun.require_denied("does not move to b")
 
