@@ -439,6 +439,7 @@ class ModelMoves:
         device_class: str = "",
         tell: Callable[[str], None] = lambda _text: None,
         show: Callable[[Progress], None] = lambda _progress: None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Move:
         name = name or ids.readable_name(volume_id)
         return Move(
