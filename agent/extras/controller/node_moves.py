@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from queue import SimpleQueue
 from threading import Lock
 from typing import Any, TypeVar, cast
@@ -118,7 +119,7 @@ class NodeMoves:
         until = time.monotonic() + _AGAIN_SECONDS
         while True:
             try:
-                return self.run(_named(node, method, self._unary(node, method, request, owned)))
+                return self.run(node, method, lambda: self._unary(node, method, request, owned))
             except NodeFailed as error:
                 if error.code() is not grpc.StatusCode.ABORTED or time.monotonic() > until:
                     raise
@@ -141,7 +142,8 @@ class NodeMoves:
                     _named(
                         node,
                         method,
-                        self._read(
+                        partial(
+                            self._read,
                             *(node, method, request),
                             messages.put if number == len(calls) else lambda _message: None,
                         ),
@@ -155,7 +157,7 @@ class NodeMoves:
                 for task in tasks:
                     task.cancel()
 
-        future = self._begin(all_read())
+        future = self._begin(all_read)
         future.add_done_callback(lambda _future: messages.put(None))
         try:
             while (message := messages.get()) is not None:
@@ -164,16 +166,15 @@ class NodeMoves:
             future.cancel()
         return self._result(future)
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the event loop, and return its result, or raise its error."""
-        return self._result(self._begin(work))
+    def run(self, node: str, method: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine about a node in the event loop; return its result. Raises NodeFailed."""
+        return self._result(self._begin(lambda: _named(node, method, work)))
 
-    def _begin(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
         with self._guard:
             if self._is_stopping or self._loop is None:
-                work.close()
                 raise _stopping()
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            future = asyncio.run_coroutine_threadsafe(work(), self._loop)
             self._futures.add(future)
         future.add_done_callback(self._forget)
         return future
@@ -237,7 +238,7 @@ class NodeMoves:
         async def address() -> str:
             return self._node(name).address
 
-        return self.run(_named(name, "Send", address()))
+        return self.run(name, "Send", address)
 
     def require_owner(self, name: str, volume_id: str) -> None:
         """Raise NodeFailed unless it is certain that a node has a volume."""
@@ -248,7 +249,7 @@ class NodeMoves:
                 code = grpc.StatusCode.FAILED_PRECONDITION
                 raise Refused(code, f"{volume_id} is a volume of node {owner.name}")
 
-        self.run(_named(name, "BeginMove", require()))
+        self.run(name, "BeginMove", require)
 
 
 def _stopping() -> NodeFailed:
@@ -257,10 +258,10 @@ def _stopping() -> NodeFailed:
     return NodeFailed("the controller", "move", code, "it stops; another one continues")
 
 
-async def _named(node: str, method: str, work: Coroutine[Any, Any, T]) -> T:
+async def _named(node: str, method: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Await a coroutine about a node. Raises NodeFailed for each error that a call may raise."""
     try:
-        return await work
+        return await work()
     except grpc.aio.AioRpcError as error:
         code, why = error.code(), error.details() or ""
     except Refused as error:

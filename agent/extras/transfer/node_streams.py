@@ -130,8 +130,10 @@ class _Job(Generic[T]):
         if isinstance(problem, grpc.RpcError):
             # A call to the service's own socket was refused.
             raise errors.CallRefused(problem.code().name, problem.details() or "") from None
-        if problem is not None:
+        if isinstance(problem, Exception):
             raise problem.with_traceback(None)
+        if problem is not None:
+            raise errors.TransferFailed(self._kind, repr(problem))
         return self._outcome[0]
 
     @contextmanager
@@ -365,8 +367,8 @@ class NodeStreams:
             raise errors.NotGranted("the stream would be of another move")
         place = grant.volume_id.rpartition("/")[0]
         prefix = f"{place}/{ids.SNAPSHOT_PREFIX}-{prefix_of(move.release)}"
-        for snapshot_id in (request.snapshot_id, request.base_snapshot_id):
-            if snapshot_id and not snapshot_id.startswith(prefix):
+        for snapshot_id in (request.snapshot_id, request.base_snapshot_id or prefix):
+            if not snapshot_id.startswith(prefix):
                 raise errors.NotGranted(f"{snapshot_id} is no snapshot of this move")
         return grant.volume_id
 

@@ -1,31 +1,87 @@
-"""Volumes that the controller moves from node to node over TLS, as the evacuation does."""
+"""Volumes that the controller moves from node to node over TLS, as an evacuation does."""
 
+import logging
 import random
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import clustered
 import configured
+import expect
+import grpc
 import histories
+import nodes
 import pytest
 from clustered import Cluster
 from fakes.host import FakeHost
+from nodes import Node, volume_of, write
 
-from agent.core import tag
+from agent.core import errors, tag
 from agent.csi.client import block
+from agent.extras.controller import certificates
+from agent.extras.controller.certificates import Certificates
+from agent.extras.controller.node_moves import NodeFailed
+from agent.extras.streams import form, reading
+from agent.extras.transfer import grants, node_streams
 from agent.extras.transfer.move import Move, Progress
+from agent.extras.transfer.moving import Mover
+from agent.extras.transfer.receiving import Receiver
+from agent.extras.transfer.transfer_service import OF_CONTROLLER, OF_NODES
+from proto import carver_pb2 as carver
+from proto import csi_pb2 as csi
+
+Code = grpc.StatusCode
+TRANSFER = "/carver.v2.Transfer"
+EVERY = tuple(
+    f"{TRANSFER}/{one.name}" for one in carver.DESCRIPTOR.services_by_name["Transfer"].methods
+)
+SERVED = {f"{TRANSFER}/{one}" for one in OF_CONTROLLER | OF_NODES}
+
+
+@contextmanager
+def nodes_that_send(tmp_path: Path, *, evacuation: bool = True) -> Iterator[Cluster]:
+    config = replace(configured.carver(tmp_path), evacuation=evacuation)
+    hosts = {}
+    for number, name in enumerate("ab", 1):
+        (tmp_path / f"machine-{name}").mkdir()
+        hosts[name] = FakeHost(tmp_path / f"machine-{name}", number)
+    with clustered.cluster(hosts["a"], config, tmp_path, hosts=hosts) as made:
+        yield made
 
 
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[Cluster]:
-    config = replace(configured.carver(tmp_path), evacuation=True)
-    with clustered.cluster(FakeHost(tmp_path), config, tmp_path) as made:
+    with nodes_that_send(tmp_path) as made:
         yield made
 
 
-def move(two: Cluster, volume_id: str, layout: str = "linear", **more: object) -> Move:
-    return two.controller.moves.move(volume_id, "a", "b", device_class=layout, **more)  # type: ignore[arg-type]
+@pytest.fixture
+def volume(two: Cluster) -> csi.Volume:
+    """A volume of the first node with content, which is not in use."""
+    made = volume_of(two.nodes["a"])
+    write(two.nodes["a"], "vol-db", random.Random(1))
+    two.nodes["a"].client.unstage(made.volume_id, two.nodes["a"].directory / "staging")
+    return made
+
+
+def move(two: Cluster, volume_id: str, layout: str = "linear", **more: Any) -> Move:
+    return two.controller.moves.move(volume_id, "a", "b", device_class=layout, **more)
+
+
+def run(moving: Move) -> None:
+    moving.approach()
+    assert moving.hand_over()
+    moving.complete()
+
+
+def usable(node: Node) -> int:
+    return len(nodes.usable(node))
 
 
 @pytest.mark.parametrize("layout", ["linear", "thin", "sealed-linear", "sealed-thin"])
@@ -33,9 +89,9 @@ def test_a_volume_moves_whole(two: Cluster, layout: str) -> None:
     a, b = two.nodes["a"], two.nodes["b"]
     disk = histories.Disk(a.client, a.service, a.host, layout, "db")
     histories.write_some(disk, random.Random(1))
-    told: list[str] = []
+    said: list[str] = []
     shown: list[Progress] = []
-    moving = move(two, disk.id, layout, tell=told.append, show=shown.append)
+    moving = move(two, disk.id, layout, tell=said.append, show=shown.append)
     with a.host.kernel.opened(disk.device):
         first = moving.approach()
         assert (first.is_moved, first.in_use, first.rounds) == (False, True, 1)
@@ -49,11 +105,432 @@ def test_a_volume_moves_whole(two: Cluster, layout: str) -> None:
     there = moving.complete()
     assert there["state"] == tag.READY
     assert moving.complete() == there
+    assert moving.approach().is_moved
     size = a.service.reports.fresh(a.group).group(a.group).volume("vol-db").size_bytes
     assert b.content("vol-db", size) == a.content("vol-db", size)
+    assert {one.done_bytes for one in shown} >= {size}
+    assert all(one.done_bytes <= one.size_bytes for one in shown)
     moving.finish()
     assert a.names() == set()
     [moved] = b.client.volumes()
     assert moved.volume_id == there["volume_id"]
     secrets = histories.KEY if layout.startswith(histories.SEALED) else {}
     b.client.stage(moved, b.directory / "staging", block(), secrets)
+
+
+def test_a_volume_that_moved_is_taken_back(two: Cluster, volume: csi.Volume) -> None:
+    content = two.nodes["a"].content("vol-db")
+    moving = move(two, volume.volume_id)
+    run(moving)
+    move(two, volume.volume_id).undo(
+        confirmed=lambda _question: True, is_nowhere=lambda _question: False
+    )
+    assert (usable(two.nodes["a"]), two.nodes["b"].names()) == (1, set())
+    assert two.nodes["a"].content("vol-db") == content
+
+
+def test_a_stream_that_was_cut_off_continues_where_it_ended(
+    two: Cluster, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_streams, "PART_BYTES", 64 << 10)
+    flush, parts = node_streams._Messages.flush, [200]
+
+    def cut(self: Any) -> None:
+        parts[0] -= 1
+        if not parts[0]:
+            raise OSError("the line is cut")
+        flush(self)
+
+    # A whole volume of noise.
+    two.nodes["a"].client.stage(volume, two.nodes["a"].directory / "staging", block())
+    two.nodes["a"].host.write_bytes(
+        two.nodes["a"].device("vol-db"), 0, random.Random(5).randbytes(nodes.SIZE)
+    )
+    two.nodes["a"].client.unstage(volume.volume_id, two.nodes["a"].directory / "staging")
+    with monkeypatch.context() as patched:
+        patched.setattr(node_streams._Messages, "flush", cut)
+        with pytest.raises(NodeFailed, match="the line is cut"):
+            move(two, volume.volume_id).approach()
+    offset = move(two, volume.volume_id).destination.status()["offset_bytes"]
+    assert 0 < offset < nodes.SIZE
+    moving = move(two, volume.volume_id)
+    first = moving.approach()
+    assert first.changed_bytes == nodes.SIZE - offset
+    assert not first.is_caught_up
+    assert moving.approach().is_caught_up
+    run(moving)
+    assert two.nodes["b"].content("vol-db") == two.nodes["a"].content("vol-db")
+
+
+# Who may call
+
+
+@contextmanager
+def channel(two: Cluster, who: str, to: str = "a") -> Iterator[grpc.Channel]:
+    """A connection to a node, by who has the certificate in that directory."""
+    shown = Certificates.read(two.directory / who)
+    name = certificates.node_name(to, two.config.driver_name)
+    options = certificates.options(name)
+    with grpc.secure_channel(two.address(to), shown.for_client(), options) as made:
+        yield made
+
+
+def code_of(call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as raised:
+        call()
+    error = cast(grpc.Call, raised.value)
+    return error.code(), error.details()
+
+
+def answers(two: Cluster, who: str) -> dict[str, grpc.StatusCode]:
+    """By call of the service Transfer: what an empty request gets."""
+    with channel(two, who) as to:
+        found = {}
+        for path in EVERY:
+            call: Any = to.unary_stream(path)
+            try:
+                list(call(b"", timeout=60))
+                found[path] = Code.OK
+            except grpc.RpcError as error:
+                found[path] = cast(grpc.Call, error).code()
+        return found
+
+
+def test_a_node_s_key_without_a_grant_may_call_nothing(two: Cluster) -> None:
+    assert set(answers(two, "tls-b").values()) == {Code.PERMISSION_DENIED}
+    # Its own key, too.
+    assert set(answers(two, "tls-a").values()) == {Code.PERMISSION_DENIED}
+    with channel(two, "tls-b") as to:
+        for path in ("/csi.v1.Controller/ListVolumes", "/csi.v1.Identity/GetPluginInfo"):
+            call: Any = to.unary_unary(path)
+            assert code_of(lambda: call(b"", timeout=60))[0] is Code.PERMISSION_DENIED  # noqa: B023
+
+
+def test_the_controller_may_call_what_a_move_needs(two: Cluster) -> None:
+    found = answers(two, "controller")
+    assert {path for path, code in found.items() if code is Code.UNIMPLEMENTED} == (
+        set(EVERY) - SERVED
+    )
+    # A stream is for the node with the grant only.
+    assert found[f"{TRANSFER}/Send"] is Code.PERMISSION_DENIED
+
+
+def test_without_the_setting_nothing_is_served(tmp_path: Path) -> None:
+    with nodes_that_send(tmp_path, evacuation=False) as two:
+        assert set(answers(two, "controller").values()) == {Code.UNIMPLEMENTED}
+        assert set(answers(two, "tls-b").values()) == {Code.PERMISSION_DENIED}
+        made = volume_of(two.nodes["a"])
+        with pytest.raises(NodeFailed, match="UNIMPLEMENTED"):
+            move(two, made.volume_id).approach()
+        # And not on the socket that only root can open.
+        transfer = two.nodes["a"].transfer
+        pull = carver.PullRequest(
+            name="db",
+            release="ab" * 32,
+            source=carver.PullSource(node="b", address="x", volume_id="v", snapshot_id="s"),
+        )
+        code, why = code_of(lambda: list(transfer.Pull(pull)))
+        assert (code, "evacuation" in why) == (Code.FAILED_PRECONDITION, True)
+        code, _ = code_of(lambda: list(transfer.Send(carver.SendRequest())))
+        assert code is Code.PERMISSION_DENIED
+
+
+class Begun:
+    """A move that has begun, with a snapshot, and what the target would ask for."""
+
+    def __init__(self, two: Cluster, volume: csi.Volume) -> None:
+        self.two, self.volume = two, volume
+        source = move(two, volume.volume_id).source
+        self.release = source.begin("b").release
+        self.snapshot_id = source.take()
+        self.controller = Certificates.read(two.directory / "controller")
+
+    def grant(self, **more: Any) -> carver.Grant:
+        given = {
+            "volume_id": self.volume.volume_id,
+            "source": "a",
+            "target": "b",
+            **more,
+        }
+        return grants.new(self.controller, self.two.config.driver_name, **given)
+
+    def ask(self, who: str = "tls-b", **more: Any) -> bytes:
+        """Read the whole stream; raises what the node answers."""
+        given = {
+            "snapshot_id": self.snapshot_id,
+            "release": self.release,
+            "grant": more.pop("grant", None) or self.grant(),
+            **more,
+        }
+        with channel(self.two, who) as to:
+            call: Any = to.unary_stream(
+                f"{TRANSFER}/Send",
+                request_serializer=carver.SendRequest.SerializeToString,
+                response_deserializer=carver.SendPart.FromString,
+            )
+            found = list(call(carver.SendRequest(**given), timeout=60))
+        assert all(len(one.data) <= node_streams.PART_BYTES for one in found)
+        return b"".join(one.data for one in found)
+
+    def require_denied(self, why: str, **more: Any) -> None:
+        code, details = code_of(lambda: self.ask(**more))
+        assert code is Code.PERMISSION_DENIED, details
+        assert why in details
+
+
+@pytest.fixture
+def begun(two: Cluster, volume: csi.Volume) -> Begun:
+    return Begun(two, volume)
+
+
+def test_the_target_may_read_the_move_s_snapshots_and_nothing_else(
+    two: Cluster, begun: Begun
+) -> None:
+    assert begun.ask().startswith(form.MAGIC)
+    a, volume_id = two.nodes["a"], begun.volume.volume_id
+    kept = a.client.snapshot("backup", volume_id).snapshot_id
+    other = volume_of(a, name="other")
+    of_other = a.client.snapshot(f"move-{begun.release[:12]}-1", other.volume_id).snapshot_id
+    two.authority.write(
+        two.directory / "tls-c", certificates.node_name("c", two.config.driver_name)
+    )
+    begun.require_denied("there is no grant", grant=carver.Grant(signature=b"x"))
+    begun.require_denied("is for node 'b'", who="tls-c")
+    begun.require_denied("is for node 'b'", who="controller")
+    begun.require_denied("is for node 'c'", grant=begun.grant(target="c"))
+    begun.require_denied("does not move to c", who="tls-c", grant=begun.grant(target="c"))
+    begun.require_denied("of node 'b'", grant=begun.grant(source="b"))
+    begun.require_denied("does not move to b", grant=begun.grant(volume_id=other.volume_id))
+    begun.require_denied("no snapshot of this move", snapshot_id=kept)
+    begun.require_denied("no snapshot of this move", base_snapshot_id=kept)
+    begun.require_denied("no snapshot of this move", snapshot_id=volume_id)
+    begun.require_denied("no snapshot of this move", snapshot_id="")
+    begun.require_denied("is of another volume", snapshot_id=of_other)
+    begun.require_denied("of another move", release="ab" * 32)
+    begun.require_denied("of another move", release="")
+    move(two, volume_id).source.undo()
+    begun.require_denied("does not move to b")
+
+
+def test_a_grant_of_another_time_key_or_form_is_denied(two: Cluster, begun: Begun) -> None:
+    driver = two.config.driver_name
+    for seconds in (-4000, 4000):
+        clock = partial(lambda ahead: time.time() + ahead, seconds)
+        old = grants.new(begun.controller, driver, begun.volume.volume_id, "a", "b", clock)
+        begun.require_denied("not valid at this time", grant=old)
+    begun.controller = Certificates.read(two.directory / "tls-b")
+    begun.require_denied("signed by b.node", grant=begun.grant())
+    begun.controller = Certificates.read(two.directory / "controller")
+    altered = begun.grant()
+    altered.text = altered.text.replace(b'"target":"b"', b'"target":"c"')
+    begun.require_denied("signature", grant=altered)
+
+
+def test_few_streams_go_on_at_the_same_time(
+    two: Cluster, begun: Begun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, send = threading.Event(), node_streams._Messages.write
+    begun_sends = threading.Semaphore(0)
+
+    def slow(self: Any, data: Any) -> None:
+        begun_sends.release()
+        assert go_on.wait(expect.PATIENCE_SECONDS)
+        send(self, data)
+
+    monkeypatch.setattr(node_streams._Messages, "write", slow)
+    ended: list[bytes] = []
+    threads = [
+        threading.Thread(target=lambda: ended.append(begun.ask()))
+        for _ in range(node_streams.MOST_AT_ONCE)
+    ]
+    with ExitStack() as stack:
+        stack.callback(go_on.set)
+        for one in threads:
+            one.start()
+        for _ in threads:
+            assert begun_sends.acquire(timeout=expect.PATIENCE_SECONDS)
+        code, why = code_of(begun.ask)
+        assert (code, "2 calls of Send" in why) == (Code.RESOURCE_EXHAUSTED, True)
+        go_on.set()
+        for one in threads:
+            one.join(expect.PATIENCE_SECONDS)
+    assert len(ended) == 2
+    assert begun.ask() == ended[0]
+
+
+def test_a_caller_that_goes_ends_its_stream(
+    two: Cluster, begun: Begun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_streams, "_PROGRESS_SECONDS", 0.05)
+    monkeypatch.setattr(node_streams, "PART_BYTES", 512)
+    streams = two.nodes["a"].service.extras["transfer"]._node_streams  # type: ignore[attr-defined]
+    with channel(two, "tls-b") as to:
+        call: Any = to.unary_stream(
+            f"{TRANSFER}/Send", request_serializer=carver.SendRequest.SerializeToString
+        )
+        request = carver.SendRequest(
+            snapshot_id=begun.snapshot_id, release=begun.release, grant=begun.grant()
+        )
+        answers_ = call(request)
+        next(answers_)
+        answers_.cancel()
+    expect.soon(lambda: not streams._jobs)
+    assert begun.ask().startswith(form.MAGIC)
+
+
+# What is not so
+
+
+def test_a_volume_of_another_node_is_not_moved(two: Cluster) -> None:
+    made = volume_of(two.nodes["b"])
+    with pytest.raises(NodeFailed, match="is a volume of node b"):
+        move(two, made.volume_id).approach()
+
+
+def test_a_source_that_lies_moves_nothing(
+    two: Cluster, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = Mover._state
+
+    def lie(self: Mover, of: Any) -> carver.MoveState:
+        honest = state(self, of)
+        honest.state, honest.word = tag.MOVED, "guess"
+        return honest
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Mover, "_state", lie)
+        with pytest.raises(NodeFailed, match="cannot pass on the answer of node a") as raised:
+            move(two, volume.volume_id).approach()
+        assert raised.value.code() is Code.INTERNAL
+        assert "guess" not in str(raised.value)
+    node = two.controller.nodes.get("a")
+    assert node is not None
+    assert node.refused_answers == 1
+    assert two.nodes["b"].names() == set()
+    run(move(two, volume.volume_id))
+
+
+def test_a_target_that_lies_gets_nothing(
+    two: Cluster, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = Receiver.status
+
+    def lie(self: Receiver, name: str) -> carver.ReceiveState:
+        honest = status(self, name)
+        honest.volume_id, honest.state = volume.volume_id, tag.RECEIVING
+        return honest
+
+    monkeypatch.setattr(Receiver, "status", lie)
+    with pytest.raises(NodeFailed, match="in no volume group of node b"):
+        move(two, volume.volume_id).approach()
+    assert usable(two.nodes["a"]) == 1
+
+
+@pytest.mark.parametrize("field", ["volume_id", "snapshot_id", "release", "offset_bytes"])
+def test_another_stream_than_was_asked_for_is_not_received(
+    two: Cluster, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    opening = form.opening
+    values: dict[str, Any] = {"release": "ab" * 32, "offset_bytes": 512}
+
+    def lie(header: form.Header) -> tuple[bytes, bytes]:
+        changes = {field: values.get(field, f"{getattr(header, field)}x")}
+        return opening(replace(header, **changes))
+
+    monkeypatch.setattr(form, "opening", lie)
+    with pytest.raises(NodeFailed, match=f"its {field} is"):
+        move(two, volume.volume_id).approach()
+    assert two.nodes["b"].names() == set()
+
+
+def test_data_that_were_altered_on_the_way_are_not_handed_over(
+    two: Cluster, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush = node_streams._Messages.flush
+
+    def alter(self: Any) -> None:
+        if len(self._waiting) > 5000:
+            self._waiting[-1] ^= 1
+        flush(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(node_streams._Messages, "flush", alter)
+        with pytest.raises(NodeFailed, match="altered"):
+            move(two, volume.volume_id).approach()
+    run(move(two, volume.volume_id))
+
+
+def test_data_that_do_not_get_to_the_disk_are_found(
+    two: Cluster, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = reading._parts
+    with monkeypatch.context() as patched:
+        patched.setattr(reading, "_parts", lambda *given: list(parts(*given))[1:])
+        with pytest.raises(errors.NotMoved, match="something else"):
+            move(two, volume.volume_id).approach()
+    assert two.nodes["b"].names() == set()
+    assert usable(two.nodes["a"]) == 1
+    moving = move(two, volume.volume_id)
+    moving.approach()
+    # What is there was changed, and the one that goes on has not seen it to be the same.
+    b = two.nodes["b"]
+    b.host.write_bytes(b.device("vol-db"), 4096, b"x" * 4096)
+    with pytest.raises(errors.NotMoved, match="something else"):
+        move(two, volume.volume_id).approach()
+    run(move(two, volume.volume_id))
+    assert b.content("vol-db") == two.nodes["a"].content("vol-db")
+
+
+def test_a_hold_that_ends_or_is_another_s_hands_nothing_over(
+    two: Cluster, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = two.nodes["a"].service.context.holds._held
+    moving = move(two, volume.volume_id)
+    moving.approach()
+    send = moving.destination.send
+
+    def lose(*given: Any, **more: Any) -> Any:
+        held.clear()
+        return send(*given, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(moving.destination, "send", lose)
+        assert not moving.hand_over()
+    assert usable(two.nodes["a"]) == 1
+    token = moving.source.hold()
+    assert not moving.hand_over()
+    moving.source.release(token)
+    assert moving.hand_over()
+
+
+def test_a_controller_that_stops_leaves_a_move_to_the_next_one(
+    two: Cluster, volume: csi.Volume
+) -> None:
+    moving = move(two, volume.volume_id)
+    moving.approach()
+    two.restart()
+    with pytest.raises(NodeFailed, match="another one continues"):
+        moving.approach()
+    run(move(two, volume.volume_id))
+    assert (usable(two.nodes["a"]), usable(two.nodes["b"])) == (0, 1)
+
+
+def test_no_secret_of_a_move_is_logged(
+    two: Cluster, volume: csi.Volume, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    moving = move(two, volume.volume_id)
+    moving.approach()
+    assert moving.hand_over()
+    word = moving.source.state().word
+    assert len(word) == 32
+    moving.complete()
+    moving.undo(confirmed=lambda _question: True, is_nowhere=lambda _question: False)
+    logged = "\n".join(f"{one.getMessage()} {getattr(one, 'fields', '')}" for one in caplog.records)
+    assert {"Send", "Pull", "FinishReceive", "WithdrawReceive"} <= {
+        one.fields["method"]
+        for one in caplog.records
+        if hasattr(one, "fields") and "method" in one.fields
+    }
+    for secret in (word, "PRIVATE KEY"):
+        assert secret not in logged
