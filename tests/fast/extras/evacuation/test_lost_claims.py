@@ -435,29 +435,65 @@ def test_a_volume_that_another_change_has_begun_with_stays(site: Site, annotatio
     assert "annotations of another change" in shop.message(lost_claims.WAITS)
 
 
-def test_a_node_that_is_back_after_the_first_step_takes_it_back(site: Site) -> None:
-    shop = site.shop
-    [node] = lose(shop)
+def begin_only(site: Site) -> str:
+    """Take the first step of a release, and no other; the lost node."""
+    [node] = lose(site.shop)
     site.wait(LONG - 60)
-    claims = site.controllers[0].claims
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(claims._objects, "delete", lambda *_: None)
+        patched.setattr(site.controllers[0].claims._objects, "delete", lambda *_: None)
         site.wait(120)
-    assert {one["spec"]["persistentVolumeReclaimPolicy"] for one in shop.objects[VOLUMES]} == {
-        "Delete",
-        "Retain",
-    }
-    shop.join(node)
+    assert policies(site.shop) == {"Delete", "Retain"}
+    return node
+
+
+def policies(shop: Shop) -> set[str]:
+    return {one["spec"]["persistentVolumeReclaimPolicy"] for one in shop.objects[VOLUMES]}
+
+
+@pytest.mark.parametrize("wish", ["", "true"])
+def test_a_node_that_is_back_after_the_first_step_takes_it_back(site: Site, wish: str) -> None:
+    shop = site.shop
+    for one in shop.objects[CLAIMS] if wish else ():
+        one["metadata"]["annotations"] = {WISH: wish}
+    shop.join(begin_only(site))
     site.wait(240)
     # Another controller may still be about to delete the claim.
-    assert shop.notes() != {}
+    assert policies(shop) == {"Delete", "Retain"}
     site.wait(120)
-    assert {one["spec"]["persistentVolumeReclaimPolicy"] for one in shop.objects[VOLUMES]} == {
-        "Delete"
-    }
+    assert policies(shop) == {"Delete"}
     assert shop.notes() == {}
     assert lost_claims.CANCELLED in shop.reasons()
     site.require_whole()
+
+
+def test_a_claim_that_forbids_it_after_the_first_step_takes_it_back(site: Site) -> None:
+    shop = site.shop
+    begin_only(site)
+    for one in shop.objects[CLAIMS]:
+        one["metadata"]["annotations"] = {WISH: "false"}
+    site.wait(420)
+    assert policies(shop) == {"Delete"}
+    site.require_safe()
+
+
+def test_what_was_read_too_long_ago_takes_nothing_back(site: Site) -> None:
+    """As by a controller that was stopped in a look."""
+    shop, answer, is_slow = site.shop, site.shop.answer, [False]
+
+    def slowly(path: str, query: Any) -> Any:
+        if is_slow[0] and path.endswith("/pods"):
+            site.clock.now += 61
+        return answer(path, query)
+
+    shop.join(begin_only(site))
+    shop.answer = slowly  # type: ignore[method-assign]
+    site.wait(240)
+    is_slow[0] = True
+    site.wait(300)
+    assert policies(shop) == {"Delete", "Retain"}
+    is_slow[0] = False
+    site.wait(400)
+    assert policies(shop) == {"Delete"}
 
 
 def between_the_steps(site: Site, happens: Callable[[], object]) -> None:
