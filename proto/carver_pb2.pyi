@@ -1183,7 +1183,7 @@ class BeginMoveRequest(_message.Message):
     NODE_FIELD_NUMBER: _builtins.int
     volume_id: _builtins.str
     node: _builtins.str
-    """The other node, as ssh knows it."""
+    """The other node, as ssh knows it, or as the cluster does where the controller moves the volume."""
     def __init__(
         self,
         *,

@@ -260,6 +260,12 @@ class Service:
         release = digest(volume.word if volume.move_to else "")
         return f"-{prefix_of(release)}" in snapshot_id
 
+    def require_sendable(self, volume_id: str, snapshot_id: str, node: str) -> None:
+        """Refuse what a grant does not allow (grants.py)."""
+        volume = self.find(volume_id)
+        if volume.move_to != node or not self._is_of_move(volume, snapshot_id):
+            raise Refusal(Code.FAILED_PRECONDITION, f"{snapshot_id} is not of a move to {node}")
+
     def _moving(self, volume_id: str) -> Volume:
         volume = self.find(volume_id)
         if not volume.move_to:
@@ -356,7 +362,7 @@ class Service:
     def finish_receive(self, name: str, word: str) -> None:
         volume = self.volumes.get(name)
         if volume is None:
-            raise Refusal(Code.NOT_FOUND, f"no volume {name}")
+            raise Refusal(Code.INVALID_ARGUMENT, "the volume has no id")
         if volume.is_usable and volume.released:
             return
         volume = self._receiving(name)
@@ -382,7 +388,7 @@ class Service:
     def withdraw(self, name: str, word: str) -> None:
         volume = self.volumes.get(name)
         if volume is None:
-            raise Refusal(Code.NOT_FOUND, f"no volume {name}")
+            raise Refusal(Code.INVALID_ARGUMENT, "the volume has no id")
         if volume.is_coming:
             return
         if volume.released != word or not word:
@@ -433,6 +439,7 @@ class ModelMoves:
         device_class: str = "",
         tell: Callable[[str], None] = lambda _text: None,
         show: Callable[[Progress], None] = lambda _progress: None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Move:
         name = name or ids.readable_name(volume_id)
         return Move(
@@ -544,6 +551,7 @@ class ModelDestination:
             if not source.is_up:
                 raise Refusal(Code.UNAVAILABLE, f"{source.name} does not answer")
             epochs = (source.epoch, at.epoch)
+            source.require_sendable(self._id, snapshot_id, self.node)
             snapshot = source._snapshot(snapshot_id)
             chain = snapshot.chain(snapshot_id)
             base_chain = ""

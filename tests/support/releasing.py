@@ -70,6 +70,8 @@ class Shop(ApiServer):
         self.dangers: list[str] = []
         # The UIDs of the claims that the controller deleted, and their instances, in this order.
         self.released: dict[str, str] = {}
+        # Nodes that came back when the deletion of a claim was on its way already.
+        self.excused: set[str] = set()
         # Nodes on which no pod becomes ready.
         self.slow: set[str] = set()
         # Whether the controllers behind rest: then claims stay deleted.
@@ -208,7 +210,7 @@ class Shop(ApiServer):
         volume = self.one(VOLUMES, claim["spec"]["volumeName"])
         if volume["spec"]["persistentVolumeReclaimPolicy"] != "Retain":
             self.dangers.append(f"{name} is deleted, and its volume with it")
-        if _node_named(volume) in self.nodes:
+        if _node_named(volume) in self.nodes - self.excused:
             self.dangers.append(f"{name} is deleted, though its node is there")
         for pod in self.objects[PODS]:
             if pod["spec"]["nodeName"] and name in _claims(pod):
@@ -218,7 +220,7 @@ class Shop(ApiServer):
             for one in self.objects[CLAIMS]
             if "deletionTimestamp" not in one["metadata"]
             and (bound := self._find(VOLUMES, one["spec"].get("volumeName", "")))
-            and _node_named(bound) not in self.nodes
+            and _node_named(bound) not in self.nodes - self.excused
         }
         running = {one for one in self.names(PODS) if self.is_running(one)}
         # None is on the way: each instance runs, or waits for its release with its claims.

@@ -60,6 +60,8 @@ SERVER_OPTIONS = (
 # Maximum number of characters of a server's name in TLS' SNI (TLSEXT_MAXLEN_host_name of
 # BoringSSL).
 _MOST_NAME_CHARACTERS = 255
+# Maximum size, in bytes, of a request that any node may send to another node.
+_MOST_REQUEST_BYTES = 32 << 10
 _AUTHORITY, _CERTIFICATE, _KEY = "ca.crt", "tls.crt", "tls.key"
 
 
@@ -193,6 +195,7 @@ class OnlyFrom(grpc.ServerInterceptor):
     """Interceptor that refuses each call of a client without a certificate of this DNS name.
 
     The handlers of the RPCs in `checked_otherwise`, by their paths, check the caller themselves.
+    They get no request of more than _MOST_REQUEST_BYTES, as its texts are logged before that.
     """
 
     def __init__(self, name: str, checked_otherwise: Collection[str] = ()) -> None:
@@ -208,9 +211,11 @@ class OnlyFrom(grpc.ServerInterceptor):
         None if the server has no handler for the call.
         """
         handler = continuation(handler_call_details)
-        if handler is None or handler_call_details.method in self._checked_otherwise:
-            return handler
+        if handler is None:
+            return None
         wire = (handler.request_deserializer, handler.response_serializer)
+        if handler_call_details.method in self._checked_otherwise:
+            return grpc.unary_stream_rpc_method_handler(_bounded(handler.unary_stream), *wire)
         if handler.unary_stream:
             return grpc.unary_stream_rpc_method_handler(self._checked(handler.unary_stream), *wire)
         return grpc.unary_unary_rpc_method_handler(self._checked(handler.unary_unary), *wire)
@@ -230,6 +235,17 @@ class OnlyFrom(grpc.ServerInterceptor):
             return behaviour(request, context)
 
         return call
+
+
+def _bounded(behaviour: Any) -> Callable[..., Any]:
+    @wraps(behaviour)
+    def call(request: Any, context: grpc.ServicerContext) -> Any:
+        if request.ByteSize() > _MOST_REQUEST_BYTES:
+            why = f"a request has at most {_MOST_REQUEST_BYTES} bytes"
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
+        return behaviour(request, context)
+
+    return call
 
 
 def read_pem(path: Path) -> bytes:

@@ -12,8 +12,9 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Lock
 from typing import Any, TypeVar, cast
 
@@ -38,7 +39,14 @@ _CALL_SECONDS, _MESSAGE_SECONDS = 120.0, 60.0
 # Time, in seconds, for which a call is repeated that meets another call for the same volume, or
 # work that has not ended, and the pause before it is repeated.
 _AGAIN_SECONDS, _PAUSE_SECONDS = 60.0, 1.0
+# Pause, in seconds, after each message of a stream: a node that sends one after the other without
+# end takes no more of the event loop.
+_BETWEEN_SECONDS = 0.05
+# Interval, in seconds, at which the thread of a move looks whether the move is still wanted.
+_LOOK_SECONDS = 1.0
 _CONTROLLER = "csi.v1.Controller"
+# Calls that are made also if the move is not wanted any more: a hold is ended.
+_ALWAYS = frozenset({f"{TRANSFER}/ReleaseMove"})
 
 
 class NodeFailed(errors.NodeRefused, grpc.RpcError):
@@ -94,18 +102,22 @@ class NodeMoves:
         device_class: str = "",
         tell: Callable[[str], None] = lambda _text: None,
         show: Callable[[Progress], None] = lambda _progress: None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Move:
         """Return the move of a volume from the node `source` to the node `target`.
 
         `name` and `device_class` are the volume's name and class there; by default its own name,
         and the default class. `tell` is called with a text at each step, `show` with the progress
-        of a stream each second; both in the thread that uses the move. All errors of the move are
+        of a stream each second; both in the thread that uses the move. If `is_wanted` returns
+        False, which it is asked before each call and each second of a stream, the move is cut off
+        with NodeFailed (CANCELLED), and can be continued later. All errors of the move are
         AgentErrors.
         """
         name = name or ids.readable_name(volume_id)
+        calls = Calls(self, is_wanted)
         return Move(
-            SourceNode(self, volume_id, source),
-            TargetNode(self, volume_id, source, target, name, device_class, show),
+            SourceNode(calls, volume_id, source),
+            TargetNode(calls, volume_id, source, target, name, device_class, show),
             volume_id,
             tell,
         )
@@ -118,67 +130,12 @@ class NodeMoves:
 
         return self.run("the controller", "names", names)
 
-    def call(self, node: str, method: str, request: Message, *, owned: Sequence[str] = ()) -> Any:
-        """Call a node, check its answer, and return it. `method` is `SERVICE/METHOD`.
-
-        A call that meets another call for the volume (ABORTED) is repeated for _AGAIN_SECONDS.
-        Raises NodeFailed.
-        """
-        until = time.monotonic() + _AGAIN_SECONDS
-        while True:
-            try:
-                return self.run(node, method, lambda: self._unary(node, method, request, owned))
-            except NodeFailed as error:
-                if error.code() is not grpc.StatusCode.ABORTED or time.monotonic() > until:
-                    raise
-            time.sleep(_PAUSE_SECONDS)
-
-    def streams(
-        self, *calls: tuple[str, str, Message], show: Callable[[Any], None]
-    ) -> Sequence[Any]:
-        """Call nodes that answer by streams, all at once; return the last message of each.
-
-        A call is a node, `SERVICE/METHOD`, and the request. All messages are checked. `show` is
-        called in this thread with each message of the last one of the calls. If one call fails, or
-        this thread is interrupted, all are cut off. Raises NodeFailed.
-        """
-        messages: SimpleQueue[Any] = SimpleQueue()
-
-        async def all_read() -> Sequence[Any]:
-            tasks = [
-                asyncio.ensure_future(
-                    _named(
-                        node,
-                        method,
-                        partial(
-                            self._read,
-                            *(node, method, request),
-                            messages.put if number == len(calls) else lambda _message: None,
-                        ),
-                    )
-                )
-                for number, (node, method, request) in enumerate(calls, 1)
-            ]
-            try:
-                return await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-
-        future = self._begin(all_read)
-        future.add_done_callback(lambda _future: messages.put(None))
-        try:
-            while (message := messages.get()) is not None:
-                show(message)
-        finally:
-            future.cancel()
-        return self._result(future)
-
     def run(self, node: str, method: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run a coroutine about a node in the event loop; return its result. Raises NodeFailed."""
-        return self._result(self._begin(lambda: _named(node, method, work)))
+        return self.result(self.begin(lambda: _named(node, method, work)))
 
-    def _begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
+    def begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
+        """Begin to run a coroutine in the event loop. Raises NodeFailed if the controller stops."""
         with self._guard:
             if self._is_stopping or self._loop is None:
                 raise _stopping()
@@ -192,22 +149,29 @@ class NodeMoves:
             self._futures.discard(future)
 
     @staticmethod
-    def _result(future: "Future[T]") -> T:
+    def result(future: "Future[T]") -> T:
+        """Wait for the end of a coroutine; return its result, or raise its error."""
         try:
             return future.result()
         except CancelledError:
             raise _stopping() from None
 
-    async def _unary(self, name: str, method: str, request: Message, owned: Sequence[str]) -> Any:
+    async def unary(self, name: str, method: str, request: Message, owned: Sequence[str]) -> Any:
+        """Call a node, check its answer, and return it. Raises AioRpcError or Refused."""
         node, data = self._node(name), request.SerializeToString()
         _, answer = await self._answers.of(
             node, f"/{method}", request, data, _CALL_SECONDS, owned=owned
         )
         return answer
 
-    async def _read(
+    async def read(
         self, name: str, method: str, request: Message, put: Callable[[Any], None]
     ) -> Any:
+        """Call a node that answers by a stream; check each message, and return the last one.
+
+        `put` is called with each message. Raises AioRpcError, Refused, or TimeoutError if the node
+        sends nothing for _MESSAGE_SECONDS.
+        """
         node, path, last = self._node(name), f"/{method}", None
         asked = self._answers.asked(node, request)
         stream: grpc.aio.UnaryStreamMultiCallable[bytes, Any] = node.connected.unary_stream(path)
@@ -220,6 +184,7 @@ class NodeMoves:
                     break
                 last = await self._answers.read(node, path, asked, cast(bytes, data))
                 put(last)
+                await asyncio.sleep(_BETWEEN_SECONDS)
         except grpc.aio.AioRpcError as error:
             require_node_error(node, error)
             raise
@@ -279,15 +244,96 @@ async def _named(node: str, method: str, work: Callable[[], Coroutine[Any, Any, 
     raise NodeFailed(node, method, code, why)
 
 
+class Calls:
+    """The calls of one move to nodes, from the thread of the move.
+
+    `is_wanted` returns whether the move is to go on.
+    """
+
+    def __init__(self, moves: NodeMoves, is_wanted: Callable[[], bool]) -> None:
+        self.moves, self._is_wanted = moves, is_wanted
+
+    def call(self, node: str, method: str, request: Message, *, owned: Sequence[str] = ()) -> Any:
+        """Call a node, check its answer, and return it. `method` is `SERVICE/METHOD`.
+
+        A call that meets another call for the volume (ABORTED) is repeated for _AGAIN_SECONDS.
+        Raises NodeFailed.
+        """
+        until = time.monotonic() + _AGAIN_SECONDS
+        while True:
+            if method not in _ALWAYS:
+                self._require_wanted(node, method)
+            try:
+                return self.moves.run(
+                    node, method, lambda: self.moves.unary(node, method, request, owned)
+                )
+            except NodeFailed as error:
+                if error.code() is not grpc.StatusCode.ABORTED or time.monotonic() > until:
+                    raise
+            time.sleep(_PAUSE_SECONDS)
+
+    def streams(
+        self, *calls: tuple[str, str, Message], show: Callable[[Any], None]
+    ) -> Sequence[Any]:
+        """Call nodes that answer by streams, all at once; return the last message of each.
+
+        A call is a node, `SERVICE/METHOD`, and the request. All messages are checked. `show` is
+        called in this thread with each message of the last one of the calls. If one call fails, or
+        this thread is interrupted, all are cut off. Raises NodeFailed.
+        """
+        messages: SimpleQueue[Any] = SimpleQueue()
+
+        async def all_read() -> Sequence[Any]:
+            tasks = [
+                asyncio.ensure_future(
+                    _named(
+                        node,
+                        method,
+                        partial(
+                            self.moves.read,
+                            *(node, method, request),
+                            messages.put if number == len(calls) else lambda _message: None,
+                        ),
+                    )
+                )
+                for number, (node, method, request) in enumerate(calls, 1)
+            ]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+        future = self.moves.begin(all_read)
+        future.add_done_callback(lambda _future: messages.put(None))
+        try:
+            while (message := self._next(messages)) is not None:
+                show(message)
+        finally:
+            future.cancel()
+        return self.moves.result(future)
+
+    def _next(self, messages: "SimpleQueue[Any]") -> Any:
+        """Wait for the next message of a stream; None at its end."""
+        while True:
+            self._require_wanted("the controller", "move")
+            with suppress(Empty):
+                return messages.get(timeout=_LOOK_SECONDS)
+
+    def _require_wanted(self, node: str, method: str) -> None:
+        if not self._is_wanted():
+            raise NodeFailed(node, method, grpc.StatusCode.CANCELLED, "the move is stopped")
+
+
 class SourceNode:
     """The node that has the volume, as the `Source` of a move. Its methods raise NodeFailed."""
 
-    def __init__(self, moves: NodeMoves, volume_id: str, node: str) -> None:
-        self._moves, self._volume_id, self._node = moves, volume_id, node
+    def __init__(self, calls: Calls, volume_id: str, node: str) -> None:
+        self._calls, self._volume_id, self._node = calls, volume_id, node
 
     def begin(self, node: str) -> carver.MoveState:
         """Record that the volume moves to a node. Raises NodeFailed if it is another node's."""
-        self._moves.require_owner(self._node, self._volume_id)
+        self._calls.moves.require_owner(self._node, self._volume_id)
         request = carver.BeginMoveRequest(volume_id=self._volume_id, node=node)
         return cast(carver.MoveState, self._transfer("BeginMove", request))
 
@@ -368,12 +414,12 @@ class SourceNode:
             request.starting_token = answer.next_token
 
     def _transfer(self, method: str, request: Message) -> Any:
-        return self._moves.call(
+        return self._calls.call(
             self._node, f"{TRANSFER}/{method}", request, owned=[self._volume_id]
         )
 
     def _csi(self, method: str, request: Message) -> Any:
-        return self._moves.call(
+        return self._calls.call(
             self._node, f"{_CONTROLLER}/{method}", request, owned=[self._volume_id]
         )
 
@@ -383,7 +429,7 @@ class TargetNode:
 
     def __init__(
         self,
-        moves: NodeMoves,
+        calls: Calls,
         volume_id: str,
         source: str,
         target: str,
@@ -391,7 +437,7 @@ class TargetNode:
         device_class: str,
         show: Callable[[Progress], None],
     ) -> None:
-        self._moves, self._volume_id, self._source = moves, volume_id, source
+        self._calls, self._volume_id, self._source = calls, volume_id, source
         self.node, self.name = target, name
         self._device_class = device_class
         self._show = show
@@ -410,7 +456,7 @@ class TargetNode:
         # Import the module here: only moves need its library.
         from agent.extras.transfer import grants
 
-        moves = self._moves
+        moves = self._calls.moves
         grant = grants.new(
             moves.certificates(), moves.driver_name, self._volume_id, self._source, self.node
         )
@@ -429,7 +475,7 @@ class TargetNode:
             verify=is_verified,
             grant=grant,
         )
-        [last] = moves.streams(
+        [last] = self._calls.streams(
             (self.node, f"{TRANSFER}/Pull", request), show=_Rate("sending", self._show)
         )
         is_equal = bool(is_verified and last.received_sha256 and last.sent_sha256)
@@ -440,7 +486,7 @@ class TargetNode:
     def compare(self, snapshot_id: str) -> None:
         """Compare the checksums of a whole snapshot and of what is there, read at the same time."""
         method = f"{TRANSFER}/Checksum"
-        own, there = self._moves.streams(
+        own, there = self._calls.streams(
             (self._source, method, carver.ChecksumRequest(snapshot_id=snapshot_id)),
             (self.node, method, carver.ChecksumRequest(name=self.name)),
             show=_Rate("comparing", self._show),
@@ -467,7 +513,7 @@ class TargetNode:
         return carver.ReleaseRequest(volume_id=self.status()["volume_id"], release=word)
 
     def _transfer(self, method: str, request: Message) -> Any:
-        return self._moves.call(self.node, f"{TRANSFER}/{method}", request)
+        return self._calls.call(self.node, f"{TRANSFER}/{method}", request)
 
 
 class _Rate:

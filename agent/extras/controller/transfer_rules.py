@@ -7,7 +7,7 @@ and of what it receives. What it says must be of the volume that was asked for, 
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agent.core import ids
@@ -17,10 +17,12 @@ from agent.extras.controller.answer_rules import (
     Rule,
     any_value,
     equals_request_id,
+    its_own,
     named_as_asked,
 )
 from agent.volumes import volume_states
 from agent.volumes.volume_states import EndedBy
+from proto import carver_pb2 as carver
 
 TRANSFER = "carver.v2.Transfer"
 # State of a volume that does not exist, in ReceiveState.
@@ -38,6 +40,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MOST_NAME, _MOST_ID, _MOST_TOKEN = 253, 512, 128
 # Maximum size of a volume, in bytes: LVM's limit.
 _LARGEST_BYTES = 8 << 60
+# Maximum numbers of moves and of device classes of a node.
+_MOST_MOVES, _MOST_CLASSES = 10_000, 1000
 
 
 def short(most_characters: int) -> Rule:
@@ -140,6 +144,19 @@ def if_asked_to_verify(value: str, call: Asked) -> str:
     return a_sha256_or_none(value, call)
 
 
+def one_of_each_volume(value: Sequence[carver.NodeMove], _call: Asked) -> str:
+    """Require at most _MOST_MOVES moves, each of another volume."""
+    if len(value) > _MOST_MOVES:
+        return f"there may be at most {_MOST_MOVES}"
+    is_whole = len({move.volume_id for move in value}) == len(value)
+    return "" if is_whole else "a volume is there twice"
+
+
+def a_few_classes(value: Sequence[carver.MoveClass], _call: Asked) -> str:
+    """Require at most _MOST_CLASSES device classes."""
+    return "" if len(value) <= _MOST_CLASSES else f"there may be at most {_MOST_CLASSES}"
+
+
 _MOVE: Fields = {
     "volume_id": equals_request_id("volume_id"),
     "state": moved_with_word,
@@ -175,6 +192,22 @@ TRANSFER_RULES: Mapping[str, Fields] = {
     "CommitMove": _MOVE,
     "UndoMove": {},
     "FinishMove": {},
+    "Moves": {
+        "moves": one_of_each_volume,
+        "moves[].volume_id": its_own(ids.VOLUME_PREFIX),
+        "moves[].handed_over": any_value,
+        "moves[].node": short(_MOST_NAME),
+        # The id of a volume of another node; it only shows that the space for it is taken.
+        "moves[].received": short(_MOST_ID),
+        "moves[].size_bytes": a_size,
+        "moves[].device_class": short(_MOST_NAME),
+        "moves[].encrypted": any_value,
+        "moves[].ended": any_value,
+        "classes": a_few_classes,
+        "classes[].name": short(_MOST_NAME),
+        "classes[].pool": short(_MOST_ID),
+        "classes[].encrypts": any_value,
+    },
     "SnapshotChain": {"chain": a_sha256},
     "ReceiveStatus": _RECEIVED,
     "FinishReceive": {},

@@ -39,6 +39,7 @@ class EvacuationCalls:
         self, config: Config, nodes: Nodes, objects: Objects, lists: Lists, progress: Progress
     ) -> None:
         self._driver_name, self._nodes, self._lists = config.driver_name, nodes, lists
+        self._is_enabled = config.evacuation
         self._annotations = Annotations(objects, config.driver_name)
         self._progress = progress
 
@@ -80,8 +81,13 @@ class EvacuationCalls:
         """Check a request, plan it unless it stops or undoes, and write the annotation.
 
         The plan comes first: if the node does not answer, nothing is requested. The evacuation
-        itself plans anew.
+        itself plans anew. Raises Refused if the setting `evacuation` is off.
         """
+        if not self._is_enabled:
+            raise Refused(
+                _Code.FAILED_PRECONDITION,
+                "evacuations are switched off: set `evacuation` (the chart's evacuation.enabled)",
+            )
         call = carver.EvacuateRequest.FromString(data)
         request = _request(call)
         self._annotations.require(call.node, *request.to)

@@ -37,8 +37,12 @@ class Moves(Protocol):
         device_class: str = "",
         tell: Callable[[str], None] = lambda _text: None,
         show: Callable[[StreamProgress], None] = lambda _progress: None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Move:
-        """Return the move of a volume from the node `source` to the node `target`."""
+        """Return the move of a volume from the node `source` to the node `target`.
+
+        Once `is_wanted` returns False, its calls are cut off.
+        """
 
     def names(self) -> Sequence[str]:
         """Return the names of all nodes of the cluster that have Carver."""

@@ -47,7 +47,7 @@ from agent.daemon.extra import Extra
 from agent.extras.controller.membership import Record
 from agent.extras.controller.nodes import Forgotten, Nodes, Refused
 from agent.extras.evacuation import release_notes
-from agent.extras.evacuation.claim_owners import Choice, Claim, Lost, Namespace, Owner, Pod, Volume
+from agent.extras.evacuation.claim_owners import Choice, Claim, Lost, Namespace, Pod, Volume
 from agent.extras.evacuation.release_notes import ReleaseNote
 from agent.extras.kubernetes.events import NORMAL, WARNING, Event, Events, Subject
 from agent.extras.kubernetes.objects import VOLUMES, Keep, Lists, Object, Objects, find_named
@@ -86,7 +86,7 @@ _PAGE = "docs/evacuation.md, Take a released claim back"
 
 
 class _Grace(NamedTuple):
-    """The grace period of an owner's choice: what was chosen, since when, and when last.
+    """A grace period: what must stay the same (`key`), since when, and when it was last seen.
 
     Both times are monotonic, in seconds.
     """
@@ -98,10 +98,14 @@ class _Grace(NamedTuple):
 
 @dataclass
 class _Look:
-    """What one look found: graces by namespace and owner, and the errors of namespaces."""
+    """What one look found: the grace periods that go on, and the errors of namespaces.
+
+    The key of a grace period is the namespace and the owner for a release, and the UID of the
+    PersistentVolume for a release that is to be withdrawn.
+    """
 
     began: float
-    graces: dict[tuple[str, Owner], _Grace] = field(default_factory=dict)
+    graces: dict[object, _Grace] = field(default_factory=dict)
     problems: list[errors.AgentError] = field(default_factory=list)
 
 
@@ -133,7 +137,7 @@ class LostClaims:
         self._record, self._objects, self._lists = record, objects, lists
         self._why_not_forgotten, self._monotonic = why_not_forgotten, monotonic
         self._events = Events(objects, driver_name, clock)
-        self._graces: dict[tuple[str, Owner], _Grace] = {}
+        self._graces: dict[object, _Grace] = {}
         # The topology segments of Nodes in the last look, when all PersistentVolumes are to be read
         # again at the latest, and whether the last look found a claim that is to be released.
         self._existing = frozenset[str]()
@@ -209,11 +213,15 @@ class LostClaims:
             problem = f"it has no claim {namespace.missing[0]}, which a PersistentVolume names"
             raise errors.ClusterSilent(f"the claims of namespace {name}", problem)
         for volume in namespace.withdrawn:
-            self._withdraw(name, volume)
+            # Wait for the grace period here, too: another controller may have looked before the
+            # node came back, and be about to delete the claim. It acts on what it read within a
+            # minute, and until then the data must be kept.
+            if self._is_over(volume.uid, volume.note, look):
+                self._require_fresh(look.began, name)
+                self._withdraw(name, volume)
         self._go_on(name, namespace)
         choices = list(namespace.choices())
         for choice in choices:
-            key = name, choice.owner
             if choice.obstacle:
                 self._say_wait(name, choice, f"it waits: {choice.obstacle}")
                 continue
@@ -221,15 +229,28 @@ class LostClaims:
                 _log.debug("namespace %s: %s waits: %s", name, choice.owner, why)
                 self._say_wait(name, choice, "once the node has been forgotten for five minutes")
                 continue
-            # Take the time after the questions, which may have taken long.
-            now, grace = self._monotonic(), self._graces.get(key)
-            is_same = grace is not None and grace.key == choice.key
-            if grace is None or not is_same or now - grace.last > _LONGEST_PAUSE_SECONDS:
-                grace = _Grace(choice.key, now, now)
-            look.graces[key] = grace = grace._replace(last=now)
-            if now - grace.since >= GRACE_SECONDS:
+            if self._is_over((name, choice.owner), choice.key, look):
                 self._release(name, choice, existing)
         return bool(choices)
+
+    def _is_over(self, key: object, subject: object, look: _Look) -> bool:
+        """Return whether a grace period is over; begin it, or let it go on, if it is not.
+
+        It begins anew if the last look did not see it, or saw another subject.
+        """
+        # Take the time now: the look may have waited long for answers.
+        now, grace = self._monotonic(), self._graces.get(key)
+        is_same = grace is not None and grace.key == subject
+        if grace is None or not is_same or now - grace.last > _LONGEST_PAUSE_SECONDS:
+            grace = _Grace(subject, now, now)
+        look.graces[key] = grace._replace(last=now)
+        return now - grace.since >= GRACE_SECONDS
+
+    def _require_fresh(self, began: float, name: str) -> None:
+        """Raise ClusterSilent if what a change is based on was read too long ago."""
+        if self._monotonic() - began > _FRESH_SECONDS:
+            problem = "what it said is too old to act on"
+            raise errors.ClusterSilent(f"the objects of namespace {name}", problem)
 
     def _why_wait(self, choice: Choice) -> str:
         """Return why one of a choice's volumes is not forgotten; empty if all are."""
@@ -312,14 +333,13 @@ class LostClaims:
         claims, pods = self._read_users(name)
         namespace = self._namespace(name, claims, pods, self._read_volumes(), existing)
         current = next((each for each in namespace.choices() if each.key == choice.key), None)
-        if current is None or current.obstacle or namespace.missing or self._why_wait(current):
+        if current is None or current.obstacle or self._why_wait(current):
             return
+        # The notes have all claims of the owner, so this fails, too, if the list lacks one by now.
         if not all(_is_kept(current, each) for each in current.lost):
             return
         for each in current.lost:
-            if self._monotonic() - began > _FRESH_SECONDS:
-                problem = "what it said is too old to act on"
-                raise errors.ClusterSilent(f"the objects of namespace {name}", problem)
+            self._require_fresh(began, name)
             self._objects.delete(_claim_path(name, each.claim.name), each.claim.uid)
             text = f"claim {name}/{each.claim.name} of lost node {each.volume.segment} is released"
             _log.warning("%s; its data are kept in %s", text, each.volume.name)

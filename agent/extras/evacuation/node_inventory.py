@@ -13,18 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import Message
 
-from agent.core import ids, tag
-from agent.core.ids import VolumeId
+from agent.core import tag
 from agent.csi.client import block
-from agent.extras.controller.answer_rules import Untrue
 from agent.extras.controller.node_answers import Answers
-from agent.extras.controller.nodes import Node, Nodes, Refused, problem_of, unary, unavailable
+from agent.extras.controller.nodes import Node, Nodes, Refused, problem_of, unavailable
 from agent.extras.evacuation.plan import Moving, Room, Snapshot, Volume
 from agent.operations.plan import LEAST_BYTES as LEAST_HEADER_BYTES
 from agent.requests.parameters import PREFIX
-from lvm import names
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
 
@@ -36,11 +34,6 @@ _PATIENCE_SECONDS = 10.0
 _AT_ONCE = 16
 # Maximum number of entries of a page of a list, and of entries of a whole list.
 _OF_A_PAGE, _MOST_ENTRIES = 500, 100_000
-# Maximum size, in bytes, of a node's answer to Moves, and maximum number of its device classes. A
-# larger answer is not even parsed; gRPC itself takes at most 4 MiB.
-_MOST_BYTES, _MOST_CLASSES = 3 << 20, 1000
-# Maximum number of characters of a name in an answer to Moves, and maximum size of a volume.
-_MOST_CHARACTERS, _MOST_SIZE = 512, 1 << 62
 # Pattern of the ids of the snapshots that moves take (agent/extras/transfer/move.py).
 _OF_MOVES = re.compile(r"[-.]move-[0-9a-f]{12}-[0-9a-f]{8}$")
 
@@ -211,60 +204,8 @@ class NodeInventory:
 
     async def _moves(self, node: Node) -> carver.MovesResponse:
         """Ask a node for its moves and classes. Raises Refused if the answer cannot be true."""
-        try:
-            async with asyncio.timeout(_PATIENCE_SECONDS + 1):
-                data = await unary(node, _MOVES, b"", _PATIENCE_SECONDS)
-            return checked(data, self._nodes.places(node))
-        except Untrue as error:
-            node.refused_answers += 1
-            raise Refused(
-                grpc.StatusCode.INTERNAL,
-                f"cannot use the answer of node {node.name} to Moves: {error}; see `A node's answer"
-                " is refused` in docs/troubleshooting.md",
-            ) from None
-
-
-def checked(data: bytes, places: frozenset[str]) -> carver.MovesResponse:
-    """Parse a node's answer to Moves, and check what follows from the node.
-
-    `places` are the node's own volume groups, as volume ids name them. Raises Untrue if the answer
-    is too large, or has a volume that is not in one of these groups, a name that is too long or not
-    printable, or an impossible size. The ids of what a node has received are at other nodes; they
-    only say that space is taken.
-    """
-    if len(data) > _MOST_BYTES:
-        raise Untrue("the answer", data, f"it has more than {_MOST_BYTES} bytes")
-    try:
-        answer = carver.MovesResponse.FromString(data)
-    except DecodeError:
-        raise Untrue("the answer", data, "it cannot be read") from None
-    if len(answer.classes) > _MOST_CLASSES:
-        raise Untrue("classes", len(answer.classes), f"there may be at most {_MOST_CLASSES}")
-    seen = set[str]()
-    for move in answer.moves:
-        parsed = VolumeId.parse(move.volume_id)
-        if parsed is None or not names.is_of(ids.VOLUME_PREFIX, parsed.name):
-            raise Untrue("moves[].volume_id", move.volume_id, "it must be the id of a volume")
-        if move.volume_id.partition("/")[0] not in places:
-            raise Untrue(
-                "moves[].volume_id", move.volume_id, "it is in no volume group of the node"
-            )
-        if move.volume_id in seen:
-            raise Untrue("moves[].volume_id", move.volume_id, "it is there twice")
-        seen.add(move.volume_id)
-        if move.received and VolumeId.parse(move.received) is None:
-            raise Untrue("moves[].received", move.received, "it must be the id of a volume")
-        if move.size_bytes > _MOST_SIZE:
-            raise Untrue("moves[].size_bytes", move.size_bytes, "it is no size of a volume")
-    for key, text in (
-        *(("moves[].node", move.node) for move in answer.moves),
-        *(("moves[].device_class", move.device_class) for move in answer.moves),
-        *(("classes[].name", known.name) for known in answer.classes),
-        *(("classes[].pool", known.pool) for known in answer.classes),
-    ):
-        if len(text) > _MOST_CHARACTERS or not text.isprintable():
-            raise Untrue(key, text, f"it must be a name of at most {_MOST_CHARACTERS} characters")
-    return answer
+        answer: carver.MovesResponse = await self._asked(node, _MOVES, Empty())
+        return answer
 
 
 def _text(error: BaseException) -> str:

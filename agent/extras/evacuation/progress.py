@@ -154,6 +154,7 @@ class Estimate:
             self._passes, self._other_passes = passes, float(passes - 1)
         self.rounds += 1
         self.total_bytes, self._begun, self._pass, self._is_over = total_bytes, now, 1, False
+        self._first_pass_seconds = 0.0
         self._begin_pass(done_bytes, now)
 
     def _begin_pass(self, done_bytes: int, now: float) -> None:
@@ -177,6 +178,9 @@ class Estimate:
         self._weight = old_weight + seconds
         self.rate = (self.rate * old_weight + sent_bytes) / self._weight
         self._sampled, self._sampled_bytes = now, done_bytes
+        if self._pass == 1 and done_bytes >= self.total_bytes:
+            # The next pass may report nothing.
+            self._first_pass_seconds = now - self._begun
 
     def changed(self, changed_bytes: int, now: float) -> None:
         """Note how much has changed since the snapshot of the present round was taken."""
@@ -188,8 +192,8 @@ class Estimate:
         if self._is_over:
             return
         seconds = now - self._begun
-        first_seconds = self._first_pass_seconds if self._pass > 1 else seconds
-        if self._pass > 1 and first_seconds > 0:
+        first_seconds = self._first_pass_seconds or seconds
+        if first_seconds > 0:
             self._other_passes = (seconds - first_seconds) / first_seconds
         if self._interval > 0:
             self._growth = seconds / self._interval
@@ -227,6 +231,8 @@ class Estimate:
             left = self._growth * self._interval - elapsed
             if left > 0:
                 return left
+        if self._pass == 1 and self._first_pass_seconds:
+            return max(0.0, self._first_pass_seconds * (1 + self._other_passes) - elapsed)
         if self.rate <= 0:
             return None
         pass_left = max(0, self.total_bytes - self.done_bytes) / self.rate

@@ -88,6 +88,8 @@ class UnitDrive:
         self._context, self._source, self.unit = context, source, unit
         self._wish, self._cordon = wish, cordon
         self._shown = shown_node or source
+        # Whether the drive is to end; set when it has begun.
+        self._is_ending: Callable[[], bool] = lambda: False
         self._volumes = [
             _Moving(planned, self._move_of(planned), _is_handed_over(planned))
             for planned in unit.volumes
@@ -106,6 +108,7 @@ class UnitDrive:
             device_class=planned.device_class,
             tell=lambda text: _log.info("%s: %s", volume_id, text),
             show=show,
+            is_wanted=lambda: not self._is_ending(),
         )
 
     @property
@@ -131,6 +134,7 @@ class UnitDrive:
 
     def run(self, drive: Drive) -> None:
         """Take the steps that are left. Raises Unwanted if the drive is to end."""
+        self._is_ending = lambda: drive.is_ending
         self._require(drive)
         self._note()
         while not all(volume.is_handed_over for volume in self._volumes):

@@ -38,6 +38,7 @@ def site(
     """The cluster."""
     own = replace(
         config,
+        evacuation=True,
         endpoint=tmp_path / "controller.sock",
         tls_directory=tmp_path / "controller",
         nodes_file=tmp_path / "nodes.toml",

@@ -226,6 +226,25 @@ def test_the_claims_of_one_instance_of_cloudnativepg_go_together(objects: Object
     assert (choice.instance, choice.obstacle) == ("pg-1", "")
 
 
+def test_a_claim_that_is_there_is_withdrawn_and_one_that_goes_is_not(objects: Objects) -> None:
+    """With its former policy the volume would be deleted when the claim is gone."""
+    note = ReleaseNote("uid-data-db-0", str(SET), "db-0")
+    objects.change_volume("data-db-0", note=note)
+    assert objects.namespace().withdrawn == []
+    objects.existing |= {"n0"}
+    assert [each.claim for each in objects.namespace().withdrawn] == ["data-db-0"]
+    objects.change("data-db-0", is_going=True)
+    assert objects.namespace().withdrawn == []
+    objects.change("data-db-0", is_going=False)
+    objects.change_volume("data-db-0", note=replace(note, is_done=True))
+    assert objects.namespace().withdrawn == []
+    objects.change_volume("data-db-0", note=note, segment="n9")
+    objects.change("data-db-0", wish="false")
+    assert [each.claim for each in objects.namespace().withdrawn] == ["data-db-0"]
+    objects.existing = frozenset()
+    assert objects.namespace().withdrawn == []
+
+
 def test_a_released_claim_is_replaced_by_one_that_was_made_since(objects: Objects) -> None:
     known = ("uid-gone", "uid-data-db-1", "uid-data-db-2")
     note = ReleaseNote("uid-gone", str(SET), "db-0", known)

@@ -13,7 +13,6 @@ from simulated import uuid_of
 from agent.core import errors
 from agent.extras.controller.nodes import Refused
 from agent.extras.evacuation.evacuation_request import BadRequest, Kind, Request
-from agent.extras.evacuation.node_inventory import _MOST_BYTES
 from agent.extras.evacuation.plan import Moving, Room, Volume, plan
 from agent.extras.evacuation.scheduling import NodeTerm, PodTerm, Requirement, Taint, Toleration
 from proto import carver_pb2 as carver
@@ -276,21 +275,21 @@ def lie(**move: Any) -> carver.MovesResponse:
     ("answer", "expected"),
     [
         (b"\xff\xff", "it cannot be read"),
-        (bytes(_MOST_BYTES + 1), "more than 3145728 bytes"),
-        (lie(volume_id="x"), "it must be the id of a volume"),
-        (lie(volume_id=f"data@{uuid_of(0)}/snap-x"), "it must be the id of a volume"),
-        (lie(volume_id=f"data@{uuid_of(1)}/vol-x"), "it is in no volume group of the node"),
-        (lie(received="x"), "it must be the id of a volume"),
-        (lie(size_bytes=1 << 63), "it is no size of a volume"),
-        (lie(node="a\nb"), "it must be a name"),
-        (lie(node="a" * 513), "it must be a name"),
-        (lie(device_class="\x00"), "it must be a name"),
-        (carver.MovesResponse(moves=[*lie().moves, *lie().moves]), "it is there twice"),
+        (bytes((1 << 20) + 1), "more than 1048576 bytes"),
+        (lie(volume_id="x"), "it is in no volume group of node"),
+        (lie(volume_id=f"data@{uuid_of(0)}/snap-x"), "it must be the id of a 'vol'"),
+        (lie(volume_id=f"data@{uuid_of(1)}/vol-x"), "it is in no volume group of node"),
+        (lie(received="x" * 513), "more than 512 characters"),
+        (lie(size_bytes=(8 << 60) + 1), "a volume has at most"),
+        (lie(node="a\nb"), "it is not printable"),
+        (lie(node="a" * 254), "more than 253 characters"),
+        (lie(device_class="\x00"), "it is not printable"),
+        (carver.MovesResponse(moves=[*lie().moves, *lie().moves]), "a volume is there twice"),
         (
             carver.MovesResponse(classes=[carver.MoveClass(name=str(n)) for n in range(1001)]),
             "at most 1000",
         ),
-        (carver.MovesResponse(classes=[carver.MoveClass(name="a", pool="\n")]), "must be a name"),
+        (carver.MovesResponse(classes=[carver.MoveClass(name="a", pool="\n")]), "not printable"),
     ],
 )
 def test_an_answer_about_moves_that_cannot_be_true_is_refused_and_counted(
@@ -309,7 +308,7 @@ def test_an_answer_about_moves_that_cannot_be_true_is_refused_and_counted(
 def test_a_target_that_lies_is_no_target(site: Site) -> None:
     site.nodes[1].forged["Moves"] = lie().SerializeToString()
     view = site.view.view("node-00000")
-    assert "cannot use the answer of node node-00001 to Moves" in view.nodes[1].problem
+    assert "of node node-00001 to Moves" in view.nodes[1].problem
 
 
 def test_a_list_that_does_not_end_is_an_error(site: Site) -> None:

@@ -11,8 +11,9 @@ from csi_client import Client
 from evacuating import KEY, Api, Site, annotation
 
 from agent.cli import main
-from agent.extras.evacuation.evacuation_request import Request
+from agent.extras.evacuation.evacuation_request import Annotations, NoSuchNode, Request
 from agent.extras.evacuation.progress import Stage
+from agent.settings.settings import DRIVER_NAME
 from proto import carver_pb2 as carver
 from proto.carver_pb2_grpc import EvacuationStub
 
@@ -99,6 +100,25 @@ def test_a_wrong_request_is_refused_and_changes_nothing(
     assert code == 1
     assert expected in err
     assert api.changes == []
+
+
+def test_without_the_setting_nothing_is_requested(run: Run, site: Site, api: Api) -> None:
+    site.calls._is_enabled = False
+    for words in (("--dry-run",), ("--stop",), ()):
+        code, _, err = run("evacuate", NODE, *words)
+        assert code == 1
+        assert "evacuations are switched off: set `evacuation`" in err
+    assert api.changes == []
+
+
+def test_a_request_is_removed(site: Site, api: Api) -> None:
+    annotations = Annotations(site.objects, DRIVER_NAME)
+    annotations.write(NODE, Request())
+    assert annotation(api, NODE) == {}
+    annotations.write(NODE, None)
+    assert annotation(api, NODE) is None
+    with pytest.raises(NoSuchNode, match="the cluster has no node 'x'"):
+        annotations.write("x", None)
 
 
 def test_a_node_that_does_not_answer_is_not_requested(run: Run, site: Site, api: Api) -> None:

@@ -1,4 +1,4 @@
-"""Whatever happens while a node is evacuated: no line is lost, and each claim is bound in the end."""
+"""Whatever happens while a node is evacuated, no line is lost, and all claims are bound at last."""
 
 import chosen
 import evacuation_histories as histories

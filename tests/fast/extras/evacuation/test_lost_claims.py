@@ -435,26 +435,65 @@ def test_a_volume_that_another_change_has_begun_with_stays(site: Site, annotatio
     assert "annotations of another change" in shop.message(lost_claims.WAITS)
 
 
-def test_a_node_that_is_back_after_the_first_step_takes_it_back(site: Site) -> None:
-    shop = site.shop
-    [node] = lose(shop)
+def begin_only(site: Site) -> str:
+    """Take the first step of a release, and no other; the lost node."""
+    [node] = lose(site.shop)
     site.wait(LONG - 60)
-    claims = site.controllers[0].claims
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(claims._objects, "delete", lambda *_: None)
+        patched.setattr(site.controllers[0].claims._objects, "delete", lambda *_: None)
         site.wait(120)
-    assert {one["spec"]["persistentVolumeReclaimPolicy"] for one in shop.objects[VOLUMES]} == {
-        "Delete",
-        "Retain",
-    }
-    shop.join(node)
+    assert policies(site.shop) == {"Delete", "Retain"}
+    return node
+
+
+def policies(shop: Shop) -> set[str]:
+    return {one["spec"]["persistentVolumeReclaimPolicy"] for one in shop.objects[VOLUMES]}
+
+
+@pytest.mark.parametrize("wish", ["", "true"])
+def test_a_node_that_is_back_after_the_first_step_takes_it_back(site: Site, wish: str) -> None:
+    shop = site.shop
+    for one in shop.objects[CLAIMS] if wish else ():
+        one["metadata"]["annotations"] = {WISH: wish}
+    shop.join(begin_only(site))
+    site.wait(240)
+    # Another controller may still be about to delete the claim.
+    assert policies(shop) == {"Delete", "Retain"}
     site.wait(120)
-    assert {one["spec"]["persistentVolumeReclaimPolicy"] for one in shop.objects[VOLUMES]} == {
-        "Delete"
-    }
+    assert policies(shop) == {"Delete"}
     assert shop.notes() == {}
     assert lost_claims.CANCELLED in shop.reasons()
     site.require_whole()
+
+
+def test_a_claim_that_forbids_it_after_the_first_step_takes_it_back(site: Site) -> None:
+    shop = site.shop
+    begin_only(site)
+    for one in shop.objects[CLAIMS]:
+        one["metadata"]["annotations"] = {WISH: "false"}
+    site.wait(420)
+    assert policies(shop) == {"Delete"}
+    site.require_safe()
+
+
+def test_what_was_read_too_long_ago_takes_nothing_back(site: Site) -> None:
+    """As by a controller that was stopped in a look."""
+    shop, answer, is_slow = site.shop, site.shop.answer, [False]
+
+    def slowly(path: str, query: Any) -> Any:
+        if is_slow[0] and path.endswith("/pods"):
+            site.clock.now += 61
+        return answer(path, query)
+
+    shop.join(begin_only(site))
+    shop.answer = slowly  # type: ignore[method-assign]
+    site.wait(240)
+    is_slow[0] = True
+    site.wait(300)
+    assert policies(shop) == {"Delete", "Retain"}
+    is_slow[0] = False
+    site.wait(400)
+    assert policies(shop) == {"Delete"}
 
 
 def between_the_steps(site: Site, happens: Callable[[], object]) -> None:
@@ -497,7 +536,7 @@ def test_a_node_that_comes_back_between_the_steps_keeps_its_claims(site: Site) -
 
     between_the_steps(site, comes_back)
     assert shop.released == {}
-    site.wait(300)
+    site.wait(400)
     assert shop.notes() == {}
     site.require_whole()
 
@@ -590,6 +629,33 @@ def test_another_choice_has_a_grace_of_its_own(site: Site) -> None:
     site.wait(150)
     assert set(shop.released.values()) == {one}
     site.require_safe()
+
+
+def test_a_node_that_comes_back_while_the_deletion_is_on_its_way_loses_no_data(kind: str) -> None:
+    """Another controller must not give the volume its former policy, which is Delete, then."""
+    made: list[tuple[Site, str]] = []
+
+    def before(request: str) -> None:
+        if made and request.startswith("DELETE"):
+            site, node = made.pop()
+            site.shop.join(node)
+            site.shop.excused = {node}
+            for _ in range(2):
+                site.clock.now += 30
+                site.controllers[1].look()
+
+    shop = Shop(kind)
+    with releasing.directly(shop, before):
+        site = Site(shop)
+        site.controllers.append(Controller(shop, site.clock))
+        site.wait(60)
+        [node] = lose(shop)
+        made.append((site, node))
+        site.wait(LONG + 120)
+        assert not made
+        assert shop.released
+        site.wait(2 * LONG)
+        site.require_whole()
 
 
 def test_another_claim_of_the_name_is_not_deleted(site: Site) -> None:
@@ -759,6 +825,9 @@ ACTS = st.one_of(
     st.tuples(st.just("slows"), st.integers(0, 4)),
     st.tuples(st.just("forbids"), st.integers(0, 5)),
     st.tuples(st.just("fails"), st.integers(0, 40)),
+    st.tuples(st.just("interleaves"), st.integers(0, 40)),
+    st.tuples(st.just("stalls"), st.integers(0, 40)),
+    st.tuples(st.just("joins meanwhile"), st.integers(0, 40)),
 )
 
 
@@ -770,8 +839,13 @@ class History(Site):
         self.controllers.append(Controller(shop, self.clock))
         # How many requests come before one at which the process ends, or the API server fails.
         self.until_killed = self.until_failed = -1
+        # What happens between two requests of a controller: how many come before, and what it is.
+        self.until_meanwhile, self.meanwhile = -1, ""
 
-    def before(self, _request: str) -> object:
+    def before(self, request: str) -> object:
+        self.until_meanwhile -= 1
+        if self.until_meanwhile == 0:
+            self.other_looks(request)
         self.until_failed -= 1
         if self.until_failed == 0:
             return OSError()
@@ -793,11 +867,28 @@ class History(Site):
                         controller.look()
                 except Killed:
                     self.controllers[index] = Controller(self.shop, self.clock)
+                self.shop.excused = set()
             self.require_safe()
+
+    def other_looks(self, request: str) -> None:
+        """The last controller looks while the first is between two requests, or waits for long."""
+        if self.meanwhile == "joins meanwhile":
+            gone = {f"n{number}" for number in range(5)} - self.shop.nodes
+            for node in gone:
+                self.shop.join(node)
+            self.shop.excused = gone if request.startswith("DELETE") else set()
+        # A request that is on its way for longer than a grace period would be another matter.
+        is_long = self.meanwhile == "stalls" and not request.startswith(("DELETE", "POST"))
+        for _ in range(60 if is_long else 3):
+            self.clock.now += 30 if is_long else 0.1
+            with suppress(errors.AgentError):
+                self.controllers[-1].look()
 
     def act(self, name: str, value: int) -> None:
         shop = self.shop
         match name:
+            case "interleaves" | "stalls" | "joins meanwhile":
+                self.until_meanwhile, self.meanwhile = value + 1, name
             case "leaves":
                 if len(shop.nodes) > 1:
                     shop.leave(f"n{value}")
@@ -842,7 +933,7 @@ def test_whatever_happens_no_data_go_and_no_two_at_once(
             history.act(name, value)
         # All is well again but for the lost nodes: what can be brought back is.
         shop.is_asleep, shop.slow = False, set()
-        history.until_killed = history.until_failed = -1
+        history.until_killed = history.until_failed = history.until_meanwhile = -1
         for one in shop.objects[CLAIMS]:
             one["metadata"].pop("annotations", None)
         for number in range(5, 9):

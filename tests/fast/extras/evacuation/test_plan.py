@@ -420,6 +420,28 @@ def test_spread_and_neighbours_are_only_warned_of(cluster: Cluster) -> None:
     )
 
 
+def test_what_bounds_a_pod_that_ends_for_good_bounds_nothing(cluster: Cluster) -> None:
+    cluster.nodes = [node(SOURCE), node("a", taints=(Taint("k", "NoSchedule"),))]
+    cluster.volume("one")
+    cluster.pod("p", "one", controller="", is_being_deleted=True)
+    assert targets(plan(cluster.view)) == {"one": "a"}
+    # One that is made anew must run there.
+    cluster.pods = [replace(cluster.pods[0], controller="ReplicaSet")]
+    assert "which pod shop/p does not tolerate" in reason(plan(cluster.view), "one")
+
+
+def test_of_equal_nodes_the_oldest_is_taken(cluster: Cluster) -> None:
+    cluster.nodes = [
+        node(SOURCE),
+        node("a", created="2026-01-03"),
+        node("b", created="2026-01-02"),
+        node("c", created="2026-01-02"),
+    ]
+    cluster.volume("one")
+    assert targets(plan(cluster.view)) == {"one": "b"}
+    assert targets(plan(cluster.view, ["a", "c", "b"])) == {"one": "a"}
+
+
 # Moves under way
 
 
@@ -451,7 +473,8 @@ def test_a_unit_that_was_handed_over_in_part_goes_on_whatever_became_of_it(
     cluster.volume("two")
     cluster.pod("p", "one", "two", controller="")
     cluster.moves = [Moving(handle("one"), "b", is_handed_over=True)]
-    cluster.nodes[2] = node("b", 0, problem="does not answer")
+    taints = (Taint("k", "NoSchedule"),)
+    cluster.nodes[2] = node("b", 0, problem="does not answer", taints=taints)
     (unit,) = plan(cluster.view).going
     assert unit.target == "b"
     assert "it goes on, since it was handed over in part, although pod shop/p" in unit.notes[0]
@@ -495,10 +518,12 @@ def nodes(draw: st.DrawFn, number: int) -> Node:
     for name in draw(st.sets(st.sampled_from(["fast", "slow"]), min_size=0)):
         pool = draw(st.sampled_from(["vg", f"pool-{name}"]))
         rooms[name] = Room(pool, draw(st.integers(0, 30)), draw(st.sampled_from([1, 1, 4])))
+    # The order of the names is not that of the ages.
+    name = f"n{9 - number}"
     return Node(
-        f"n{number}",
+        name,
         f"2026-01-{number + 1:02}",
-        {HOSTNAME: f"n{number}", "zone": draw(st.sampled_from(["east", "west"]))},
+        {HOSTNAME: name, "zone": draw(st.sampled_from(["east", "west"]))},
         tuple(draw(st.sets(st.sampled_from([Taint("k", "NoSchedule"), Taint("k", "NoExecute")])))),
         is_ready=draw(st.integers(0, 5)) > 0,
         is_schedulable=draw(st.integers(0, 5)) > 0,

@@ -43,6 +43,8 @@ class Transfer:
     verify: float = 0.0
     is_measured: bool = False
     seed: int = 0
+    # Whether the second pass reports nothing.
+    is_silent: bool = False
 
     def run(self) -> Iterator[Sample]:
         """Send round after round, and report every few seconds; return at the end of the last."""
@@ -61,7 +63,8 @@ class Transfer:
                     seconds = min(source.uniform(0.5, 3.0), (changed - done) / rate)
                     now, done = now + seconds, done + rate * seconds
                     # A later round goes through the whole volume, and sends what has changed.
-                    estimate.sent(int(self.size_bytes * min(1.0, done / changed)), now)
+                    if pass_number == 1 or not self.is_silent:
+                        estimate.sent(int(self.size_bytes * min(1.0, done / changed)), now)
                     if self.is_measured:
                         estimate.changed(int(self.change_rate * (now - begun)), now)
                     left = estimate.seconds_left(now)
@@ -126,8 +129,16 @@ def test_verification_counts_as_a_second_pass(
     require_right(list(transfer.run()), 2)
 
 
-def test_a_verification_that_is_as_fast_counts_from_the_start() -> None:
-    require_right(list(Transfer(100 * GIB, 400 * MIB, 0, 0.1, 1.0).run()), 1)
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_verification_that_is_as_fast_counts_from_the_start(is_silent: bool) -> None:
+    transfer = Transfer(100 * GIB, 400 * MIB, 0, 0.1, 1.0, is_silent=is_silent)
+    require_right(list(transfer.run()), 1)
+
+
+@pytest.mark.parametrize("verify", [0.5, 1.0, 3.0])
+def test_a_verification_that_reports_nothing_is_known_after_the_first_round(verify: float) -> None:
+    transfer = Transfer(100 * GIB, 400 * MIB, 40 * MIB, 0.1, verify, is_silent=True)
+    require_right(list(transfer.run()), 2)
 
 
 def test_without_a_rate_and_with_a_writer_that_is_as_fast_nothing_is_said() -> None:

@@ -24,7 +24,7 @@ from nodes import Node
 
 from agent.core import errors, tag
 from agent.csi.client import block
-from agent.extras.controller.node_moves import NodeMoves
+from agent.extras.controller.node_moves import Calls
 from agent.extras.transfer import move, node_streams
 from agent.extras.transfer.move import Move
 
@@ -297,13 +297,13 @@ def test_random_histories_leave_one_whole_volume(
     monkeypatch.setattr("agent.extras.controller.node_moves._AGAIN_SECONDS", 3.0)
     monkeypatch.setattr(move, "_KEEP_SECONDS", 0.2)
     present: list[History] = []
-    call, streams = NodeMoves.call, NodeMoves.streams
+    call, streams = Calls.call, Calls.streams
     flush, readinto = node_streams._Messages.flush, node_streams._Incoming.readinto
 
-    def called(self: NodeMoves, node: str, method: str, *given: Any, **more: Any) -> Any:
+    def called(self: Calls, node: str, method: str, *given: Any, **more: Any) -> Any:
         return present[-1].around(method, lambda: call(self, node, method, *given, **more))
 
-    def streamed(self: NodeMoves, *calls: Any, **more: Any) -> Sequence[Any]:
+    def streamed(self: Calls, *calls: Any, **more: Any) -> Sequence[Any]:
         found: Sequence[Any] = present[-1].around(
             calls[0][1], lambda: streams(self, *calls, **more)
         )
@@ -317,8 +317,8 @@ def test_random_histories_leave_one_whole_volume(
         present[-1].part("b")
         return readinto(self, buffer)
 
-    monkeypatch.setattr(NodeMoves, "call", called)
-    monkeypatch.setattr(NodeMoves, "streams", streamed)
+    monkeypatch.setattr(Calls, "call", called)
+    monkeypatch.setattr(Calls, "streams", streamed)
     monkeypatch.setattr(node_streams._Messages, "flush", flushed)
     monkeypatch.setattr(node_streams._Incoming, "readinto", read)
     for number in range(asked["histories"]):

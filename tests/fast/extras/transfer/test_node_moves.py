@@ -308,6 +308,7 @@ def test_the_target_may_read_the_move_s_snapshots_and_nothing_else(
     begun.require_denied("is of another volume", snapshot_id=of_other)
     begun.require_denied("of another move", release="ab" * 32)
     begun.require_denied("of another move", release="")
+    begun.require_denied("at most 32768 bytes", release="a" * 33_000)
     move(two, volume_id).source.undo()
     begun.require_denied("does not move to b")
 
@@ -362,9 +363,10 @@ def test_a_caller_that_goes_ends_its_stream(
     two: Cluster, begun: Begun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_streams, "_PROGRESS_SECONDS", 0.05)
-    monkeypatch.setattr(node_streams, "PART_BYTES", 512)
     streams = two.nodes["a"].service.extras["transfer"]._node_streams  # type: ignore[attr-defined]
-    with channel(two, "tls-b") as to:
+    with channel(two, "tls-b") as to, monkeypatch.context() as patched:
+        # More messages than wait anywhere.
+        patched.setattr(node_streams, "PART_BYTES", 512)
         call: Any = to.unary_stream(
             f"{TRANSFER}/Send", request_serializer=carver.SendRequest.SerializeToString
         )
@@ -374,7 +376,7 @@ def test_a_caller_that_goes_ends_its_stream(
         answers_ = call(request)
         next(answers_)
         answers_.cancel()
-    expect.soon(lambda: not streams._jobs)
+        expect.soon(lambda: not streams._jobs)
     assert begun.ask().startswith(form.MAGIC)
 
 
@@ -534,3 +536,34 @@ def test_no_secret_of_a_move_is_logged(
     }
     for secret in (word, "PRIVATE KEY"):
         assert secret not in logged
+
+
+def test_a_move_that_is_not_wanted_any_more_is_cut_off_and_can_go_on(
+    two: Cluster, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.extras.controller.node_moves._LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(node_streams, "_PROGRESS_SECONDS", 0.05)
+    wanted, go_on, flush = threading.Event(), threading.Event(), node_streams._Messages.flush
+    wanted.set()
+
+    def slow(self: Any) -> None:
+        """The last round does not get on, until it is not wanted."""
+        if two.nodes["a"].service.context.holds._held:
+            wanted.clear()
+            assert go_on.wait(expect.PATIENCE_SECONDS)
+        flush(self)
+
+    moving = move(two, volume.volume_id, is_wanted=wanted.is_set)
+    moving.approach()
+    with monkeypatch.context() as patched:
+        patched.setattr(node_streams._Messages, "flush", slow)
+        with pytest.raises(NodeFailed, match="the move is stopped"):
+            moving.hand_over()
+        go_on.set()
+    # What kept the volume from being used has ended.
+    assert not two.nodes["a"].service.context.holds._held
+    assert usable(two.nodes["a"]) == 1
+    with pytest.raises(NodeFailed, match="the move is stopped"):
+        moving.approach()
+    wanted.set()
+    run(moving)
