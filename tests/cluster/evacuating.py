@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 
-from cluster import checks, controller, nodes, objects
-from cluster.kubectl import Object, path
+from cluster import checks, controller, nodes, objects, removal
+from cluster.kubectl import Object, Refused, path
 from cluster.site import Failed, Site
 
 _PODS = 3
+# Lines of a writer before its node is evacuated.
+_LINES = 5
 # Goes on where the log ends. A line is written after the line before it is on the disk. The second
 # word is the time, in seconds since the epoch.
 _WRITER = f"""\
@@ -41,74 +44,127 @@ def evacuation(site: Site) -> str:
         with checks.cordoned(site, *others):
             site.apply(made)
             for pod in names:
+                site.until(
+                    f"the StatefulSet makes {pod}",
+                    lambda: site.kubectl.find("pods", pod, site.namespace),  # noqa: B023
+                )
                 site.ready(pod)
-        before = [_acknowledged(site, pod) for pod in names]
-        pauses = [_moved(site, node, others, names, before)]
-        there = [_acknowledged(site, pod) for pod in names]
-        site.kubectl("uncordon", node)
-        for other in {site.node_of(pod) for pod in names}:
-            pauses.append(_moved(site, other, [node], names, there))
-            site.kubectl("uncordon", other)
-        site.until("what was left is erased", lambda: _nothing_left(site, names))
+        writers = _Writers(site, names)
+        _evacuated(site, node, others, writers)
+        for other in sorted({site.node_of(pod) for pod in names}):
+            _evacuated(site, other, [node], writers)
+        _erased(site, names)
     finally:
-        for one in site.place.nodes:
-            site.kubectl("uncordon", one)
-        lab.install_values(values)
-    return f"{_PODS} writers left {node} and came back; the longest pause was {max(pauses)} s"
+        try:
+            _give_back(site, *site.place.nodes)
+            # While the setting is off, nothing erases them.
+            with suppress(Failed):
+                _erased(site, names)
+        finally:
+            lab.install_values(values)
+    pause = writers.longest_pause()
+    return f"{_PODS} writers left {node} and came back; the longest pause was {pause} s"
 
 
-def _moved(
-    site: Site, node: str, targets: Sequence[str], names: Sequence[str], before: Sequence[int]
-) -> int:
-    """Evacuate a node, and wait until its writers write elsewhere; the longest pause in seconds."""
-    here = [pod for pod in names if site.node_of(pod) == node]
+class _Writers:
+    """Pods that write, and the lines that each is known to have written."""
+
+    def __init__(self, site: Site, names: Sequence[str]) -> None:
+        self._site = site
+        self._lines: dict[str, list[str]] = {name: [] for name in names}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._lines)
+
+    def read(self, pod: str) -> int:
+        """Read the lines of a writer; their number.
+
+        Raises Failed where a line that was read before is not there, Refused where the pod cannot
+        be asked.
+        """
+        found = self._site.sh(pod, f"cat {objects.PLACE}/log 2> /dev/null || :")
+        # The last line may be half written.
+        lines = found[: found.rfind("\n") + 1].splitlines()
+        known = self._lines[pod]
+        if lines[: len(known)] != known:
+            # A writer gives the number of a line that was lost to another one.
+            lost = [line for line in known if line not in lines]
+            raise Failed(f"{pod} had written {len(known)} lines; lost: {', '.join(lost[:3])}")
+        self._lines[pod] = lines
+        return len(lines)
+
+    def go_on(self, least: int = 0) -> None:
+        """Wait until each has written more, and at least so many lines."""
+        for pod, lines in self._lines.items():
+            wanted = max(least, len(lines) + 1)
+            self._site.until(
+                f"{pod} has written {wanted} lines",
+                lambda: True if self.read(pod) >= wanted else None,  # noqa: B023
+            )
+
+    def longest_pause(self) -> int:
+        """The longest time between two lines in seconds; raises Failed where a line is missing."""
+        longest = 0
+        for pod, lines in self._lines.items():
+            words = [line.split() for line in lines]
+            if [int(number) for number, _ in words] != list(range(1, len(lines) + 1)):
+                raise Failed(f"the {len(lines)} lines of {pod} are not all there, or not in order")
+            times = [int(time) for _, time in words]
+            longest = max(longest, *(late - early for early, late in pairwise(times)))
+        return longest
+
+
+def _evacuated(site: Site, node: str, targets: Sequence[str], writers: _Writers) -> None:
+    """Evacuate a node, wait until its writers write elsewhere, and let pods onto it again."""
+    writers.go_on(_LINES)
+    here = [pod for pod in writers.names if site.node_of(pod) == node]
     words = [word for target in targets for word in ("--to", target)]
+    # So the end of the run lets pods onto it, however this check ends.
+    site.kubectl("label", "nodes", node, f"{objects.CORDONED}={site.run}", "--overwrite")
     _command(site, "evacuate", node, *words)
 
     def gone() -> bool | None:
+        found = []
         for pod in here:
             one = site.kubectl.find("pods", pod, site.namespace)
-            if one is None or path(one, "spec", "nodeName") not in targets:
-                return None
-            if not checks.is_ready(one):
-                return None
-        return True
+            found.append(checks.is_ready(one) and path(one, "spec", "nodeName") in targets)
+            # What it has written by now must be there in the end. It may be gone already.
+            with suppress(Refused):
+                writers.read(pod)
+        return True if all(found) else None
 
     site.until(f"the writers of {node} run elsewhere", gone)
-    longest = 0
-    for pod, acknowledged in zip(names, before, strict=True):
-        _acknowledged(site, pod, acknowledged + 1)
-        lines = [tuple(map(int, line.split())) for line in _log(site, pod)]
-        if [number for number, _ in lines] != list(range(1, len(lines) + 1)):
-            raise Failed(f"the {len(lines)} lines of {pod} are not all there, or not in order")
-        times = [time for _, time in lines]
-        longest = max(longest, *(late - early for early, late in pairwise(times)))
-    return longest
+    writers.go_on()
+    writers.longest_pause()
+    _give_back(site, node)
 
 
-def _acknowledged(site: Site, pod: str, least: int = 5) -> int:
-    """Wait until a writer has written so many lines; how many there are."""
-    return site.until(
-        f"{pod} has written {least} lines",
-        lambda: count if (count := len(_log(site, pod))) >= least else None,
-    )
+def _give_back(site: Site, *names: str) -> None:
+    """Let pods onto nodes that were evacuated. While a Node asks for it, it is cordoned again."""
+
+    def give_back() -> None:
+        for node in names:
+            site.kubectl("annotate", "nodes", node, f"evacuate.{site.place.driver}/request-")
+        removal.uncordon(site.kubectl, site.run)
+
+    site.persist(f"{', '.join(names)} are given back", give_back)
 
 
-def _log(site: Site, pod: str) -> list[str]:
-    found = site.until(f"{pod} shows its log", lambda: site.sh(pod, f"cat {objects.PLACE}/log"))
-    # The last line may be half written.
-    return found[: found.rfind("\n") + 1].splitlines()
+def _erased(site: Site, names: Sequence[str]) -> None:
+    """Wait until no node has copies of the writers' volumes that were moved away."""
 
+    def erased() -> bool | None:
+        bound = [path(site.found(f"data-{pod}"), "spec", "volumeName") for pod in names]
+        found = [site.kubectl.find("persistentvolumes", str(one)) for one in bound if one]
+        handles = {str(path(one, "spec", "csi", "volumeHandle")) for one in found if one}
+        # The name of the logical volume is the same on each node.
+        logical = {handle.partition("/")[2] for handle in handles}
+        held = [one for node in site.place.nodes for one in nodes.held(site, node)]
+        mine = {one for one in held if one.partition("/")[2] in logical}
+        return True if mine <= handles else None
 
-def _nothing_left(site: Site, names: Sequence[str]) -> bool | None:
-    """Whether each node has of the writers' volumes only those that are in use there."""
-    handles = {
-        str(path(site.volume(f"data-{pod}"), "spec", "csi", "volumeHandle")) for pod in names
-    }
-    logical = {handle.partition("/")[2] for handle in handles}
-    held = [one for node in site.place.nodes for one in nodes.held(site, node)]
-    mine = {one for one in held if one.partition("/")[2] in logical}
-    return True if mine == handles else None
+    site.until("what was left is erased", erased)
 
 
 def _command(site: Site, *words: str) -> Object:

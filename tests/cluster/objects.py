@@ -29,7 +29,7 @@ _VERSIONS = {
         ("VolumeGroupSnapshot", "VolumeGroupSnapshotClass"), "groupsnapshot.storage.k8s.io/v1"
     ),
     **dict.fromkeys(("StorageClass", "VolumeAttributesClass"), "storage.k8s.io/v1"),
-    "Deployment": "apps/v1",
+    **dict.fromkeys(("Deployment", "StatefulSet"), "apps/v1"),
 }
 
 
