@@ -192,10 +192,10 @@ class Kube:
             return self._evict(namespace, name, body)
         if method == "POST":
             name = body["metadata"]["name"]
-            if kind == "events":
-                self.said.append((body["reason"], body["involvedObject"]["name"], body["message"]))
             if (namespace, name) in table:
                 return _refused(409, "AlreadyExists", f"{name} already exists")
+            if kind == "events":
+                self.said.append((body["reason"], body["involvedObject"]["name"], body["message"]))
             made = self.make(kind, body)
             if kind.startswith("persistent"):
                 made["status"] = {"phase": "Pending"}

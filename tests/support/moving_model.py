@@ -443,8 +443,8 @@ class ModelMoves:
     ) -> Move:
         name = name or ids.readable_name(volume_id)
         return Move(
-            ModelSource(self, volume_id, source),
-            ModelDestination(self, volume_id, source, target, name, device_class, show),
+            ModelSource(self, volume_id, source, is_wanted),
+            ModelDestination(self, volume_id, source, target, name, device_class, show, is_wanted),
             volume_id,
             tell,
         )
@@ -473,10 +473,15 @@ class ModelMoves:
 class ModelSource:
     """The node that has the volume, as the `Source` of a move."""
 
-    def __init__(self, moves: ModelMoves, volume_id: str, node: str) -> None:
+    def __init__(
+        self, moves: ModelMoves, volume_id: str, node: str, is_wanted: Callable[[], bool]
+    ) -> None:
         self._moves, self._id, self._node = moves, volume_id, node
+        self._is_wanted = is_wanted
 
     def _call(self, name: str, work: Callable[[Service], T]) -> T:
+        if name != "release" and not self._is_wanted():
+            raise NodeFailed(self._node, name, Code.CANCELLED, "it is not wanted any more")
         return self._moves.call(self._node, name, work)
 
     def _word(self) -> str:
@@ -526,12 +531,16 @@ class ModelDestination:
         name: str,
         device_class: str,
         show: Callable[[Progress], None],
+        is_wanted: Callable[[], bool],
     ) -> None:
         self._moves, self._id, self._source = moves, volume_id, source
+        self._is_wanted = is_wanted
         self.node, self.name = target, name
         self._class, self._show = device_class, show
 
     def _call(self, name: str, work: Callable[[Service], T]) -> T:
+        if not self._is_wanted():
+            raise NodeFailed(self.node, name, Code.CANCELLED, "it is not wanted any more")
         return self._moves.call(self.node, name, work)
 
     def status(self) -> There:
@@ -570,7 +579,7 @@ class ModelDestination:
                     # Read on: a snapshot whose area is full by now cannot be.
                     snapshot = source._snapshot(snapshot_id)
                     at.record(self.name, chain, (part + 1) << 28)
-                    if moves.cuts():
+                    if moves.cuts() or not self._is_wanted():
                         raise Refusal(Code.UNAVAILABLE, "the stream was cut off")
                 if begun:
                     at.end(self.name, chain, snapshot.content)

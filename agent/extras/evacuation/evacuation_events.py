@@ -19,6 +19,8 @@ REBINDING, WAITS = "ClaimRebinding", "VolumeMoveWaits"
 OUTRUN, EVICTION_REFUSED = "WritesOutrunTransfer", "EvictionRefused"
 TAKEN_BACK, ERASED = "VolumeTakenBack", "QuarantineEnded"
 _WARNINGS = frozenset({REFUSED, STAYS, WAITS, OUTRUN, EVICTION_REFUSED})
+# Reasons whose Events say what was done.
+_SINGLE = frozenset({REBINDING, MOVED, TAKEN_BACK, ERASED})
 # Maximum number of characters of an Event's text; a note in Kubernetes has at most 1,024.
 _MOST_CHARACTERS = 1000
 # Maximum number of texts that are remembered, so that none is written twice in a row.
@@ -62,7 +64,9 @@ class EvacuationEvents:
                 self._last.clear()
             self._last[subject, reason] = text
         kind = WARNING if reason in _WARNINGS else NORMAL
+        # An Event is renewed if it occurs again; those of _SINGLE have one for each text.
+        key = f"{reason} {text}" if reason in _SINGLE else reason
         try:
-            self._events.ensure(subject, Event(kind, reason, text, reason), is_new=True)
+            self._events.ensure(subject, Event(kind, reason, text, key), is_new=True)
         except errors.ClusterRefused as error:
             _log.warning("cannot write the Event %s of %s: %s", reason, subject.name, error)

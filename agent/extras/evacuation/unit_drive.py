@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agent.core import errors, ids, tag
+from agent.core import errors, ids
 from agent.extras.evacuation import evacuation_events as reasons
 from agent.extras.evacuation.drive import Drive, Unwanted, Wish
 from agent.extras.evacuation.evacuation_context import EXPECTED, Context
@@ -26,7 +26,7 @@ from agent.extras.evacuation.plan import PlannedVolume, Unit
 from agent.extras.evacuation.progress import Stage
 from agent.extras.kubernetes.objects import VOLUMES
 from agent.extras.kubernetes.rebinding import Place, Rebinding
-from agent.extras.transfer.move import Approach, Move
+from agent.extras.transfer.move import Approach, Move, is_own
 from agent.extras.transfer.move import Progress as StreamProgress
 
 _log = logging.getLogger(__name__)
@@ -389,24 +389,18 @@ def erase(context: Context, note: MoveNote, volume: NotedVolume) -> None:
     neither has the volume as its own.
     """
     move = context.moves.move(note.volume_id, note.source, note.target)
+
+    def is_elsewhere() -> bool:
+        present = context.moves.move(note.volume_id, note.source, volume.node).destination.status()
+        return is_own(present) and bool(present["volume_id"] == volume.handle)
+
     try:
-        state = move.source.state()
+        move.source.state()
     except EXPECTED as error:
         if is_not_found(error):
             return
         raise
-    if state.state not in (tag.MOVED, tag.WIPING):
-        raise errors.NotMoved(
-            note.volume_id, f"it is {note.source}'s own; nothing of it is under quarantine there"
-        )
-    try:
-        move.finish()
-    except errors.NotMoved:
-        present = context.moves.move(note.volume_id, note.source, volume.node).destination.status()
-        if present["state"] != tag.READY or present["volume_id"] != volume.handle:
-            raise
-        move.source.drop(())
-        move.source.finish()
+    move.finish(is_elsewhere)
     context.events.node(
         note.source, reasons.ERASED, f"what was left of volume {note.volume_id} is erased"
     )

@@ -195,6 +195,11 @@ def prefix_of(release: str) -> str:
     return f"{_PREFIX}{release[:_PREFIX_CHARACTERS]}-"
 
 
+def is_own(there_state: There) -> bool:
+    """Return whether a node has a volume as its own, which can be used there."""
+    return bool(there_state["state"] == tag.READY)
+
+
 class Move:
     """The move of one volume to another node.
 
@@ -304,19 +309,21 @@ class Move:
             raise self._refused("it was not handed over yet; go on with the move")
         return self._complete(move)
 
-    def finish(self) -> None:
+    def finish(self, is_elsewhere: Callable[[], bool] = lambda: False) -> None:
         """Delete what is left on the old node of a volume that was moved.
 
         The snapshots of the move are deleted, too. If the deletion has begun already, it is
-        continued; otherwise the other node is asked first. Raises NotMoved if the other node does
-        not have the volume as its own. Raises grpc.RpcError if the volume is still the old node's;
-        the snapshots of the move are then deleted all the same.
+        continued; otherwise the other node is asked first. If that does not have the volume,
+        `is_elsewhere` is asked whether it has moved the volume on, and a third node has it as its
+        own. Raises NotMoved if neither has the volume as its own. Raises grpc.RpcError if the
+        volume is still the old node's; the snapshots of the move are then deleted all the same.
         """
         own_state = self.source.state()
         if own_state.state == tag.MOVED:
             there_state = self.destination.status()
             is_theirs = there_state["release"] == own_state.release
-            if not is_theirs or there_state["state"] not in (tag.READY, tag.MOVED):
+            has_it = is_theirs and there_state["state"] in (tag.READY, tag.MOVED)
+            if not (has_it or is_elsewhere()):
                 raise self._refused(
                     f"{self.destination.node} does not have it as a volume of its own: go on with"
                     " the move, or --undo it. What is here may be the only copy. Only where another"

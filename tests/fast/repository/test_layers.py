@@ -136,7 +136,7 @@ def test_nothing_below_the_services_names_grpc_or_the_wire(
                 for one in (
                     "cluster_view",
                     "evacuation_calls",
-                    "evacuation_context",
+                    "evacuator",
                     "lost_claims",
                     "node_inventory",
                 )
