@@ -714,7 +714,7 @@ class TooManyStreams(AgentError):
     """Raised when as many streams to or from other nodes are under way as the limit allows."""
 
     def __init__(self, kind: str, limit: int) -> None:
-        super().__init__(f"{limit} calls of {kind} are under way already, the most there may be")
+        super().__init__(f"cannot serve {kind}: the limit of {counted(limit, 'call')} is reached")
 
 
 class StreamEnded(BadStream):

@@ -37,6 +37,7 @@ from agent.extras.kubernetes.rebinding import Place, Rebinding
 from agent.settings.settings import Config
 from agent.work.background import PeriodicTask
 from mount import command
+from mount.text import counted
 
 _log = logging.getLogger(__name__)
 
@@ -226,7 +227,7 @@ class Evacuator:
             made.going or coming or is_rebinding or any(not drive.is_over for drive in known.drives)
         ):
             count = sum(len(unit.volumes) for unit in made.staying)
-            text = f"nothing is left to move; {count} volumes stay"
+            text = f"nothing is left to move; on the node stays: {counted(count, 'volume')}"
             self._context.events.node(node.name, reasons.FINISHED, text)
             self._context.progress.end(node.name)
 

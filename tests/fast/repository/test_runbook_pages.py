@@ -254,6 +254,7 @@ _OPTIONS = {
     "--from-file": True,
     "--ignore-not-found": False,
     "--minify": False,
+    "--overwrite": False,
     "--raw": False,
     "--replicas": True,
     "--timeout": True,
