@@ -28,7 +28,7 @@ NAMES = ("a", "b", "c")
 GRACE_SECONDS = 86400.0
 _KEY = f"evacuate.{DRIVER_NAME}"
 # When the API server's clock stood at 0.
-_EPOCH = 1767225600.0
+EPOCH = 1767225600.0
 
 
 class View(ClusterView):
@@ -141,7 +141,7 @@ class History:
             self.kube.replica(f"db-{number}", claims, node, policy)
 
     def wall_clock(self) -> float:
-        return _EPOCH + self.baton.now + self.ahead
+        return EPOCH + self.baton.now + self.ahead
 
     def start(self) -> Controller:
         """Another controller begins."""

@@ -284,7 +284,9 @@ class Evacuator:
         wanted = {(_ids(unit), unit.target) for unit in units}
         running = [drive for drive in known.drives if not drive.is_over]
         for drive in running:
-            if isinstance(drive, _UnitOf) and (drive.volume_ids, drive.target) not in wanted:
+            if not isinstance(drive, _UnitOf) or drive.source != source:
+                continue
+            if (drive.volume_ids, drive.target) not in wanted:
                 drive.end()
         for unit in units:
             if len(running) >= AT_ONCE:
@@ -300,7 +302,8 @@ class Evacuator:
                 cordon=(lambda: self._cordon(source, asking)) if cordon else lambda: None,
             )
             drive = _UnitOf(self._context, unit.name, _ids(unit), tell=work.tell)
-            drive.target = unit.target
+            drive.source, drive.target = source, unit.target
+            drive.is_back = kind is Kind.UNDO
             known.drives.append(drive)
             running.append(drive)
             drive.start(work.run)
@@ -497,15 +500,12 @@ class Evacuator:
             for volume in unit.volumes:
                 self._context.events.claim(volume, reasons.STAYS, unit.reason)
         self._drive(source, name, known, units, Kind.UNDO, cordon=True)
-        for drive in known.drives:
-            if isinstance(drive, _UnitOf):
-                drive.is_back = True
 
 
 class _UnitOf(Drive):
-    """The drive of a unit to `target`; `is_back` is whether an undo drives it."""
+    """The drive of a unit from `source` to `target`; `is_back` is whether an undo drives it."""
 
-    target = ""
+    source = target = ""
     is_back = False
 
 
