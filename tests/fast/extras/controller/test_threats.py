@@ -9,16 +9,22 @@ import pytest
 SECURITY = Path(__file__).parents[4] / "docs" / "security.md"
 
 FILES = {
+    "chart": "tests/chart/test_chart.py",
     "claims": "tests/fast/extras/controller/test_claims.py",
     "answer_rules": "tests/fast/extras/controller/test_answer_rules.py",
     "cluster": "tests/contract/test_cluster.py",
     "ending": "tests/fast/extras/controller/test_ending.py",
     "enrolment": "tests/fast/extras/controller/test_enrolment.py",
+    "evacuator": "tests/fast/extras/evacuation/test_evacuator.py",
+    "grants": "tests/fast/extras/transfer/test_grants.py",
     "health_events": "tests/fast/extras/controller/test_health_events.py",
     "lists": "tests/fast/extras/kubernetes/test_lists.py",
+    "lost_claims": "tests/fast/extras/evacuation/test_lost_claims.py",
     "membership": "tests/fast/extras/controller/test_membership.py",
+    "node_moves": "tests/fast/extras/transfer/test_node_moves.py",
     "nodes": "tests/fast/extras/controller/test_nodes.py",
     "process": "tests/fast/daemon/test_process.py",
+    "transfer_rules": "tests/fast/extras/controller/test_transfer_rules.py",
     "whose_group": "tests/fast/extras/controller/test_whose_group.py",
 }
 TESTS = {
@@ -194,15 +200,74 @@ TESTS = {
     "Only root can open its socket": (
         "nodes: the_controller_s_socket_is_root_s_from_its_first_moment",
     ),
+    "Each right that they add is the controller's alone": (
+        "chart: claims_go_only_by_the_rights_of_evacuation_and_release",
+    ),
+    "The chart grants a right only with the value that needs it": (
+        "chart: claims_go_only_by_the_rights_of_evacuation_and_release",
+    ),
+    "PersistentVolumes it may make, change and delete anyway": (
+        "chart: claims_go_only_by_the_rights_of_evacuation_and_release",
+    ),
+    "It may not change claims, delete or make pods": (
+        "chart: claims_go_only_by_the_rights_of_evacuation_and_release",
+        "evacuator: all_volumes_move_with_their_pods",
+        "evacuator: a_wrong_annotation_is_refused_and_changes_nothing",
+    ),
+    "Kubelet may write its own Node": (
+        "lost_claims: the_claim_s_annotation_decides_before_its_class",
+        "lost_claims: a_node_that_carver_has_not_forgotten_keeps_its_claims",
+    ),
+    "With `evacuation.enabled` nodes serve the calls of a move": (
+        "node_moves: the_controller_may_call_what_a_move_needs",
+        "node_moves: without_the_setting_nothing_is_served",
+    ),
+    "All but one take the controller's certificate only": (
+        "node_moves: a_node_s_key_without_a_grant_may_call_nothing",
+    ),
+    "`Send`, by which a node sends a volume": (
+        "grants: a_grant_says_who_may_read_what",
+        "grants: a_grant_is_refused",
+        "grants: whatever_byte_is_altered_a_grant_is_refused",
+        "grants: no_other_signature_or_certificate_fits",
+    ),
+    "read any volume that was not granted to it": (
+        "grants: a_grant_is_refused",
+        "node_moves: the_target_may_read_the_move_s_snapshots_and_nothing_else",
+        "node_moves: a_grant_of_another_time_key_or_form_is_denied",
+    ),
+    "change what another node has, receives or sends": (
+        "node_moves: a_node_s_key_without_a_grant_may_call_nothing",
+    ),
+    "have a volume erased that another node owns": (
+        "node_moves: a_source_that_lies_moves_nothing",
+        "node_moves: a_target_that_lies_gets_nothing",
+        "node_moves: a_volume_of_another_node_is_not_moved",
+        "transfer_rules: a_lie_is_refused_by_the_field_that_gives_it_away",
+    ),
+    "hold up others' moves": ("node_moves: few_streams_go_on_at_the_same_time",),
+    "evict a pod, cordon a node": (
+        "chart: claims_go_only_by_the_rights_of_evacuation_and_release",
+    ),
+    "So with evacuation": (
+        "membership: what_was_on_a_deleted_node_is_forgotten_after_a_grace",
+        "lost_claims: a_node_that_carver_has_not_forgotten_keeps_its_claims",
+    ),
+    "A node whose key is stolen can keep claims from being released": (
+        "membership: nothing_is_forgotten_while_a_member_is_silent",
+        "lost_claims: a_node_that_carver_has_not_forgotten_keeps_its_claims",
+    ),
 }
 
 
 def sentences() -> Iterator[str]:
     """What the page says that cannot be, and each of its sentences."""
     [section] = re.findall(r"^## The controller\n(.*?)^## ", SECURITY.read_text(), re.M | re.S)
-    rows = [one.strip("|").split("|") for one in section.splitlines() if one.startswith("|")]
-    for _, _, cannot in rows[2:]:
-        yield from filter(None, (one.strip() for one in cannot.split(";")))
+    for table in re.findall(r"(?:^\|.*\n)+", section, re.M):
+        head, _, *rows = [one.strip("|").split("|") for one in table.splitlines()]
+        # The rights of the account are compared with the chart's (tests/chart).
+        for row in rows if head[-1].strip().endswith("cannot") else ():
+            yield from filter(None, (one.strip() for one in row[-1].split(";")))
     text = " ".join(one for one in section.splitlines() if not one.startswith("|"))
     plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
     yield from (one.strip() for one in re.split(r"(?<=\.)\s+(?=[A-Z`])", plain.strip()))
