@@ -89,14 +89,6 @@ class Connection:
         """Be closed."""
 
     def request(
-        self, method: str, path: str, _deadline: float, body: bytes | None = None, **_: object
-    ) -> tuple[int, bytes]:
-        status, document = self.kube.answer(method, path, body)
-        return status, json.dumps(document).encode()
-
-
-class _Positional(Connection):
-    def request(  # type: ignore[override]
         self,
         method: str,
         path: str,
@@ -104,7 +96,8 @@ class _Positional(Connection):
         body: bytes | None = None,
         content: Mapping[str, str] | None = None,
     ) -> tuple[int, bytes]:
-        return super().request(method, path, deadline, body)
+        status, document = self.kube.answer(method, path, body)
+        return status, json.dumps(document).encode()
 
 
 class History:
@@ -368,7 +361,7 @@ def history(seed: str, *, make: bool = True) -> Iterator[History]:
     """A history, and the program's clocks and connections in it."""
     made = History(seed, make=make)
     with pytest.MonkeyPatch.context() as patched:
-        connection = type("Bound", (_Positional,), {"kube": made.kube})
+        connection = type("Bound", (Connection,), {"kube": made.kube})
         patched.setattr(objects, "Connection", connection)
         patched.setattr(objects, "sleep", made.baton.sleep)
         patched.setattr(rebinding, "sleep", made.baton.sleep)

@@ -348,14 +348,17 @@ class Evacuator:
     # Rebindings that only their last steps are missing of
 
     def _finish_rebindings(self) -> None:
-        """Take the last steps of rebindings whose old PersistentVolume is gone."""
+        """Take the last steps of rebindings that cannot be undone any more.
+
+        The claim is bound to the new PersistentVolume, or the old one is gone.
+        """
         handles = {volume.handle for volume in self._noted}
         busy = self._busy()
         for volume in self._noted:
             if not volume.is_rebinding or not volume.left:
                 continue
             note = volume.left[-1]
-            if note.volume_id in handles or note.volume_id in busy:
+            if note.volume_id in busy or (note.volume_id in handles and not volume.is_bound):
                 continue
             place = Place(volume.handle, note.target, self._context.driver_name)
             drive = Drive(

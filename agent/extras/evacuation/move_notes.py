@@ -50,7 +50,7 @@ class NotedVolume:
     """A PersistentVolume with notes of moves.
 
     `created` is its creationTimestamp. `is_rebinding` is whether a rebinding has made it and has
-    not ended.
+    not ended. `is_bound` is whether a claim is bound to it.
     """
 
     name: str
@@ -58,6 +58,7 @@ class NotedVolume:
     handle: str
     created: str
     is_rebinding: bool
+    is_bound: bool
     notes: tuple[MoveNote, ...]
 
     @property
@@ -147,7 +148,8 @@ class MoveNotes:
             str(metadata.get("resourceVersion") or ""),
             str(source.get("volumeHandle") or ""),
             str(metadata.get("creationTimestamp") or ""),
-            any(key.startswith(f"move.{self._driver_name}/") for key in annotations),
+            f"move.{self._driver_name}/claim" in annotations,
+            (item.get("status") or {}).get("phase") == "Bound",
             _parsed(annotations.get(self.key)) if is_own else (),
         )
 

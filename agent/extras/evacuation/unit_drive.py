@@ -176,6 +176,8 @@ class UnitDrive:
                 continue
             if noted.handle != volume_id:
                 continue
+            if noted.is_rebinding:
+                raise errors.NotMoved(volume_id, "its claim is still being rebound after a move")
             if not volume.is_handed_over:
                 for note in noted.left:
                     if note.source == self.unit.target:
