@@ -282,7 +282,7 @@ class Rebinding:
         if not _is_alike(new, expected) or _policy(new) != _RETAIN:
             why = f"{_name(new)} is not what would be made of {_name(old_volume)} now"
             raise state.refused(f"{why}: delete that, and call again")
-        if _at(new, "spec", "claimRef", "uid") is not None:
+        if _field_at(new, "spec", "claimRef", "uid") is not None:
             # Kubernetes binds no other claim to it, also none of the same name.
             raise state.refused(f"{_name(new)} is of an earlier claim: delete that, and call again")
         key = self._place.claim_key
