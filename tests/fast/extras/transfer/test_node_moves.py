@@ -351,7 +351,7 @@ def test_few_streams_go_on_at_the_same_time(
         for _ in threads:
             assert begun_sends.acquire(timeout=expect.PATIENCE_SECONDS)
         code, why = code_of(begun.ask)
-        assert (code, "2 calls of Send" in why) == (Code.RESOURCE_EXHAUSTED, True)
+        assert (code, "Send: the limit of 2 calls" in why) == (Code.RESOURCE_EXHAUSTED, True)
         go_on.set()
         for one in threads:
             one.join(expect.PATIENCE_SECONDS)
