@@ -370,7 +370,7 @@ def test_a_group_that_is_slow_to_say_what_was_detached_fails_no_pod(
         first = client.create("pvc-1", 16 * MIB, parameters={"class": "b"}).volume_id
         second = client.create("pvc-2", 16 * MIB).volume_id
         client.attach(first)
-        with expect.code("RESOURCE_EXHAUSTED", "has 1 volumes attached"):
+        with expect.code("RESOURCE_EXHAUSTED", "has 1 volume attached"):
             client.attach(second)
         slow = service.volume_groups.of(other)
         assert slow is not None

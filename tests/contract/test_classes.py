@@ -221,7 +221,7 @@ def test_a_volume_of_each_layout_grows_to_the_reported_room(
 @pytest.mark.variation
 def test_sizes_are_whole_extents_on_every_stripe(client: Client) -> None:
     assert create(client, "raid6", 1).capacity_bytes == 3 * EXTENT
-    with expect.code("OUT_OF_RANGE", "3 times"):
+    with expect.code("OUT_OF_RANGE", "3 at a time"):
         client.create("pvc-2", 1, block(), limit_bytes=2 * EXTENT, parameters={"class": "raid6"})
 
 
