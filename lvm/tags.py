@@ -9,6 +9,9 @@ PREFIX = "carver."
 
 # Length limit of an LVM tag, in characters (lvm(8)).
 MAXIMUM_LENGTH = 1024
+# Length of a key and a value together, in ASCII characters, with which a tag is never too long:
+# each character becomes at most three in the tag.
+_ALWAYS_FITS = 300
 # Characters that are escaped: those that an LVM tag may not have (lvm(8)), and `&`.
 _OTHER = re.compile(r"[^a-zA-Z0-9_+.\-/=!:#]")
 _ESCAPE = re.compile(r"&([0-9a-f]{2})")
@@ -33,6 +36,8 @@ def unescape(text: str) -> str:
 
 def fits(key: str, value: str) -> bool:
     """Whether a key and its value fit in one tag."""
+    if len(key) + len(value) <= _ALWAYS_FITS and key.isascii() and value.isascii():
+        return True
     return len(format_one(key, value)) <= MAXIMUM_LENGTH
 
 

@@ -270,7 +270,7 @@ def limits(own_tags: Mapping[str, str]) -> Tuning:
 
 
 def _tagged(settings: Sequence[Setting], own_tags: Mapping[str, str]) -> dict[str, int]:
-    """The values of settings that are kept in tags, by their parts; 0 for no tag or no number."""
+    """The values of settings that are kept in tags, by their fields; 0 for no tag or no number."""
     values = dict.fromkeys((setting.field_name for setting in settings), 0)
     for setting in settings:
         if (text := own_tags.get(setting.tag)) is not None:

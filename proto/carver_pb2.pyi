@@ -259,18 +259,22 @@ class RepairVolumeRequest(_message.Message):
 
     VOLUME_ID_FIELD_NUMBER: _builtins.int
     POOL_METADATA_FIELD_NUMBER: _builtins.int
+    DIFFERING_IMAGES_FIELD_NUMBER: _builtins.int
     volume_id: _builtins.str
     pool_metadata: _builtins.bool
     """Of a thin volume: repair its pool's metadata."""
+    differing_images: _builtins.bool
+    """Of a RAID whose images differ: make them alike, which may overwrite the right image."""
     def __init__(
         self,
         *,
         volume_id: _builtins.str = ...,
         pool_metadata: _builtins.bool = ...,
+        differing_images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool_metadata", b"pool_metadata", "volume_id", b"volume_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["differing_images", b"differing_images", "pool_metadata", b"pool_metadata", "volume_id", b"volume_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -387,10 +391,53 @@ class VolumesHereResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class PersistentVolumesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class CapabilitiesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___VolumeCapabilities: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___VolumeCapabilities | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ENTRIES_FIELD_NUMBER: _builtins.int
     AWAY_FIELD_NUMBER: _builtins.int
     CLAIMS_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
+    PERSISTENT_VOLUMES_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[_csi_pb2.Volume]: ...
     @_builtins.property
@@ -405,6 +452,14 @@ class VolumesHereResponse(_message.Message):
     def keys(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """By volume id: the generation of the key, where the volume is encrypted."""
 
+    @_builtins.property
+    def persistent_volumes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """By volume id: the PersistentVolume that the volume was made for, where that is known."""
+
+    @_builtins.property
+    def capabilities(self) -> _containers.MessageMap[_builtins.str, Global___VolumeCapabilities]:
+        """By volume id: the capabilities that CreateVolume asked for, where they are known."""
+
     def __init__(
         self,
         *,
@@ -412,14 +467,36 @@ class VolumesHereResponse(_message.Message):
         away: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         claims: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         keys: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        persistent_volumes: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        capabilities: _abc.Mapping[_builtins.str, Global___VolumeCapabilities] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["away", b"away", "claims", b"claims", "entries", b"entries", "keys", b"keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["away", b"away", "capabilities", b"capabilities", "claims", b"claims", "entries", b"entries", "keys", b"keys", "persistent_volumes", b"persistent_volumes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VolumesHereResponse: _TypeAlias = VolumesHereResponse  # noqa: Y015
+
+@_typing.final
+class VolumeCapabilities(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[_csi_pb2.VolumeCapability]: ...
+    def __init__(
+        self,
+        *,
+        entries: _abc.Iterable[_csi_pb2.VolumeCapability] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VolumeCapabilities: _TypeAlias = VolumeCapabilities  # noqa: Y015
 
 @_typing.final
 class SnapshotsHereResponse(_message.Message):

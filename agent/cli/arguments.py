@@ -13,6 +13,7 @@ NAME = name_of("volume")
 JSON = flag("--json", "as JSON")
 NAMES = flag("--names", "their names alone, one a line")
 YES = flag("--yes", "do not ask")
+STORAGE_CLASS = Argument("--storage-class", default="carver", help="of the claim; else carver")
 KEY_FILE = Argument(
     "--key-file",
     metavar="FILE",
@@ -182,7 +183,7 @@ def add_volume(commands: Commands) -> Commands:
             metavar="NAMESPACE/NAME",
             help="else the one that the volume was made for",
         ),
-        Argument("--storage-class", default="carver", help="of the claim; else carver"),
+        STORAGE_CLASS,
     )
     verb(
         verbs,
@@ -225,7 +226,7 @@ def _add_adopt(verbs: Commands) -> None:
             metavar="NAMESPACE/NAME",
             help="else its own name in the namespace default",
         ),
-        Argument("--storage-class", default="carver", help="of the claim; else carver"),
+        STORAGE_CLASS,
         flag("--dry-run", "show what would be done, and change nothing"),
         flag("--undo", "give it its old name back, and remove Carver's tags"),
     )

@@ -13,14 +13,13 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from agent.cli import encryption, status, terminal
-from agent.cli.adoption import Manifest
 from agent.cli.encryption import Headers
+from agent.cli.volume_manifest import Manifest
 from agent.core import errors, ids, sockets, tag
 from agent.core.ids import VolumeId
 from agent.csi import client
 from agent.csi.client import Client
 from agent.daemon.host import Host
-from agent.operations.diagnosis import Reason
 from agent.requests import secret
 from agent.requests.parameters import PREFIX
 from agent.settings.settings import Config
@@ -265,19 +264,31 @@ class VolumeVerbs:
     def show_manifest(self, name: str, claim: str, storage_class: str) -> None:
         """Print the PersistentVolume and claim of an existing volume for `kubectl apply`.
 
+        Standard error says what the volume's tags lack.
+
         `claim` is NAMESPACE/NAME; empty for the claim that the volume was made for, if that is
         recorded. Raises BadField for a bad name of claim or storage class.
         """
         listing = self.caller.volumes_here()
         volume = _find_named(name, listing)
         claim = claim or listing.claims.get(volume.volume_id, "")
-        manifest = Manifest(self.settings.driver_name, _logical(volume), claim, storage_class)
+        recorded_name = listing.persistent_volumes.get(volume.volume_id, "")
+        manifest = Manifest(
+            self.settings.driver_name, _logical(volume), claim, storage_class, recorded_name
+        )
+        capabilities = listing.capabilities[volume.volume_id].entries
+        if not capabilities:
+            print(
+                f"{name}: its access modes and mount options are not recorded: compare accessModes"
+                " and mountOptions with what its pods need",
+                file=sys.stderr,
+            )
         if volume.volume_context.get(f"{PREFIX}{tag.ENCRYPTION}"):
             note = (
                 "name its key's Secret in csi.nodeStageSecretRef, unless its class has a key_file"
             )
             print(f"{name} is encrypted: {note}", file=sys.stderr)
-        print(manifest.of(volume), end="")
+        print(manifest.of(volume, capabilities), end="")
 
     def headers(self, name: str) -> Headers:
         """The commands on an encrypted volume's header; raises NotStaged for an inactive volume."""
@@ -324,21 +335,31 @@ class VolumeVerbs:
     def repair(self, name: str, *, pool_metadata: bool, confirmed: bool) -> None:
         """Repair a volume, or its thin pool's metadata, and wait until the repair is done.
 
-        If images of the volume differ, the user is asked first: one image is overwritten by
-        another, and md cannot know which is right. Other repairs write only to lost images.
+        The service refuses to overwrite images that differ, as md cannot know which is right. The
+        user is asked then, and the repair goes on if the user confirms.
         """
         volume_id = self.find(name).volume_id
-        health = self.caller.volume_health(volume_id)
         question = (
             f"Take one image of {name} for right, and overwrite what differs in the others? Compare"
             " with a backup first"
         )
-        differs = any(
-            entry.reason == Reason.RAID_MISMATCHES.word for entry in health.health_statuses
-        )
-        if differs and not confirmed and not terminal.confirmed(question):
+
+        def repair(*, differing_images: bool) -> None:
+            self._until_done(
+                lambda: self.caller.repair(
+                    volume_id, pool_metadata=pool_metadata, differing_images=differing_images
+                )
+            )
+
+        try:
+            repair(differing_images=confirmed)
+            return
+        except grpc.RpcError as error:
+            if confirmed or not _do_images_differ(error):
+                raise
+        if not terminal.confirmed(question):
             raise errors.NotConfirmed(name, "repaired")
-        self._until_done(lambda: self.caller.repair(volume_id, pool_metadata=pool_metadata))
+        repair(differing_images=True)
 
     def replace_disk(self, old_disk: str, new_disk: str, *, confirmed: bool) -> None:
         """Replace a disk by another, if the user confirms; wait until all volumes are in sync."""
@@ -513,6 +534,12 @@ def _retry_while_aborted(call: Callable[[], T]) -> T:
                 print(message, file=sys.stderr)
             printed = message
             sleep(_AGAIN_SECONDS)
+
+
+def _do_images_differ(error: grpc.RpcError) -> bool:
+    """Return whether the service refused to overwrite images of a RAID that differ."""
+    is_refused = error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    return is_refused and errors.ImagesDiffer.FIELD in (error.details() or "")
 
 
 def _print_absent(reasons_by_group: Mapping[str, str]) -> None:

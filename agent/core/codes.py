@@ -35,6 +35,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.DiskTooSmall, Code.FAILED_PRECONDITION),
     (agent.core.errors.WouldBeLost, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotRepairable, Code.FAILED_PRECONDITION),
+    (agent.core.errors.ImagesDiffer, Code.FAILED_PRECONDITION),
     (agent.core.errors.InlineTotal, Code.RESOURCE_EXHAUSTED),
     # OUT_OF_RANGE, not RESOURCE_EXHAUSTED: the external-resizer takes RESOURCE_EXHAUSTED for an
     # operation that may still be in progress. The resizer would ask for the same size for ever,

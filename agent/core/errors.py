@@ -303,6 +303,24 @@ class NotRepairable(AgentError):
         super().__init__(f"cannot repair {volume}: {reason}")
 
 
+class ImagesDiffer(AgentError):
+    """Raised when a repair would overwrite differing images of a RAID without a confirmation.
+
+    Nothing was changed. The message names the field of the call, by which a client recognizes the
+    error.
+    """
+
+    FIELD = "differing_images"
+
+    def __init__(self, volume: str, sectors: int) -> None:
+        super().__init__(
+            f"cannot repair {volume}: its images differ in {counted(sectors, 'sector')}, and which"
+            " of them is right is not known. Compare the data with a backup, then confirm that"
+            " images may be overwritten: with `carver volume repair` of the service's version, or"
+            f" `{self.FIELD}` in the call"
+        )
+
+
 class InlineTotal(AgentError):
     """Raised when all inline volumes of the node would together exceed `inline_total_limit`."""
 

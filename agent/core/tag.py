@@ -256,16 +256,10 @@ def following(place: Follows) -> tuple[str, ...]:
     return tuple(key for key, places in FOLLOWS.items() if place in places)
 
 
-# Length of a key and a text together, in ASCII characters, with which a tag is never too long: each
-# has at most three characters in the tag.
-_ALWAYS_FITS = 300
-
-
 def require_fits(field: str, key: str, text: str) -> None:
     """Raise BadField if the tag with this key and value, `text`, would be too long for LVM.
 
     `field` is the name of the request's field that the error names.
     """
-    is_short = len(key) + len(text) <= _ALWAYS_FITS and key.isascii() and text.isascii()
-    if not (is_short or tags.fits(key, text)):
+    if not tags.fits(key, text):
         raise errors.BadField(field, "is too long to be kept in an LVM tag")

@@ -182,18 +182,8 @@ class _Traced:
 
         def tracing(*words: object, **named: object) -> object:
             # Look the method up at each call: tests replace methods of the object.
-            if (made := _current.get()) is None:
+            with step(KERNEL, name):
                 return getattr(interface, name)(*words, **named)
-            began_seconds = time.monotonic()
-            try:
-                return getattr(interface, name)(*words, **named)
-            finally:
-                seconds = time.monotonic() - began_seconds
-                if seconds < _SHORTEST_SECONDS:
-                    # Most operations take a few microseconds: only sum these, for speed.
-                    made.by_kind[KERNEL] = made.by_kind.get(KERNEL, 0.0) + seconds
-                else:
-                    made.add(KERNEL, name, seconds)
 
         # Keep the function as an attribute, so that it is made once for each method.
         vars(self)[name] = tracing

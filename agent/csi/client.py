@@ -328,12 +328,19 @@ class Client:
         """Undo the adoption of a logical volume (UndoAdoptVolume)."""
         return self.operator.UndoAdoptVolume(request)
 
-    def repair(self, volume_id: str, *, pool_metadata: bool = False) -> tuple[bool, str]:
+    def repair(
+        self, volume_id: str, *, pool_metadata: bool = False, differing_images: bool = False
+    ) -> tuple[bool, str]:
         """Start or continue the repair of a volume.
+
+        With `pool_metadata`, damaged metadata of its thin pool may be rewritten; with
+        `differing_images`, images of a RAID that differ may be overwritten.
 
         Return whether the repair is done, and a sentence about what was done or is waited for.
         """
-        request = carver.RepairVolumeRequest(volume_id=volume_id, pool_metadata=pool_metadata)
+        request = carver.RepairVolumeRequest(
+            volume_id=volume_id, pool_metadata=pool_metadata, differing_images=differing_images
+        )
         answer = self.operator.RepairVolume(request)
         return answer.done, answer.message
 

@@ -48,6 +48,18 @@ _CAPABILITIES = {
 }
 
 
+def capability(requested: requests.Capability) -> csi.VolumeCapability:
+    """The CSI message of a volume capability."""
+    mode = csi.VolumeCapability.AccessMode.Mode.Value(requested.mode)
+    message = csi.VolumeCapability(access_mode=csi.VolumeCapability.AccessMode(mode=mode))
+    if requested.is_block:
+        message.block.SetInParent()
+    else:
+        message.mount.fs_type = requested.fs_type
+        message.mount.mount_flags.extend(requested.mount_flags)
+    return message
+
+
 def volume(record: Volume, segments: Mapping[str, str]) -> csi.Volume:
     """The CSI message of a volume, with this node's topology `segments`."""
     message = csi.Volume()

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from agent.core import errors, ids, tag
 from agent.core.trace import Traces
 from agent.csi import messages
+from agent.operations import plan
 from agent.operations.adopt import Adopter, Adoption, AdoptionRequest
 from agent.operations.listing import Listing
 from agent.operations.repair import Progress, Repairer
@@ -64,7 +65,11 @@ class Operator(carver_pb2_grpc.OperatorServicer):
         require(request, "volume_id")
         with self._locks.hold(ids.logical_name(request.volume_id)):
             return _progress(
-                self._repairer.repair(request.volume_id, pool_metadata=request.pool_metadata)
+                self._repairer.repair(
+                    request.volume_id,
+                    pool_metadata=request.pool_metadata,
+                    differing_images=request.differing_images,
+                )
             )
 
     def ReplaceDisk(
@@ -107,6 +112,18 @@ class Operator(carver_pb2_grpc.OperatorServicer):
             away=listing.unread_groups,
             claims={str(volume.id): volume.claim for volume in listing.entries if volume.claim},
             keys=_keys(listing.entries),
+            persistent_volumes={
+                str(volume.id): volume.own_tags[tag.PV]
+                for volume in listing.entries
+                if volume.own_tags.get(tag.PV)
+            },
+            capabilities={
+                str(volume.id): carver.VolumeCapabilities(
+                    entries=map(messages.capability, capabilities)
+                )
+                for volume in listing.entries
+                if (capabilities := plan.recorded_capabilities(volume))
+            },
         )
 
     def SnapshotsHere(

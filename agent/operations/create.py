@@ -315,7 +315,7 @@ class VolumeCreator:
         group, source_group = source_to_reserve.group, ids.group_of(source_to_reserve.source.id)
         with self._volume_groups.hold(source_group):
             _, origin = self._origin(source_to_reserve.source)
-        size_bytes, _, _ = _planned(request, group, origin)
+        size_bytes, _, _ = self._planned(request, group, origin)
         self._require_room(request, group, size_bytes)
         self._require_blocks(origin, group)
         with self._volume_groups.hold(source_group):
@@ -395,7 +395,10 @@ class VolumeCreator:
         # Crash point: the parameters are in the metadata of the volume group, and the I/O limits
         # among them are not set in the kernel; the next start of Carver, or a repeated call, sets
         # the limits.
-        bound_kib = request.config.recovery_bound_kib(volume.group.name)
+        #
+        # The bound is the present one, not that of the call's configuration: a reload sets its
+        # bound on each volume while it holds the group's lock, which this call holds now.
+        bound_kib = self._configuration.now.recovery_bound_kib(volume.group.name)
         self._limiter.apply(volume, modify.ensure(lvm, volume, request.call.tuning, bound_kib))
 
     def _make(
@@ -417,7 +420,7 @@ class VolumeCreator:
             origin = reserved_source.origin
         elif call.source is not None:
             origin = self._find_source(state, call.source)
-        size_bytes, own_tags, tuning = _planned(request, group, origin)
+        size_bytes, own_tags, tuning = self._planned(request, group, origin)
         if request.admit is not None:
             request.admit(states.all_groups, size_bytes)
         allocator, pool = request.allocator, request.pool
@@ -450,7 +453,7 @@ class VolumeCreator:
             if source.is_bridge:
                 undo.callback(self._copier.remove_bridges, str(source.id))
             origin = clone.origin_at_snapshot(origin, source)
-            size_bytes, own_tags, tuning = _planned(request, group, origin)
+            size_bytes, own_tags, tuning = self._planned(request, group, origin)
         if source is not None and source.is_bridge:
             own_tags |= {tag.BRIDGE: str(source.time_nanoseconds)}
         if request.device_class.pool is not None:
@@ -467,6 +470,22 @@ class VolumeCreator:
         if settable_tuning != tuning:
             modify.complete(lvm, group.name, name, tuning)
         return Volume(volume_id, backing.of(group, name), group, size_bytes, own_tags), source
+
+    def _planned(
+        self, request: _Request, group: report.Group, origin: Snapshot | Volume | None
+    ) -> tuple[int, dict[str, str], Tuning]:
+        """Return the size in bytes, the tags and the mutable parameters of a new volume.
+
+        The bound of RAID recovery is the present one (`_finish`). Raises BadField or BadSize for a
+        request that cannot be met.
+        """
+        call, device_class = request.call, request.device_class
+        plan.check_stripe_size(device_class, group)
+        size_bytes, own_tags = plan.size_and_tags(
+            call, device_class, request.allocator, group, origin
+        )
+        tuning = modify.bounded(self._configuration.now, device_class, call.tuning)
+        return size_bytes, own_tags | tuning.tags(), tuning
 
     def _require_room(
         self, request: _Request, group: report.Group, size_bytes: int, further_count: int = 0
@@ -546,20 +565,6 @@ class VolumeCreator:
         # Return the size of the largest volume as the available size: several smaller volumes could
         # have more together, but that is not promised.
         return Capacity(maximum, maximum, minimum - header)
-
-
-def _planned(
-    request: _Request, group: report.Group, origin: Snapshot | Volume | None
-) -> tuple[int, dict[str, str], Tuning]:
-    """Return the size in bytes, the tags and the mutable parameters of a new volume.
-
-    Raises BadField or BadSize for a request that cannot be met.
-    """
-    call, device_class = request.call, request.device_class
-    plan.check_stripe_size(device_class, group)
-    size_bytes, own_tags = plan.size_and_tags(call, device_class, request.allocator, group, origin)
-    tuning = modify.bounded(request.config, device_class, call.tuning)
-    return size_bytes, own_tags | tuning.tags(), tuning
 
 
 def _disks(group: report.Group) -> frozenset[str]:

@@ -173,10 +173,11 @@ class GroupSnapshotter:
 
         Returns how many were half-made (`Reports.is_half_made`), even if no snapshot is missing. If
         some snapshots of a group snapshot have the tag `committed`, all of them get the tag. A
-        group snapshot that a call has locked is left to that call. Group snapshots with the tag
-        `committed` cost no command, and all others together one report. Raises an ExceptionGroup
-        after each of them was tried; it has a VolumeInUse for a half-made group snapshot of which
-        a volume is copied.
+        group snapshot that a call has locked is left to that call. A group snapshot without
+        snapshots in the named groups is left to the recovery of its own groups. Group snapshots
+        with the tag `committed` cost no command, and all others together one report of the named
+        groups. Raises an ExceptionGroup after each of them was tried; it has a VolumeInUse for a
+        half-made group snapshot of which a volume is copied.
         """
         with ExitStack() as locks:
             locked_ids = set()
@@ -187,37 +188,31 @@ class GroupSnapshotter:
                     locks.enter_context(self._locks.hold(ids.logical_name(identity)))
                     locked_ids.add(identity)
             all_groups = self._everywhere(groups) if locked_ids else EveryGroup({})
-            uncommitted = {
-                identity: members
-                for identity, members in self._unrecorded(all_groups).items()
-                if identity in locked_ids
-            }
-            half_made_ids = {
-                identity
-                for identity, members in uncommitted.items()
-                if self._reports.is_half_made(all_groups, members)
-            }
+            read_groups = set(groups) or set(all_groups.groups)
             # Complete the tag `committed`. Crash point: some of the snapshots lack the tag; or a
             # version of Carver without that tag took the snapshots.
-            complete_ids = {
-                identity
-                for identity, members in uncommitted.items()
-                if records.is_complete(members)
-            }
+            completed, groups_of_others = list[Snapshot](), dict[str, Set[str]]()
+            for identity, members in self._unrecorded(all_groups).items():
+                member_groups = self._member_groups(members) | {ids.group_of(identity)}
+                if identity not in locked_ids or read_groups.isdisjoint(member_groups):
+                    continue
+                if member_groups <= read_groups and records.is_complete(members):
+                    completed += members
+                else:
+                    groups_of_others[identity] = member_groups
+            removed_count = 0
             with Attempts() as attempts:
-                for identity in sorted(half_made_ids):
-                    with attempts.attempt():
-                        self._require_not_copied(all_groups, uncommitted[identity])
-                        self._discard(all_groups, identity)
                 with attempts.attempt():
-                    self._commit(
-                        [
-                            snapshot
-                            for identity in sorted(complete_ids)
-                            for snapshot in uncommitted[identity]
-                        ]
-                    )
-        return len(half_made_ids)
+                    self._commit(completed)
+                for identity, member_groups in sorted(groups_of_others.items()):
+                    # NotWhole: nothing is decided while a group is absent that may have a part.
+                    with (
+                        attempts.attempt(),
+                        suppress(errors.NotWhole),
+                        command.time_limit(_UNDOING_SECONDS),
+                    ):
+                        removed_count += self._complete_or_remove(identity, member_groups)
+        return removed_count
 
     def _everywhere(self, groups: Iterable[str]) -> EveryGroup:
         return self._reports.every_group(self._reports.fresh(*groups))
@@ -505,16 +500,27 @@ class GroupSnapshotter:
         """Remove the snapshots that a failed call left, unless a later call has completed them."""
         # Lock the name of the group snapshot, which the failed call holds until it ends.
         with self._locks.hold(ids.logical_name(job.key)), command.time_limit(_UNDOING_SECONDS):
-            self._reports.await_others(*job.groups)
-            with self._volume_groups.hold(*job.groups):
-                all_groups = self._everywhere(job.groups)
-                members = all_groups.members(job.key)
-                if records.is_complete(members):
-                    self._commit(members)
-                    return
-                self._require_half_made(all_groups, members)
-                self._require_not_copied(all_groups, members)
-            self._discard(all_groups, job.key)
+            self._complete_or_remove(job.key, job.groups)
+
+    def _complete_or_remove(self, group_snapshot_id: str, groups: Set[str]) -> bool:
+        """Complete the tag `committed` of a group snapshot, or remove it; return whether removed.
+
+        `groups` are the volume groups that may have its snapshots. The decision is made by what is
+        read while these groups are locked, because a state from before may lack the tag. The caller
+        has locked the name of the group snapshot. Raises NotWhole or VolumeInUse if the group
+        snapshot can neither be completed nor removed now.
+        """
+        self._reports.await_others(*groups)
+        with self._volume_groups.hold(*groups):
+            all_groups = self._everywhere(groups)
+            members = all_groups.members(group_snapshot_id)
+            if records.is_complete(members):
+                self._commit(members)
+                return False
+            self._require_half_made(all_groups, members)
+            self._require_not_copied(all_groups, members)
+        self._discard(all_groups, group_snapshot_id)
+        return bool(members)
 
     def _discard(self, state: Known, group_snapshot_id: str) -> None:
         members = state.members(group_snapshot_id)

@@ -29,6 +29,9 @@ _STRIPE_BYTES = 64 << 10
 # Alignment to larger ones would waste more than it saves.
 _MOST_UNIT_BYTES = 64 << 20
 
+# Separator between the capabilities of a volume in their tag.
+_BETWEEN_CAPABILITIES = "|"
+
 
 def header_bytes(device_class: DeviceClass, allocator: Allocator, group: report.Group) -> int:
     """Return the size, in bytes, of a new volume's LUKS2 header; 0 without encryption.
@@ -214,12 +217,20 @@ def _planned(
 
 def _capabilities(request: CreateVolume) -> str:
     """Return the value of the tag by which the capabilities of a repeated request are compared."""
-    capabilities = "|".join(sorted(map(str, request.capabilities)))
+    capabilities = _BETWEEN_CAPABILITIES.join(sorted(map(str, request.capabilities)))
     if tags.fits(tag.CAPABILITIES, capabilities):
         return capabilities
-    # Return a digest of capabilities that do not fit into a tag: the tag is only compared, never
-    # read back.
+    # Return a digest of capabilities that do not fit into a tag. They can be compared, and not read
+    # back.
     return f"sha256:{hashlib.sha256(capabilities.encode()).hexdigest()}"
+
+
+def recorded_capabilities(volume: Volume) -> tuple[Capability, ...]:
+    """Return the capabilities with which a volume was created; empty if its tags lack them."""
+    text = volume.own_tags.get(tag.CAPABILITIES, "")
+    parsed = [Capability.parse(part) for part in text.split(_BETWEEN_CAPABILITIES)]
+    known = tuple(capability for capability in parsed if capability is not None)
+    return known if len(known) == len(parsed) else ()
 
 
 def of_class(device_class: DeviceClass, size_bytes: int, group: report.Group) -> dict[str, str]:

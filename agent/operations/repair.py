@@ -74,14 +74,17 @@ class Repairer:
         self._allocators = context.allocators
         self._policy, self._freed = context.erase_policy, freed
 
-    def repair(self, volume_id: str, *, pool_metadata: bool = False) -> Progress:
+    def repair(
+        self, volume_id: str, *, pool_metadata: bool = False, differing_images: bool = False
+    ) -> Progress:
         """Take the next step of the repair of a volume, or of a thin volume's pool.
 
-        `pool_metadata` confirms that the damaged metadata of a thin pool may be rewritten. Runs
-        four commands at most, and for a thin pool one more for each active volume in it. Raises
-        NotRepairable for data that were on missing disks alone and for damaged pool metadata
-        without `pool_metadata`, NoRoom if no disk has room for a new image, and VolumeInUse if a
-        volume of the damaged pool is in use.
+        `pool_metadata` confirms that the damaged metadata of a thin pool may be rewritten, and
+        `differing_images` that images of a RAID that differ may be overwritten. Runs four commands
+        at most, and for a thin pool one more for each active volume in it. Raises NotRepairable for
+        data that were on missing disks alone and for damaged pool metadata without `pool_metadata`,
+        ImagesDiffer for images that differ without `differing_images`, NoRoom if no disk has room
+        for a new image, and VolumeInUse if a volume of the damaged pool is in use.
         """
         with self._volume_groups.hold(group := ids.group_of(volume_id)):
             volume = self._mender.mended_volume(volume_id, Call.MANAGE)
@@ -90,7 +93,9 @@ class Repairer:
                 if any(volume.group.lost_images(logical)) and volume.group.survives(logical):
                     self._require_room(volume.group, logical)
                 disks = candidates(volume.group, logical)
-                return self.next_step(volume.group, volume.name, disks)
+                return self.next_step(
+                    volume.group, volume.name, disks, differing_images=differing_images
+                )
             path = f"{group}/{logical.pool or volume.name}"
             if missing_disks := ", ".join(volume.missing_disks):
                 lost_text = "its volumes" if logical.pool else "the volume"
@@ -103,11 +108,14 @@ class Repairer:
                 return self._repair_pool(volume.group, logical.pool, is_confirmed=pool_metadata)
             return Progress(True, f"{path} is whole")
 
-    def next_step(self, group: report.Group, name: str, disks: list[str]) -> Progress:
+    def next_step(
+        self, group: report.Group, name: str, disks: list[str], *, differing_images: bool = False
+    ) -> Progress:
         """Take the next step of a RAID volume's repair; new images are created on `disks`.
 
         Call the method with the group's lock held and a report that was read under that lock.
-        Raises NotRepairable if the remaining images do not have all data.
+        Raises NotRepairable if the remaining images do not have all data, and ImagesDiffer if
+        images differ and `differing_images` does not say that they may be overwritten.
         """
         logical, path, lvm = group.volume(name), f"{group.name}/{name}", self._lvm(group.name)
         lost_images = sum(group.lost_images(logical))
@@ -141,6 +149,8 @@ class Repairer:
         if status.action == "repair":
             return Progress(False, f"{path} has copies that differed; they are synchronised")
         if status.mismatches:
+            if not differing_images:
+                raise errors.ImagesDiffer(path, status.mismatches)
             groups.make_alike(lvm, group.name, name)
             return Progress(False, f"{path} has copies that differ; they are synchronised now")
         return Progress(True, f"{path} is whole")

@@ -109,6 +109,17 @@ class Capability:
         if self.mount_flags:
             check_mount_options(f"{field}.mount.mount_flags", self.mount_flags, fs_type)
 
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """Return the capability whose text, by `str`, is `text`; None if there is none."""
+        parts = text.split(":", maxsplit=3)
+        if len(parts) != len(("access", "mode", "fs_type", "mount_flags")):
+            return None
+        access, mode, fs_type, flags = parts
+        if access not in (BLOCK, MOUNT) or mode not in ACCESS_MODES:
+            return None
+        return cls(access, mode, fs_type, tuple(filter(None, flags.split(","))))
+
     def __str__(self) -> str:
         return ":".join((self.access, self.mode, self.fs_type, ",".join(self.mount_flags)))
 

@@ -243,7 +243,7 @@ class Cached(ThickAllocator):
         """Return the size of the largest volume that has room on the disks now, in bytes.
 
         The volume needs free extents on the slow disks, its cache on the fast disks.
-        `further_count` is as for `full`.
+        `further_count` is as for `reason_full`.
         """
         if reason_closed_to_new(group) or self.reason_full(group, further_count):
             return 0
@@ -315,7 +315,7 @@ class ThinAllocator:
 
         It is the number of bytes that the pool may still promise to volumes. 0 if the volume group
         or the pool takes no new volume now, for instance while the pool is too full.
-        `further_count` is as for `full`.
+        `further_count` is as for `reason_full`.
         """
         return 0 if self.reason_full(group, further_count) else self._maximum_bytes(group)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import configured
 import pytest
@@ -15,6 +16,10 @@ from agent.daemon.server import Service
 from agent.operations import preflight
 from agent.settings.classes import DeviceClass
 from agent.settings.settings import Config
+
+if TYPE_CHECKING:
+    from callers.cluster import Cluster
+    from callers.controllers import Central
 
 
 @pytest.fixture(autouse=True)
@@ -59,3 +64,19 @@ def plugin(host: AnyHost, config: Config, answers: list[Answer]) -> Iterator[Plu
 @pytest.fixture
 def directories(host: AnyHost) -> Directories:
     return Directories(host.directory, host.kernel)
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> "Iterator[Central]":
+    """Three nodes, and one controller for them."""
+    # Imported here: the tests that also run in the lab's machine need no controller.
+    from callers.controllers import central
+
+    with central(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def cluster(three: "Central") -> "Cluster":
+    """The callers of the three nodes."""
+    return three.cluster

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import configured
@@ -10,7 +9,7 @@ import grpc
 import pytest
 from authority import Authority
 from callers.cluster import Cluster, Node
-from callers.controllers import CLASSES, Central, central
+from callers.controllers import CLASSES, Central
 from callers.machines import Machine
 from callers.objects import Claim, Resize, Snapshot
 from callers.plugin import Answer, Plugin
@@ -27,17 +26,6 @@ from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 RAW = block(Mode.SINGLE_NODE_MULTI_WRITER)
-
-
-@pytest.fixture
-def three(tmp_path: Path) -> Iterator[Central]:
-    with central(tmp_path) as made:
-        yield made
-
-
-@pytest.fixture
-def cluster(three: Central) -> Cluster:
-    return three.cluster
 
 
 def test_a_pod_runs_where_it_was_put_and_nothing_is_left_in_the_end(

@@ -5,14 +5,12 @@ answer (callers.md).
 """
 
 import itertools
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 from _pytest.mark.structures import ParameterSet
-from callers.controllers import Central, central
+from callers.controllers import Central
 from callers.plugin import Answer, Plugin
 from callers.rules import Reaction
 
@@ -24,12 +22,6 @@ MIB = 1 << 20
 SIZE = 24 * MIB
 # Calls are repeated for so many seconds at most.
 _PATIENCE = 60
-
-
-@pytest.fixture
-def three(tmp_path: Path) -> Iterator[Central]:
-    with central(tmp_path) as made:
-        yield made
 
 
 class Trial:

@@ -3,13 +3,10 @@
 docs/runbooks/database-restored.md has it in words.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
 from callers.cluster import Cluster
-from callers.controllers import Central, central
+from callers.controllers import Central
 from callers.objects import Claim
 from real.any import device
 
@@ -17,17 +14,6 @@ from real.any import device
 _LONG = 900
 _KEPT = b"kept" * 1024
 _AT = 16 << 20
-
-
-@pytest.fixture
-def three(tmp_path: Path) -> Iterator[Central]:
-    with central(tmp_path) as made:
-        yield made
-
-
-@pytest.fixture
-def cluster(three: Central) -> Cluster:
-    return three.cluster
 
 
 def written(three: Central, node: str) -> Claim:

@@ -13,7 +13,7 @@ import in_background
 import pytest
 from csi_client import Client
 from fakes import kubelet
-from real.any import AnyHost, device, logical, lvm2_commands, names
+from real.any import AnyHost, await_names, device, logical, lvm2_commands, names
 
 from agent.csi.client import block, mounted, of_snapshot
 from agent.daemon.server import Service
@@ -241,7 +241,7 @@ def test_inactive_source(client: Client, pair: list[str], host: AnyHost, group: 
     made = client.group_snapshot("nightly", pair)
     assert made.ready_to_use
     client.delete_group_snapshot(made.group_snapshot_id, ids(made))
-    assert names(host, group) == {"vol-data", "vol-wal"}
+    await_names(host, group, {"vol-data", "vol-wal"})
 
 
 @pytest.mark.long_on_lvm
@@ -282,7 +282,7 @@ def test_one_failure_undoes_all(client: Client, pair: list[str], host: AnyHost, 
         client.group_snapshot("nightly", pair)
     assert not is_held(host, group)
     assert client.snapshots() == []
-    assert names(host, group) == {"vol-data", "vol-wal"}
+    await_names(host, group, {"vol-data", "vol-wal"})
     assert client.group_snapshot("nightly", pair).ready_to_use
 
 
@@ -325,7 +325,7 @@ def test_what_could_not_be_undone_at_once_is_undone_soon(
         with expect.code("FAILED_PRECONDITION", "snapshot"):
             client.delete(pair[0])
     expect.soon(lambda: not undone.unfinished())
-    assert names(host, group) == {"vol-data", "vol-wal"}
+    await_names(host, group, {"vol-data", "vol-wal"})
     for one in pair:
         client.delete(one)
 
@@ -377,7 +377,7 @@ def test_volumes_are_resumed_at_the_time_limit(
         client.group_snapshot("nightly", pair)
     host.intercept = lambda _words: None
     assert client.snapshots() == []
-    assert names(host, group) == {"vol-data", "vol-wal"}
+    await_names(host, group, {"vol-data", "vol-wal"})
 
 
 @pytest.mark.variation
@@ -434,7 +434,7 @@ def test_half_made_one_is_not_found_and_can_be_deleted(
     with expect.code("NOT_FOUND", kept):
         client.create("new", 0, block(), source=of_snapshot(kept))
     client.delete_group_snapshot(half.group_snapshot_id, ids(half))
-    assert names(host, group) == {"vol-data", "vol-wal"}
+    await_names(host, group, {"vol-data", "vol-wal"})
 
 
 @pytest.mark.variation
@@ -461,7 +461,7 @@ def test_half_made_one_is_undone_at_start(
     service.reports.fresh()
     assert service.group_snapshotter.resume() == 1
     left = {logical_name(one) for one in ids(whole)}
-    assert names(host, group) == {"vol-data", "vol-wal", *left}
+    await_names(host, group, {"vol-data", "vol-wal", *left})
 
 
 # What lost a part
@@ -496,7 +496,7 @@ def test_one_that_lost_a_part_is_kept_until_deleted(
     assert number_of(host, device(host, group, "vol-new")) == 7
     for _ in range(2):
         client.delete_group_snapshot(rest.group_snapshot_id, ids(rest))
-    assert names(host, group) == {"vol-data", "vol-wal", "vol-new"}
+    await_names(host, group, {"vol-data", "vol-wal", "vol-new"})
 
 
 # The end of one
@@ -515,7 +515,7 @@ def test_snapshots_are_deleted_together(
         with expect.code("FAILED_PRECONDITION"):
             client.delete(one)
     client.delete_group_snapshot(made.group_snapshot_id, ids(made))
-    assert names(host, group) == {"vol-data", "vol-wal"}
+    await_names(host, group, {"vol-data", "vol-wal"})
     assert Room(report.read(host.lvm).group(group)).free_extents == free
     client.delete_group_snapshot(made.group_snapshot_id, ids(made))
     with expect.code("NOT_FOUND"):

@@ -6,7 +6,7 @@ import expect
 import in_background
 import pytest
 from csi_client import Client
-from real.any import AnyHost, device, logical, lvm2_commands, names
+from real.any import AnyHost, await_names, device, logical, lvm2_commands, names
 
 from agent.csi.client import block, mounted, of_snapshot
 from agent.daemon.server import Service
@@ -241,13 +241,14 @@ def test_list_is_paged(client: Client, volume: csi.Volume) -> None:
 
 
 def test_delete_runs_two_commands_and_erases_the_cow_store(
-    client: Client, volume: csi.Volume, host: AnyHost, group: str
+    client: Client, volume: csi.Volume, host: AnyHost, group: str, service: Service
 ) -> None:
     before = Room(report.read(host.lvm).group(group)).free_extents
     snapshot = client.snapshot("1", volume.volume_id)
     host.write_bytes(device(host, group, "vol-pvc-1"), 0, b"secret  " * 512)
     host.commands.clear()
     client.delete_snapshot(snapshot.snapshot_id)
+    in_background.ended(service.eraser.jobs)
     # The first two are the call's, the others erase in the background.
     assert lvm2_commands(host) == ["fullreport", "lvconvert", "lvchange", "lvremove"]
     assert names(host, group) == {"vol-pvc-1"}
@@ -264,7 +265,7 @@ def test_snapshot_of_an_inactive_volume(
     assert snapshot.ready_to_use
     assert not logical(host, group, "snap-1").active
     client.delete_snapshot(snapshot.snapshot_id)
-    assert names(host, group) == {"vol-pvc-1"}
+    await_names(host, group, {"vol-pvc-1"})
 
 
 @pytest.mark.variation
@@ -277,7 +278,7 @@ def test_overflowed_snapshot_is_not_ready(
     assert not client.snapshot("1", volume.volume_id).ready_to_use
     assert logical(host, group, "snap-1").overflowed
     client.delete_snapshot(snapshot.snapshot_id)
-    assert names(host, group) == {"vol-pvc-1"}
+    await_names(host, group, {"vol-pvc-1"})
 
 
 def test_overflow_is_detected_while_the_snapshot_is_inactive(

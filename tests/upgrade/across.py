@@ -129,10 +129,14 @@ def _let_go(place: Path) -> None:
 
 
 @contextmanager
-def served(tree: Path, place: Path) -> Iterator[Client]:
-    """A version of Carver, as a process that ends with the `with`."""
+def served(tree: Path, place: Path, *, is_first: bool) -> Iterator[Client]:
+    """A version of Carver, as a process that ends with the `with`.
+
+    A version up to 0.2.0 that comes first has a class that re-encrypts copies. Later versions
+    refuse such a class, so it is gone from the configuration on the way back, too.
+    """
     lines_of = dict(_CLASSES)
-    if (tree / "agent/operations/reencrypt.py").exists():  # up to 0.2.0
+    if is_first and (tree / "agent/operations/reencrypt.py").exists():
         lines_of["own"] += "\nreencrypt = true"
     classes = "".join(
         f'[[classes]]\nname = "{name}"\ngroup = "{GROUP}"\n{lines}\n\n'
@@ -301,9 +305,9 @@ def main() -> int:
         place = Path(name)
         with pods.pod(pods.SYSTEMD), group(place):
             trial = Trial(place)
-            with served(maker, place) as client:
+            with served(maker, place, is_first=True) as client:
                 trial.make(client)
-            with served(server, place) as client:
+            with served(server, place, is_first=False) as client:
                 trial.serve(client)
     shown = Table("volume", "step", "outcome", title=f"made by {maker}, served by {server}")
     for (kind, step), said in trial.outcomes.items():

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import grpc
 
@@ -127,10 +126,16 @@ def _clear(kernel: Kernel, candidate: Candidate) -> None:
 
 
 def _row(orphan: Orphan) -> dict[str, object]:
-    fields = {key: value for key, value in asdict(orphan.candidate).items() if key != "remedy"}
+    """Return an orphan for `--json`, whose keys are never renamed."""
+    candidate = orphan.candidate
     return {
-        **fields,
-        "remedy": orphan.candidate.full_remedy,
+        "kind": candidate.kind,
+        "name": candidate.name,
+        "identity": candidate.identity,
+        "about": candidate.description,
+        "handle": candidate.handle,
+        "path": candidate.path,
+        "remedy": candidate.full_remedy,
         "seen_seconds": int(orphan.seen_seconds),
         "sure": orphan.is_sure,
     }

@@ -36,7 +36,7 @@ from agent.volumes.records import Volume
 from agent.volumes.volume_states import EndedBy
 from lvm import layout, names, report, volumes
 from lvm.active_devices import Device
-from lvm.tuning import PLAIN
+from lvm.tuning import PLAIN, Tuning
 from lvm.volumes import New
 from mount import filesystem, luks
 from proto import carver_pb2 as carver
@@ -80,9 +80,9 @@ class Receiver:
         """Create or grow the volume for a stream; return the volume's state.
 
         The state has the offset up to which the stream was received already. If the volume already
-        holds the chain of the stream, nothing is changed, and the stream need not be applied.
-        Creating the volume runs one lvm2 command, and a further one if the thin pool of the class
-        has to be created.
+        holds the chain of the stream, only mutable parameters are changed, and the stream need not
+        be applied. Creating the volume runs one lvm2 command, and a further one if the thin pool of
+        the class has to be created.
 
         Raises NotAllowed if no class has the name `device_class`; NotReceived if the stream does
         not fit what the volume holds; Incompatible if a volume of that name exists and is not being
@@ -271,7 +271,8 @@ class Receiver:
             lvm = self._volume_groups.lvm(group.name)
             allocator.create(lvm, group, New(own_name, size_bytes, own_tags, tuning.for_new()))
             undo.pop_all()
-        # Crash point: a RAID may lack its minimum recovery rate; the next stream sets the rate.
+        # Crash point: a RAID may lack its minimum recovery rate. A repeated call sets the rate,
+        # also if it brings the same stream.
         modify.complete(lvm, group.name, own_name, tuning)
         volume = Volume(
             VolumeId.of(group, own_name), backing.of(group, own_name), group, size_bytes, own_tags
@@ -285,8 +286,14 @@ class Receiver:
             raise errors.Incompatible(f"volume {name!r} exists, and is not being received")
         self._holds.note_receiving(str(volume.id))
         if volume.own_tags.get(tag.CHAIN) == header.chain:
+            if volume.own_tags.get(tag.RELEASE, "") == header.release:
+                self._tune(volume, stream_descriptions.tuning_of(header, volume.layout))
             return _state(volume)
         self._require_fit(volume, name, header)
+        # Check the header before anything of the volume is changed. The volume may have been
+        # formatted since the last stream.
+        added_tags = stream_descriptions.added_tags(header, volume.own_tags)
+        tuning = stream_descriptions.tuning_of(header, volume.layout)
         users.require_unused(self._kernel, self._activator, volume)
         group = volume.group
         extent = group.extent_size_bytes
@@ -300,18 +307,20 @@ class Receiver:
             allocator.extend(self._volume_groups.lvm(group.name), volume, size_bytes)
             volume = replace(volume, size_bytes=size_bytes)
         self._activator.activate(volume)
+        # Set the mutable parameters at each call: an earlier call for the same stream may have
+        # failed before it set them, or they have changed since on the node that sends.
+        self._tune(volume, tuning)
         if volume.own_tags.get(tag.INTO) != header.chain:
-            # The volume may have been formatted, and its mutable parameters changed, since the last
-            # stream.
-            added_tags = stream_descriptions.added_tags(header)
-            tuning = stream_descriptions.tuning_of(header, volume.layout)
-            bound_kib = self._configuration.now.recovery_bound_kib(group.name)
-            modify.ensure(self._volume_groups.lvm(group.name), volume, tuning, bound_kib)
             requested_tag = stream_descriptions.requested(header, size_bytes)
             removed_keys = () if requested_tag else (tag.REQUESTED,)
             new_tags = {tag.INTO: header.chain, tag.OFFSET: "0", **requested_tag, **added_tags}
             volume = self._mark(volume, new_tags, removed_keys=removed_keys)
         return _state(volume)
+
+    def _tune(self, volume: Volume, tuning: Tuning) -> None:
+        """Change the mutable parameters in which a volume differs from those of a stream."""
+        bound_kib = self._configuration.now.recovery_bound_kib(volume.group.name)
+        modify.ensure(self._volume_groups.lvm(volume.group.name), volume, tuning, bound_kib)
 
     def _require_fit(self, volume: Volume, name: str, header: Header) -> None:
         """Raise NotReceived if the stream does not continue what the volume holds."""

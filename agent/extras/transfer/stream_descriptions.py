@@ -38,6 +38,8 @@ _ALL_MUTABLE = "allMutable"
 SENT = tuple(key for key in tag.following(tag.Follows.MOVE) if key not in _MUTABLE)
 # Keys of the tags that may be added to a volume after its first stream was received.
 _ADDED = (tag.FORMATTED, tag.SEALED, tag.ROTATING)
+# Keys of the tags that say the same in each stream of a volume.
+_LASTING = (tag.ACCESS, tag.ENCRYPTION, tag.HEADER)
 
 # Key, in the `facts` of a stream's header, of the largest logical block size that the contents can
 # lie on, in bytes; 0 for any block size. This key is not the key of a tag.
@@ -60,7 +62,57 @@ def tags_of(
     `size_bytes` is the size of that volume. Raises BadField or NotAllowed if the header is wrong,
     and BadField if the class encrypts and the stream is not encrypted.
     """
+    sent_tags = _checked(header, {})
+    if device_class.encryption and tag.ENCRYPTION not in sent_tags:
+        why = (
+            f"class {device_class.name} encrypts, and the stream is not encrypted; take another"
+            " class"
+        )
+        raise errors.BadField("stream.facts[encryption]", why)
+    own_tags = {
+        **sent_tags,
+        tag.CLASS: device_class.name,
+        tag.NAME: name,
+        **volume_states.tags_for(EndedBy.RECEIVER),
+        tag.SIZE: str(size_bytes),
+        tag.LAYOUT: str(device_class.layout),
+        tag.RECEIVED: header.volume_id,
+        tag.INTO: header.chain,
+        tag.OFFSET: "0",
+        **({tag.RELEASE: header.release} if header.release else {}),
+        **plan.of_class(device_class, size_bytes, group),
+    }
+    own_tags.pop(tag.REQUESTED, None)
+    own_tags |= requested(header, size_bytes)
+    for key, value in own_tags.items():
+        tag.require_fits(f"stream.facts[{key}]", key, value)
+    return own_tags
+
+
+def added_tags(header: Header, present_tags: Mapping[str, str]) -> dict[str, str]:
+    """Return the tags of the contents that a volume gets by a stream after its first one.
+
+    `present_tags` are the volume's tags. Raises BadField or NotAllowed if the header is wrong, or
+    does not fit them.
+    """
+    sent_tags = _checked(header, present_tags)
+    return {key: sent_tags[key] for key in _ADDED if sent_tags.get(key)}
+
+
+def _checked(header: Header, present_tags: Mapping[str, str]) -> dict[str, str]:
+    """Return the tags that a stream carries; raise BadField or NotAllowed if one is wrong.
+
+    `present_tags` are the tags of the volume that received the stream's base; empty if there is
+    none. The access type, the encryption and the length of the LUKS2 header never change, so those
+    that the header lacks are taken from these tags.
+    """
     sent_tags = {key: value for key, value in header.facts.items() if key in SENT}
+    if present_tags:
+        if tag.ENCRYPTION in sent_tags and tag.ENCRYPTION not in present_tags:
+            why = "is set, and the streams before were not encrypted"
+            raise errors.BadField("stream.facts[encryption]", why)
+        lasting = {key: present_tags[key] for key in _LASTING if key in present_tags}
+        sent_tags = lasting | sent_tags
     # The volume mode is not guessed. If the header does not say the mode, only a volume that Carver
     # formatted counts as one with a file system: a volume that pods use as a raw device has no file
     # system of Carver's.
@@ -71,50 +123,17 @@ def tags_of(
     texts = {
         row.key: sent_tags[row.tag] for row in STORAGE_CLASS if row.format and row.tag in sent_tags
     }
-    given = Parameters.from_proto(texts | {tag.CLASS: device_class.name}, "stream.facts")
+    given = Parameters.from_proto(texts, "stream.facts")
     if given.fs_type:
         given.check_for(given.fs_type, "stream.facts")
-    _check_encryption(device_class, sent_tags, header.size_bytes)
-    added_tags(header)
-    own_tags = {
-        **sent_tags,
-        tag.CLASS: device_class.name,
-        tag.NAME: name,
-        **volume_states.tags_for(EndedBy.RECEIVER),
-        tag.SIZE: str(size_bytes),
-        tag.LAYOUT: str(device_class.layout),
-        tag.ACCESS: access,
-        tag.RECEIVED: header.volume_id,
-        tag.INTO: header.chain,
-        tag.OFFSET: "0",
-        **({tag.RELEASE: header.release} if header.release else {}),
-        **plan.of_class(device_class, size_bytes, group),
-    }
-    own_tags.pop(tag.REQUESTED, None)
-    own_tags |= requested(header, size_bytes)
-    require_object_names("stream.facts", sent_tags)
-    for key, value in own_tags.items():
-        tag.require_fits(f"stream.facts[{key}]", key, value)
-    return own_tags
-
-
-def added_tags(header: Header) -> dict[str, str]:
-    """Return the tags of the contents that a volume may get after its first stream, by a header.
-
-    Raises BadField or NotAllowed if one is wrong.
-    """
-    added = {key: header.facts[key] for key in _ADDED if header.facts.get(key)}
-    formatted, sealed = added.get(tag.FORMATTED, ""), added.get(tag.SEALED, "")
+    _check_encryption(sent_tags, header.size_bytes)
+    formatted = sent_tags.get(tag.FORMATTED, "")
     if formatted and formatted not in filesystem.FILE_SYSTEMS:
         raise errors.NotAllowed("stream.facts[formatted]", formatted, filesystem.FILE_SYSTEMS)
-    if sealed:
-        try:
-            uuid.UUID(sealed)
-        except ValueError:
-            raise errors.BadField("stream.facts[sealed]", f"{sealed!r} is no UUID") from None
-    for key, value in added.items():
+    require_object_names("stream.facts", sent_tags)
+    for key, value in sent_tags.items():
         tag.require_fits(f"stream.facts[{key}]", key, value)
-    return added
+    return {**sent_tags, tag.ACCESS: access}
 
 
 def tuning_of(header: Header, shape: Layout) -> Tuning:
@@ -142,21 +161,10 @@ def requested(header: Header, size_bytes: int) -> dict[str, str]:
     )
 
 
-def _check_encryption(
-    device_class: DeviceClass, sent_tags: Mapping[str, str], size_bytes: int
-) -> None:
-    """Raise BadField if the class encrypts and the stream is not encrypted, or if a tag is wrong.
-
-    The tags are those of the LUKS2 header. Any class can receive an encrypted stream.
-    """
+def _check_encryption(sent_tags: Mapping[str, str], size_bytes: int) -> None:
+    """Raise BadField if a tag of the LUKS2 header is wrong, or set without encryption."""
     sealed, length = sent_tags.get(tag.SEALED, ""), sent_tags.get(tag.HEADER, "")
     if tag.ENCRYPTION not in sent_tags:
-        if device_class.encryption:
-            why = (
-                f"class {device_class.name} encrypts, and the stream is not encrypted; take another"
-                " class"
-            )
-            raise errors.BadField("stream.facts[encryption]", why)
         if sealed or length:
             raise errors.BadField("stream.facts[header]", "is set, and the stream is not encrypted")
         return
@@ -165,6 +173,11 @@ def _check_encryption(
             "stream.facts[header]",
             f"{length!r} are not the bytes that an encrypted volume of {size_bytes} begins with",
         )
+    if sealed:
+        try:
+            uuid.UUID(sealed)
+        except ValueError:
+            raise errors.BadField("stream.facts[sealed]", f"{sealed!r} is no UUID") from None
 
 
 class Sender:

@@ -1,5 +1,6 @@
 """`carver volume adopt`: what it prints is what `kubectl apply` takes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import configured
@@ -10,7 +11,7 @@ from fakes.host import FakeHost
 from fast.cli.conftest import Shell
 from manifest import KUBERNETES_VERSION
 
-from agent.csi.client import Client, mounted
+from agent.csi.client import Client, Mode, mounted
 from lvm import volumes
 
 MIB = 1 << 20
@@ -122,6 +123,47 @@ class TestManifest:
         assert claim["metadata"] == {"namespace": "shop", "name": "data-db-0"}
         _, other = objects(shell("manifest pvc-1 --claim shop/restored"))
         assert other["metadata"] == {"namespace": "shop", "name": "restored"}
+
+    @pytest.mark.parametrize(
+        ("modes", "expected"),
+        [
+            ([Mode.SINGLE_NODE_WRITER], ["ReadWriteOnce"]),
+            ([Mode.SINGLE_NODE_SINGLE_WRITER], ["ReadWriteOncePod"]),
+            (
+                [Mode.SINGLE_NODE_MULTI_WRITER, Mode.MULTI_NODE_READER_ONLY],
+                ["ReadOnlyMany", "ReadWriteOnce"],
+            ),
+        ],
+    )
+    def test_names_access_modes_and_mount_options_are_as_the_volume_was_made(
+        self,
+        shell: Shell,
+        client: Client,
+        modes: Sequence["Mode.ValueType"],
+        expected: list[str],
+    ) -> None:
+        flags = ["noatime", "nosuid", "nodev", "noexec"]
+        asked = [mounted("ext4", flags, mode) for mode in modes]
+        client.create("a", 64 * MIB, *asked, parameters={"csi.storage.k8s.io/pv/name": "pvc-17"})
+        volume, claim = objects(shell("manifest a"))
+        assert volume["metadata"]["name"] == claim["spec"]["volumeName"] == "pvc-17"
+        assert volume["spec"]["mountOptions"] == flags
+        assert volume["spec"]["accessModes"] == claim["spec"]["accessModes"] == expected
+        assert "not recorded" not in shell.complaint
+
+    def test_what_is_not_recorded_is_said(self, shell: Shell, fake: FakeHost) -> None:
+        """The capabilities are too long for a tag, which has a digest; or there is no such tag."""
+        shell("create db --size 64MiB")
+        made = fake.lvm2.groups["data"].volumes["vol-db"]
+        kept = {one for one in made.tags if not one.startswith("carver.capabilities=")}
+        assert len(kept) == len(made.tags) - 1
+        for present in ({"carver.capabilities=sha256:" + 64 * "0"}, set[str]()):
+            made.tags = kept | present
+            fake.lvm2.groups["data"].seqno += 1
+            volume, _ = objects(shell("manifest db"))
+            assert volume["spec"]["accessModes"] == ["ReadWriteOnce"]
+            assert volume["spec"]["mountOptions"] == []
+            assert "access modes and mount options are not recorded" in shell.complaint
 
     def test_a_volume_without_a_claim_has_one_of_its_own_name(self, shell: Shell) -> None:
         shell("create raw --size 64MiB --block")

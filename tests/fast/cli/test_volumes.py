@@ -29,6 +29,12 @@ from mount.filesystem import FILE_SYSTEMS
 MIB = 1 << 20
 
 
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long work is looked at again at once."""
+    monkeypatch.setattr(volume_verbs, "_LOOK_SECONDS", 0)
+
+
 def mounted(fake: FakeHost) -> list[str]:
     inside = table.read(fake.kernel).mounts
     return [one.path for one in inside if "vol-" in one.path or one.path.endswith("/db")]
@@ -235,10 +241,7 @@ class TestInACluster:
         assert shell("expand db 100MiB") == "db: 100 MiB\n"
 
 
-def test_a_volume_is_repaired_and_a_disk_replaced(
-    shell: Shell, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(volume_verbs, "_LOOK_SECONDS", 0)
+def test_a_volume_is_repaired_and_a_disk_replaced(shell: Shell, fake: FakeHost) -> None:
     shell("create db --size 64MiB")
     assert "is whole" in shell("repair db")
     new = fake.new_device(600 * MIB)
@@ -258,9 +261,7 @@ class TestOfARaid:
         shell: Shell,
         fake: FakeHost,
         refused: list[str],
-        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(volume_verbs, "_LOOK_SECONDS", 0)
         shell("create db --size 64MiB --class raid")
         assert "is whole" in shell("repair db")
         assert refused == [], "nothing is overwritten"
@@ -272,6 +273,65 @@ class TestOfARaid:
         assert "overwrite" in question
         assert "is whole" in shell("repair db --yes")
         assert not volume.health
+
+    def test_the_repair_goes_on_once_it_is_confirmed(
+        self, shell: Shell, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[str] = []
+
+        def yes(question: str) -> bool:
+            asked.append(question)
+            return True
+
+        monkeypatch.setattr(terminal, "confirmed", yes)
+        shell("create db --size 64MiB --class raid")
+        fake.lvm2.groups["data"].volumes["vol-db"].health = "mismatches exist"
+        assert "is whole" in shell("repair db")
+        assert len(asked) == 1
+
+    def test_images_that_begin_to_differ_during_a_repair_are_asked_about(
+        self,
+        shell: Shell,
+        fake: FakeHost,
+        refused: list[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """A check by lvm2 ends between the first look and the last step."""
+        shell("create db --size 64MiB --class raid")
+        volume, repair = fake.lvm2.groups["data"].volumes["vol-db"], Client.repair
+
+        def check_ends(*args: Any, **fields: Any) -> tuple[bool, str]:
+            volume.health = "mismatches exist"
+            return repair(*args, **fields)
+
+        monkeypatch.setattr(Client, "repair", check_ends)
+        assert "not confirmed" in shell("repair db", 1)
+        assert volume.health
+        assert refused
+
+    @pytest.mark.settings(classes=(configured.PLAIN, configured.THIN))
+    def test_images_of_its_pool_are_not_asked_about(
+        self,
+        shell: Shell,
+        fake: FakeHost,
+        refused: list[str],
+    ) -> None:
+        """The repair of a thin volume is that of its pool's metadata; it overwrites no image."""
+        shell("create db --size 64MiB --class thin")
+        pool = fake.lvm2.groups["data"].volumes["pool-thin"]
+        pool.health = "mismatches exist"
+        assert "is whole" in shell("repair db")
+        assert refused == []
+        assert pool.health
+
+    def test_a_volume_that_a_move_holds_is_repaired(
+        self, shell: Shell, client: Client, service: Service
+    ) -> None:
+        """Its health is not to be had as long as that; the repair needs none."""
+        shell("create db --size 64MiB --class raid")
+        [volume] = client.volumes()
+        service.context.holds.hold(volume.volume_id, "there", 30.0, "")
+        assert "is whole" in shell("repair db")
 
 
 def test_a_disk_is_not_replaced_unconfirmed(

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import chosen
 import configured
+import expect
 import grpc
 import in_background
 import laying
@@ -432,7 +433,8 @@ class Arranged:
         settings = {"classes": row.arrangement.classes(name)}
         self.machine = Machine(self.host, name, directory, settings=settings)
         for one in row.before:
-            assert self.machine.call(one).code == "OK"
+            # As a caller does: a busy service may be UNAVAILABLE at first.
+            expect.soon(lambda: self.machine.call(one).code == "OK")  # noqa: B023
         self.names_before = self.names()
         self.made: Any = row.prepare(self)
         self.media = self.media_of_a()

@@ -38,10 +38,14 @@ def make(client: Client, name: str, device_class: str, extents: int = 4) -> str:
     return client.create(name, extents * EXTENT, block(), parameters=parameters).volume_id
 
 
-def repaired(client: Client, volume_id: str, *, pool_metadata: bool = False) -> list[str]:
+def repaired(
+    client: Client, volume_id: str, *, pool_metadata: bool = False, differing_images: bool = False
+) -> list[str]:
     messages = []
     for _ in range(20):
-        done, message = client.repair(volume_id, pool_metadata=pool_metadata)
+        done, message = client.repair(
+            volume_id, pool_metadata=pool_metadata, differing_images=differing_images
+        )
         messages.append(message)
         if done:
             return messages
@@ -166,11 +170,22 @@ def reasons(client: Client, volume_id: str) -> set[str]:
     return {one.reason for one in client.volume_health(volume_id).health_statuses}
 
 
-def test_copies_that_differ_are_synchronised(client: Client, fake: FakeHost) -> None:
-    volume = make(client, "a", "raid")
-    fake.lvm2.groups["data"].volumes["vol-a"].health = "mismatches exist"
-    repaired(client, volume)
-    assert not fake.lvm2.groups["data"].volumes["vol-a"].health
+def test_images_that_differ_are_overwritten_only_on_request(
+    client: Client, fake: FakeHost, service: Service
+) -> None:
+    """Neither an older client, which does not know the field, nor `repair = "auto"` asks for it."""
+    volume = make(client, "a", "auto")
+    made = fake.lvm2.groups["data"].volumes["vol-a"]
+    made.health = "mismatches exist"
+    with expect.code("FAILED_PRECONDITION", "8 sectors", "backup", "`carver volume repair`"):
+        client.repair(volume)
+    with expect.code("FAILED_PRECONDITION", "differing_images"):
+        client.repair(volume, pool_metadata=True)
+    for now in (0, 600, 1200):
+        service.auto_repair.step(now)
+    assert made.health
+    repaired(client, volume, differing_images=True)
+    assert not made.health
 
 
 def pool_of(fake: FakeHost) -> FakePool:

@@ -392,7 +392,7 @@ def killed_at_each_step(directory: Path, *, lost: bool) -> Iterator[tuple[Trial,
     for number, before in stops(counting.taken):
         trial, switch = Trial(directory / f"{number}{before}", lost), Switch(number, before=before)
         trial.run(switch)
-        assert switch.dead.wait(10), (number, switch.taken)
+        assert switch.dead.wait(expect.PATIENCE_SECONDS), (number, switch.taken)
         trial.machine.client.__exit__(None, None, None)
         yield trial, f"killed {'before' if before else 'after'} step {number}"
         trial.machine.stop()

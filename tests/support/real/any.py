@@ -1,5 +1,6 @@
 """A machine, in memory or this one: the same tests run on either."""
 
+import expect
 from fakes.host import FakeHost
 from real.host import RealHost
 
@@ -23,6 +24,11 @@ def logical(host: AnyHost, group: str, name: str) -> report.LogicalVolume:
 def names(host: AnyHost, group: str) -> set[str]:
     """The names of a group's logical volumes."""
     return set(report.read(host.lvm).group(group).volumes)
+
+
+def await_names(host: AnyHost, group: str, expected: set[str]) -> None:
+    """Wait until a group has these logical volumes: an erasure may outlast a call."""
+    expect.soon(lambda: names(host, group) == expected, lambda: names(host, group))
 
 
 def lvm2_commands(host: AnyHost) -> list[str]:

@@ -143,7 +143,7 @@ TESTS = {
     "An attacker with a node's key or token lies": (
         "answer_rules: a_node_is_believed_what_it_says_of_its_own",
     ),
-    "The attacker gets the secrets": (
+    "The attacker - gets the secrets": (
         "nodes: a_node_gets_the_secrets_of_its_own_calls_and_of_lists",
         "nodes: a_node_that_overstates_its_room_draws_volumes_that_may_be_anywhere",
         "nodes: a_list_in_which_a_node_lies_is_refused_and_the_others_are_found_by_id",
@@ -268,7 +268,8 @@ def sentences() -> Iterator[str]:
         # The rights of the account are compared with the chart's (tests/chart).
         for row in rows if head[-1].strip().endswith("cannot") else ():
             yield from filter(None, (one.strip() for one in row[-1].split(";")))
-    text = " ".join(one for one in section.splitlines() if not one.startswith("|"))
+    lines = (one.strip() for one in section.splitlines() if not one.startswith(("|", "#")))
+    text = " ".join(one for one in lines if one)
     plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
     yield from (one.strip() for one in re.split(r"(?<=\.)\s+(?=[A-Z`])", plain.strip()))
 

@@ -1,5 +1,6 @@
 """Receiving where an answer was lost, a check waits, or a description is wrong."""
 
+import io
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from agent.settings.classes import DeviceClass
 from agent.work import background
 from lvm import lvm_errors as lvm_errors
 from lvm import report
-from lvm.tuning import AS_IT_IS, PLAIN
+from lvm.tuning import AS_IT_IS, PLAIN, Tuning
 from mount.command import Result
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
@@ -81,6 +82,40 @@ def test_a_volume_made_without_an_answer_is_held(there: Node, fake: FakeHost, se
     streams_command.finish(there.at, "copy")
     there.client.stage(pretended(there), place, block())
     assert there.content("vol-copy").startswith(DATA)
+
+
+def test_a_minimum_rate_that_could_not_be_set_is_set_by_the_next_stream(
+    here: Node, there: Node, fake: FakeHost
+) -> None:
+    """A minimum without a maximum is not set by lvcreate, and the lvchange after it failed."""
+    volume = volume_of(here, "raid1")
+    here.client.modify(volume.volume_id, {"minimumRecoveryRate": "1MiB"})
+    here.client.snapshot("1", volume.volume_id)
+    data = nodes.stream(here, "1")
+    lose(fake, "lvchange", "--minrecoveryrate", made=False)
+    with pytest.raises((errors.AgentError, grpc.RpcError)):
+        nodes.receive(there, "copy", data, "raid1")
+    nodes.receive(there, "copy", data, "raid1")
+    streams_command.finish(there.at, "copy")
+    assert tuning(there).minimum_recovery_kib == 1024
+
+
+def test_a_stream_that_is_sent_again_brings_the_parameters_of_then(here: Node, there: Node) -> None:
+    """Where a part of it was received, and where all of it was."""
+    volume = volume_of(here)
+    here.client.modify(volume.volume_id, {"readIOPS": "500"})
+    here.client.snapshot("1", volume.volume_id)
+    data = nodes.stream(here, "1")
+    with pytest.raises(errors.AgentError):
+        nodes.receive(there, "copy", data[: len(data) // 2])
+    for limit in (900, 700):
+        here.client.modify(volume.volume_id, {"readIOPS": str(limit)})
+        nodes.receive(there, "copy", nodes.stream(here, "1"))
+        assert tuning(there).read_iops == limit
+
+
+def tuning(node: Node) -> Tuning:
+    return report.read(node.host.lvm).group(node.group).volume("vol-copy").tuning
 
 
 def test_a_volume_found_receiving_is_held(there: Node, sent: bytes) -> None:
@@ -239,6 +274,35 @@ def test_wrong_facts_of_encryption_are_refused(
 ) -> None:
     with pytest.raises((errors.BadField, errors.NotAllowed), match=field):
         taken(tmp_path, facts)
+
+
+@pytest.mark.parametrize(
+    ("facts", "field"),
+    [
+        ({"sealed": UUID}, "header"),
+        ({"header": str(4 * MIB)}, "header"),
+        (SEALED, "encryption"),
+        ({"formatted": "ntfs"}, "formatted"),
+        ({"rotating": "x" * 2000}, "rotating"),
+        ({"mountOptions": "suid_dumpable"}, "mountOptions"),
+    ],
+)
+def test_a_later_stream_with_wrong_facts_changes_nothing(
+    here: Node, there: Node, fake: FakeHost, facts: dict[str, str], field: str
+) -> None:
+    """The facts are checked as those of the first stream, before the volume grows."""
+    volume = volume_of(here, "thin")
+    base = here.client.snapshot("1", volume.volume_id)
+    nodes.receive(there, "copy", nodes.stream(here, "1"))
+    here.client.expand(volume.volume_id, 2 * SIZE)
+    later, out = here.client.snapshot("2", volume.volume_id), io.BytesIO()
+    with streams_command.outgoing(here.at, later.snapshot_id, base.snapshot_id) as source:
+        header = replace(source.header, facts={**source.header.facts, **facts})
+        replace(source, header=header).send(out.write)
+    fake.commands.clear()
+    with expect.code("INVALID_ARGUMENT", field):
+        nodes.receive(there, "copy", out.getvalue())
+    assert {words[1] for words in fake.commands} <= {"fullreport"}
 
 
 def test_a_class_that_encrypts_refuses_plain_streams(tmp_path: Path) -> None:
