@@ -1,8 +1,10 @@
-"""The check of an evacuation: a node is emptied by one command, its writers go on elsewhere."""
+"""The checks of evacuations: a node is emptied by one command, its writers go on elsewhere."""
 
+import dataclasses
 import json
-from collections.abc import Sequence
-from contextlib import suppress
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 
 from cluster import checks, controller, nodes, objects, removal
@@ -25,8 +27,79 @@ done
 """
 
 
+# Faults during one evacuation, how long one lasts at most, and the longest pause between two of
+# them, in seconds.
+_FAULTS, _DOWN_SECONDS, _BETWEEN_SECONDS = 5, 40, 25
+# How much longer than usual is waited for writers whose nodes and controllers are interrupted.
+_PATIENCE = 5
+
+
 def evacuation(site: Site) -> str:
     """A node is emptied by one command, and filled again: every acknowledged line is there."""
+    with _written_on_one_node(site) as (site, node, writers):
+        _there_and_back(site, node, writers, lambda _source, _targets: None)
+        pause = writers.longest_pause()
+    return f"{_PODS} writers left {node} and came back; the longest pause was {pause} s"
+
+
+def evacuation_interrupted(site: Site) -> str:
+    """Nodes, controllers and the API server are killed in evacuations: nothing is lost."""
+    chance, faults = random.Random(site.run), _Faults(site)
+    site = dataclasses.replace(site, limit_seconds=_PATIENCE * site.limit_seconds)
+
+    def interrupt(source: str, targets: Sequence[str]) -> None:
+        for _ in range(_FAULTS):
+            site.clock.sleep(chance.uniform(1, _BETWEEN_SECONDS))
+            faults.at_random(chance, source, targets)
+        for name in (source, *targets):
+            nodes.is_back(site, name)
+
+    with _written_on_one_node(site) as (site, node, writers):
+        _there_and_back(site, node, writers, interrupt)
+    return f"{_PODS} writers left {node} and came back, under {faults}"
+
+
+class _Faults:
+    """What goes wrong at random, and how often it did."""
+
+    def __init__(self, site: Site) -> None:
+        self._site, self._lab = site, nodes.lab(site)
+        self._counts: dict[str, int] = {}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} of {what}" for what, count in sorted(self._counts.items()))
+
+    def at_random(self, chance: random.Random, source: str, targets: Sequence[str]) -> None:
+        """Have one thing go wrong: at a node, at the controllers, or at the API server."""
+        target, lab = chance.choice([*targets]), self._lab
+        kinds: dict[str, Callable[[], object]] = {
+            "the source's power cut": lambda: lab.reset(source),
+            "a target's power cut": lambda: lab.reset(target),
+            "the source switched off": lambda: self._off(source, chance),
+            "a target switched off": lambda: self._off(target, chance),
+            "the controllers killed": lambda: [
+                lab.kill(one, "carver controller") for one in lab.nodes
+            ],
+            "the nodes' services killed": lambda: [
+                lab.kill(one, "carver serve") for one in (source, target)
+            ],
+            "the API server killed": lab.restart_server,
+        }
+        what = chance.choice([*kinds])
+        kinds[what]()
+        self._counts[what] = self._counts.get(what, 0) + 1
+
+    def _off(self, node: str, chance: random.Random) -> None:
+        self._lab.power_off(node)
+        try:
+            self._site.clock.sleep(chance.uniform(1, _DOWN_SECONDS))
+        finally:
+            self._lab.power_on(node)
+
+
+@contextmanager
+def _written_on_one_node(site: Site) -> "Iterator[tuple[Site, str, _Writers]]":
+    """A StatefulSet whose pods all write on one node; Carver has the values `evacuation`."""
     checks.needs_controller(site)
     lab = nodes.lab(site)
     values = [*lab.values]
@@ -49,10 +122,7 @@ def evacuation(site: Site) -> str:
                     lambda: site.kubectl.find("pods", pod, site.namespace),  # noqa: B023
                 )
                 site.ready(pod)
-        writers = _Writers(site, names)
-        _evacuated(site, node, others, writers)
-        for other in sorted({site.node_of(pod) for pod in names}):
-            _evacuated(site, other, [node], writers)
+        yield site, node, _Writers(site, names)
         _erased(site, names)
     finally:
         try:
@@ -62,8 +132,21 @@ def evacuation(site: Site) -> str:
                 _erased(site, names)
         finally:
             lab.install_values(values)
-    pause = writers.longest_pause()
-    return f"{_PODS} writers left {node} and came back; the longest pause was {pause} s"
+
+
+def _there_and_back(
+    site: Site,
+    node: str,
+    writers: "_Writers",
+    meanwhile: Callable[[str, Sequence[str]], None],
+) -> None:
+    """Evacuate a node to all others, and then these to it.
+
+    `meanwhile` is called with the source and the targets after each command.
+    """
+    _evacuated(site, node, nodes.others_than(site, node), writers, meanwhile)
+    for other in sorted({site.node_of(pod) for pod in writers.names}):
+        _evacuated(site, other, [node], writers, meanwhile)
 
 
 class _Writers:
@@ -115,7 +198,13 @@ class _Writers:
         return longest
 
 
-def _evacuated(site: Site, node: str, targets: Sequence[str], writers: _Writers) -> None:
+def _evacuated(
+    site: Site,
+    node: str,
+    targets: Sequence[str],
+    writers: _Writers,
+    meanwhile: Callable[[str, Sequence[str]], None],
+) -> None:
     """Evacuate a node, wait until its writers write elsewhere, and let pods onto it again."""
     writers.go_on(_LINES)
     here = [pod for pod in writers.names if site.node_of(pod) == node]
@@ -123,6 +212,7 @@ def _evacuated(site: Site, node: str, targets: Sequence[str], writers: _Writers)
     # So the end of the run lets pods onto it, however this check ends.
     site.kubectl("label", "nodes", node, f"{objects.CORDONED}={site.run}", "--overwrite")
     _command(site, "evacuate", node, *words)
+    meanwhile(node, targets)
 
     def gone() -> bool | None:
         found = []

@@ -539,7 +539,9 @@ def test_after_an_interrupt_at_any_call_nothing_is_left(
         assert left(cluster) == [], f"at call {moment}: {cluster.commands[moment - 1]}"
 
 
-@pytest.mark.parametrize("check", ["lying-node", "quiet-node", "cloned-group", "evacuation"])
+@pytest.mark.parametrize(
+    "check", ["lying-node", "quiet-node", "cloned-group", "evacuation", "evacuation-interrupted"]
+)
 def test_after_an_interrupt_at_any_call_the_lab_is_as_it_was(tmp_path: Path, check: str) -> None:
     moment = 1
     while True:

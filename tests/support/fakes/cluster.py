@@ -1155,6 +1155,9 @@ class FakeLab:
         self.done.append((f"kill {program}", name))
         return int(name == "control" and "survives" not in self.cluster.wrong)
 
+    def restart_server(self) -> None:
+        self.done.append(("restart", "server"))
+
     def shell(self, name: str, script: str) -> str:
         if "truncate" in script:
             self.done.append(("make disk", name))
