@@ -103,7 +103,8 @@ def there(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
 
 def type_in(node: Node, line: str, backups: Path, stand: Stand | None = None) -> None:
     """Run a line as a shell on that node does."""
-    line = line.replace("/backup", str(backups))
+    [default_class] = (one.name for one in node.config.classes if one.default)
+    line = line.replace("/backup", str(backups)).replace("CLASS", default_class)
     words = shlex.split(line.replace("/etc/carver/admin.conf", f"{backups}/kubeconfig"))
     assert words.pop(0) == "carver"
     out = words[words.index(">") + 1] if ">" in words else ""
@@ -238,7 +239,8 @@ def test_all_claims_are_saved_each_night_and_each_chain_is_restored(
     backups.mkdir()
     service = files_of("runbooks/backup-schedule.md")["service"]
     command = service["Service"]["ExecStart"].replace("/usr/local/sbin", str(program.parent))
-    assert runbook("backup by hand") == ["carver-backup /backup"]
+    assert runbook("backup by hand") == ['carver-backup "/backup/$(uname -n)"']
+    # systemd's %H is the host's name: both have the same chain.
     assert command.split() == [str(program), "/backup/%H"]
     chance = random.Random(5)
     contents: dict[str, bytes] = {}
@@ -496,7 +498,7 @@ def test_a_running_node_is_replaced(
     here.client.create("scratch", 24 * MIB, mounted("ext4"))
     with api_server.running(Cluster(volume.volume_id, nodes=("here", "node-b"))) as cluster:
         kubeconfig(tmp_path / "kubeconfig", cluster.url)
-        for line in runbook("replace"):
+        for line in (*runbook("replace"), *runbook("replaced")):
             type_in(here, line, tmp_path, Stand(there))
         assert here.names() == set()
         assert there.names() == {"vol-pvc-1", "vol-scratch"}
@@ -760,6 +762,29 @@ def test_a_full_group_gets_a_disk_and_gives_it_back(
         assert client.capacity().available_capacity == 0
         client.delete(first.volume_id)
         assert client.capacity().available_capacity == whole
+
+
+@pytest.mark.variation
+def test_a_used_disk_leaves_its_group_for_another_disk_of_it(
+    host: AnyHost, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(volume_verbs, "_LOOK_SECONDS", 0.1)
+    disks, name = [host.new_device(100 * MIB) for _ in range(2)], "runbook-used"
+    with host.own_group(name, disks):
+        node = Node(host, of_group(config, name), name, tmp_path)
+        node.start()
+        volume = node.client.create("pvc-1", 64 * MIB, mounted("ext4"))
+        use(node, volume)
+        [old] = report.read(host.lvm).group(name).volume("vol-pvc-1").disks
+        known = {one.uuid: one.name for one in report.read(host.lvm).group(name).disks}
+        [new] = {*known.values()} - {known[old]}
+        [line] = runbook("group full, take a disk out")
+        line = line.replace("/dev/OLD", known[old]).replace("/dev/NEW", new)
+        type_in(node, f"{line} --yes", tmp_path)
+        assert disks_of(host, name) == [new]
+        use(node, volume)
+        node.client.delete(volume.volume_id)
+        node.stop()
 
 
 @pytest.mark.variation

@@ -6,6 +6,7 @@ The series are what Prometheus scrapes each half minute: a page's, with the labe
 import math
 import re
 import subprocess
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,84 @@ def _fires(case: Case, rule: Mapping[str, Any], *minutes: int) -> Iterator[Mappi
 def _is_silent(alert: str, minutes: Sequence[int]) -> Iterator[Mapping[str, Any]]:
     for minute in minutes:
         yield {"eval_time": f"{minute}m", "alertname": alert, "exp_alerts": []}
+
+
+def test_the_rules_for_what_others_measure_are_right(promtool: Path, tmp_path: Path) -> None:
+    text = (programs.ROOT / "docs" / "metrics.md").read_text()
+    [shown] = re.findall(r"<!-- further rules: begin -->\n(.*?)<!-- further rules: end", text, re.S)
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(textwrap.dedent(shown))
+    claim = 'namespace="shop",persistentvolumeclaim="{}"'
+    info = "kube_persistentvolumeclaim_info{{" + claim + ',volumename="pv-{}"}}'
+    volumes = {"full": (5, 50), "raw": (0, 0), "other": (5, 50), "good": (50, 50), "many": (50, 4)}
+    series = {
+        'kube_deployment_status_replicas_available{namespace="carver-system",'
+        'deployment="carver-controller"}': 0,
+        'kube_deployment_status_replicas_available{namespace="shop",deployment="web"}': 0,
+    }
+    for name, (free, inodes) in volumes.items():
+        driver = "lvm.csi.carver" if name != "other" else "ebs.csi.aws.com"
+        series |= {
+            info.format(name, name): 1,
+            f'kube_persistentvolume_info{{persistentvolume="pv-{name}",csi_driver="{driver}"}}': 1,
+        }
+        values = {"available_bytes": free, "capacity_bytes": 100, "inodes_free": inodes}
+        values |= {"inodes": 100 if inodes else 0, "used_bytes": 0 if name == "raw" else 50}
+        for one, value in values.items():
+            labels = claim.format(name)
+            series[f'kubelet_volume_stats_{one}{{{labels},instance="10.0.0.1:10250"}}'] = value
+    fired = [("full", "5%"), ("many", "4%")]
+    wanted = {
+        "ClaimNearlyFull": [
+            {
+                "exp_labels": {
+                    "severity": "warning",
+                    "instance": "10.0.0.1:10250",
+                    "namespace": "shop",
+                    "persistentvolumeclaim": name,
+                },
+                "summary": f"shop/{name} has {left} left",
+            }
+            for name, left in fired
+        ],
+        "ControllerDown": [
+            {
+                "exp_labels": {
+                    "severity": "critical",
+                    "namespace": "carver-system",
+                    "deployment": "carver-controller",
+                },
+                "summary": "carver-system/carver-controller has no replica that is available",
+            }
+        ],
+    }
+    loaded = {one["alert"]: one for one in yaml.safe_load(rules.read_text())["groups"][0]["rules"]}
+    assert loaded.keys() == wanted.keys()
+    judged = {
+        "interval": "1m",
+        "input_series": [{"series": one, "values": f"{value}x30"} for one, value in series.items()],
+        "alert_rule_test": [
+            {
+                "eval_time": "20m",
+                "alertname": name,
+                "exp_alerts": [
+                    {
+                        "exp_labels": one["exp_labels"],
+                        "exp_annotations": loaded[name]["annotations"]
+                        | {"summary": one["summary"]},
+                    }
+                    for one in alerts
+                ],
+            }
+            for name, alerts in wanted.items()
+        ],
+    }
+    tests = tmp_path / "tests.yaml"
+    tests.write_text(yaml.safe_dump({"rule_files": [str(rules)], "tests": [judged]}))
+    check = ["check", "rules", "--lint=all", "--lint-fatal", str(rules)]
+    for words in (check, ["test", "rules", str(tests)]):
+        ended = subprocess.run([str(promtool), *words], capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def _test(

@@ -93,9 +93,12 @@ _RUN = {
     "lvconvert --uncache --force GROUP/vol-NAME": _BY_HAND,
     "pvchange --addtag carver.fast /dev/NEW": _BY_HAND,
     "pvchange --metadataignore y /dev/OLD": _BY_HAND,
+    "pvcreate --test --uuid UUID --restorefile FILE /dev/OLD": _BY_HAND,
+    "pvcreate --uuid UUID --restorefile FILE /dev/OLD": _BY_HAND,
     "pvmove --abort": "tests/contract/test_repairs.py",
     "vgcfgbackup --file /root/GROUP.before GROUP": _BY_HAND,
     "vgcfgrestore --file /etc/lvm/archive/FILE GROUP": _BY_HAND,
+    "vgcfgrestore --file FILE GROUP": _BY_HAND,
     "vgchange --yes --config 'global/system_id_source=lvmlocal local/system_id=OLD'"
     ' --systemid "" GROUP': "tests/contract/test_other_nodes.py",
     "vgchange --yes --config global/use_lvmlockd=1 --lock-type none --lockopt force"
@@ -106,6 +109,12 @@ _RUN = {
     "vgextend --metadatasize 80m GROUP /dev/NEW1 /dev/NEW2": _BY_HAND,
     "vgmerge GROUP GROUP-fast": _BY_HAND,
     "wipefs --all --backup /dev/NEW": _BY_HAND,
+    "lvcreate --activate n --zero n --wipesignatures n --extents COUNT --name recovered GROUP"
+    " /dev/DISK:START-END": _BY_HAND,
+    "lvchange --activate y GROUP/recovered": _BY_HAND,
+    "lvextend --extents +COUNT GROUP/recovered /dev/DISK:START-END": _BY_HAND,
+    "lvremove GROUP/recovered": _BY_HAND,
+    "blkdiscard --zeroout /dev/GROUP/recovered": _BY_HAND,
 }
 
 
@@ -330,7 +339,7 @@ _KINDS = {
     *("csinodes", "poddisruptionbudgets", "csistoragecapacities", "deployment", "daemonset"),
     *("pvc", "pv", "configmap", "namespace", "volumeattachments", "volumesnapshotcontents"),
     *("clusterrolebinding", "clusterrole", "role", "rolebinding", "serviceaccount"),
-    *("poddisruptionbudget", "volumesnapshots", "volumegroupsnapshots", "crd"),
+    *("poddisruptionbudget", "volumesnapshots", "volumegroupsnapshots", "crd", "secrets"),
     "snapshotmetadataservices",
 }
 _VERBS = {
