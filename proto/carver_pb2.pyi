@@ -1082,6 +1082,33 @@ class VolumeRequest(_message.Message):
 Global___VolumeRequest: _TypeAlias = VolumeRequest  # noqa: Y015
 
 @_typing.final
+class MoveRequest(_message.Message):
+    """A volume as it is in one move. On the wire it is a VolumeRequest with a further field."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VOLUME_ID_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    volume_id: _builtins.str
+    release: _builtins.str
+    """Optional: the SHA-256 of the word of the move that is meant. If the volume is in another move by
+    now, the call is refused, and nothing is changed.
+    """
+    def __init__(
+        self,
+        *,
+        volume_id: _builtins.str = ...,
+        release: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["release", b"release", "volume_id", b"volume_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveRequest: _TypeAlias = MoveRequest  # noqa: Y015
+
+@_typing.final
 class NameRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -389,13 +389,15 @@ class SourceNode:
         )
         return cast(carver.MoveState, self._transfer("CommitMove", request))
 
-    def undo(self) -> None:
+    def undo(self, release: str) -> None:
         """Make the volume this node's again, and forget the move."""
-        self._transfer("UndoMove", carver.VolumeRequest(volume_id=self._volume_id))
+        request = carver.MoveRequest(volume_id=self._volume_id, release=release)
+        self._transfer("UndoMove", request)
 
-    def finish(self) -> None:
+    def finish(self, release: str) -> None:
         """Delete what is left of the volume."""
-        self._transfer("FinishMove", carver.VolumeRequest(volume_id=self._volume_id))
+        request = carver.MoveRequest(volume_id=self._volume_id, release=release)
+        self._transfer("FinishMove", request)
 
     def _snapshots(self) -> list[csi.Snapshot]:
         """Return this move's snapshots."""
@@ -503,11 +505,12 @@ class TargetNode:
         """Undo `finish`, so that the volume can only be removed."""
         self._transfer("WithdrawReceive", self._release(word))
 
-    def abort(self) -> None:
-        """Erase and remove what was received."""
+    def abort(self, release: str) -> None:
+        """Erase and remove what was received by the move with the digest `release`."""
         there_state = self.status()
         if there_state["state"] != ABSENT:
-            self._transfer("AbortReceive", carver.VolumeRequest(volume_id=there_state["volume_id"]))
+            request = carver.MoveRequest(volume_id=there_state["volume_id"], release=release)
+            self._transfer("AbortReceive", request)
 
     def _release(self, word: str) -> carver.ReleaseRequest:
         return carver.ReleaseRequest(volume_id=self.status()["volume_id"], release=word)

@@ -523,7 +523,10 @@ def abort(verbs: VolumeVerbs, name: str, *, confirmed: bool) -> dict[str, Any]:
         question = f"Erase and remove {name}, {size}, and all that was received?"
         if not confirmed and not terminal.confirmed(question):
             raise errors.NotConfirmed(name, "removed")
-        _transfer(verbs).AbortReceive(carver.VolumeRequest(volume_id=state["volume_id"]))
+        # Remove only what the operator was asked about.
+        _transfer(verbs).AbortReceive(
+            carver.MoveRequest(volume_id=state["volume_id"], release=state["release"])
+        )
     return status(verbs, name)
 
 

@@ -72,7 +72,7 @@ def received(**more: Any) -> carver.ReceiveState:
 
 
 PULL = carver.PullRequest(name="db", verify=True)
-IDENTITY = carver.VolumeRequest(volume_id=VOLUME)
+IDENTITY = carver.MoveRequest(volume_id=VOLUME)
 COMMIT = carver.CommitMoveRequest(volume_id=VOLUME, snapshot_id=f"{OWN}/snap-1")
 HOLD = carver.HoldMoveRequest(volume_id=VOLUME)
 WHOLE = carver.PullProgress(

@@ -25,8 +25,10 @@ CALLS = (
     *("begin", "begin", "take", "take", "send", "send", "send", "more", "more", "hold", "hold"),
     *("renew", "release", "commit", "commit", "undo", "finish", "finish there", "finish there"),
     *("withdraw", "abort", "drop", "compare", "use", "unuse", "restart", "restart there"),
-    "elsewhere",
+    *("elsewhere", "undo other", "finish other", "abort other"),
 )
+# Digest of the word of another move than those of the test.
+OTHER = "ab" * 32
 
 
 @pytest.fixture
@@ -89,9 +91,13 @@ class Side:
                     self.word = state.word
                     return _state(state)
             case "undo":
-                source.undo()
+                source.undo("")
             case "finish":
-                source.finish()
+                source.finish("")
+            case "undo other":
+                source.undo(OTHER)
+            case "finish other":
+                source.finish(OTHER)
             case "drop":
                 source.drop(self.taken[-1:])
             case "compare":
@@ -102,7 +108,9 @@ class Side:
             case "withdraw":
                 there.withdraw(self.word or "0123")
             case "abort":
-                there.abort()
+                there.abort("")
+            case "abort other":
+                there.abort(OTHER)
             case "use":
                 self.use()
             case "unuse":

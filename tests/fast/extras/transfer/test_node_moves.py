@@ -309,7 +309,7 @@ def test_the_target_may_read_the_move_s_snapshots_and_nothing_else(
     begun.require_denied("of another move", release="ab" * 32)
     begun.require_denied("of another move", release="")
     begun.require_denied("at most 32768 bytes", release="a" * 33_000)
-    move(two, volume_id).source.undo()
+    move(two, volume_id).source.undo("")
     begun.require_denied("does not move to b")
 
 
@@ -387,6 +387,44 @@ def test_a_volume_of_another_node_is_not_moved(two: Cluster) -> None:
     made = volume_of(two.nodes["b"])
     with pytest.raises(NodeFailed, match="is a volume of node b"):
         move(two, made.volume_id).approach()
+
+
+def test_a_late_controller_ends_no_other_move_than_its_own(
+    two: Cluster, volume: csi.Volume
+) -> None:
+    a, b = two.nodes["a"], two.nodes["b"]
+    late = move(two, volume.volume_id)
+    late.approach()
+    of_late = late.source.state().release
+    # Meanwhile another controller undoes that move, and makes another one.
+    move(two, volume.volume_id).undo(
+        confirmed=lambda _question: False, is_nowhere=lambda _question: False
+    )
+    moving = move(two, volume.volume_id)
+    moving.approach()
+
+    def require_refused(end: Callable[[str], object]) -> None:
+        with pytest.raises(NodeFailed, match="another move") as raised:
+            end(of_late)
+        assert raised.value.code() is Code.FAILED_PRECONDITION
+
+    received = moving.destination.status()
+    require_refused(late.destination.abort)
+    assert moving.destination.status() == received
+    require_refused(late.source.undo)
+    assert moving.hand_over()
+    for end in (late.destination.abort, late.take_back, late.source.finish):
+        require_refused(end)
+    assert (usable(a), moving.source.state().state) == (0, tag.MOVED)
+    moving.complete()
+    for end in (late.take_back, late.source.finish):
+        require_refused(end)
+    assert (usable(a), usable(b)) == (0, 1)
+    # Its own move it does end, again and again.
+    of_moving = moving.source.state().release
+    for _ in range(2):
+        moving.source.finish(of_moving)
+    assert a.names() == set()
 
 
 def test_a_source_that_lies_moves_nothing(
