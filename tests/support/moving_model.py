@@ -578,10 +578,12 @@ class ModelDestination:
             begun = at.receive(
                 *(self.name, self._class, base_chain, chain, release, offset_bytes, self._id)
             )
+            if not begun:
+                return Sent(False, 0)
             volume = at.volumes[self.name]
             volume.streams += 1
             try:
-                for part in range(2 if begun else 0):
+                for part in range(2):
                     self._show(Progress("sending", part << 29, 1 << 30))
                     moves.baton.sleep(moves.stream_seconds())
                     require()
@@ -590,8 +592,7 @@ class ModelDestination:
                     at.record(self.name, chain, (part + 1) << 28)
                     if moves.cuts() or not self._is_wanted():
                         raise Refusal(Code.UNAVAILABLE, "the stream was cut off")
-                if begun:
-                    at.end(self.name, chain, snapshot.content)
+                at.end(self.name, chain, snapshot.content)
             finally:
                 volume.streams -= 1
             received = volume.content

@@ -219,9 +219,12 @@ class NodeStreams:
     ) -> Generator[carver.PullProgress, None, None]:
         """Receive a snapshot from another node; yield the progress each second.
 
-        The last message has the state of the volume. Raises NodeRefused if the other node refuses,
-        or if its stream ends early; TooManyStreams; BadStream if the stream is another one than was
-        asked for; CallRefused if this service refuses the stream.
+        The last message has the state of the volume. If the volume has all of the snapshot already,
+        nothing is received, and the last message has no checksums.
+
+        Raises NodeRefused if the other node refuses, or if its stream ends early; TooManyStreams;
+        BadStream if the stream is another one than was asked for; CallRefused if this service
+        refuses the stream.
         """
 
         def work(job: _Job[carver.PullProgress]) -> carver.PullProgress:
@@ -307,6 +310,14 @@ class NodeStreams:
                 stream = io.BufferedReader(incoming, PART_BYTES)
                 reader = Reader(stream)
                 _require_asked(request, reader.header)
+                state = _received(verbs, request.name)
+                if state.chain == reader.header.chain:
+                    # An earlier call has received all of it: its answer was lost, or another
+                    # controller made it. The rest of the stream is not read.
+                    size_bytes = reader.header.size_bytes
+                    return carver.PullProgress(
+                        done_bytes=size_bytes, size_bytes=size_bytes, state=state
+                    )
                 received_sha256 = streams_command.receive_one(
                     verbs,
                     request.name,
@@ -324,13 +335,10 @@ class NodeStreams:
                     why = f"{problem.code().name}: {problem.details()}"
                     raise errors.NodeRefused(source.node, "Send", why) from None
                 raise
-            state = verbs.caller.stub(TransferStub).ReceiveStatus(
-                carver.NameRequest(name=request.name)
-            )
             return carver.PullProgress(
                 done_bytes=job.size_bytes,
                 size_bytes=job.size_bytes,
-                state=state,
+                state=_received(verbs, request.name),
                 data_bytes=reader.totals.data_bytes,
                 received_sha256=received_sha256,
                 sent_sha256=incoming.sha256,
@@ -396,6 +404,12 @@ class NodeStreams:
             job.ended.wait(_END_SECONDS)
             with self._guard:
                 self._jobs.discard(job)
+
+
+def _received(verbs: Any, name: str) -> carver.ReceiveState:
+    """Return the state of the volume of a name here."""
+    request = carver.NameRequest(name=name)
+    return cast(carver.ReceiveState, verbs.caller.stub(TransferStub).ReceiveStatus(request))
 
 
 def _next(job: _Job[Any], context: grpc.ServicerContext) -> carver.SendPart | None:

@@ -431,8 +431,10 @@ def receive_one(
     if state.chain == header.chain:
         # The volume holds this stream already. Read the stream to its end all the same, so that its
         # sender does not fail.
-        for _ in reader.frames():
-            pass
+        with display(f"receiving {name}", header.offset_bytes, header.size_bytes) as tell:
+            for _ in reader.frames():
+                pass
+            tell(header.size_bytes)
         return ""
     path = _device(verbs, volume_id)
     kernel = verbs.host.kernel

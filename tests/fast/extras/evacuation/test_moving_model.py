@@ -48,7 +48,7 @@ class Side:
     def __init__(self, move: Move) -> None:
         self.move = move
         self.taken: list[str] = []
-        self.token = self.word = self.problem = self.sent = ""
+        self.token = self.word = self.problem = ""
         self.use: Callable[[], None] = lambda: None
         self.unuse: Callable[[], None] = lambda: None
         self.restart: Callable[[], None] = lambda: None
@@ -130,11 +130,7 @@ class Side:
             return ""
         base = self._snapshot(-2) if is_more else ""
         last = self._snapshot(-1)
-        if last == self.sent:
-            # No move sends what is there already.
-            return ""
         sent = self.move.destination.send(last, base, self.release, 0, is_verified=bool(which % 2))
-        self.sent = last
         return str(sent.is_equal)
 
     def states(self) -> tuple[str, str]:

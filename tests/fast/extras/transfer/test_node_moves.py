@@ -162,6 +162,51 @@ def test_a_stream_that_was_cut_off_continues_where_it_ended(
     assert two.nodes["b"].content("vol-db") == two.nodes["a"].content("vol-db")
 
 
+@pytest.mark.parametrize("layout", ["linear", "sealed-linear"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_is_there_already_is_not_received_again(
+    two: Cluster, monkeypatch: pytest.MonkeyPatch, layout: str, *, is_late: bool
+) -> None:
+    a, b = two.nodes["a"], two.nodes["b"]
+    disk = histories.Disk(a.client, a.service, a.host, layout, "db")
+    histories.write_some(disk, random.Random(1))
+    moving = move(two, disk.id, layout)
+    release = moving.source.begin("b").release
+    first, last = moving.source.take(), moving.source.take()
+    sent = moving.destination.send(first, "", release, 0, is_verified=True)
+    assert (sent.is_equal, sent.data_bytes > 0) == (True, True)
+    size = a.service.reports.fresh(a.group).group(a.group).volume("vol-db").size_bytes
+    b.transfer.OpenReceived(
+        carver.VolumeRequest(volume_id=moving.destination.status()["volume_id"])
+    )
+    content = b.content("vol-db", size)
+    if is_late:
+        # The first look at the volume comes before another call has received all.
+        monkeypatch.setattr(node_streams, "_received", _blind(node_streams._received))
+    again = moving.destination.send(first, "", release, 0, is_verified=True)
+    assert not again.is_equal
+    assert (again.data_bytes > 0) == is_late
+    moving.destination.send(last, first, release, 0, is_verified=False)
+    moving.destination.send(last, first, release, 0, is_verified=True)
+    assert b.content("vol-db", size) == content
+    node = two.controller.nodes.get("b")
+    assert node is not None
+    assert node.refused_answers == 0
+    disk.deactivate()
+    run(move(two, disk.id, layout))
+
+
+def _blind(look: Callable[..., Any]) -> Callable[..., Any]:
+    """A look at a volume that sees nothing each first time."""
+    looks = [0]
+
+    def seen(*given: Any) -> Any:
+        looks[0] += 1
+        return look(*given) if looks[0] % 2 == 0 else carver.ReceiveState(state="absent")
+
+    return seen
+
+
 # Who may call
 
 
