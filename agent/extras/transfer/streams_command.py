@@ -178,15 +178,18 @@ class Outgoing:
             self._prove()
             return digest
 
-    def checksum_of(self, parts: Spool) -> str:
+    def checksum_of(
+        self, parts: Spool, tell: Callable[[int], None] = lambda _read_bytes: None
+    ) -> str:
         """Read once more the parts that a stream of this snapshot named; return their checksum.
 
-        The checksum also covers everything beyond the base's end. Raises SourceLost if the snapshot
+        The checksum also covers everything beyond the base's end. `tell` is called with the number
+        of bytes that were read. Raises SourceLost if the snapshot
         became invalid meanwhile, and TransferFailed if the device cannot be read.
         """
         with _explained(f"reading {ids.logical_name(self.header.snapshot_id)}"):
             with self._checked() as device:
-                digest = sending.checksum_of_parts(device, self.header, parts)
+                digest = sending.checksum_of_parts(device, self.header, parts, tell)
             self._prove()
             return digest
 
@@ -415,10 +418,12 @@ def receive_one(
     reader: Reader,
     parts: Spool | None,
     display: Display,
+    checked: Callable[[int], None] = lambda _read_bytes: None,
 ) -> str:
     """Apply one stream to a volume; return the checksum of the stream's parts.
 
-    The ranges of the parts are added to the spool `parts`. The checksum is empty if `parts` is
+    The ranges of the parts are added to the spool `parts`. `checked` is called with the number of
+    bytes that were read again for the checksum. The checksum is empty if `parts` is
     None, and if the volume held the stream already.
     """
     header = reader.header
@@ -465,7 +470,7 @@ def receive_one(
         # The device is still open exclusively, so no other process writes to it before the
         # checksum.
         with paced(verbs.caller, volume_id, CHECKSUM, device) as checked_device:
-            return sending.checksum_of_parts(checked_device, header, parts)
+            return sending.checksum_of_parts(checked_device, header, parts, checked)
 
 
 def status(verbs: VolumeVerbs, name: str) -> dict[str, Any]:

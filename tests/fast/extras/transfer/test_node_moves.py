@@ -1,5 +1,6 @@
 """Volumes that the controller moves from node to node over TLS, as an evacuation does."""
 
+import itertools
 import logging
 import random
 import threading
@@ -509,6 +510,79 @@ def test_a_target_that_lies_gets_nothing(
     with pytest.raises(NodeFailed, match="in no volume group of node b"):
         move(two, volume.volume_id).approach()
     assert usable(two.nodes["a"]) == 1
+
+
+@pytest.mark.parametrize("hangs", ["source", "target"])
+def test_a_stream_that_makes_no_progress_is_cut_off(
+    two: Cluster, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch, hangs: str
+) -> None:
+    monkeypatch.setattr("agent.extras.controller.node_moves._IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(node_streams, "_PROGRESS_SECONDS", 0.05)
+    go_on = threading.Event()
+
+    def hang(*_given: Any, **_more: Any) -> Any:
+        assert go_on.wait(expect.PATIENCE_SECONDS)
+        raise OSError("it hangs no more")
+
+    with monkeypatch.context() as patched:
+        if hangs == "source":
+            patched.setattr(node_streams._Messages, "flush", hang)
+        else:
+            patched.setattr(reading, "apply", hang)
+        with pytest.raises(NodeFailed, match="no progress for 1 s") as raised:
+            move(two, volume.volume_id).approach()
+        go_on.set()
+    assert raised.value.code() is Code.DEADLINE_EXCEEDED
+    monkeypatch.setattr("agent.extras.controller.node_moves._IDLE_SECONDS", 900.0)
+    for node in two.nodes.values():
+        streams = node.service.extras["transfer"]._node_streams  # type: ignore[attr-defined]
+        expect.soon(lambda: not streams._jobs)  # noqa: B023
+    run(move(two, volume.volume_id))
+
+
+def test_a_target_whose_progress_decreases_is_cut_off(
+    two: Cluster, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lie(*_given: Any) -> Iterator[carver.PullProgress]:
+        yield from (
+            carver.PullProgress(done_bytes=done, size_bytes=9) for done in itertools.cycle((5, 4))
+        )
+
+    with monkeypatch.context() as patched:
+        patched.setattr(node_streams.NodeStreams, "pull", lie)
+        with pytest.raises(NodeFailed, match="it was 5 before") as raised:
+            move(two, volume.volume_id).approach()
+    assert raised.value.code() is Code.INTERNAL
+    run(move(two, volume.volume_id))
+
+
+def test_reading_again_is_progress_of_both_nodes(
+    two: Cluster, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_streams, "_at_intervals", lambda tell: tell)
+    checked: list[int] = []
+    progress = node_streams._Job.progress
+
+    def noted(self: Any) -> carver.PullProgress:
+        checked.append(self.checked_there_bytes)
+        return progress(self)
+
+    monkeypatch.setattr(node_streams._Job, "progress", noted)
+    moving = move(two, volume.volume_id)
+    release = moving.source.begin("b").release
+    calls = cast(Any, moving.destination)._calls
+    lasts: list[Any] = []
+    streams = calls.streams
+
+    def kept(*given: Any, **more: Any) -> Any:
+        found = streams(*given, **more)
+        lasts.extend(found)
+        return found
+
+    monkeypatch.setattr(calls, "streams", kept)
+    assert moving.destination.send(moving.source.take(), "", release, 0, is_verified=True).is_equal
+    assert lasts[0].checked_bytes == 2 * lasts[0].size_bytes
+    assert max(checked) == lasts[0].size_bytes
 
 
 @pytest.mark.parametrize("field", ["volume_id", "snapshot_id", "release", "offset_bytes"])
