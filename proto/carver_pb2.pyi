@@ -691,12 +691,15 @@ class PullProgress(_message.Message):
     DATA_BYTES_FIELD_NUMBER: _builtins.int
     RECEIVED_SHA256_FIELD_NUMBER: _builtins.int
     SENT_SHA256_FIELD_NUMBER: _builtins.int
+    CHECKED_BYTES_FIELD_NUMBER: _builtins.int
     done_bytes: _builtins.int
     """The offset in the volume that was reached, and the size of the volume."""
     size_bytes: _builtins.int
     data_bytes: _builtins.int
     received_sha256: _builtins.str
     sent_sha256: _builtins.str
+    checked_bytes: _builtins.int
+    """The number of bytes that both nodes together have read again for the checksums."""
     @_builtins.property
     def state(self) -> Global___ReceiveState:
         """The next fields are in the last message only: the state of the volume, the number of bytes that
@@ -712,10 +715,11 @@ class PullProgress(_message.Message):
         data_bytes: _builtins.int = ...,
         received_sha256: _builtins.str = ...,
         sent_sha256: _builtins.str = ...,
+        checked_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_bytes", b"data_bytes", "done_bytes", b"done_bytes", "received_sha256", b"received_sha256", "sent_sha256", b"sent_sha256", "size_bytes", b"size_bytes", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checked_bytes", b"checked_bytes", "data_bytes", b"data_bytes", "done_bytes", b"done_bytes", "received_sha256", b"received_sha256", "sent_sha256", b"sent_sha256", "size_bytes", b"size_bytes", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -762,19 +766,23 @@ class SendPart(_message.Message):
 
     DATA_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
+    CHECKED_BYTES_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     """The next bytes of the stream; at most 1 MiB."""
     sha256: _builtins.str
     """In the last message, without data, if asked for: the checksum of what was sent."""
+    checked_bytes: _builtins.int
+    """In the messages before it, without data: how many bytes were read again for the checksum."""
     def __init__(
         self,
         *,
         data: _builtins.bytes = ...,
         sha256: _builtins.str = ...,
+        checked_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "sha256", b"sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checked_bytes", b"checked_bytes", "data", b"data", "sha256", b"sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1080,6 +1088,33 @@ class VolumeRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VolumeRequest: _TypeAlias = VolumeRequest  # noqa: Y015
+
+@_typing.final
+class MoveRequest(_message.Message):
+    """A volume as it is in one move. On the wire it is a VolumeRequest with a further field."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VOLUME_ID_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    volume_id: _builtins.str
+    release: _builtins.str
+    """Optional: the SHA-256 of the word of the move that is meant. If the volume is in another move by
+    now, the call is refused, and nothing is changed.
+    """
+    def __init__(
+        self,
+        *,
+        volume_id: _builtins.str = ...,
+        release: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["release", b"release", "volume_id", b"volume_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveRequest: _TypeAlias = MoveRequest  # noqa: Y015
 
 @_typing.final
 class NameRequest(_message.Message):

@@ -483,7 +483,7 @@ class TransferStub:
                 _registered_method=True)
         self.AbortReceive = channel.unary_unary(
                 '/carver.v2.Transfer/AbortReceive',
-                request_serializer=proto_dot_carver__pb2.VolumeRequest.SerializeToString,
+                request_serializer=proto_dot_carver__pb2.MoveRequest.SerializeToString,
                 response_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
                 _registered_method=True)
         self.WithdrawReceive = channel.unary_unary(
@@ -518,12 +518,12 @@ class TransferStub:
                 _registered_method=True)
         self.UndoMove = channel.unary_unary(
                 '/carver.v2.Transfer/UndoMove',
-                request_serializer=proto_dot_carver__pb2.VolumeRequest.SerializeToString,
+                request_serializer=proto_dot_carver__pb2.MoveRequest.SerializeToString,
                 response_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
                 _registered_method=True)
         self.FinishMove = channel.unary_unary(
                 '/carver.v2.Transfer/FinishMove',
-                request_serializer=proto_dot_carver__pb2.VolumeRequest.SerializeToString,
+                request_serializer=proto_dot_carver__pb2.MoveRequest.SerializeToString,
                 response_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
                 _registered_method=True)
         self.Moves = channel.unary_unary(
@@ -795,7 +795,7 @@ def add_TransferServicer_to_server(servicer, server):
             ),
             'AbortReceive': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortReceive,
-                    request_deserializer=proto_dot_carver__pb2.VolumeRequest.FromString,
+                    request_deserializer=proto_dot_carver__pb2.MoveRequest.FromString,
                     response_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
             ),
             'WithdrawReceive': grpc.unary_unary_rpc_method_handler(
@@ -830,12 +830,12 @@ def add_TransferServicer_to_server(servicer, server):
             ),
             'UndoMove': grpc.unary_unary_rpc_method_handler(
                     servicer.UndoMove,
-                    request_deserializer=proto_dot_carver__pb2.VolumeRequest.FromString,
+                    request_deserializer=proto_dot_carver__pb2.MoveRequest.FromString,
                     response_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
             ),
             'FinishMove': grpc.unary_unary_rpc_method_handler(
                     servicer.FinishMove,
-                    request_deserializer=proto_dot_carver__pb2.VolumeRequest.FromString,
+                    request_deserializer=proto_dot_carver__pb2.MoveRequest.FromString,
                     response_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
             ),
             'Moves': grpc.unary_unary_rpc_method_handler(
@@ -1210,7 +1210,7 @@ class Transfer:
             request,
             target,
             '/carver.v2.Transfer/AbortReceive',
-            proto_dot_carver__pb2.VolumeRequest.SerializeToString,
+            proto_dot_carver__pb2.MoveRequest.SerializeToString,
             google_dot_protobuf_dot_empty__pb2.Empty.FromString,
             options,
             channel_credentials,
@@ -1399,7 +1399,7 @@ class Transfer:
             request,
             target,
             '/carver.v2.Transfer/UndoMove',
-            proto_dot_carver__pb2.VolumeRequest.SerializeToString,
+            proto_dot_carver__pb2.MoveRequest.SerializeToString,
             google_dot_protobuf_dot_empty__pb2.Empty.FromString,
             options,
             channel_credentials,
@@ -1426,7 +1426,7 @@ class Transfer:
             request,
             target,
             '/carver.v2.Transfer/FinishMove',
-            proto_dot_carver__pb2.VolumeRequest.SerializeToString,
+            proto_dot_carver__pb2.MoveRequest.SerializeToString,
             google_dot_protobuf_dot_empty__pb2.Empty.FromString,
             options,
             channel_credentials,

@@ -129,7 +129,7 @@ class TransferStub:
     """Activates what was received, for reading."""
     FinishReceive: _grpc.UnaryUnaryMultiCallable[_carver_pb2.ReleaseRequest, _empty_pb2.Empty]
     """Makes what was received a volume of this node."""
-    AbortReceive: _grpc.UnaryUnaryMultiCallable[_carver_pb2.VolumeRequest, _empty_pb2.Empty]
+    AbortReceive: _grpc.UnaryUnaryMultiCallable[_carver_pb2.MoveRequest, _empty_pb2.Empty]
     """Erases and removes what was received."""
     WithdrawReceive: _grpc.UnaryUnaryMultiCallable[_carver_pb2.ReleaseRequest, _empty_pb2.Empty]
     """Takes FinishReceive back, for a move that is undone."""
@@ -140,9 +140,9 @@ class TransferStub:
     ReleaseMove: _grpc.UnaryUnaryMultiCallable[_carver_pb2.HoldMoveRequest, _empty_pb2.Empty]
     CommitMove: _grpc.UnaryUnaryMultiCallable[_carver_pb2.CommitMoveRequest, _carver_pb2.MoveState]
     """Makes the volume the other node's."""
-    UndoMove: _grpc.UnaryUnaryMultiCallable[_carver_pb2.VolumeRequest, _empty_pb2.Empty]
+    UndoMove: _grpc.UnaryUnaryMultiCallable[_carver_pb2.MoveRequest, _empty_pb2.Empty]
     """Makes the volume this node's again."""
-    FinishMove: _grpc.UnaryUnaryMultiCallable[_carver_pb2.VolumeRequest, _empty_pb2.Empty]
+    FinishMove: _grpc.UnaryUnaryMultiCallable[_carver_pb2.MoveRequest, _empty_pb2.Empty]
     """Deletes what is left here of a volume that moved."""
     Moves: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _carver_pb2.MovesResponse]
     """The moves of this node's volumes, what it receives, and its device classes. Runs one command at
@@ -252,7 +252,7 @@ class TransferServicer:
 
     def AbortReceive(
         self,
-        request: _carver_pb2.VolumeRequest,
+        request: _carver_pb2.MoveRequest,
         context: _grpc.ServicerContext,
     ) -> _empty_pb2.Empty:
         """Erases and removes what was received."""
@@ -298,14 +298,14 @@ class TransferServicer:
 
     def UndoMove(
         self,
-        request: _carver_pb2.VolumeRequest,
+        request: _carver_pb2.MoveRequest,
         context: _grpc.ServicerContext,
     ) -> _empty_pb2.Empty:
         """Makes the volume this node's again."""
 
     def FinishMove(
         self,
-        request: _carver_pb2.VolumeRequest,
+        request: _carver_pb2.MoveRequest,
         context: _grpc.ServicerContext,
     ) -> _empty_pb2.Empty:
         """Deletes what is left here of a volume that moved."""

@@ -620,7 +620,7 @@ def test_a_volume_that_is_being_deleted_here_is_not_taken_back(
     with pytest.raises(errors.NotMoved, match="being deleted"):
         going.undo(confirmed=yes, is_nowhere=yes)
     with expect.code("FAILED_PRECONDITION", "being deleted"):
-        going.take_back()
+        going.take_back(going.source.state().release)
     assert there.content("vol-db") == content
     going.finish()
     assert (here.names(), len(usable(there))) == (set(), 1)

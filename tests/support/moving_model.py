@@ -212,22 +212,24 @@ class Service:
         volume.state = tag.MOVED
         return self.move_state(volume_id)
 
-    def undo(self, volume_id: str) -> None:
+    def undo(self, volume_id: str, release: str = "") -> None:
         volume = self.find(volume_id)
         if volume.state == tag.MOVED and volume.move_ended:
             raise Refusal(Code.FAILED_PRECONDITION, "it is being deleted")
         if volume.move_to:
+            _require_move(volume, release)
             if volume.state == tag.MOVED:
                 volume.state = tag.READY
             volume.move_to = volume.word = ""
 
-    def finish(self, volume_id: str) -> None:
+    def finish(self, volume_id: str, release: str = "") -> None:
         try:
             volume = self.find(volume_id)
         except Refusal:
             return
         if volume.state != tag.MOVED:
             raise Refusal(Code.FAILED_PRECONDITION, "it is still this node's")
+        _require_move(volume, release)
         if volume.snapshots:
             raise Refusal(Code.FAILED_PRECONDITION, "it has snapshots")
         volume.move_ended = True
@@ -375,12 +377,14 @@ class Service:
         volume.state, volume.released = tag.READY, word
         volume.chain = volume.release = volume.finishing = ""
 
-    def abort(self, name: str) -> None:
+    def abort(self, name: str, release: str = "") -> None:
         volume = self.volumes.get(name)
         if volume is None:
             return
         if not volume.is_coming:
             raise Refusal(Code.FAILED_PRECONDITION, "it is finished")
+        if release and (volume.release or digest(volume.released)) != release:
+            raise Refusal(Code.FAILED_PRECONDITION, "it comes by another move")
         if volume.streams and not volume.finishing:
             raise Refusal(Code.FAILED_PRECONDITION, "it is in use")
         self._remove(volume)
@@ -408,6 +412,11 @@ class Service:
         if not volume.is_coming:
             raise Refusal(Code.FAILED_PRECONDITION, "it is not being received")
         return volume
+
+
+def _require_move(volume: Volume, release: str) -> None:
+    if release and volume.word and digest(volume.word) != release:
+        raise Refusal(Code.FAILED_PRECONDITION, "it is in another move")
 
 
 class ModelMoves:
@@ -512,11 +521,11 @@ class ModelSource:
     def commit(self, snapshot_id: str, token: str) -> carver.MoveState:
         return self._call("commit", lambda at: at.commit(self._id, snapshot_id, token))
 
-    def undo(self) -> None:
-        self._call("undo", lambda at: at.undo(self._id))
+    def undo(self, release: str) -> None:
+        self._call("undo", lambda at: at.undo(self._id, release))
 
-    def finish(self) -> None:
-        self._call("finish", lambda at: at.finish(self._id))
+    def finish(self, release: str) -> None:
+        self._call("finish", lambda at: at.finish(self._id, release))
 
 
 class ModelDestination:
@@ -569,10 +578,12 @@ class ModelDestination:
             begun = at.receive(
                 *(self.name, self._class, base_chain, chain, release, offset_bytes, self._id)
             )
+            if not begun:
+                return Sent(False, 0)
             volume = at.volumes[self.name]
             volume.streams += 1
             try:
-                for part in range(2 if begun else 0):
+                for part in range(2):
                     self._show(Progress("sending", part << 29, 1 << 30))
                     moves.baton.sleep(moves.stream_seconds())
                     require()
@@ -581,8 +592,7 @@ class ModelDestination:
                     at.record(self.name, chain, (part + 1) << 28)
                     if moves.cuts() or not self._is_wanted():
                         raise Refusal(Code.UNAVAILABLE, "the stream was cut off")
-                if begun:
-                    at.end(self.name, chain, snapshot.content)
+                at.end(self.name, chain, snapshot.content)
             finally:
                 volume.streams -= 1
             received = volume.content
@@ -605,9 +615,9 @@ class ModelDestination:
     def withdraw(self, word: str) -> None:
         self._call("WithdrawReceive", lambda at: at.withdraw(self.name, word))
 
-    def abort(self) -> None:
+    def abort(self, release: str) -> None:
         if self.status()["state"] != ABSENT:
-            self._call("AbortReceive", lambda at: at.abort(self.name))
+            self._call("AbortReceive", lambda at: at.abort(self.name, release))
 
 
 def inventory(services: Mapping[str, Service], node: str, candidates: Sequence[str]) -> Any:

@@ -94,8 +94,9 @@ class SimulatedNode:
         # The RPCs that it ends well without an answer, and those that it never ends.
         self.empty: set[str] = set()
         self.hangs: set[str] = set()
-        # The bytes of all requests, and what is added to their answers.
+        # The bytes of all requests, their RPCs, and what is added to their answers.
         self.requests: list[bytes] = []
+        self.requested: list[str] = []
         self.adds = b""
         self.calls: list[str] = []
         self.cancelled: list[str] = []
@@ -222,6 +223,7 @@ class SimulatedNode:
         async def handle(data: bytes, context: Any) -> bytes:
             if method != "GetPluginInfo":
                 self.requests.append(data)
+                self.requested.append(method)
             if method in self.hangs:
                 await asyncio.Event().wait()
             if method in self.forged:

@@ -93,6 +93,8 @@ class Asked:
     # The parsed answer, and the message in the answer that has the field whose rule runs.
     answer: Any = field(default=None, init=False)
     part: Any = field(default=None, init=False)
+    # The accepted message before this one, of a stream; None for the first one.
+    previous: Any = field(default=None, init=False)
     # The ids of the volumes whose health was removed from the answer, because the volumes belong,
     # or may belong, to another node.
     left_out: Sequence[VolumeId] = field(default=(), init=False)

@@ -99,7 +99,7 @@ class Answers:
         4. Otherwise count the refused answer, and raise the error INTERNAL.
         """
         try:
-            return _judged(path, call, data)
+            return _accepted(path, call, data)
         except Untrue as error:
             # Ask the node for its volume groups: it may have a group that it did not have when it
             # was last asked. If the node does not answer now, the groups that it named before
@@ -109,13 +109,19 @@ class Answers:
         if places != call.places:
             call.places = places
             try:
-                return _judged(path, call, data)
+                return _accepted(path, call, data)
             except Untrue as error:
                 problem = error
         parsed = VolumeId.parse(problem.value) if isinstance(problem.value, str) else None
         if parsed is not None and self._nodes.is_possible_holder(node, parsed):
             self._nodes.require_undisputed(parsed, "the answer")
         raise refused_answer(node, path, problem)
+
+
+def _accepted(path: str, call: Asked, data: bytes) -> Any:
+    """Apply the rules to an answer, and note it for the rules of the next message of a stream."""
+    call.previous = _judged(path, call, data)
+    return call.previous
 
 
 def _judged(path: str, call: Asked, data: bytes) -> Any:

@@ -26,7 +26,7 @@ from agent.extras.controller.answer_rules import Untrue
 from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.node_answers import Answers, refused_answer
 from agent.extras.controller.nodes import Node, Nodes, Refused, problem_of, require_node_error
-from agent.extras.controller.transfer_rules import TRANSFER
+from agent.extras.controller.transfer_rules import TRANSFER, Advance
 from agent.extras.transfer.move import ABSENT, Differ, Move, Progress, Sent, There, prefix_of
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
@@ -36,6 +36,9 @@ T = TypeVar("T")
 # Time limit, in seconds, of one unary call to a node, and of the wait for the next message of a
 # stream, which reports its progress each second.
 _CALL_SECONDS, _MESSAGE_SECONDS = 120.0, 60.0
+# Time, in seconds, after which a stream that makes no progress is cut off. Before the first byte a
+# node makes the volume, and waits for other work in its volume group.
+_IDLE_SECONDS = 900.0
 # Time, in seconds, for which a call is repeated that meets another call for the same volume, or
 # work that has not ended, and the pause before it is repeated.
 _AGAIN_SECONDS, _PAUSE_SECONDS = 60.0, 1.0
@@ -169,11 +172,11 @@ class NodeMoves:
     ) -> Any:
         """Call a node that answers by a stream; check each message, and return the last one.
 
-        `put` is called with each message. Raises AioRpcError, Refused, or TimeoutError if the node
-        sends nothing for _MESSAGE_SECONDS.
+        `put` is called with each message. Raises AioRpcError; Refused, also if the stream makes no
+        progress for _IDLE_SECONDS; TimeoutError if the node sends nothing for _MESSAGE_SECONDS.
         """
         node, path, last = self._node(name), f"/{method}", None
-        asked = self._answers.asked(node, request)
+        asked, advance = self._answers.asked(node, request), Advance(time.monotonic())
         stream: grpc.aio.UnaryStreamMultiCallable[bytes, Any] = node.connected.unary_stream(path)
         call = stream(request.SerializeToString())
         try:
@@ -184,6 +187,10 @@ class NodeMoves:
                     break
                 last = await self._answers.read(node, path, asked, cast(bytes, data))
                 put(last)
+                if advance.idle_seconds(last, time.monotonic()) > _IDLE_SECONDS:
+                    code = grpc.StatusCode.DEADLINE_EXCEEDED
+                    why = f"there was no progress for {_IDLE_SECONDS:.0f} s; the call was cut off"
+                    raise Refused(code, why)
                 await asyncio.sleep(_BETWEEN_SECONDS)
         except grpc.aio.AioRpcError as error:
             require_node_error(node, error)
@@ -389,13 +396,15 @@ class SourceNode:
         )
         return cast(carver.MoveState, self._transfer("CommitMove", request))
 
-    def undo(self) -> None:
+    def undo(self, release: str) -> None:
         """Make the volume this node's again, and forget the move."""
-        self._transfer("UndoMove", carver.VolumeRequest(volume_id=self._volume_id))
+        request = carver.MoveRequest(volume_id=self._volume_id, release=release)
+        self._transfer("UndoMove", request)
 
-    def finish(self) -> None:
+    def finish(self, release: str) -> None:
         """Delete what is left of the volume."""
-        self._transfer("FinishMove", carver.VolumeRequest(volume_id=self._volume_id))
+        request = carver.MoveRequest(volume_id=self._volume_id, release=release)
+        self._transfer("FinishMove", request)
 
     def _snapshots(self) -> list[csi.Snapshot]:
         """Return this move's snapshots."""
@@ -503,11 +512,12 @@ class TargetNode:
         """Undo `finish`, so that the volume can only be removed."""
         self._transfer("WithdrawReceive", self._release(word))
 
-    def abort(self) -> None:
-        """Erase and remove what was received."""
+    def abort(self, release: str) -> None:
+        """Erase and remove what was received by the move with the digest `release`."""
         there_state = self.status()
         if there_state["state"] != ABSENT:
-            self._transfer("AbortReceive", carver.VolumeRequest(volume_id=there_state["volume_id"]))
+            request = carver.MoveRequest(volume_id=there_state["volume_id"], release=release)
+            self._transfer("AbortReceive", request)
 
     def _release(self, word: str) -> carver.ReleaseRequest:
         return carver.ReleaseRequest(volume_id=self.status()["volume_id"], release=word)

@@ -40,6 +40,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MOST_NAME, _MOST_ID, _MOST_TOKEN = 253, 512, 128
 # Maximum size of a volume, in bytes: LVM's limit.
 _LARGEST_BYTES = 8 << 60
+# Least growth, in bytes, that counts as progress of a stream. With the slowest
+# background_bandwidth it takes a second.
+_LEAST_BYTES = 1 << 20
 # Maximum numbers of moves and of device classes of a node.
 _MOST_MOVES, _MOST_CLASSES = 10_000, 1000
 
@@ -128,6 +131,31 @@ def within_size(value: int, call: Asked) -> str:
     return "" if value <= call.part.size_bytes else f"the volume has {call.part.size_bytes} bytes"
 
 
+def never_less(key: str, rule: Rule) -> Rule:
+    """Make a rule: the field `key` satisfies `rule`, and is not less than in the message before."""
+
+    def judge(value: int, call: Asked) -> str:
+        before = 0 if call.previous is None else getattr(call.previous, key)
+        return rule(value, call) if value >= before else f"it was {before} before"
+
+    return judge
+
+
+def the_same_size(value: int, call: Asked) -> str:
+    """Require a number of bytes that a volume can have, the same in all messages but the first."""
+    before = 0 if call.previous is None else call.previous.size_bytes
+    if before and value != before:
+        return f"it was {before} before"
+    return a_size(value, call)
+
+
+def twice_within_size(value: int, call: Asked) -> str:
+    """Require what two nodes may read again of the volume; nothing unless it was asked for."""
+    if value and not call.request.verify:
+        return "it was not asked for"
+    return within_size(-(-value // 2), call)
+
+
 def unless_unset(rule: Rule) -> Rule:
     """Make a rule: the field's value satisfies `rule`, unless its message has no field set."""
 
@@ -181,7 +209,10 @@ _RECEIVED: Fields = {
     "blank": any_value,
     "release": a_sha256_or_none,
 }
-_PROGRESS: Fields = {"done_bytes": within_size, "size_bytes": a_size}
+_PROGRESS: Fields = {
+    "done_bytes": never_less("done_bytes", within_size),
+    "size_bytes": the_same_size,
+}
 
 # The rule of each field of an answer, by the name of the RPC.
 TRANSFER_RULES: Mapping[str, Fields] = {
@@ -217,6 +248,7 @@ TRANSFER_RULES: Mapping[str, Fields] = {
         **_PROGRESS,
         **{f"state.{key}": unless_unset(rule) for key, rule in _RECEIVED.items()},
         "data_bytes": within_size,
+        "checked_bytes": never_less("checked_bytes", twice_within_size),
         "received_sha256": if_asked_to_verify,
         "sent_sha256": if_asked_to_verify,
     },
@@ -226,3 +258,26 @@ TRANSFER_RULES: Mapping[str, Fields] = {
         "chain": a_sha256_or_none,
     },
 }
+
+
+class Advance:
+    """Finds out how long a stream has made no progress, by its messages.
+
+    Progress is a growth by _LEAST_BYTES, of what is received and of what is read again, or the end
+    of what is received. The rules see to it that neither number becomes smaller or exceeds the
+    size. So a node that lies cannot keep a stream open for ever.
+    """
+
+    def __init__(self, now: float) -> None:
+        """Begin at a time of a monotonic clock, in seconds."""
+        self._since, self._reached_bytes, self._is_received = now, 0, False
+
+    def idle_seconds(self, message: Any, now: float) -> float:
+        """Return the time since the last progress, with this message."""
+        reached_bytes = message.done_bytes + getattr(message, "checked_bytes", 0)
+        is_received = 0 < message.size_bytes == message.done_bytes
+        grown_bytes = reached_bytes - self._reached_bytes
+        if grown_bytes >= _LEAST_BYTES or (is_received and not self._is_received):
+            self._since, self._reached_bytes = now, reached_bytes
+            self._is_received = is_received
+        return now - self._since

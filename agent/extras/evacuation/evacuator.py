@@ -104,7 +104,8 @@ class Evacuator:
         kinds = {name: _kind(node) for name, node in nodes.items()}
         now = self._context.monotonic()
         is_changed = self._note_kinds(kinds, now)
-        if is_changed or now - self._noted_seconds >= _PLAN_SECONDS or self._has_ended():
+        have_ended = self._forget_ended()
+        if is_changed or have_ended or now - self._noted_seconds >= _PLAN_SECONDS:
             self._noted, self._noted_seconds = self._context.notes.read(), now
             self._finish_rebindings()
             undone = [name for name, kind in kinds.items() if kind == Kind.UNDO]
@@ -132,7 +133,7 @@ class Evacuator:
                 known.is_started, is_changed = False, True
         return is_changed
 
-    def _has_ended(self) -> bool:
+    def _forget_ended(self) -> bool:
         """Forget the drives that have ended; return whether there were any."""
         has_ended = False
         for known in self._known.values():
@@ -373,8 +374,10 @@ class Evacuator:
     def _end_quarantines(self, undone: Sequence[str]) -> None:
         """End quarantines whose time is over, a few at once, but for nodes that are undone."""
         for volume, note in self._quarantine.due(self._noted, undone):
-            erasing = [drive for drive in self._others if isinstance(drive, _Erasure)]
-            if len(erasing) >= AT_ONCE:
+            erasing = sum(
+                isinstance(drive, _Erasure) and not drive.is_over for drive in self._others
+            )
+            if erasing >= AT_ONCE:
                 return
             if {note.volume_id, volume.handle} & self._busy():
                 continue

@@ -146,11 +146,14 @@ class Source(Protocol):
     def commit(self, snapshot_id: str, token: str) -> carver.MoveState:
         """Record that the volume is the other node's; return the state, with the word."""
 
-    def undo(self) -> None:
-        """Make the volume this node's again, and forget the move."""
+    def undo(self, release: str) -> None:
+        """Make the volume this node's again, and forget the move.
 
-    def finish(self) -> None:
-        """Delete what is left of the volume."""
+        The node refuses if the volume is in another move than the one with the digest `release`.
+        """
+
+    def finish(self, release: str) -> None:
+        """Delete what is left of the volume; refused as `undo`."""
 
 
 class Destination(Protocol):
@@ -186,8 +189,11 @@ class Destination(Protocol):
     def withdraw(self, word: str) -> None:
         """Undo `finish`, so that the volume can only be removed."""
 
-    def abort(self) -> None:
-        """Erase and remove what was received."""
+    def abort(self, release: str) -> None:
+        """Erase and remove what was received by the move with the digest `release`.
+
+        What another move brings is left alone, and the call is refused.
+        """
 
 
 def prefix_of(release: str) -> str:
@@ -331,7 +337,7 @@ class Move:
                     " then `carver volume delete` remove what is here"
                 )
         self.source.drop(())
-        self.source.finish()
+        self.source.finish(own_state.release)
 
     def undo(self, *, confirmed: Callable[[str], bool], is_nowhere: Callable[[str], bool]) -> None:
         """Make the volume its old node's again, and remove it from the other node.
@@ -378,19 +384,20 @@ class Move:
                     " back"
                 )
         if is_theirs:
-            self.destination.abort()
-        self.take_back()
+            self.destination.abort(own_state.release)
+        self.take_back(own_state.release)
         self._tell(f"{name} is this node's, and {node} has none of it")
 
-    def take_back(self) -> None:
+    def take_back(self, release: str) -> None:
         """Make the volume its old node's again, and delete the snapshots of the move.
 
-        The other node is not asked. The caller knows that no other node has the volume.
+        The other node is not asked. The caller knows that no other node has the volume by the move
+        with the digest `release`. If the volume is in another move by then, its node refuses.
         """
         # Delete the snapshots first: their names contain the move's release digest, which the node
         # forgets with the move.
         self.source.drop(())
-        self.source.undo()
+        self.source.undo(release)
 
     def _follow(self, release: str, old_seconds: float) -> str:
         """Do one step towards a base that is at most `old_seconds` old and equal on both nodes.
@@ -418,7 +425,7 @@ class Move:
             # A snapshot of this move was lost, for example because its COW store was full. Remove
             # what the other node has received, and begin anew.
             self._tell("cannot continue from what was sent; sending all of it again")
-            self.destination.abort()
+            self.destination.abort(release)
             return ""
         self.source.drop((base_id,))
         if not base_id:
@@ -427,7 +434,7 @@ class Move:
             return ""
         if self._verifies and base_id != self._proved:
             self._tell("comparing what both hold")
-            self._compare(base_id)
+            self._compare(base_id, release)
         if self._is_old(base_id, old_seconds):
             # The snapshot is old, so much may have changed since. Send another increment first, so
             # that the last increment is small.
@@ -478,7 +485,7 @@ class Move:
                 # The other node's Carver is 0.1.0 and has no --verify, so the stream was not
                 # verified.
                 self._tell(f"Carver on {self.destination.node} is older: now both read all of it")
-                self._compare(snapshot_id)
+                self._compare(snapshot_id, release)
             self._tell("both hold the same")
             try:
                 return self.source.commit(snapshot_id, token)
@@ -518,7 +525,7 @@ class Move:
             return error.code() is not grpc.StatusCode.FAILED_PRECONDITION
         return True
 
-    def _compare(self, snapshot_id: str) -> None:
+    def _compare(self, snapshot_id: str, release: str) -> None:
         """Compare all that both nodes hold; raise NotMoved if they differ.
 
         If they differ, the volume is removed from the other node first. If they are equal, the
@@ -527,12 +534,12 @@ class Move:
         try:
             self.destination.compare(snapshot_id)
         except Differ:
-            self._remove_different()
+            self._remove_different(release)
         self._proved = snapshot_id
 
-    def _remove_different(self) -> None:
+    def _remove_different(self, release: str) -> None:
         """Remove the volume from the other node, which holds something else; raise NotMoved."""
-        self.destination.abort()
+        self.destination.abort(release)
         raise self._refused(
             f"{self.destination.node} holds something else than was sent, and it was removed"
             " there; look for a disk or memory with errors, then call again"
@@ -577,7 +584,7 @@ class Move:
                 snapshot_id, base_id, release, offset_bytes, is_verified=is_verified
             )
         except Differ:
-            self._remove_different()
+            self._remove_different(release)
         self._rounds += 1
         self._changed_bytes = sent.data_bytes
         if sent.is_equal:

@@ -111,13 +111,13 @@ class OwnNode:
             )
         )
 
-    def undo(self) -> None:
+    def undo(self, release: str) -> None:
         """Make the volume this node's again, and forget the move."""
-        self._transfer.UndoMove(carver.VolumeRequest(volume_id=self._volume_id))
+        self._transfer.UndoMove(carver.MoveRequest(volume_id=self._volume_id, release=release))
 
-    def finish(self) -> None:
+    def finish(self, release: str) -> None:
         """Delete what is left of the volume."""
-        self._transfer.FinishMove(carver.VolumeRequest(volume_id=self._volume_id))
+        self._transfer.FinishMove(carver.MoveRequest(volume_id=self._volume_id, release=release))
 
     def _snapshots(self) -> list[str]:
         """Return the ids of this move's snapshots."""
@@ -198,8 +198,14 @@ class OtherNode:
         """Undo `finish`, so that the volume can only be removed."""
         self._ask("--withdraw", "--release", word)
 
-    def abort(self) -> None:
-        """Erase and remove what was received."""
+    def abort(self, release: str) -> None:
+        """Erase and remove what was received. Raises NodeRefused if another move brings it.
+
+        The command there takes no digest, as that of version 0.1.0 does not.
+        """
+        found = self.status()["release"]
+        if found and found != release:
+            raise errors.NodeRefused(self.node, "volume receive --abort", "it is in another move")
         self._ask("--abort", "--yes")
 
     def _ask(self, *arguments: str) -> dict[str, Any]:
@@ -264,7 +270,7 @@ def carry_out(
     elif parsed.there_is_none:
         if not confirmed(f"Is {name} on no other node any more, {node} or another?"):
             raise errors.NotConfirmed(parsed.name, "taken back")
-        move.take_back()
+        move.take_back(state.release)
     else:
         there_state = move.run()
         streams_command.show(dict(there_state), as_json=parsed.json)

@@ -76,6 +76,8 @@ class _Job(Generic[T]):
         self._limit, self._kind, self._work = limit, kind, work
         self.parts: Queue[carver.SendPart | None] = Queue(_QUEUED)
         self.done_bytes = self.size_bytes = 0
+        # Numbers of bytes that were read again for a checksum, by this node and by the other one.
+        self.checked_bytes, self.checked_there_bytes = 0, 0
         self.ended = threading.Event()
         self._is_over = threading.Event()
         self._cancel: Callable[[], object] = lambda: None
@@ -136,10 +138,26 @@ class _Job(Generic[T]):
             raise errors.TransferFailed(self._kind, repr(problem))
         return self._outcome[0]
 
+    def checked(self, read_bytes: int) -> None:
+        """Note how much this node has read again for a checksum."""
+        self.checked_bytes = min(read_bytes, self.size_bytes)
+
+    def checked_there(self, read_bytes: int) -> None:
+        """Note how much the other node has read again for a checksum, as it says."""
+        self.checked_there_bytes = max(self.checked_there_bytes, min(read_bytes, self.size_bytes))
+
+    def progress(self) -> carver.PullProgress:
+        """Return the message with the progress of a stream that is received."""
+        return carver.PullProgress(
+            done_bytes=self.done_bytes,
+            size_bytes=self.size_bytes,
+            checked_bytes=self.checked_bytes + self.checked_there_bytes,
+        )
+
     @contextmanager
     def display(self, _action: str, start: int, size: int) -> Iterator[Callable[[int], None]]:
         """Keep the progress of an action, which the call reports."""
-        self.done_bytes, self.size_bytes = start, size
+        self.size_bytes, self.done_bytes = size, start
 
         def tell(offset_bytes: int) -> None:
             self.done_bytes = offset_bytes
@@ -207,7 +225,10 @@ class NodeStreams:
                 )
                 messages.flush()
                 if request.verify:
-                    job.put(carver.SendPart(sha256=source.checksum_of(parts)))
+                    tell = _at_intervals(
+                        lambda read_bytes: job.put(carver.SendPart(checked_bytes=read_bytes))
+                    )
+                    job.put(carver.SendPart(sha256=source.checksum_of(parts, tell)))
 
         with self._job(self._sends, "Send", work) as job:
             while (part := _next(job, context)) is not None:
@@ -219,9 +240,12 @@ class NodeStreams:
     ) -> Generator[carver.PullProgress, None, None]:
         """Receive a snapshot from another node; yield the progress each second.
 
-        The last message has the state of the volume. Raises NodeRefused if the other node refuses,
-        or if its stream ends early; TooManyStreams; BadStream if the stream is another one than was
-        asked for; CallRefused if this service refuses the stream.
+        The last message has the state of the volume. If the volume has all of the snapshot already,
+        nothing is received, and the last message has no checksums.
+
+        Raises NodeRefused if the other node refuses, or if its stream ends early; TooManyStreams;
+        BadStream if the stream is another one than was asked for; CallRefused if this service
+        refuses the stream.
         """
 
         def work(job: _Job[carver.PullProgress]) -> carver.PullProgress:
@@ -230,7 +254,7 @@ class NodeStreams:
         with self._job(self._pulls, "Pull", work) as job:
             while not job.ended.wait(_PROGRESS_SECONDS):
                 _require_active(context, "Pull")
-                yield carver.PullProgress(done_bytes=job.done_bytes, size_bytes=job.size_bytes)
+                yield job.progress()
             yield job.result()
 
     def checksum(
@@ -300,13 +324,21 @@ class NodeStreams:
             )
             closing.callback(call.cancel)
             job.cancels(call.cancel)
-            incoming = _Incoming(call)
+            incoming = _Incoming(call, job.checked_there)
             parts = closing.enter_context(streams_command.opened_spool(verbs))
             try:
                 # A BufferedReader reads as much as is asked for, as a file does.
                 stream = io.BufferedReader(incoming, PART_BYTES)
                 reader = Reader(stream)
                 _require_asked(request, reader.header)
+                state = _received(verbs, request.name)
+                if state.chain == reader.header.chain:
+                    # An earlier call has received all of it: its answer was lost, or another
+                    # controller made it. The rest of the stream is not read.
+                    size_bytes = reader.header.size_bytes
+                    return carver.PullProgress(
+                        done_bytes=size_bytes, size_bytes=size_bytes, state=state
+                    )
                 received_sha256 = streams_command.receive_one(
                     verbs,
                     request.name,
@@ -314,6 +346,7 @@ class NodeStreams:
                     reader,
                     parts if request.verify else None,
                     job.display,
+                    job.checked,
                 )
                 if stream.read(1):
                     raise errors.BadStream("further bytes follow its end mark")
@@ -324,13 +357,11 @@ class NodeStreams:
                     why = f"{problem.code().name}: {problem.details()}"
                     raise errors.NodeRefused(source.node, "Send", why) from None
                 raise
-            state = verbs.caller.stub(TransferStub).ReceiveStatus(
-                carver.NameRequest(name=request.name)
-            )
             return carver.PullProgress(
                 done_bytes=job.size_bytes,
                 size_bytes=job.size_bytes,
-                state=state,
+                checked_bytes=job.progress().checked_bytes,
+                state=_received(verbs, request.name),
                 data_bytes=reader.totals.data_bytes,
                 received_sha256=received_sha256,
                 sent_sha256=incoming.sha256,
@@ -398,6 +429,12 @@ class NodeStreams:
                 self._jobs.discard(job)
 
 
+def _received(verbs: Any, name: str) -> carver.ReceiveState:
+    """Return the state of the volume of a name here."""
+    request = carver.NameRequest(name=name)
+    return cast(carver.ReceiveState, verbs.caller.stub(TransferStub).ReceiveStatus(request))
+
+
 def _next(job: _Job[Any], context: grpc.ServicerContext) -> carver.SendPart | None:
     """Wait for the next message of a stream; None at its end."""
     while True:
@@ -427,12 +464,26 @@ def _require_asked(request: carver.PullRequest, header: Any) -> None:
             raise errors.BadStream(f"its {name} is {found!r}, and {value!r} was asked for")
 
 
+def _at_intervals(tell: Callable[[int], object]) -> Callable[[int], None]:
+    """Make a function that passes a number on, at most each _PROGRESS_SECONDS."""
+    noted_at = [time.monotonic()]
+
+    def tell_at_intervals(number: int) -> None:
+        now = time.monotonic()
+        if now - noted_at[0] >= _PROGRESS_SECONDS:
+            noted_at[0] = now
+            tell(number)
+
+    return tell_at_intervals
+
+
 class _Messages:
     """Makes messages of at most PART_BYTES of the bytes of a stream, which come in any pieces."""
 
     def __init__(self, put: Callable[[carver.SendPart], None]) -> None:
         self._put = put
         self._waiting = bytearray()
+        self._flushed = time.monotonic()
 
     def write(self, data: Bytes) -> None:
         view = memoryview(data)
@@ -441,8 +492,12 @@ class _Messages:
             if len(self._waiting) + len(piece) > PART_BYTES:
                 self.flush()
             self._waiting += piece
+        # Frames of zeroes are short: send them before they fill a message.
+        if time.monotonic() - self._flushed >= _PROGRESS_SECONDS:
+            self.flush()
 
     def flush(self) -> None:
+        self._flushed = time.monotonic()
         if self._waiting:
             self._put(carver.SendPart(data=bytes(self._waiting)))
             self._waiting.clear()
@@ -452,11 +507,12 @@ class _Incoming(io.RawIOBase):
     """The bytes of a stream that another node sends, as a file.
 
     If the call fails, the file ends there, and `problem` has the error: what was received before
-    is then recorded, as where a pipe is closed.
+    is then recorded, as where a pipe is closed. `checked` is called with the number of bytes that
+    the other node has read again for its checksum.
     """
 
-    def __init__(self, messages: Iterator[carver.SendPart]) -> None:
-        self._messages = messages
+    def __init__(self, messages: Iterator[carver.SendPart], checked: Callable[[int], None]) -> None:
+        self._messages, self._checked = messages, checked
         self._part = memoryview(b"")
         # The checksum in the last message that was read; empty if it had none.
         self.sha256 = ""
@@ -478,6 +534,8 @@ class _Incoming(io.RawIOBase):
                 return 0
             self._part = memoryview(message.data)
             self.sha256 = message.sha256
+            if message.checked_bytes:
+                self._checked(message.checked_bytes)
         room = memoryview(buffer)
         length = min(len(room), len(self._part))
         room[:length] = self._part[:length]

@@ -182,11 +182,12 @@ class Receiver:
             self._mark(volume, volume_states.tags_for(EndedBy.CALLER), removed_keys=_COMING)
         self._holds.remove_note(volume_id)
 
-    def abort(self, volume_id: str) -> None:
+    def abort(self, volume_id: str, release: str = "") -> None:
         """Erase and remove a volume that is being received; do nothing if it does not exist.
 
-        Raises NotReceived for a volume that was finished, and VolumeInUse while a stream is
-        applied.
+        With `release`, the digest of a move's word, only what came by that move is removed. Raises
+        NotReceived for a volume that was finished, or that came by another move or by none;
+        VolumeInUse while a stream is applied.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             fresh_report = self._mender.mend(ids.group_of(volume_id))
@@ -197,6 +198,8 @@ class Receiver:
                 return
             if not (_is_coming(volume) or volume.is_doomed):
                 raise errors.NotReceived(volume_id, "it is finished, and a volume like any other")
+            if release and not hmac.compare_digest(_release_of(volume), release):
+                raise errors.NotReceived(volume_id, "it comes by another move, or by none")
             if _is_coming(volume) and volume.own_tags.get(tag.FINISHING) != _WITHDRAWN:
                 users.require_unused(self._kernel, self._activator, volume)
                 # Remove the tags of the chain before the first byte is erased. From then on the
@@ -459,8 +462,14 @@ def _state(volume: Volume) -> carver.ReceiveState:
         received=own_tags.get(tag.RECEIVED, ""),
         finishing=tag.FINISHING in own_tags,
         blank=volume.is_thin,
-        release=own_tags.get(tag.RELEASE, "") or _digest(own_tags.get(tag.RELEASED, "")),
+        release=_release_of(volume),
     )
+
+
+def _release_of(volume: Volume) -> str:
+    """Return the digest of the word of the move that a volume came by; empty without a move."""
+    own_tags = volume.own_tags
+    return own_tags.get(tag.RELEASE, "") or _digest(own_tags.get(tag.RELEASED, ""))
 
 
 def _digest(word: str) -> str:

@@ -178,15 +178,18 @@ class Outgoing:
             self._prove()
             return digest
 
-    def checksum_of(self, parts: Spool) -> str:
+    def checksum_of(
+        self, parts: Spool, tell: Callable[[int], None] = lambda _read_bytes: None
+    ) -> str:
         """Read once more the parts that a stream of this snapshot named; return their checksum.
 
-        The checksum also covers everything beyond the base's end. Raises SourceLost if the snapshot
+        The checksum also covers everything beyond the base's end. `tell` is called with the number
+        of bytes that were read. Raises SourceLost if the snapshot
         became invalid meanwhile, and TransferFailed if the device cannot be read.
         """
         with _explained(f"reading {ids.logical_name(self.header.snapshot_id)}"):
             with self._checked() as device:
-                digest = sending.checksum_of_parts(device, self.header, parts)
+                digest = sending.checksum_of_parts(device, self.header, parts, tell)
             self._prove()
             return digest
 
@@ -415,10 +418,12 @@ def receive_one(
     reader: Reader,
     parts: Spool | None,
     display: Display,
+    checked: Callable[[int], None] = lambda _read_bytes: None,
 ) -> str:
     """Apply one stream to a volume; return the checksum of the stream's parts.
 
-    The ranges of the parts are added to the spool `parts`. The checksum is empty if `parts` is
+    The ranges of the parts are added to the spool `parts`. `checked` is called with the number of
+    bytes that were read again for the checksum. The checksum is empty if `parts` is
     None, and if the volume held the stream already.
     """
     header = reader.header
@@ -431,8 +436,10 @@ def receive_one(
     if state.chain == header.chain:
         # The volume holds this stream already. Read the stream to its end all the same, so that its
         # sender does not fail.
-        for _ in reader.frames():
-            pass
+        with display(f"receiving {name}", header.offset_bytes, header.size_bytes) as tell:
+            for _ in reader.frames():
+                pass
+            tell(header.size_bytes)
         return ""
     path = _device(verbs, volume_id)
     kernel = verbs.host.kernel
@@ -463,7 +470,7 @@ def receive_one(
         # The device is still open exclusively, so no other process writes to it before the
         # checksum.
         with paced(verbs.caller, volume_id, CHECKSUM, device) as checked_device:
-            return sending.checksum_of_parts(checked_device, header, parts)
+            return sending.checksum_of_parts(checked_device, header, parts, checked)
 
 
 def status(verbs: VolumeVerbs, name: str) -> dict[str, Any]:
@@ -523,7 +530,10 @@ def abort(verbs: VolumeVerbs, name: str, *, confirmed: bool) -> dict[str, Any]:
         question = f"Erase and remove {name}, {size}, and all that was received?"
         if not confirmed and not terminal.confirmed(question):
             raise errors.NotConfirmed(name, "removed")
-        _transfer(verbs).AbortReceive(carver.VolumeRequest(volume_id=state["volume_id"]))
+        # Remove only what the operator was asked about.
+        _transfer(verbs).AbortReceive(
+            carver.MoveRequest(volume_id=state["volume_id"], release=state["release"])
+        )
     return status(verbs, name)
 
 

@@ -180,9 +180,9 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
             self._receiver.finish(request.volume_id, request.release)
         return Empty()
 
-    def AbortReceive(self, request: carver.VolumeRequest, context: _Context) -> Empty:
+    def AbortReceive(self, request: carver.MoveRequest, context: _Context) -> Empty:
         with self._held(request):
-            self._receiver.abort(request.volume_id)
+            self._receiver.abort(request.volume_id, request.release)
         return Empty()
 
     def WithdrawReceive(self, request: carver.ReleaseRequest, context: _Context) -> Empty:
@@ -218,14 +218,14 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         with self._held(request, "snapshot_id", "token"):
             return self._mover.commit(request.volume_id, request.snapshot_id, request.token)
 
-    def UndoMove(self, request: carver.VolumeRequest, context: _Context) -> Empty:
+    def UndoMove(self, request: carver.MoveRequest, context: _Context) -> Empty:
         with self._held(request):
-            self._mover.undo(request.volume_id)
+            self._mover.undo(request.volume_id, request.release)
         return Empty()
 
-    def FinishMove(self, request: carver.VolumeRequest, context: _Context) -> Empty:
+    def FinishMove(self, request: carver.MoveRequest, context: _Context) -> Empty:
         with self._held(request):
-            self._mover.finish(request.volume_id)
+            self._mover.finish(request.volume_id, request.release)
         return Empty()
 
     def Moves(self, request: Empty, context: _Context) -> carver.MovesResponse:

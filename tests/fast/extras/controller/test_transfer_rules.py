@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agent.core import ids
 from agent.extras.controller import routes
 from agent.extras.controller.answer_rules import Asked, Row, Untrue, any_value
-from agent.extras.controller.transfer_rules import TRANSFER, TRANSFER_RULES
+from agent.extras.controller.transfer_rules import TRANSFER, TRANSFER_RULES, Advance
 from agent.extras.transfer.transfer_service import OF_CONTROLLER
 from agent.settings.settings import DRIVER_NAME
 from proto import carver_pb2 as carver
@@ -72,7 +72,7 @@ def received(**more: Any) -> carver.ReceiveState:
 
 
 PULL = carver.PullRequest(name="db", verify=True)
-IDENTITY = carver.VolumeRequest(volume_id=VOLUME)
+IDENTITY = carver.MoveRequest(volume_id=VOLUME)
 COMMIT = carver.CommitMoveRequest(volume_id=VOLUME, snapshot_id=f"{OWN}/snap-1")
 HOLD = carver.HoldMoveRequest(volume_id=VOLUME)
 WHOLE = carver.PullProgress(
@@ -82,6 +82,7 @@ WHOLE = carver.PullProgress(
     data_bytes=1 << 20,
     received_sha256=CHAIN,
     sent_sha256=CHAIN,
+    checked_bytes=2 << 20,
 )
 CHECKED = carver.ChecksumProgress(done_bytes=5, size_bytes=5, sha256=CHAIN, chain=OTHER)
 HONEST: dict[str, list[tuple[Any, Any]]] = {
@@ -221,6 +222,7 @@ LIES = [
     ("ReceiveStatus", "release", "no"),
     ("Pull", "done_bytes", (1 << 30) + 1),
     ("Pull", "size_bytes", (8 << 60) + 1),
+    ("Pull", "checked_bytes", (2 << 30) + 1),
     ("Pull", "data_bytes", (1 << 30) + 1),
     ("Pull", "received_sha256", "equal"),
     ("Pull", "sent_sha256", "equal"),
@@ -316,3 +318,88 @@ def test_texts_of_an_answer_that_passes_are_bounded_and_ids_the_node_s_own(
                 assert value == VOLUME
             if descriptor.name in ("done_bytes", "data_bytes"):
                 assert value <= part.size_bytes
+
+
+# Streams
+
+
+def judged_in_turn(method: str, request: Any, messages: list[Any]) -> int:
+    """The number of messages of a stream that are accepted."""
+    call, row = asked(request), Row.of(TRANSFER, method, TRANSFER_RULES)
+    for number, message in enumerate(messages):
+        try:
+            call.previous = row.judge(call, message.SerializeToString())
+        except Untrue:
+            return number
+    return len(messages)
+
+
+def progress(*numbers: int) -> carver.PullProgress:
+    done_bytes, size_bytes, checked_bytes = numbers
+    return carver.PullProgress(
+        done_bytes=done_bytes, size_bytes=size_bytes, checked_bytes=checked_bytes
+    )
+
+
+small = st.integers(0, 6)
+
+
+@given(st.lists(st.tuples(small, small, small), max_size=6))
+def test_progress_never_decreases_and_has_one_size(numbers: list[tuple[int, int, int]]) -> None:
+    expected = 0
+    for before, now in zip([(0, 0, 0), *numbers], numbers, strict=False):
+        done, size, checked = now
+        is_same = not before[1] or size == before[1]
+        is_grown = done >= before[0] and checked >= before[2]
+        if not (is_same and is_grown and done <= size and checked <= 2 * size):
+            break
+        expected += 1
+    assert judged_in_turn("Pull", PULL, [progress(*one) for one in numbers]) == expected
+
+
+def test_a_checksum_s_progress_does_not_decrease_either() -> None:
+    request = carver.ChecksumRequest(name="db")
+    done = [carver.ChecksumProgress(done_bytes=number, size_bytes=9) for number in (0, 4, 4, 3)]
+    assert judged_in_turn("Checksum", request, done) == 3
+
+
+def test_nothing_is_read_again_unless_it_was_asked_for() -> None:
+    assert judged_in_turn("Pull", carver.PullRequest(name="db"), [progress(4, 8, 1)]) == 0
+
+
+MIB, SIZE = 1 << 20, 1 << 40
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 500.0), st.integers(0, 2 * MIB), st.booleans()), max_size=40)
+)
+def test_a_stream_s_idle_time_is_that_since_it_last_grew(
+    steps: list[tuple[float, int, bool]],
+) -> None:
+    advance, now, since = Advance(0.0), 0.0, 0.0
+    done = checked = counted = 0
+    for seconds, grown, is_checking in steps:
+        now += seconds
+        done, checked = done + (not is_checking) * grown, checked + is_checking * grown
+        if done + checked - counted >= MIB:
+            since, counted = now, done + checked
+        assert advance.idle_seconds(progress(done, SIZE, checked), now) == now - since
+
+
+@given(st.lists(st.integers(0, MIB - 1), min_size=2, max_size=100))
+def test_a_node_that_tells_of_almost_nothing_is_found_idle(grown: list[int]) -> None:
+    advance, told = Advance(0.0), 0
+    longest = 0.0
+    for minute, more in enumerate(grown, 1):
+        told += more
+        idle = advance.idle_seconds(progress(told, SIZE, 0), 60.0 * minute)
+        longest = max(longest, idle)
+    # No more is told of than a byte less than 1 MiB in each idle time.
+    assert told < (60 * len(grown) / max(60.0, longest) + 1) * 2 * MIB
+
+
+def test_a_volume_that_is_smaller_than_the_least_growth_gets_on() -> None:
+    advance = Advance(0.0)
+    assert advance.idle_seconds(progress(0, 4096, 0), 100.0) == 100.0
+    assert advance.idle_seconds(progress(4096, 4096, 0), 200.0) == 0.0
+    assert advance.idle_seconds(progress(4096, 4096, 4096), 300.0) == 100.0

@@ -1,12 +1,14 @@
 """`carver node evacuate` and `carver node evacuations`, from the words to the annotation."""
 
 import json
+import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
-from api_server import NODES, status
+from api_server import CLAIMS, NODES, PODS, VOLUMES, status
 from csi_client import Client
 from evacuating import KEY, Api, Site, annotation
 
@@ -47,6 +49,33 @@ def test_a_dry_run_shows_the_plan_and_changes_nothing(run: Run, site: Site, api:
     assert f"Without --dry-run, Node {NODE} is annotated {KEY}={{}}." in out
     assert api.changes == []
     assert api.methods == {"GET"}
+
+
+@pytest.mark.parametrize("sizes", [(6, 50)])
+def test_a_dry_run_of_fifty_volumes_reads_a_few_lists_and_writes_nothing(
+    run: Run, site: Site, api: Api
+) -> None:
+    for number in range(50):
+        api.pod(f"pod-{number:02}", NODE, f"claim-{number:02}")
+    objects = json.dumps(api.objects, sort_keys=True)
+    for node in site.nodes:
+        node.requested.clear()
+    begun = time.monotonic()
+    code, out, _ = run("evacuate", NODE, "--dry-run")
+    seconds = time.monotonic() - begun
+    assert code == 0
+    assert sum(line.startswith("shop/") for line in out.splitlines()) == 50
+    # The Node that is named, lists of Nodes, PersistentVolumes and claims, and three pages of pods.
+    assert Counter(path for path, _ in api.asked) == {
+        f"{NODES}/{NODE}": 1,
+        **dict.fromkeys((NODES, VOLUMES, CLAIMS), 1),
+        PODS: 3,
+    }
+    assert (api.changes, api.methods) == ([], {"GET"})
+    assert json.dumps(api.objects, sort_keys=True) == objects
+    called = Counter(method for node in site.nodes for method in node.requested)
+    assert called == {"Moves": 6, "ListVolumes": 1, "ListSnapshots": 1, "GetCapacity": 5}
+    assert seconds < 10
 
 
 def test_an_evacuation_is_requested_stopped_and_taken_back(run: Run, api: Api) -> None:

@@ -39,7 +39,7 @@ from mount import command
 from proto import csi_pb2 as csi
 
 # Size of the part of a volume in which its lines are.
-_PART = 4 << 10
+_PART = 64 << 10
 
 
 class Users(set[str]):
@@ -167,7 +167,7 @@ def two(tmp_path: Path) -> Iterator[Cluster]:
 @pytest.fixture
 def kube(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> Locked:
     made = Locked({name: Service(node) for name, node in two.nodes.items()})
-    for number, layout in enumerate(("linear", "sealed-linear")):
+    for number, layout in enumerate(("linear", "thin", "sealed-linear")):
         made.replica(f"db-{number}", {f"data-db-{number}": layout}, "a", "Delete")
 
     class Bound(Connection):
@@ -218,14 +218,14 @@ class Operator:
     def are_on(self, node: str) -> bool:
         """Whether all pods run on a node."""
         pods = self.kube.all("pods")
-        return len(pods) == 2 and all(
+        return len(pods) == 3 and all(
             pod["status"]["phase"] == "Running" and pod["spec"].get("nodeName") == node
             for pod in pods
         )
 
 
 @pytest.mark.timeout(600)
-def test_services_are_evacuated(two: Cluster, kube: Locked) -> None:
+def test_services_are_evacuated_and_the_evacuation_is_undone(two: Cluster, kube: Locked) -> None:
     operator = Operator(two, kube)
     try:
         operator.run(lambda: operator.are_on("a") and min(map(len, kube.lines.values())) > 3)
@@ -236,9 +236,15 @@ def test_services_are_evacuated(two: Cluster, kube: Locked) -> None:
         operator.run(lambda: all(len(kube.lines[one]) > count for one, count in lines.items()))
         assert {kube.place_of(claim) for claim in kube.lines} == {"b"}
         assert two.nodes["a"].client.volumes() == []
-        assert len(two.nodes["a"].names()) == 2
+        assert len(two.nodes["a"].names()) == 3
+        kube.request("a", '"undo"')
+        operator.run(lambda: operator.are_on("a"))
+        kube.request("a", None)
         operator.ahead = 2 * 86400.0
-        operator.run(lambda: two.nodes["a"].names() == set())
+        operator.run(lambda: two.nodes["b"].names() == set())
+        assert len(two.nodes["a"].client.volumes()) == 3
+        for name in ("a", "b"):
+            assert list(two.nodes[name].client.snapshots()) == []
     finally:
         operator.evacuator.end()
         operator.run(lambda: operator.evacuator.is_idle)

@@ -14,6 +14,7 @@ from moving_model import Snapshot
 from agent.core import tag
 from agent.extras.controller import controller_process
 from agent.extras.controller.controller_process import ClusterController, Files
+from agent.extras.evacuation import evacuator
 from agent.extras.evacuation.evacuator import EvacuatorTask
 from agent.extras.evacuation.progress import Stage
 from agent.extras.kubernetes.access import Server
@@ -106,6 +107,18 @@ def test_all_volumes_move_with_their_pods() -> None:
         writes = len(history.kube.writes)
         history.run(3600.0)
         assert len(history.kube.writes) == writes
+
+
+def test_looks_that_take_long_end_all_quarantines(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each look comes so late that the notes are read anew for that reason alone.
+    monkeypatch.setattr(evacuator, "_PLAN_SECONDS", 1.0)
+    replicas = {f"db-{number}": {f"data-db-{number}": "linear"} for number in range(5)}
+    with cluster(replicas) as history:
+        evacuate(history)
+        history.settle(lambda: history.is_settled(left="a"))
+        history.ahead = histories.GRACE_SECONDS
+        history.settle(lambda: history.left_over(quarantined=False))
+        assert len(said(history, "QuarantineEnded")) == 5
 
 
 def test_a_plan_changes_nothing() -> None:

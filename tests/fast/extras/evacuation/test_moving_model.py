@@ -25,8 +25,10 @@ CALLS = (
     *("begin", "begin", "take", "take", "send", "send", "send", "more", "more", "hold", "hold"),
     *("renew", "release", "commit", "commit", "undo", "finish", "finish there", "finish there"),
     *("withdraw", "abort", "drop", "compare", "use", "unuse", "restart", "restart there"),
-    "elsewhere",
+    *("elsewhere", "undo other", "finish other", "abort other"),
 )
+# Digest of the word of another move than those of the test.
+OTHER = "ab" * 32
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ class Side:
     def __init__(self, move: Move) -> None:
         self.move = move
         self.taken: list[str] = []
-        self.token = self.word = self.problem = self.sent = ""
+        self.token = self.word = self.problem = ""
         self.use: Callable[[], None] = lambda: None
         self.unuse: Callable[[], None] = lambda: None
         self.restart: Callable[[], None] = lambda: None
@@ -89,9 +91,13 @@ class Side:
                     self.word = state.word
                     return _state(state)
             case "undo":
-                source.undo()
+                source.undo("")
             case "finish":
-                source.finish()
+                source.finish("")
+            case "undo other":
+                source.undo(OTHER)
+            case "finish other":
+                source.finish(OTHER)
             case "drop":
                 source.drop(self.taken[-1:])
             case "compare":
@@ -102,7 +108,9 @@ class Side:
             case "withdraw":
                 there.withdraw(self.word or "0123")
             case "abort":
-                there.abort()
+                there.abort("")
+            case "abort other":
+                there.abort(OTHER)
             case "use":
                 self.use()
             case "unuse":
@@ -122,11 +130,7 @@ class Side:
             return ""
         base = self._snapshot(-2) if is_more else ""
         last = self._snapshot(-1)
-        if last == self.sent:
-            # No move sends what is there already.
-            return ""
         sent = self.move.destination.send(last, base, self.release, 0, is_verified=bool(which % 2))
-        self.sent = last
         return str(sent.is_equal)
 
     def states(self) -> tuple[str, str]:

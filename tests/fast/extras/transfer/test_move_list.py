@@ -47,7 +47,7 @@ def test_a_move_is_shown_until_it_is_finished_and_its_word_is_not(here: Node) ->
     answer = here.transfer.Moves(Empty())
     assert [(one.volume_id, one.handed_over) for one in answer.moves] == [(volume.volume_id, True)]
     assert state.word.encode() not in answer.SerializeToString()
-    here.transfer.UndoMove(carver.VolumeRequest(volume_id=volume.volume_id))
+    here.transfer.UndoMove(carver.MoveRequest(volume_id=volume.volume_id))
     assert moves(here) == []
 
 

@@ -1,5 +1,6 @@
 """Volumes that the controller moves from node to node over TLS, as an evacuation does."""
 
+import itertools
 import logging
 import random
 import threading
@@ -162,6 +163,51 @@ def test_a_stream_that_was_cut_off_continues_where_it_ended(
     assert two.nodes["b"].content("vol-db") == two.nodes["a"].content("vol-db")
 
 
+@pytest.mark.parametrize("layout", ["linear", "sealed-linear"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_is_there_already_is_not_received_again(
+    two: Cluster, monkeypatch: pytest.MonkeyPatch, layout: str, *, is_late: bool
+) -> None:
+    a, b = two.nodes["a"], two.nodes["b"]
+    disk = histories.Disk(a.client, a.service, a.host, layout, "db")
+    histories.write_some(disk, random.Random(1))
+    moving = move(two, disk.id, layout)
+    release = moving.source.begin("b").release
+    first, last = moving.source.take(), moving.source.take()
+    sent = moving.destination.send(first, "", release, 0, is_verified=True)
+    assert (sent.is_equal, sent.data_bytes > 0) == (True, True)
+    size = a.service.reports.fresh(a.group).group(a.group).volume("vol-db").size_bytes
+    b.transfer.OpenReceived(
+        carver.VolumeRequest(volume_id=moving.destination.status()["volume_id"])
+    )
+    content = b.content("vol-db", size)
+    if is_late:
+        # The first look at the volume comes before another call has received all.
+        monkeypatch.setattr(node_streams, "_received", _blind(node_streams._received))
+    again = moving.destination.send(first, "", release, 0, is_verified=True)
+    assert not again.is_equal
+    assert (again.data_bytes > 0) == is_late
+    moving.destination.send(last, first, release, 0, is_verified=False)
+    moving.destination.send(last, first, release, 0, is_verified=True)
+    assert b.content("vol-db", size) == content
+    node = two.controller.nodes.get("b")
+    assert node is not None
+    assert node.refused_answers == 0
+    disk.deactivate()
+    run(move(two, disk.id, layout))
+
+
+def _blind(look: Callable[..., Any]) -> Callable[..., Any]:
+    """A look at a volume that sees nothing each first time."""
+    looks = [0]
+
+    def seen(*given: Any) -> Any:
+        looks[0] += 1
+        return look(*given) if looks[0] % 2 == 0 else carver.ReceiveState(state="absent")
+
+    return seen
+
+
 # Who may call
 
 
@@ -309,7 +355,7 @@ def test_the_target_may_read_the_move_s_snapshots_and_nothing_else(
     begun.require_denied("of another move", release="ab" * 32)
     begun.require_denied("of another move", release="")
     begun.require_denied("at most 32768 bytes", release="a" * 33_000)
-    move(two, volume_id).source.undo()
+    move(two, volume_id).source.undo("")
     begun.require_denied("does not move to b")
 
 
@@ -389,6 +435,44 @@ def test_a_volume_of_another_node_is_not_moved(two: Cluster) -> None:
         move(two, made.volume_id).approach()
 
 
+def test_a_late_controller_ends_no_other_move_than_its_own(
+    two: Cluster, volume: csi.Volume
+) -> None:
+    a, b = two.nodes["a"], two.nodes["b"]
+    late = move(two, volume.volume_id)
+    late.approach()
+    of_late = late.source.state().release
+    # Meanwhile another controller undoes that move, and makes another one.
+    move(two, volume.volume_id).undo(
+        confirmed=lambda _question: False, is_nowhere=lambda _question: False
+    )
+    moving = move(two, volume.volume_id)
+    moving.approach()
+
+    def require_refused(end: Callable[[str], object]) -> None:
+        with pytest.raises(NodeFailed, match="another move") as raised:
+            end(of_late)
+        assert raised.value.code() is Code.FAILED_PRECONDITION
+
+    received = moving.destination.status()
+    require_refused(late.destination.abort)
+    assert moving.destination.status() == received
+    require_refused(late.source.undo)
+    assert moving.hand_over()
+    for end in (late.destination.abort, late.take_back, late.source.finish):
+        require_refused(end)
+    assert (usable(a), moving.source.state().state) == (0, tag.MOVED)
+    moving.complete()
+    for end in (late.take_back, late.source.finish):
+        require_refused(end)
+    assert (usable(a), usable(b)) == (0, 1)
+    # Its own move it does end, again and again.
+    of_moving = moving.source.state().release
+    for _ in range(2):
+        moving.source.finish(of_moving)
+    assert a.names() == set()
+
+
 def test_a_source_that_lies_moves_nothing(
     two: Cluster, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -426,6 +510,79 @@ def test_a_target_that_lies_gets_nothing(
     with pytest.raises(NodeFailed, match="in no volume group of node b"):
         move(two, volume.volume_id).approach()
     assert usable(two.nodes["a"]) == 1
+
+
+@pytest.mark.parametrize("hangs", ["source", "target"])
+def test_a_stream_that_makes_no_progress_is_cut_off(
+    two: Cluster, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch, hangs: str
+) -> None:
+    monkeypatch.setattr("agent.extras.controller.node_moves._IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(node_streams, "_PROGRESS_SECONDS", 0.05)
+    go_on = threading.Event()
+
+    def hang(*_given: Any, **_more: Any) -> Any:
+        assert go_on.wait(expect.PATIENCE_SECONDS)
+        raise OSError("it hangs no more")
+
+    with monkeypatch.context() as patched:
+        if hangs == "source":
+            patched.setattr(node_streams._Messages, "flush", hang)
+        else:
+            patched.setattr(reading, "apply", hang)
+        with pytest.raises(NodeFailed, match="no progress for 1 s") as raised:
+            move(two, volume.volume_id).approach()
+        go_on.set()
+    assert raised.value.code() is Code.DEADLINE_EXCEEDED
+    monkeypatch.setattr("agent.extras.controller.node_moves._IDLE_SECONDS", 900.0)
+    for node in two.nodes.values():
+        streams = node.service.extras["transfer"]._node_streams  # type: ignore[attr-defined]
+        expect.soon(lambda: not streams._jobs)  # noqa: B023
+    run(move(two, volume.volume_id))
+
+
+def test_a_target_whose_progress_decreases_is_cut_off(
+    two: Cluster, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lie(*_given: Any) -> Iterator[carver.PullProgress]:
+        yield from (
+            carver.PullProgress(done_bytes=done, size_bytes=9) for done in itertools.cycle((5, 4))
+        )
+
+    with monkeypatch.context() as patched:
+        patched.setattr(node_streams.NodeStreams, "pull", lie)
+        with pytest.raises(NodeFailed, match="it was 5 before") as raised:
+            move(two, volume.volume_id).approach()
+    assert raised.value.code() is Code.INTERNAL
+    run(move(two, volume.volume_id))
+
+
+def test_reading_again_is_progress_of_both_nodes(
+    two: Cluster, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_streams, "_at_intervals", lambda tell: tell)
+    checked: list[int] = []
+    progress = node_streams._Job.progress
+
+    def noted(self: Any) -> carver.PullProgress:
+        checked.append(self.checked_there_bytes)
+        return progress(self)
+
+    monkeypatch.setattr(node_streams._Job, "progress", noted)
+    moving = move(two, volume.volume_id)
+    release = moving.source.begin("b").release
+    calls = cast(Any, moving.destination)._calls
+    lasts: list[Any] = []
+    streams = calls.streams
+
+    def kept(*given: Any, **more: Any) -> Any:
+        found = streams(*given, **more)
+        lasts.extend(found)
+        return found
+
+    monkeypatch.setattr(calls, "streams", kept)
+    assert moving.destination.send(moving.source.take(), "", release, 0, is_verified=True).is_equal
+    assert lasts[0].checked_bytes == 2 * lasts[0].size_bytes
+    assert max(checked) == lasts[0].size_bytes
 
 
 @pytest.mark.parametrize("field", ["volume_id", "snapshot_id", "release", "offset_bytes"])
