@@ -4,7 +4,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ import pytest
 from clustered import Cluster
 from fakes.host import FakeHost
 from nodes import Node, volume_of, write
+from relay import Relay
 
 from agent.core import errors, tag
 from agent.csi.client import block
@@ -378,6 +379,97 @@ def test_a_caller_that_goes_ends_its_stream(
         answers_.cancel()
         expect.soon(lambda: not streams._jobs)
     assert begun.ask().startswith(form.MAGIC)
+
+
+# Machines that lose power
+
+# The pings of connections in these tests are so many times as frequent.
+_FASTER = 20
+
+
+def faster(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
+    """Options with more frequent pings, and shorter time limits for the answers."""
+    of_pings = ("keepalive_time_ms", "keepalive_timeout_ms", "ping_timeout_ms")
+    return tuple(
+        (key, value // _FASTER if key.endswith(of_pings) else value) for key, value in options
+    )
+
+
+@pytest.mark.parametrize("is_flooding", [True, False], ids=["full of data", "without data"])
+@pytest.mark.parametrize("gone", ["a", "b"], ids=["a node of both", "the controller"])
+def test_a_machine_that_loses_power_ends_its_streams_within_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str, is_flooding: bool
+) -> None:
+    """The way to one of both nodes is lost: the target's to the source, or the controller's."""
+    monkeypatch.setattr(certificates, "_OPTIONS", faster(certificates._OPTIONS))
+    monkeypatch.setattr(certificates, "SERVER_OPTIONS", faster(certificates.SERVER_OPTIONS))
+    flush, lost = node_streams._Messages.flush, threading.Event()
+
+    def lose_power(messages: Any) -> None:
+        flush(messages)
+        put = messages._put
+        two.loop.loop.call_soon_threadsafe(relay.passes.clear)
+        lost.set()
+        while True:
+            if is_flooding:
+                put(carver.SendPart(data=bytes(1 << 20)))
+            else:
+                put.__self__.check()
+                time.sleep(0.01)
+
+    with nodes_that_send(tmp_path) as two:
+        made = volume_of(two.nodes["a"])
+        write(two.nodes["a"], "vol-db", random.Random(1))
+        two.nodes["a"].client.unstage(made.volume_id, two.nodes["a"].directory / "staging")
+        with relayed(two, gone) as relay:
+            streams: list[Any] = [
+                node.service.extras["transfer"]._node_streams  # type: ignore[attr-defined]
+                for node in two.nodes.values()
+            ]
+            with monkeypatch.context() as patched:
+                patched.setattr(node_streams, "PART_BYTES", 4096)
+                patched.setattr(node_streams._Messages, "flush", lose_power)
+                failing = threading.Thread(target=lambda: code_of(move_of(two, made)))
+                failing.start()
+                assert lost.wait(expect.PATIENCE_SECONDS)
+                began = time.monotonic()
+                expect.soon(lambda: not any(one._jobs for one in streams))
+                # Time to look for a caller that has gone, and for a machine with other work.
+                assert time.monotonic() - began < certificates.GONE_SECONDS / _FASTER + 20
+                failing.join(expect.PATIENCE_SECONDS)
+            for one in streams:
+                for limit in (one._sends, one._pulls):
+                    assert limit._free._value == node_streams.MOST_AT_ONCE
+            two.loop.loop.call_soon_threadsafe(relay.passes.set)
+            two.ask()
+            run(move(two, made.volume_id))
+        assert two.nodes["b"].content("vol-db") == two.nodes["a"].content("vol-db")
+
+
+def move_of(two: Cluster, volume: csi.Volume) -> Callable[[], Any]:
+    return lambda: move(two, volume.volume_id).approach()
+
+
+@contextmanager
+def relayed(two: Cluster, name: str) -> Iterator[Relay]:
+    """Have the controller name another way to a node, which can be lost."""
+
+    async def opened() -> tuple[Any, Relay]:
+        way = Relay.to(int(two.address(name).rpartition(":")[2]))
+        return way, await way.__aenter__()
+
+    way, relay = two.loop.run(opened())
+    lines = [
+        f'"{one}" = "{f"127.0.0.1:{relay.port}" if one == name else two.address(one)}"'
+        for one in two.nodes
+    ]
+    two.nodes_file.write_text("\n".join(["[nodes]", *lines, ""]))
+    two.loop.run(two.controller.look())
+    two.ask()
+    try:
+        yield relay
+    finally:
+        two.loop.run(way.__aexit__(None, None, None))
 
 
 # What is not so
