@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from agent.daemon.extra import Extra
+from agent.daemon.extra import Extra, Gauge
 from agent.extras.controller.node_moves import NodeMoves
 from agent.extras.controller.nodes import Nodes
 from agent.extras.evacuation import evacuation_events as reasons
+from agent.extras.evacuation import evacuation_metrics
 from agent.extras.evacuation.cluster_view import ClusterView
 from agent.extras.evacuation.drive import Drive, Wish
 from agent.extras.evacuation.evacuated_nodes import EvacuatedNode
@@ -582,3 +583,7 @@ class EvacuatorTask(Extra):
         """Stop the task, and end the drives before their next steps."""
         self.task.stop()
         self._evacuator.end()
+
+    def gauges(self) -> Iterable[Gauge]:
+        """Return the gauges of the evacuations that this process knows."""
+        return evacuation_metrics.gauges(self._context.progress.snapshot())

@@ -27,6 +27,7 @@ from agent.core import errors, tag
 from agent.csi.client import block
 from agent.extras.controller import certificates
 from agent.extras.controller.certificates import Certificates
+from agent.extras.controller.controller_metrics import Metrics
 from agent.extras.controller.node_moves import NodeFailed
 from agent.extras.streams import form, reading
 from agent.extras.transfer import grants, node_streams
@@ -117,6 +118,38 @@ def test_a_volume_moves_whole(two: Cluster, layout: str) -> None:
     assert moved.volume_id == there["volume_id"]
     secrets = histories.KEY if layout.startswith(histories.SEALED) else {}
     b.client.stage(moved, b.directory / "staging", block(), secrets)
+
+
+def test_each_call_of_a_move_is_counted_as_a_call_that_is_passed_on(
+    two: Cluster, volume: csi.Volume, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "agent.extras.controller.call_records")
+    metrics = Metrics(two.controller.nodes)
+    moving = move(two, volume.volume_id)
+    run(moving)
+    with pytest.raises(NodeFailed, match="NOT_FOUND"):
+        move(two, f"{volume.volume_id}-other").source.state()
+    called = {(one.method, one.node): one for one in two.calls}
+    assert all(one.subject.startswith(volume.volume_id) for one in called.values())
+    methods = {"BeginMove", "HoldMove", "CommitMove", "CreateSnapshot", "ListSnapshots"}
+    assert {method for method, node in called if node == "a"} >= methods
+    assert {method for method, node in called if node == "b"} >= {"Pull", "FinishReceive"}
+    # The duration of a stream is no time of an answer.
+    assert called["Pull", "b"].stream_seconds > 0
+    assert not called["Pull", "b"].nodes_seconds
+    for one in two.calls:
+        metrics.count_call(one)
+    text = metrics.text().decode()
+    assert 'carver_controller_calls_total{code="OK",method="CommitMove",node="a"} 1.0' in text
+    assert 'carver_controller_calls_total{code="NOT_FOUND",method="MoveStatus",node="a"}' in text
+    # Few of many calls are logged: those that failed.
+    logged = [vars(one)["fields"] for one in caplog.records if one.getMessage() == "call"]
+    assert {one["code"] for one in logged} == {"NOT_FOUND"}
+    two.nodes_file.write_text("[nodes]\n")
+    two.loop.run(two.controller.look())
+    with pytest.raises(NodeFailed, match="no node a"):
+        moving.source.state()
+    assert (two.calls[-1].node, two.calls[-1].code) == ("", Code.UNAVAILABLE)
 
 
 def test_a_volume_that_moved_is_taken_back(two: Cluster, volume: csi.Volume) -> None:
