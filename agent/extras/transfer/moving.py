@@ -47,7 +47,8 @@ class Mover:
         """Return the state of a volume, and of its move if a move was begun.
 
         `name` is the volume's name, the name of its logical volume, or its id. Raises NoSuchVolume
-        if there is no such volume, or only an inline volume.
+        if there is no such volume, or only an inline volume; for an id, only if its volume group is
+        present and lacks it.
         """
 
         def is_it(volume: Volume) -> bool:
@@ -55,6 +56,9 @@ class Mover:
             return name in names and not volume.is_ephemeral
 
         if (volume := self._reports.search(is_it)) is None:
+            if (identity := VolumeId.parse(name)) is not None:
+                # Raise an error that is no proof of absence if the volume group is missing.
+                self._reports.fresh(identity.group).volume(name)
             raise errors.NoSuchVolume(name)
         return self._state(volume)
 

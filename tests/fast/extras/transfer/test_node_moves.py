@@ -514,6 +514,26 @@ def test_a_volume_of_another_node_is_not_moved(two: Cluster) -> None:
         move(two, made.volume_id).approach()
 
 
+def test_a_volume_whose_group_is_missing_does_not_count_as_gone(
+    two: Cluster, volume: csi.Volume
+) -> None:
+    """What is left of it would be forgotten, and come back with the group."""
+    moving = move(two, volume.volume_id)
+    run(moving)
+    lvm2 = cast(FakeHost, two.nodes["a"].host).lvm2
+    present = dict(lvm2.groups)
+    lvm2.groups.clear()
+    with pytest.raises(NodeFailed, match="is not on this node") as raised:
+        moving.source.state()
+    assert raised.value.code() is Code.FAILED_PRECONDITION
+    lvm2.groups.update(present)
+    assert moving.source.state().state == tag.MOVED
+    moving.finish()
+    with pytest.raises(NodeFailed, match="there is no volume") as raised:
+        moving.source.state()
+    assert raised.value.code() is Code.NOT_FOUND
+
+
 def test_a_source_that_lies_moves_nothing(
     two: Cluster, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
