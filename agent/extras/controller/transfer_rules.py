@@ -180,6 +180,7 @@ _RECEIVED: Fields = {
     "finishing": any_value,
     "blank": any_value,
     "release": a_sha256_or_none,
+    "missing_group": short(_MOST_NAME),
 }
 _PROGRESS: Fields = {"done_bytes": within_size, "size_bytes": a_size}
 

@@ -164,9 +164,16 @@ class Evacuator:
         )
 
     def _problem_of(self, name: str) -> str:
-        """Return the problem of what is under quarantine on a node; empty without one."""
+        """Return the problem of the evacuation of a node as a whole; empty without one.
+
+        That is the problem of work for the node that is no unit's, or of what is under quarantine.
+        """
+        of_drives = [
+            drive.problem for drive in self._drives() if drive.node == name and not drive.is_over
+        ]
         problems = self._quarantine.problems
-        return next((text for note, text in problems.items() if note.source == name), "")
+        of_quarantine = [text for note, text in problems.items() if note.source == name]
+        return next(filter(None, (*of_drives, *of_quarantine)), "")
 
     def _carry_out(self, node: EvacuatedNode, nodes: Mapping[str, EvacuatedNode]) -> None:
         """Carry out the request of a node, or what is left to do without one."""
@@ -366,7 +373,7 @@ class Evacuator:
                 self._context,
                 note.volume_id,
                 frozenset({note.volume_id}),
-                tell=lambda text, name=note.source: self._tell(name, text),  # type: ignore[misc]
+                node=note.source,
             )
             self._others.append(drive)
             drive.start(_RebindingWork(self._context, note, place).run)
@@ -387,9 +394,6 @@ class Evacuator:
 
     def _end_quarantine(self, volume: NotedVolume, note: MoveNote, _drive: Drive) -> None:
         self._quarantine.end(volume, note)
-
-    def _tell(self, node: str, problem: str) -> None:
-        self._context.progress.problem(node, problem)
 
     # Undoing
 
@@ -460,7 +464,7 @@ class Evacuator:
                 self._context,
                 note.volume_id,
                 frozenset({note.volume_id}),
-                tell=lambda text: self._tell(name, text),
+                node=name,
             )
             known.drives.append(drive)
             drive.start(work.run)
@@ -487,7 +491,7 @@ class Evacuator:
             self._context,
             note.volume_id,
             frozenset({note.volume_id, volume.handle}),
-            tell=lambda text: self._tell(name, text),
+            node=name,
         )
         known.drives.append(drive)
         drive.start(work)

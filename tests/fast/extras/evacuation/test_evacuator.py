@@ -242,6 +242,29 @@ def test_nothing_is_decided_while_a_node_is_silent(silent: str, stage: str) -> N
         assert not history.left_over(quarantined=True)
 
 
+@pytest.mark.parametrize("text", ["{}", '"undo"'])
+@pytest.mark.parametrize("stage", ["commit", "FinishReceive", "POST volume", "DELETE claim"])
+def test_a_volume_in_a_group_that_is_missing_for_a_while_is_not_lost(stage: str, text: str) -> None:
+    """It would be taken back, and be on two nodes when the group comes back."""
+    with cluster() as history:
+        controller = evacuate(history, '{"to": ["b"]}')
+        run_until(history, stage)
+        history.kill(controller)
+        history.services["b"].lose_group()
+        history.kube.request("a", text)
+        history.start()
+        history.run(1200.0)
+        assert history.services["a"].volumes["pvc-data-db-0"].state == tag.MOVED
+        problems = str(history.controllers[0].progress.snapshot())
+        history.services["b"].find_group()
+        history.run(1.0)
+        history.kube.uncordon("b")
+        history.settle(lambda: history.is_settled(left="b" if "undo" in text else "a"))
+        assert not history.left_over(quarantined=True)
+        if stage in ("commit", "FinishReceive"):
+            assert "group data is missing there" in problems
+
+
 @pytest.mark.parametrize("policy", ["Delete", "Retain"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_evacuation_is_undone_at_each_stage(stage: str, policy: str) -> None:

@@ -534,6 +534,21 @@ def test_a_volume_whose_group_is_missing_does_not_count_as_gone(
     assert raised.value.code() is Code.NOT_FOUND
 
 
+def test_an_absent_volume_may_be_in_a_group_that_is_missing(
+    two: Cluster, volume: csi.Volume
+) -> None:
+    moving = move(two, volume.volume_id)
+    assert moving.destination.status()["missing_group"] == ""
+    run(moving)
+    lvm2 = cast(FakeHost, two.nodes["b"].host).lvm2
+    present = dict(lvm2.groups)
+    lvm2.groups.clear()
+    there = moving.destination.status()
+    assert (there["state"], there["missing_group"]) == ("absent", min(present))
+    lvm2.groups.update(present)
+    assert moving.destination.status()["state"] == tag.READY
+
+
 def test_a_source_that_lies_moves_nothing(
     two: Cluster, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
