@@ -166,6 +166,10 @@ class Service:
             return
         if not volume.is_usable or volume.users:
             raise Refusal(Code.FAILED_PRECONDITION, f"{volume_id} is {volume.state}, or in use")
+        if volume.snapshots and volume.device_class != "thin":
+            raise Refusal(Code.FAILED_PRECONDITION, f"{volume_id} has snapshots")
+        if self._lease(volume_id) is not None:
+            raise Refusal(Code.FAILED_PRECONDITION, f"{volume_id} is held")
         self._remove(volume)
 
     # moving.py

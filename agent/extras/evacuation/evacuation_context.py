@@ -88,13 +88,8 @@ class Context:
         is missing on it, which may have the volume.
         """
         name = ids.readable_name(volume_id)
-        for item in self.lists.whole(VOLUMES, "PersistentVolumeList").items:
-            csi = item["spec"].get("csi") or {}
-            handle = str(csi.get("volumeHandle") or "")
-            if csi.get("driver") != self.driver_name or handle in ("", volume_id):
-                continue
-            if ids.readable_name(handle) == name:
-                return False
+        if self._names(volume_id) - {volume_id}:
+            return False
         for node in self.moves.names():
             if node == source:
                 continue
@@ -105,6 +100,22 @@ class Context:
                 problem = f"volume group {missing} is missing there, and may have volume {name}"
                 raise errors.NodeRefused(node, "ReceiveStatus", problem)
         return True
+
+    def is_named(self, volume_id: str) -> bool:
+        """Return whether a PersistentVolume names a volume, or the same volume on another node."""
+        return bool(self._names(volume_id))
+
+    def _names(self, volume_id: str) -> set[str]:
+        """Return the ids of a volume, on any node, that PersistentVolumes have."""
+        name = ids.readable_name(volume_id)
+        items = self.lists.whole(VOLUMES, "PersistentVolumeList").items
+        sources = [item["spec"].get("csi") or {} for item in items]
+        return {
+            str(source["volumeHandle"])
+            for source in sources
+            if source.get("driver") == self.driver_name
+            and ids.readable_name(str(source["volumeHandle"])) == name
+        }
 
     def claim_subject(self, namespace: str, name: str) -> Subject | None:
         """Return the object of Events about a claim as it is now; None if it does not exist."""

@@ -312,6 +312,51 @@ def test_an_evacuation_that_is_stopped_leaves_no_claim_between_nodes(
         assert not history.left_over(quarantined=True)
 
 
+def gone(history: History, claim: str) -> str:
+    """What is still there of a claim that was deleted; empty if nothing is."""
+    kube = history.kube
+    names = [name for _, name in kube.objects["persistentvolumes"] if f"pvc-{claim}" in name]
+    names += [name for _, name in kube.objects["persistentvolumeclaims"] if name == claim]
+    for service in history.services.values():
+        names += [str(one) for one in service.volumes.values() if claim in one.volume_id]
+    return ", ".join(names)
+
+
+@pytest.mark.parametrize("request_text", ["{}", '"stop"', '"undo"'])
+@pytest.mark.parametrize("layout", ["linear", "thin"])
+@pytest.mark.parametrize(
+    "stage", ["begin", "take", "Pull", "hold", "commit", "FinishReceive", "PATCH"]
+)
+def test_nothing_is_left_of_a_claim_that_is_deleted_before_it_is_rebound(
+    stage: str, layout: str, request_text: str
+) -> None:
+    """Its volume could not be deleted because of the move, or what the target has received."""
+    replicas = {"db-0": {"data-db-0": layout}, "db-1": {"data-db-1": "linear"}}
+    with cluster(replicas) as history:
+        evacuate(history)
+        run_until(history, stage)
+        history.kube.abandon("db-0")
+        history.kube.request("a", request_text)
+        history.settle(lambda: gone(history, "data-db-0"))
+        if request_text != "{}":
+            history.kube.uncordon("a")
+        history.settle(lambda: history.is_settled(left="a" if request_text == "{}" else ""))
+
+
+def test_an_undo_does_not_lose_a_claim_whose_deletion_another_s_finalizer_delays() -> None:
+    """As while a VolumeSnapshot of it is taken. The deletion cannot be stopped any more."""
+    with cluster() as history:
+        history.kube.kept.add("data-db-0")
+        evacuate(history)
+        run_until(history, "DELETE claim")
+        history.kube.request("a", '"undo"')
+        history.run(1200.0)
+        history.kube.kept.clear()
+        history.settle(lambda: history.is_settled(left="b") or history.is_settled(left="c"))
+        assert history.kube.place_of("data-db-0") == "a"
+        assert not history.left_over(quarantined=True)
+
+
 def test_a_volume_moves_to_a_node_where_its_copy_is_under_quarantine() -> None:
     with cluster() as history:
         evacuate(history, '{"to": ["b"]}')
