@@ -72,7 +72,7 @@ class Mover:
             volume = self._volume(volume_id)
             old_node = volume.own_tags.get(tag.MOVE_TO, "")
             if old_node and old_node != node:
-                why = f"it moves to {old_node}; end that by --finish or --undo first"
+                why = f"it moves to {old_node}; end that move first"
                 raise errors.NotMoved(volume_id, why)
             if not old_node:
                 fresh_report = self._mender.mend(volume.group.name)

@@ -228,7 +228,7 @@ class Receiver:
             if tag.RECEIVED not in volume.own_tags or not hmac.compare_digest(released, release):
                 raise errors.NotReceived(volume_id, "it did not come by this move")
             if tag.MOVE_TO in volume.own_tags:
-                why = f"it moves on to {volume.own_tags[tag.MOVE_TO]}; --undo that move here first"
+                why = f"it moves on to {volume.own_tags[tag.MOVE_TO]}; take that move back first"
                 raise errors.NotReceived(volume_id, why)
             if kept_snapshots := volume.kept_snapshots:
                 raise errors.HasSnapshots(

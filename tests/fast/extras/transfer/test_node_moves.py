@@ -2,6 +2,7 @@
 
 import logging
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -532,6 +533,43 @@ def test_a_volume_whose_group_is_missing_does_not_count_as_gone(
     with pytest.raises(NodeFailed, match="there is no volume") as raised:
         moving.source.state()
     assert raised.value.code() is Code.NOT_FOUND
+
+
+FLAGS = r"(?<!\w)--\w"
+
+
+def test_what_the_controller_says_names_no_flag_of_the_command(
+    two: Cluster, volume: csi.Volume
+) -> None:
+    """Its reader has called no command, and some flags are for who has looked at all nodes."""
+    why: list[str] = []
+
+    def refused(call: Callable[[], Any]) -> None:
+        with pytest.raises(errors.AgentError) as raised:
+            call()
+        why.append(str(raised.value))
+
+    moving = move(two, volume.volume_id)
+    moving.approach()
+    refused(lambda: two.controller.moves.move(volume.volume_id, "a", "c").source.begin("c"))
+    run(moving)
+    b = two.nodes["b"]
+    [there] = b.client.volumes()
+    onward = two.controller.moves.move(there.volume_id, "b", "a", name="other")
+    onward.source.begin("a")
+    word = moving.source.state().word
+    refused(lambda: moving.destination.withdraw(word))
+    onward.source.undo()
+    b.client.delete(there.volume_id)
+    refused(moving.complete)
+    refused(moving.finish)
+    refused(lambda: moving.undo(confirmed=lambda _text: True, is_nowhere=lambda _text: False))
+    volume_of(b)
+    other = move(two, volume.volume_id)
+    other.source.undo()
+    refused(other.approach)
+    assert len(why) == 6
+    assert not [text for text in why if re.search(FLAGS, text)]
 
 
 def test_an_absent_volume_may_be_in_a_group_that_is_missing(
