@@ -15,8 +15,9 @@ The algorithm:
    and made anew for the next one.
 2. A unit stays if one of its volumes cannot be moved, or if one of its pods would not be made anew
    on another node (`_volume_problem`, `_pod_problem`).
-   A volume whose claim is gone or being deleted is a unit of its own, which stays, also if it was
-   handed over: its move is taken back (`PlannedVolume.is_abandoned`).
+   If volumes of a unit move to different nodes, those that were handed over are units of their own
+   (`_parts`). A volume whose claim is gone or being deleted is a unit of its own, which stays, also
+   if it was handed over: its move is taken back (`PlannedVolume.is_abandoned`).
 3. A unit with a move under way keeps the node of that move as its target. If one of its volumes has
    been handed over, the unit also goes on if step 2 says that it stays: its claims can be used by
    no pod before all are rebound.
@@ -535,7 +536,25 @@ def _joined(
     units = defaultdict[str, list[str]](list)
     for volume_id in sorted(planned):
         units[root(volume_id)].append(volume_id)
-    return [units[name] for name in sorted(units)]
+    return [part for name in sorted(units) for part in _parts(planned, units[name])]
+
+
+def _parts(planned: Mapping[str, PlannedVolume], members: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Yield the parts of a unit that are driven apart; usually the unit as a whole.
+
+    A pod or a group snapshot may join volumes that are moving to different nodes. Those that were
+    handed over go on to their nodes, as no pod can use them before their claims are rebound.
+    """
+    moves = {one: move for one in members if (move := planned[one].move) is not None}
+    handed_over = defaultdict[str, list[str]](list)
+    if len({move.node for move in moves.values()}) > 1:
+        for volume_id, move in moves.items():
+            if move.is_handed_over:
+                handed_over[move.node].append(volume_id)
+    apart = {volume_id for part in handed_over.values() for volume_id in part}
+    yield from handed_over.values()
+    if rest := [volume_id for volume_id in members if volume_id not in apart]:
+        yield rest
 
 
 def _replica_names(claim: Claim) -> Iterator[str]:
