@@ -1249,6 +1249,7 @@ class ReceiveState(_message.Message):
     FINISHING_FIELD_NUMBER: _builtins.int
     BLANK_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    MISSING_GROUP_FIELD_NUMBER: _builtins.int
     volume_id: _builtins.str
     state: _builtins.str
     """"absent", "receiving", "ready" or another value of the volume's state tag."""
@@ -1265,6 +1266,10 @@ class ReceiveState(_message.Message):
     """Whether it reads as zeroes wherever nothing was written to it."""
     release: _builtins.str
     """The SHA-256 of the release word of the move that it came by."""
+    missing_group: _builtins.str
+    """Of an absent volume: a configured volume group that is not on the node now, and may have it;
+    empty if all are.
+    """
     def __init__(
         self,
         *,
@@ -1278,10 +1283,11 @@ class ReceiveState(_message.Message):
         finishing: _builtins.bool = ...,
         blank: _builtins.bool = ...,
         release: _builtins.str = ...,
+        missing_group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blank", b"blank", "chain", b"chain", "content_bytes", b"content_bytes", "finishing", b"finishing", "into", b"into", "offset_bytes", b"offset_bytes", "received", b"received", "release", b"release", "state", b"state", "volume_id", b"volume_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blank", b"blank", "chain", b"chain", "content_bytes", b"content_bytes", "finishing", b"finishing", "into", b"into", "missing_group", b"missing_group", "offset_bytes", b"offset_bytes", "received", b"received", "release", b"release", "state", b"state", "volume_id", b"volume_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -190,7 +190,7 @@ class History:
             (
                 *("kill", "kill", "second", "service", "service", "service", "api", "reboot"),
                 *("clock", "room", "class", "request", "request", "lose", "jump", "uncordon"),
-                *("second", "critical", "critical", *("other",) * self.both),
+                *("second", "critical", "critical", "group", "group", *("other",) * self.both),
             )
         )
         if what == "kill" and self.controllers:
@@ -221,6 +221,9 @@ class History:
         elif what == "other":
             # Nodes that are evacuated to each other.
             self.kube.request("b", chance.choice(self.requests))
+        elif what == "group":
+            service = self.services[chance.choice(NAMES)]
+            (service.find_group if service.missing_group else service.lose_group)()
         elif what == "lose":
             # The area of a snapshot is full.
             for volume in self.services["a"].volumes.values():
@@ -271,6 +274,8 @@ class History:
             self.kill(controller)
         for service in self.services.values():
             service.is_up = True
+            if service.missing_group:
+                service.find_group()
             service.classes = {"linear", "thin", "sealed"}
             service.free_bytes = 100 << 30
         self.kube.is_down = False

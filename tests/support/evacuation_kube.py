@@ -56,6 +56,10 @@ class Kube:
         # The lines that were acknowledged, by claim.
         self.lines: dict[str, list[str]] = {}
         self.policies: dict[str, str] = {}
+        # The claims that their user has deleted.
+        self.abandoned: set[str] = set()
+        # The claims that another one's finalizer keeps, such as while a snapshot is taken.
+        self.kept: set[str] = set()
         # Whether an eviction is refused; what becomes of a request; asked each time.
         self.refuses: Callable[[], bool] = lambda: False
         self.is_down = False
@@ -151,6 +155,16 @@ class Kube:
             about = {"name": f"pvc-{claim}", "annotations": {"by": DRIVER_NAME}}
             volume = self.make("persistentvolumes", {"metadata": about, "spec": spec})
             volume["status"] = {"phase": "Bound"}
+
+    def abandon(self, replica: str) -> None:
+        """The set is scaled down, and the claims of a replica are deleted."""
+        claims = self.replicas.pop(replica)
+        self.abandoned |= set(claims)
+        for kind, names in (("pods", [replica]), ("persistentvolumeclaims", list(claims))):
+            for name in names:
+                if (found := self.objects[kind].get((SHOP, name))) is not None:
+                    found["metadata"].setdefault("deletionTimestamp", self._time())
+                    self.touch(found)
 
     def _template(self, claim: str) -> Object:
         about = {"name": claim, "namespace": SHOP, "labels": {"app": "db"}}
@@ -355,7 +369,7 @@ class Kube:
     def _protect(self) -> None:
         for claim in self.all("persistentvolumeclaims"):
             name = claim["metadata"]["name"]
-            if "deletionTimestamp" not in claim["metadata"]:
+            if "deletionTimestamp" not in claim["metadata"] or name in self.kept:
                 continue
             if any(pod["spec"].get("nodeName") for pod in self._users(name)):
                 continue
@@ -397,7 +411,17 @@ class Kube:
             is_deleted = volume["spec"]["persistentVolumeReclaimPolicy"] == "Delete"
             if is_deleted and phase != "Bound" and (is_going or phase == "Released"):
                 handle = volume["spec"]["csi"]["volumeHandle"]
-                raise Violation(f"volume {handle} of {volume['metadata']['name']} is deleted")
+                if volume["spec"]["claimRef"]["name"] not in self.abandoned:
+                    raise Violation(f"volume {handle} of {volume['metadata']['name']} is deleted")
+                service = self.services[_segment(volume)]
+                try:
+                    if not service.is_up:
+                        continue
+                    service.delete(handle)
+                except Refusal:
+                    continue
+                del self.objects["persistentvolumes"]["", volume["metadata"]["name"]]
+                continue
             if is_going and phase != "Bound":
                 del self.objects["persistentvolumes"]["", volume["metadata"]["name"]]
 

@@ -105,6 +105,9 @@ class Service:
         self.free_bytes = 100 << 30
         self.classes = {"linear", "thin", "sealed"}
         self.is_up = True
+        # The volume group that is not on the node for now, with all volumes.
+        self.missing_group = ""
+        self._apart: dict[str, Volume] = {}
         self.epoch = 0
         self._leases: dict[str, Lease] = {}
         self._serial = itertools.count(1)
@@ -113,6 +116,18 @@ class Service:
         """The process ends, and another begins."""
         self.epoch += 1
         self._leases.clear()
+
+    def lose_group(self) -> None:
+        """The volume group is not on the node any more, as its disks are not."""
+        self.missing_group = self.group.partition("@")[0]
+        self._apart, self.volumes = self.volumes, {}
+        for volume in self._apart.values():
+            volume.users.clear()
+
+    def find_group(self) -> None:
+        """The volume group is back, with all that it had."""
+        assert not self.volumes
+        self.missing_group, self.volumes = "", self._apart
 
     def handle(self, name: str) -> str:
         return f"{self.group}/{ids.VOLUME_PREFIX}-{name}"
@@ -131,6 +146,8 @@ class Service:
         for volume in self.volumes.values():
             if volume.volume_id == volume_id:
                 return volume
+        if self.missing_group:
+            raise Refusal(Code.FAILED_PRECONDITION, f"{self.missing_group} is not on this node")
         raise Refusal(Code.NOT_FOUND, f"no volume {volume_id}")
 
     # Use
@@ -149,6 +166,10 @@ class Service:
             return
         if not volume.is_usable or volume.users:
             raise Refusal(Code.FAILED_PRECONDITION, f"{volume_id} is {volume.state}, or in use")
+        if volume.snapshots and volume.device_class != "thin":
+            raise Refusal(Code.FAILED_PRECONDITION, f"{volume_id} has snapshots")
+        if self._lease(volume_id) is not None:
+            raise Refusal(Code.FAILED_PRECONDITION, f"{volume_id} is held")
         self._remove(volume)
 
     # moving.py
@@ -290,6 +311,7 @@ class Service:
         volume = self.volumes.get(name)
         if volume is None:
             empty = dict.fromkeys(("volume_id", "chain", "into", "received", "release"), "")
+            empty["missing_group"] = self.missing_group
             return {**empty, "state": ABSENT, "offset_bytes": 0, "finishing": False, "verifies": 1}
         return {
             "volume_id": volume.volume_id,
@@ -317,6 +339,8 @@ class Service:
         if device_class not in self.classes:
             raise Refusal(Code.INVALID_ARGUMENT, f"no class {device_class}")
         volume = self.volumes.get(name)
+        if self.missing_group:
+            raise Refusal(Code.FAILED_PRECONDITION, f"{self.missing_group} is not on this node")
         if volume is None:
             if base_chain or offset:
                 raise Refusal(Code.FAILED_PRECONDITION, "there is no volume")

@@ -6,7 +6,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -19,12 +19,13 @@ from agent.daemon import monitor
 from agent.daemon.extra import Extra
 from agent.daemon.service_process import ProcessEnder, claimed, process_ender
 from agent.extras.controller import certificates, nodes
+from agent.extras.controller.call_records import Call, Observe, unobserved
 from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.claims import ClaimQuestions
 from agent.extras.controller.membership import Record, Serving
 from agent.extras.controller.node_moves import NodeMoves
 from agent.extras.controller.nodes import Nodes
-from agent.extras.controller.router import Call, Router
+from agent.extras.controller.router import Router
 from agent.settings.settings import Config
 from mount import calls
 from mount.text import counted
@@ -116,7 +117,7 @@ class ClusterController:
         self,
         config: Config,
         source: Source,
-        observe: Callable[[Call], None] = lambda _call: None,
+        observe: Observe = unobserved,
     ) -> None:
         self._config, self._source = config, source
         self._certificates = source.certificates
@@ -129,7 +130,7 @@ class ClusterController:
         )
         # The moves of volumes from node to node; only with the setting `evacuation` do nodes serve
         # them.
-        self.moves = NodeMoves(self.nodes, config.driver_name, lambda: self._certificates)
+        self.moves = NodeMoves(self.nodes, config.driver_name, lambda: self._certificates, observe)
         self._server: grpc.aio.Server | None = None
         # Handlers of further services on the controller's socket; to be added before the start.
         self.handlers: list[grpc.GenericRpcHandler] = []
@@ -238,17 +239,19 @@ def run(config: Config) -> None:
         claimed(config.endpoint),
         ExitStack() as exit_stack,
     ):
-        observers: list[Callable[[Call], None]] = []
+        observers: list[Observe] = []
         pages = {"/healthz": monitor.Page(monitor.healthz(config.endpoint))}
         source = _source(config)
         controller = ClusterController(config, source, lambda call: _tell(observers, call))
+        handlers, evacuator = evacuation(config, controller)
+        controller.handlers += handlers
         orphans = orphan_watch(config)
         orphans.start()
         exit_stack.callback(orphans.stop)
         if config.metrics_address is not None:
             from agent.extras.controller.controller_metrics import Metrics
 
-            metrics = Metrics(controller.nodes, orphans.gauges)
+            metrics = Metrics(controller.nodes, lambda: (*orphans.gauges(), *evacuator.gauges()))
             observers.append(metrics.count_call)
             pages["/metrics"] = monitor.Page(metrics.text, metrics.CONTENT_TYPE)
         for address in (config.metrics_address, config.health_address):
@@ -256,8 +259,6 @@ def run(config: Config) -> None:
                 page_server = monitor.Monitor(address, pages)
                 page_server.start()
                 exit_stack.callback(page_server.stop)
-        handlers, evacuator = evacuation(config, controller)
-        controller.handlers += handlers
         tasks = [
             health_events(config, controller.nodes),
             lost_claims(config, controller.nodes, source.record),
@@ -357,7 +358,7 @@ def lost_claims(config: Config, cluster_nodes: Nodes, record: Record) -> Extra:
     return LostClaimsTask(config.driver_name, cluster_nodes, record, *clients)
 
 
-def _tell(observers: Sequence[Callable[[Call], None]], call: Call) -> None:
+def _tell(observers: Sequence[Observe], call: Call) -> None:
     for observer in observers:
         observer(call)
 

@@ -23,6 +23,7 @@ from google.protobuf.message import Message
 
 from agent.core import errors, ids
 from agent.extras.controller.answer_rules import Untrue
+from agent.extras.controller.call_records import Call, Observe, recorded, unobserved
 from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.node_answers import Answers, refused_answer
 from agent.extras.controller.nodes import Node, Nodes, Refused, problem_of, require_node_error
@@ -72,13 +73,21 @@ class NodeFailed(errors.NodeRefused, grpc.RpcError):
 
 
 class NodeMoves:
-    """Makes the moves that the controller drives. `certificates` returns the controller's."""
+    """Makes the moves that the controller drives.
+
+    `certificates` returns the controller's. `observe` is called with each call to a node that has
+    ended.
+    """
 
     def __init__(
-        self, nodes: Nodes, driver_name: str, certificates: Callable[[], Certificates]
+        self,
+        nodes: Nodes,
+        driver_name: str,
+        certificates: Callable[[], Certificates],
+        observe: Observe = unobserved,
     ) -> None:
         self.nodes, self.driver_name, self.certificates = nodes, driver_name, certificates
-        self._answers = Answers(nodes)
+        self._answers, self._observe = Answers(nodes), observe
         self._loop: asyncio.AbstractEventLoop | None = None
         self._guard = Lock()
         self._futures: set[Future[Any]] = set()
@@ -117,7 +126,7 @@ class NodeMoves:
         AgentErrors.
         """
         name = name or ids.readable_name(volume_id)
-        calls = Calls(self, is_wanted)
+        calls = Calls(self, volume_id, is_wanted)
         return Move(
             SourceNode(calls, volume_id, source),
             TargetNode(calls, volume_id, source, target, name, device_class, show),
@@ -159,23 +168,48 @@ class NodeMoves:
         except CancelledError:
             raise _stopping() from None
 
-    async def unary(self, name: str, method: str, request: Message, owned: Sequence[str]) -> Any:
-        """Call a node, check its answer, and return it. Raises AioRpcError or Refused."""
-        node, data = self._node(name), request.SerializeToString()
-        _, answer = await self._answers.of(
-            node, f"/{method}", request, data, _CALL_SECONDS, owned=owned
-        )
+    async def unary(
+        self, name: str, method: str, request: Message, owned: Sequence[str], subject: str
+    ) -> Any:
+        """Call a node, check its answer, and return it. Raises AioRpcError or Refused.
+
+        `subject` is the id of the volume that moves.
+        """
+        data, path = request.SerializeToString(), f"/{method}"
+        call = _call(method, subject)
+        with recorded(call, self._observe):
+            node = self._node(name)
+            call.node, start_seconds = name, time.monotonic()
+            try:
+                _, answer = await self._answers.of(
+                    node, path, request, data, _CALL_SECONDS, owned=owned
+                )
+            finally:
+                call.nodes_seconds.append((name, time.monotonic() - start_seconds))
         return answer
 
     async def read(
-        self, name: str, method: str, request: Message, put: Callable[[Any], None]
+        self, name: str, method: str, request: Message, put: Callable[[Any], None], subject: str
     ) -> Any:
         """Call a node that answers by a stream; check each message, and return the last one.
 
-        `put` is called with each message. Raises AioRpcError; Refused, also if the stream makes no
-        progress for _IDLE_SECONDS; TimeoutError if the node sends nothing for _MESSAGE_SECONDS.
+        `put` is called with each message. `subject` is the id of the volume that moves. Raises
+        AioRpcError, or Refused, also if the node sends nothing for _MESSAGE_SECONDS, or if the
+        stream makes no progress for _IDLE_SECONDS.
         """
-        node, path, last = self._node(name), f"/{method}", None
+        call = _call(method, subject)
+        with recorded(call, self._observe):
+            node = self._node(name)
+            call.node, start_seconds = name, time.monotonic()
+            try:
+                return await self._read(node, f"/{method}", request, put)
+            finally:
+                call.stream_seconds = time.monotonic() - start_seconds
+
+    async def _read(
+        self, node: Node, path: str, request: Message, put: Callable[[Any], None]
+    ) -> Any:
+        last = None
         asked, advance = self._answers.asked(node, request), Advance(time.monotonic())
         stream: grpc.aio.UnaryStreamMultiCallable[bytes, Any] = node.connected.unary_stream(path)
         call = stream(request.SerializeToString())
@@ -195,9 +229,12 @@ class NodeMoves:
         except grpc.aio.AioRpcError as error:
             require_node_error(node, error)
             raise
+        except TimeoutError:
+            why = f"node {node.name} has sent nothing for {_MESSAGE_SECONDS:.0f} s"
+            raise Refused(grpc.StatusCode.UNAVAILABLE, why) from None
         except grpc.aio.UsageError:  # raised if the channel is closed
             code = grpc.StatusCode.UNAVAILABLE
-            raise Refused(code, f"node {name} left the cluster") from None
+            raise Refused(code, f"node {node.name} left the cluster") from None
         finally:
             call.cancel()
         if last is None:
@@ -251,14 +288,19 @@ async def _named(node: str, method: str, work: Callable[[], Coroutine[Any, Any, 
     raise NodeFailed(node, method, code, why)
 
 
+def _call(method: str, subject: str) -> Call:
+    """Return the record of a call that begins. `method` is `SERVICE/METHOD`."""
+    return Call(method.rpartition("/")[2], subject=subject, is_routine=True)
+
+
 class Calls:
     """The calls of one move to nodes, from the thread of the move.
 
-    `is_wanted` returns whether the move is to go on.
+    `is_wanted` returns whether the move of the volume is to go on.
     """
 
-    def __init__(self, moves: NodeMoves, is_wanted: Callable[[], bool]) -> None:
-        self.moves, self._is_wanted = moves, is_wanted
+    def __init__(self, moves: NodeMoves, volume_id: str, is_wanted: Callable[[], bool]) -> None:
+        self.moves, self._volume_id, self._is_wanted = moves, volume_id, is_wanted
 
     def call(self, node: str, method: str, request: Message, *, owned: Sequence[str] = ()) -> Any:
         """Call a node, check its answer, and return it. `method` is `SERVICE/METHOD`.
@@ -272,7 +314,9 @@ class Calls:
                 self._require_wanted(node, method)
             try:
                 return self.moves.run(
-                    node, method, lambda: self.moves.unary(node, method, request, owned)
+                    node,
+                    method,
+                    lambda: self.moves.unary(node, method, request, owned, self._volume_id),
                 )
             except NodeFailed as error:
                 if error.code() is not grpc.StatusCode.ABORTED or time.monotonic() > until:
@@ -300,6 +344,7 @@ class Calls:
                             self.moves.read,
                             *(node, method, request),
                             messages.put if number == len(calls) else lambda _message: None,
+                            self._volume_id,
                         ),
                     )
                 )

@@ -208,6 +208,7 @@ _RECEIVED: Fields = {
     "finishing": any_value,
     "blank": any_value,
     "release": a_sha256_or_none,
+    "missing_group": short(_MOST_NAME),
 }
 _PROGRESS: Fields = {
     "done_bytes": never_less("done_bytes", within_size),

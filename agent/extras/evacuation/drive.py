@@ -31,8 +31,8 @@ class Wish(Enum):
 class Drive:
     """Runs `work` until it returns; after an error it is repeated.
 
-    `wish` is asked for what is wanted. `tell` is called with each problem, and with an empty text
-    when the problem is over.
+    `tell` is called with each problem. `node` is the node under which the problem is shown as one
+    of the evacuation as a whole, as long as the work fails; empty if only `tell` shows it.
     """
 
     def __init__(
@@ -41,11 +41,15 @@ class Drive:
         name: str,
         volume_ids: frozenset[str],
         *,
-        tell: Callable[[str], None],
+        tell: Callable[[str], None] = lambda _problem: None,
+        node: str = "",
     ) -> None:
         self._context, self.name, self.volume_ids, self._tell = context, name, volume_ids, tell
+        self.node = node
         self._end_event = threading.Event()
         self.is_over = self.is_done = False
+        # The last problem, until the work is repeated successfully; empty if none.
+        self.problem = ""
 
     def start(self, work: Callable[["Drive"], None]) -> None:
         """Begin the work in a thread of its own. `work` gets this object."""
@@ -80,12 +84,12 @@ class Drive:
                     self.is_done = True
                     return
                 except EXPECTED as error:
-                    self._tell(text_of(error))
+                    self._note(text_of(error))
                     _log.info("%s waits: %s", self.name, text_of(error))
                 except Unwanted:
                     raise
                 except Exception as error:
-                    self._tell(f"{type(error).__name__}: {error}")
+                    self._note(f"{type(error).__name__}: {error}")
                     _log.error("the evacuation of %s raised", self.name, exc_info=error)
                 self.wait(seconds)
                 seconds = min(2 * seconds, _LONGEST_SECONDS)
@@ -93,3 +97,7 @@ class Drive:
             pass
         finally:
             self.is_over = True
+
+    def _note(self, problem: str) -> None:
+        self.problem = problem
+        self._tell(problem)

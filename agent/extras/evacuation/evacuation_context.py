@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from agent.core import errors
+from agent.core import errors, ids
 from agent.extras.controller.nodes import Refused
 from agent.extras.evacuation.evacuated_nodes import EvacuatedNodes
 from agent.extras.evacuation.evacuation_events import EvacuationEvents
@@ -16,7 +16,7 @@ from agent.extras.evacuation.move_notes import MoveNotes
 from agent.extras.evacuation.progress import Progress
 from agent.extras.kubernetes.access import Server
 from agent.extras.kubernetes.events import Subject
-from agent.extras.kubernetes.objects import Lists, Objects
+from agent.extras.kubernetes.objects import VOLUMES, Lists, Objects
 from agent.extras.transfer.move import ABSENT, Move
 from agent.extras.transfer.move import Progress as StreamProgress
 
@@ -83,13 +83,39 @@ class Context:
     def is_nowhere(self, volume_id: str, source: str) -> bool:
         """Return whether no node but `source` has a volume of the same name, in any state.
 
-        Each node is asked. Raises NodeRefused if one does not answer.
+        Each node is asked, and so are the PersistentVolumes: one names the volume of another node
+        if its claim was rebound. Raises NodeRefused if a node does not answer, or if a volume group
+        is missing on it, which may have the volume.
         """
-        return all(
-            self.moves.move(volume_id, source, node).destination.status()["state"] == ABSENT
-            for node in self.moves.names()
-            if node != source
-        )
+        name = ids.readable_name(volume_id)
+        if self._names(volume_id) - {volume_id}:
+            return False
+        for node in self.moves.names():
+            if node == source:
+                continue
+            state = self.moves.move(volume_id, source, node).destination.status()
+            if state["state"] != ABSENT:
+                return False
+            if missing := state["missing_group"]:
+                problem = f"volume group {missing} is missing there, and may have volume {name}"
+                raise errors.NodeRefused(node, "ReceiveStatus", problem)
+        return True
+
+    def is_named(self, volume_id: str) -> bool:
+        """Return whether a PersistentVolume names a volume, or the same volume on another node."""
+        return bool(self._names(volume_id))
+
+    def _names(self, volume_id: str) -> set[str]:
+        """Return the ids of a volume, on any node, that PersistentVolumes have."""
+        name = ids.readable_name(volume_id)
+        items = self.lists.whole(VOLUMES, "PersistentVolumeList").items
+        sources = [item["spec"].get("csi") or {} for item in items]
+        return {
+            str(source["volumeHandle"])
+            for source in sources
+            if source.get("driver") == self.driver_name
+            and ids.readable_name(str(source["volumeHandle"])) == name
+        }
 
     def claim_subject(self, namespace: str, name: str) -> Subject | None:
         """Return the object of Events about a claim as it is now; None if it does not exist."""

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from agent.daemon.extra import Extra
+from agent.daemon.extra import Extra, Gauge
 from agent.extras.controller.node_moves import NodeMoves
 from agent.extras.controller.nodes import Nodes
 from agent.extras.evacuation import evacuation_events as reasons
+from agent.extras.evacuation import evacuation_metrics
 from agent.extras.evacuation.cluster_view import ClusterView
 from agent.extras.evacuation.drive import Drive, Wish
 from agent.extras.evacuation.evacuated_nodes import EvacuatedNode
@@ -29,7 +30,7 @@ from agent.extras.evacuation.move_notes import MoveNote, NotedVolume
 from agent.extras.evacuation.plan import Plan, Unit, View, plan
 from agent.extras.evacuation.progress import AT_ONCE, Progress, Stage
 from agent.extras.evacuation.quarantine import Quarantine
-from agent.extras.evacuation.take_back import TakeBack
+from agent.extras.evacuation.take_back import TakeBack, VanishedTakeBack
 from agent.extras.evacuation.unit_drive import UnitDrive, erase
 from agent.extras.kubernetes.access import Server
 from agent.extras.kubernetes.objects import Lists
@@ -79,6 +80,8 @@ class Evacuator:
         self._noted: Sequence[NotedVolume] = ()
         self._noted_seconds = float("-inf")
         self._others: list[Drive] = []
+        # The moves that no PersistentVolume notes any more, or not yet; taken back if it is gone.
+        self._vanished: set[MoveNote] = set()
 
     def end(self) -> None:
         """Have all drives end before their next steps."""
@@ -106,8 +109,10 @@ class Evacuator:
         is_changed = self._note_kinds(kinds, now)
         have_ended = self._forget_ended()
         if is_changed or have_ended or now - self._noted_seconds >= _PLAN_SECONDS:
-            self._noted, self._noted_seconds = self._context.notes.read(), now
+            self._read_notes()
+            self._noted_seconds = now
             self._finish_rebindings()
+            self._take_back_vanished()
             undone = [name for name, kind in kinds.items() if kind == Kind.UNDO]
             self._end_quarantines(undone)
         for name in sorted(kinds.keys() | {note.source for note in self._under_way()}):
@@ -120,6 +125,22 @@ class Evacuator:
             except EXPECTED as error:
                 self._context.progress.problem(name, text_of(error))
                 _log.info("the evacuation of node %s waits: %s", name, text_of(error))
+
+    def _read_notes(self) -> None:
+        """Read the notes of all PersistentVolumes, and find those that were deleted meanwhile.
+
+        The volume of a claim that is deleted is deleted, too, and its PersistentVolume with the
+        note. What the target has received by then is known to this process alone.
+        """
+        before = {
+            MoveNote(drive.source, volume_id, drive.target, is_back=drive.is_back)
+            for drive in self._drives()
+            if isinstance(drive, _UnitOf)
+            for volume_id in drive.volume_ids
+        }
+        before |= set(self._under_way())
+        self._noted = self._context.notes.read()
+        self._vanished |= before - {note for volume in self._noted for note in volume.notes}
 
     def _note_kinds(self, kinds: Mapping[str, str], now: float) -> bool:
         """Note what is requested for each node; return whether that has changed."""
@@ -164,9 +185,16 @@ class Evacuator:
         )
 
     def _problem_of(self, name: str) -> str:
-        """Return the problem of what is under quarantine on a node; empty without one."""
+        """Return the problem of the evacuation of a node as a whole; empty without one.
+
+        That is the problem of work for the node that is no unit's, or of what is under quarantine.
+        """
+        of_drives = [
+            drive.problem for drive in self._drives() if drive.node == name and not drive.is_over
+        ]
         problems = self._quarantine.problems
-        return next((text for note, text in problems.items() if note.source == name), "")
+        of_quarantine = [text for note, text in problems.items() if note.source == name]
+        return next(filter(None, (*of_drives, *of_quarantine)), "")
 
     def _carry_out(self, node: EvacuatedNode, nodes: Mapping[str, EvacuatedNode]) -> None:
         """Carry out the request of a node, or what is left to do without one."""
@@ -219,6 +247,7 @@ class Evacuator:
         if self._context.monotonic() - known.since >= _SETTLE_SECONDS:
             # An undo of this evacuation has begun to move them back, and was given up.
             self._take_back(node.name, known, coming, Kind.EVACUATE)
+        self._take_back_abandoned(node.name, known, made)
         is_rebinding = any(
             volume.is_rebinding and note.source == node.name
             for volume in self._noted
@@ -267,6 +296,7 @@ class Evacuator:
         if units:
             self._context.progress.begin(node.name, kind, Plan(node.name, tuple(units)))
         self._drive(node.name, node.name, known, units, Kind.STOP)
+        self._take_back_abandoned(node.name, known, made)
 
     def _drive(
         self,
@@ -366,7 +396,7 @@ class Evacuator:
                 self._context,
                 note.volume_id,
                 frozenset({note.volume_id}),
-                tell=lambda text, name=note.source: self._tell(name, text),  # type: ignore[misc]
+                node=note.source,
             )
             self._others.append(drive)
             drive.start(_RebindingWork(self._context, note, place).run)
@@ -389,9 +419,6 @@ class Evacuator:
 
     def _end_quarantine(self, volume: NotedVolume, note: MoveNote, _drive: Drive) -> None:
         self._quarantine.end(volume, note)
-
-    def _tell(self, node: str, problem: str) -> None:
-        self._context.progress.problem(node, problem)
 
     # Undoing
 
@@ -446,26 +473,55 @@ class Evacuator:
         name: str,
         known: _Known,
         going: Sequence[tuple[NotedVolume, MoveNote]],
-        kind: Kind,
+        kind: Kind | None,
     ) -> None:
         """Begin to take back volumes that are not rebound, a few at once.
 
-        `kind` is what the Node `name` asks for, and goes on asking for meanwhile.
+        `kind` is what the Node `name` asks for, and goes on asking for meanwhile; None if they are
+        taken back whatever it asks for.
         """
         for volume, note in going:
             running = sum(not drive.is_over for drive in known.drives)
             if running >= AT_ONCE or note.volume_id in self._busy():
                 continue
             self._context.progress.volume(name, note.volume_id, Stage.UNDOING)
-            work = TakeBack(self._context, volume, note, lambda: self._wish(name, kind) is Wish.GO)
+            work = TakeBack(
+                self._context,
+                volume,
+                note,
+                lambda: kind is None or self._wish(name, kind) is Wish.GO,
+            )
             drive = Drive(
                 self._context,
                 note.volume_id,
                 frozenset({note.volume_id}),
-                tell=lambda text: self._tell(name, text),
+                node=name,
             )
             known.drives.append(drive)
             drive.start(work.run)
+
+    def _take_back_abandoned(self, name: str, known: _Known, made: Plan) -> None:
+        """Take back volumes whose claim was deleted, so that they can be deleted, too."""
+        abandoned = {
+            volume.volume_id
+            for unit in made.staying
+            for volume in unit.volumes
+            if volume.is_abandoned
+        }
+        going = [(volume, note) for volume, note in self._moving() if note.volume_id in abandoned]
+        self._take_back(name, known, going, None)
+
+    def _take_back_vanished(self) -> None:
+        """Have what is left of moves removed whose volumes were deleted with their claims."""
+        for note in list(self._vanished):
+            if note.volume_id in self._busy():
+                continue
+            self._vanished.remove(note)
+            drive = Drive(
+                self._context, note.volume_id, frozenset({note.volume_id}), node=note.source
+            )
+            self._others.append(drive)
+            drive.start(VanishedTakeBack(self._context, note).run)
 
     def _turn_round(self, volume: NotedVolume, name: str, known: _Known) -> None:
         """Note that a volume moves back to the node `name`, after what is left there is erased."""
@@ -489,7 +545,7 @@ class Evacuator:
             self._context,
             note.volume_id,
             frozenset({note.volume_id, volume.handle}),
-            tell=lambda text: self._tell(name, text),
+            node=name,
         )
         known.drives.append(drive)
         drive.start(work)
@@ -585,3 +641,7 @@ class EvacuatorTask(Extra):
         """Stop the task, and end the drives before their next steps."""
         self.task.stop()
         self._evacuator.end()
+
+    def gauges(self) -> Iterable[Gauge]:
+        """Return the gauges of the evacuations that this process knows."""
+        return evacuation_metrics.gauges(self._context.progress.snapshot())

@@ -15,6 +15,9 @@ The algorithm:
    and made anew for the next one.
 2. A unit stays if one of its volumes cannot be moved, or if one of its pods would not be made anew
    on another node (`_volume_problem`, `_pod_problem`).
+   If volumes of a unit move to different nodes, those that were handed over are units of their own
+   (`_parts`). A volume whose claim is gone or being deleted is a unit of its own, which stays, also
+   if it was handed over: its move is taken back (`PlannedVolume.is_abandoned`).
 3. A unit with a move under way keeps the node of that move as its target. If one of its volumes has
    been handed over, the unit also goes on if step 2 says that it stays: its claims can be used by
    no pod before all are rebound.
@@ -39,6 +42,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
+from agent.core import ids
 from agent.extras.evacuation import scheduling
 from agent.extras.evacuation.scheduling import NodeAffinity, PodTerm, Taint, Toleration
 
@@ -215,7 +219,11 @@ class View:
 
 @dataclass(frozen=True)
 class PlannedVolume:
-    """A volume of a unit. `claim` is None without a claim; `snapshots` stay on the node."""
+    """A volume of a unit. `claim` is None without a claim; `snapshots` stay on the node.
+
+    `is_abandoned` is whether its claim is gone or being deleted, and was not rebound: no pod will
+    use the volume on another node, so a move that was begun is to be taken back.
+    """
 
     volume_id: str
     size_bytes: int
@@ -224,6 +232,7 @@ class PlannedVolume:
     claim: Claim | None = None
     snapshots: tuple[str, ...] = ()
     move: Moving | None = None
+    is_abandoned: bool = False
 
 
 @dataclass(frozen=True)
@@ -361,7 +370,8 @@ def _drafts(view: View, *, force: bool) -> tuple[list[_Draft], tuple[PlannedVolu
         if owner is None and entry.move and entry.move.is_handed_over:
             moved.append(entry)
             continue
-        planned[volume.volume_id] = entry
+        is_abandoned = _is_abandoned(entry, view.persistent_volumes)
+        planned[volume.volume_id] = replace(entry, is_abandoned=is_abandoned)
         problems[volume.volume_id] = _volume_problem(entry, names)
     encrypted = frozenset(volume.volume_id for volume in view.volumes if volume.is_encrypted)
     users = _users(view.pods, planned.values())
@@ -373,7 +383,10 @@ def _drafts(view: View, *, force: bool) -> tuple[list[_Draft], tuple[PlannedVolu
             volumes,
             tuple(sorted(pods.values(), key=lambda pod: (pod.namespace, pod.name, pod.uid))),
             encrypted,
-            is_handed_over=any(volume.move and volume.move.is_handed_over for volume in volumes),
+            is_handed_over=any(
+                volume.move and volume.move.is_handed_over and not volume.is_abandoned
+                for volume in volumes
+            ),
         )
         pins = sorted({volume.move.node for volume in volumes if volume.move})
         draft.pin = pins[0] if pins else ""
@@ -432,6 +445,29 @@ def _volume_problem(volume: PlannedVolume, names: Sequence[PersistentVolume]) ->
     return ""
 
 
+def _is_abandoned(volume: PlannedVolume, persistent_volumes: Sequence[PersistentVolume]) -> bool:
+    """Return whether a volume has lost its claim, and no PersistentVolume is made for it elsewhere.
+
+    While a claim is rebound, it is deleted, too; then there is a PersistentVolume for the volume on
+    the other node.
+    """
+    owner, claim = volume.persistent_volume, volume.claim
+    if owner is None:
+        return False
+    has_claim = (
+        owner.phase == "Bound"
+        and not owner.is_being_deleted
+        and claim is not None
+        and claim.uid == owner.claim_uid
+        and not claim.is_being_deleted
+    )
+    if has_claim:
+        return False
+    name = ids.readable_name(volume.volume_id)
+    handles = {other.handle for other in persistent_volumes} - {"", volume.volume_id}
+    return name not in map(ids.readable_name, handles)
+
+
 def _pod_problem(pod: Pod, node: str, *, force: bool) -> str:
     """Return why a pod would not run on another node once its volumes are there; empty if it would.
 
@@ -480,6 +516,8 @@ def _joined(
 
     links = defaultdict[str, list[str]](list)
     for volume_id, volume in planned.items():
+        if volume.is_abandoned:
+            continue
         if volume.claim is None or not volume.claim.is_of_pod:
             for pod in users[volume_id]:
                 links[f"pod {pod.uid}"].append(volume_id)
@@ -487,7 +525,8 @@ def _joined(
             for name in _replica_names(volume.claim):
                 links[f"replica {name}"].append(volume_id)
     for snapshot in snapshots:
-        if snapshot.group_id and snapshot.volume_id in planned:
+        member = planned.get(snapshot.volume_id)
+        if snapshot.group_id and member is not None and not member.is_abandoned:
             links[f"group {snapshot.group_id}"].append(snapshot.volume_id)
     for members in links.values():
         for volume_id in members:
@@ -497,7 +536,25 @@ def _joined(
     units = defaultdict[str, list[str]](list)
     for volume_id in sorted(planned):
         units[root(volume_id)].append(volume_id)
-    return [units[name] for name in sorted(units)]
+    return [part for name in sorted(units) for part in _parts(planned, units[name])]
+
+
+def _parts(planned: Mapping[str, PlannedVolume], members: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Yield the parts of a unit that are driven apart; usually the unit as a whole.
+
+    A pod or a group snapshot may join volumes that are moving to different nodes. Those that were
+    handed over go on to their nodes, as no pod can use them before their claims are rebound.
+    """
+    moves = {one: move for one in members if (move := planned[one].move) is not None}
+    handed_over = defaultdict[str, list[str]](list)
+    if len({move.node for move in moves.values()}) > 1:
+        for volume_id, move in moves.items():
+            if move.is_handed_over:
+                handed_over[move.node].append(volume_id)
+    apart = {volume_id for part in handed_over.values() for volume_id in part}
+    yield from handed_over.values()
+    if rest := [volume_id for volume_id in members if volume_id not in apart]:
+        yield rest
 
 
 def _replica_names(claim: Claim) -> Iterator[str]:

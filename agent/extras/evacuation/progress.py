@@ -397,7 +397,7 @@ class Progress:
 
 
 # Stages in which a volume is not yet handed over, and may still be copied.
-_BEFORE = (
+BEFORE = (
     *(Stage.WAITING, Stage.COPYING, Stage.CAUGHT_UP, Stage.FOLLOWING),
     *(Stage.EVICTING, Stage.HANDING_OVER),
 )
@@ -421,7 +421,7 @@ def _of_node(name: str, node: _Node, now: float) -> NodeProgress:
 
 
 def _left(unit: UnitProgress) -> float | None:
-    return unit.seconds_left if unit.stage in _BEFORE else 0.0
+    return unit.seconds_left if unit.stage in BEFORE else 0.0
 
 
 def _typical_rate(node: _Node) -> float:
@@ -454,7 +454,7 @@ def _of_unit(unit: _Unit, now: float, typical_rate: float) -> UnitProgress:
 def _of_volume(volume: _Volume, now: float, typical_rate: float) -> VolumeProgress:
     estimate = volume.estimate
     seconds_left: float | None = None
-    if volume.stage not in _BEFORE:
+    if volume.stage not in BEFORE:
         seconds_left = None if volume.stage is Stage.STAYS else 0.0
     elif estimate.rounds:
         seconds_left = estimate.seconds_left(now)

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 
-from agent.core import errors
+from agent.core import errors, tag
 from agent.extras.evacuation import evacuation_events as reasons
 from agent.extras.evacuation.drive import Drive
 from agent.extras.evacuation.evacuation_context import EXPECTED, Context
@@ -18,13 +18,14 @@ _log = logging.getLogger(__name__)
 class TakeBack:
     """Undoes the move of one volume; `run` is the work of a Drive.
 
+    `volume` is the PersistentVolume with the note; None if it does not exist any more.
     `is_wanted` reads the request anew, and returns whether it still asks for that.
     """
 
     def __init__(
         self,
         context: Context,
-        volume: NotedVolume,
+        volume: NotedVolume | None,
         note: MoveNote,
         is_wanted: Callable[[], bool],
     ) -> None:
@@ -48,19 +49,32 @@ class TakeBack:
             if not is_not_found(error):
                 raise
             # The volume was deleted with its claim.
-            context.notes.remove(self._volume.name, note)
+            self._abort(move)
+            self._forget()
             return
         if own_state.node:
             there_state = move.destination.status()
             is_theirs = there_state["release"] == own_state.release
-            if there_state["state"] != ABSENT and is_theirs:
+            # No claim is rebound before its volume was handed over.
+            if own_state.state == tag.MOVED and there_state["state"] != ABSENT and is_theirs:
                 place = Place(str(there_state["volume_id"]), note.target, context.driver_name)
                 if not self._undo_rebinding(move, place):
                     return
             move.undo(confirmed=self._is_unused, is_nowhere=self._is_nowhere)
-        context.notes.remove(self._volume.name, note)
+        self._forget()
         text = f"volume {note.volume_id} is this node's again"
         context.events.node(note.source, reasons.TAKEN_BACK, text)
+
+    def _forget(self) -> None:
+        if self._volume is not None:
+            self._context.notes.remove(self._volume.name, self._note)
+
+    def _abort(self, move: Move) -> None:
+        """Remove what the target has received of a volume that does not exist any more."""
+        there_state = move.destination.status()
+        is_of_it = there_state["received"] == self._note.volume_id
+        if is_of_it and there_state["state"] == tag.RECEIVING:
+            move.destination.abort(there_state["release"])
 
     def _undo_rebinding(self, move: Move, place: Place) -> bool:
         """Undo the steps of a rebinding; if it is too late for that, complete it.
@@ -86,6 +100,32 @@ class TakeBack:
 
     def _is_nowhere(self, _question: str) -> bool:
         return self._context.is_nowhere(self._note.volume_id, self._note.source)
+
+
+class VanishedTakeBack(TakeBack):
+    """Removes what is left of a move whose PersistentVolume was deleted."""
+
+    def __init__(self, context: Context, note: MoveNote) -> None:
+        super().__init__(context, None, note, lambda: True)
+
+    def run(self, drive: Drive) -> None:
+        """Take the volume back, unless it was handed over: no object says whose it is then.
+
+        Does nothing if a PersistentVolume names the volume, on any node.
+        """
+        drive.require_wanted()
+        context, note = self._context, self._note
+        if context.is_named(note.volume_id):
+            return
+        move = context.moves.move(note.volume_id, note.source, note.target)
+        try:
+            is_handed_over = move.source.state().state == tag.MOVED
+        except EXPECTED as error:
+            if not is_not_found(error):
+                raise
+            is_handed_over = False
+        if not is_handed_over:
+            super().run(drive)
 
 
 def _yes(_question: str) -> bool:

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agent.core import errors, ids
+from agent.core import errors
 from agent.extras.evacuation import evacuation_events as reasons
 from agent.extras.evacuation.drive import Drive, Unwanted, Wish
 from agent.extras.evacuation.evacuation_context import EXPECTED, Context
@@ -24,7 +24,6 @@ from agent.extras.evacuation.evictions import UsingPod
 from agent.extras.evacuation.move_notes import MoveNote, NotedVolume
 from agent.extras.evacuation.plan import PlannedVolume, Unit
 from agent.extras.evacuation.progress import Stage
-from agent.extras.kubernetes.objects import VOLUMES
 from agent.extras.kubernetes.rebinding import Place, Rebinding
 from agent.extras.transfer.move import Approach, Move, is_own
 from agent.extras.transfer.move import Progress as StreamProgress
@@ -345,14 +344,6 @@ class UnitDrive:
         owner, claim = planned.persistent_volume, planned.claim
         if owner is None or claim is None or claim.volume != owner.name:
             return False
-        name = ids.readable_name(planned.volume_id)
-        for item in self._context.lists.whole(VOLUMES, "PersistentVolumeList").items:
-            source = item["spec"].get("csi") or {}
-            handle = str(source.get("volumeHandle") or "")
-            if source.get("driver") != self._context.driver_name or handle == planned.volume_id:
-                continue
-            if handle and ids.readable_name(handle) == name:
-                return False
         if not self._context.is_nowhere(planned.volume_id, self._source):
             return False
         volume.move.undo(confirmed=lambda _text: False, is_nowhere=lambda _text: True)

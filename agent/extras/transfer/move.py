@@ -14,12 +14,14 @@ Two things drive moves, each with its own ways to the two nodes (`Source` and `D
 - The cluster's controller calls both nodes over TLS: agent/extras/controller/node_moves.py.
 """
 
+import enum
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import sleep
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import grpc
@@ -61,6 +63,24 @@ _PREFIX_CHARACTERS = 12
 # The state of a volume on the other node: the fields of ReceiveState by their names. A Carver that
 # is older may leave out some.
 There = Mapping[str, Any]
+
+
+class Trouble(enum.Enum):
+    """What is wrong with a move. What to do depends on what drives the move (`Move`)."""
+
+    # The other node does not have the volume as its own, so what is left is not to be deleted.
+    NOT_THEIRS = enum.auto()
+    # The other node has moved the volume on, so that the move cannot be undone.
+    MOVED_ON = enum.auto()
+    # The other node has moved the volume on, so that the move cannot go on.
+    ENDED = enum.auto()
+    # No node is known to have the volume, so that the move cannot be undone, or cannot go on.
+    NOWHERE = enum.auto()
+    LOST = enum.auto()
+    # The other node has another volume of that name.
+    NAME_TAKEN = enum.auto()
+    # The contents on both nodes differ.
+    DIFFERENT = enum.auto()
 
 
 class Differ(Exception):
@@ -209,9 +229,11 @@ def is_own(there_state: There) -> bool:
 class Move:
     """The move of one volume to another node.
 
-    `tell` is called with a line of text at each step. The methods raise NodeRefused if the other
-    node cannot be reached or refuses a call, grpc.RpcError if the node that has the volume refuses
-    a call, and NotMoved if the move cannot go on by itself.
+    `tell` is called with a line of text at each step. `advice` has what to do in case of trouble,
+    as the end of a sentence: its reader may be one who called a command, or who looks at what the
+    controller does by itself. The methods raise NodeRefused if the other node cannot be reached or
+    refuses a call, grpc.RpcError if the node that has the volume refuses a call, and NotMoved if
+    the move cannot go on by itself.
 
     Use one object for one move, by one thread at a time: it remembers which snapshot was found
     equal on both nodes. A new object compares both copies once before the last round.
@@ -223,8 +245,10 @@ class Move:
         destination: Destination,
         volume_id: str,
         tell: Callable[[str], None],
+        advice: Mapping[Trouble, str] = MappingProxyType({}),
     ) -> None:
         self.source, self.destination = source, destination
+        self._advice = advice
         self._volume_id = volume_id
         self._tell = tell
         # Whether Carver on the other node can verify a stream, which version 0.1.0 cannot.
@@ -331,10 +355,9 @@ class Move:
             has_it = is_theirs and there_state["state"] in (tag.READY, tag.MOVED)
             if not (has_it or is_elsewhere()):
                 raise self._refused(
-                    f"{self.destination.node} does not have it as a volume of its own: go on with"
-                    " the move, or --undo it. What is here may be the only copy. Only where another"
-                    " node has it by now, and its pod reads its data there, --there-is-none and"
-                    " then `carver volume delete` remove what is here"
+                    f"{self.destination.node} does not have it as a volume of its own, so what is"
+                    " left on its old node may be the only copy",
+                    Trouble.NOT_THEIRS,
                 )
         self.source.drop(())
         self.source.finish(own_state.release)
@@ -359,13 +382,13 @@ class Move:
         if not own_state.node:
             raise self._refused("no move of it was begun")
         if own_state.state == tag.WIPING:
-            raise self._refused("what is left of it here is being deleted")
+            raise self._refused("what is left of it on its old node is being deleted")
         there_state = self.destination.status()
         # The other node may have a volume of the same name that did not come by this move. Such a
         # volume is left alone.
         is_theirs = there_state["state"] != ABSENT and there_state["release"] == own_state.release
         if is_theirs and there_state["state"] == tag.MOVED:
-            raise self._refused(f"{node} has moved it on; --undo that move there first")
+            raise self._refused(f"{node} has moved it on", Trouble.MOVED_ON)
         if is_theirs and there_state["state"] == tag.READY:
             question = f"What was written to {name} on {node} since it moved is lost. Take it back?"
             if not confirmed(question):
@@ -379,9 +402,8 @@ class Move:
             problem = f"{node} has no {name} that came by this move"
             if not is_nowhere(f"{problem}. Is it on no other node either?"):
                 raise self._refused(
-                    f"{problem}, but may have had it, and moved it on or deleted it. Look on each"
-                    " node (`carver volume list`); where none has it, --there-is-none takes it"
-                    " back"
+                    f"{problem}, but may have had it, and moved it on or deleted it",
+                    Trouble.NOWHERE,
                 )
         if is_theirs:
             self.destination.abort(own_state.release)
@@ -408,8 +430,8 @@ class Move:
         there_state, own_snapshots = self.destination.status(), self.source.snapshots()
         if there_state["state"] != ABSENT and there_state["release"] != release:
             raise self._refused(
-                f"{self.destination.node} has another volume {self.destination.name!r}; name it"
-                " otherwise: --as NAME"
+                f"{self.destination.node} has another volume {self.destination.name!r}",
+                Trouble.NAME_TAKEN,
             )
         self._verifies = bool(there_state.get("verifies"))
         base_id = own_snapshots.get(there_state["chain"], "")
@@ -542,7 +564,8 @@ class Move:
         self.destination.abort(release)
         raise self._refused(
             f"{self.destination.node} holds something else than was sent, and it was removed"
-            " there; look for a disk or memory with errors, then call again"
+            " there; look for a disk or memory with errors",
+            Trouble.DIFFERENT,
         ) from None
 
     def _complete(self, move: carver.MoveState) -> There:
@@ -554,18 +577,14 @@ class Move:
         node = self.destination.node
         there_state = self.destination.status()
         if there_state["state"] == ABSENT or there_state["release"] != move.release:
-            raise self._refused(
-                f"it is {node}'s, which does not have it any more; --undo takes it back where no"
-                " other node has it"
-            )
+            raise self._refused(f"it is {node}'s, which does not have it any more", Trouble.LOST)
         if there_state["state"] == tag.MOVED:
-            raise self._refused(f"{node} has moved it on; --finish deletes what is left here")
+            raise self._refused(f"{node} has moved it on", Trouble.ENDED)
         if there_state["state"] != tag.READY:
             there_state = self.destination.finish(move.word)
         self.source.drop(())
         self._tell(
-            f"{self.destination.name} is {node}'s; what is left here is under quarantine until"
-            " --finish or --undo"
+            f"{self.destination.name} is {node}'s; what is left on its old node is under quarantine"
         )
         return there_state
 
@@ -596,8 +615,9 @@ class Move:
         self._taken[snapshot_id] = taken_at
         return snapshot_id
 
-    def _refused(self, why: str) -> errors.NotMoved:
-        return errors.NotMoved(self._volume_id, why)
+    def _refused(self, why: str, trouble: Trouble | None = None) -> errors.NotMoved:
+        advice = self._advice.get(trouble, "") if trouble else ""
+        return errors.NotMoved(self._volume_id, why + advice)
 
 
 @contextmanager

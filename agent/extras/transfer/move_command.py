@@ -20,7 +20,7 @@ from agent.core import errors, ids
 from agent.extras.kubernetes import access
 from agent.extras.kubernetes.rebinding import Place
 from agent.extras.transfer import claim_moves, streams_command
-from agent.extras.transfer.move import Differ, Move, Sent, There, prefix_of
+from agent.extras.transfer.move import Differ, Move, Sent, There, Trouble, prefix_of
 from agent.extras.transfer.remote import Remote
 from mount.block_io import Bytes
 from proto import carver_pb2 as carver
@@ -42,6 +42,24 @@ class Options:
     as_json: bool = False
 
 
+# What the reader of an error of the command can do, as the end of its sentence.
+_ADVICE = {
+    Trouble.NOT_THEIRS: (
+        ": go on with the move, or --undo it. If another node has it by now, and its pod reads its"
+        " data there, see docs/operations.md: --there-is-none makes what is here a volume again"
+    ),
+    Trouble.MOVED_ON: "; --undo that move there first",
+    Trouble.ENDED: "; --finish ends the move here, once the other node has it",
+    Trouble.NOWHERE: (
+        ". Look on each node (`carver volume list`), with all its volume groups; where none has it,"
+        " --there-is-none takes it back"
+    ),
+    Trouble.LOST: "; --undo takes it back where no other node has it",
+    Trouble.NAME_TAKEN: "; name it otherwise: --as NAME",
+    Trouble.DIFFERENT: ", then call again",
+}
+
+
 def move_of(
     verbs: VolumeVerbs,
     remote: Remote,
@@ -51,7 +69,7 @@ def move_of(
 ) -> Move:
     """Return the move of a volume of this node to another node."""
     source, destination = OwnNode(verbs, volume_id), OtherNode(verbs, remote, options)
-    return Move(source, destination, volume_id, tell)
+    return Move(source, destination, volume_id, tell, _ADVICE)
 
 
 class OwnNode:

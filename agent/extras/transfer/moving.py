@@ -48,7 +48,8 @@ class Mover:
         """Return the state of a volume, and of its move if a move was begun.
 
         `name` is the volume's name, the name of its logical volume, or its id. Raises NoSuchVolume
-        if there is no such volume, or only an inline volume.
+        if there is no such volume, or only an inline volume; for an id, only if its volume group is
+        present and lacks it.
         """
 
         def is_it(volume: Volume) -> bool:
@@ -56,6 +57,9 @@ class Mover:
             return name in names and not volume.is_ephemeral
 
         if (volume := self._reports.search(is_it)) is None:
+            if (identity := VolumeId.parse(name)) is not None:
+                # Raise an error that is no proof of absence if the volume group is missing.
+                self._reports.fresh(identity.group).volume(name)
             raise errors.NoSuchVolume(name)
         return self._state(volume)
 
@@ -69,7 +73,7 @@ class Mover:
             volume = self._volume(volume_id)
             old_node = volume.own_tags.get(tag.MOVE_TO, "")
             if old_node and old_node != node:
-                why = f"it moves to {old_node}; end that by --finish or --undo first"
+                why = f"it moves to {old_node}; end that move first"
                 raise errors.NotMoved(volume_id, why)
             if not old_node:
                 fresh_report = self._mender.mend(volume.group.name)

@@ -65,6 +65,9 @@ class Receiver:
     def status(self, name: str) -> carver.ReceiveState:
         """Return the state of the volume of a name; the state is `absent` if there is none.
 
+        A volume that is absent may be in a configured volume group that is not on this node now;
+        the state names such a group.
+
         Raises NeedsOther or TagsDamaged if there may be such a volume, but this version of Carver
         cannot read its tags. Until that is known, the node that the volume came from must not use
         its own volume.
@@ -73,8 +76,10 @@ class Receiver:
         volume = self._reports.search(lambda candidate: candidate.name == own_name)
         if volume is not None:
             return _state(volume)
-        self._reports.fresh().require_none_named(own_name)
-        return carver.ReceiveState(state="absent")
+        fresh_report = self._reports.fresh()
+        fresh_report.require_none_named(own_name)
+        missing_groups = fresh_report.named_groups - fresh_report.groups.keys()
+        return carver.ReceiveState(state="absent", missing_group=min(missing_groups, default=""))
 
     def begin(self, name: str, device_class: str, header: Header) -> carver.ReceiveState:
         """Create or grow the volume for a stream; return the volume's state.
@@ -226,7 +231,7 @@ class Receiver:
             if tag.RECEIVED not in volume.own_tags or not hmac.compare_digest(released, release):
                 raise errors.NotReceived(volume_id, "it did not come by this move")
             if tag.MOVE_TO in volume.own_tags:
-                why = f"it moves on to {volume.own_tags[tag.MOVE_TO]}; --undo that move here first"
+                why = f"it moves on to {volume.own_tags[tag.MOVE_TO]}; take that move back first"
                 raise errors.NotReceived(volume_id, why)
             if kept_snapshots := volume.kept_snapshots:
                 raise errors.HasSnapshots(

@@ -127,7 +127,7 @@ def test_nothing_below_the_services_names_grpc_or_the_wire(
             {
                 f"agent/extras/controller/{one}.py"
                 for one in (
-                    *("enrolment", "health_events", "lists", "nodes", "placement"),
+                    *("call_records", "enrolment", "health_events", "lists", "nodes", "placement"),
                     *("controller_process", "node_moves", "questions", "router"),
                 )
             }

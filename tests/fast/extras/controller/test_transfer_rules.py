@@ -220,6 +220,7 @@ LIES = [
     ("ReceiveStatus", "offset_bytes", (8 << 60) + 1),
     ("ReceiveStatus", "received", "x" * 513),
     ("ReceiveStatus", "release", "no"),
+    ("ReceiveStatus", "missing_group", "x" * 513),
     ("Pull", "done_bytes", (1 << 30) + 1),
     ("Pull", "size_bytes", (8 << 60) + 1),
     ("Pull", "checked_bytes", (2 << 30) + 1),

@@ -255,6 +255,29 @@ def test_nothing_is_decided_while_a_node_is_silent(silent: str, stage: str) -> N
         assert not history.left_over(quarantined=True)
 
 
+@pytest.mark.parametrize("text", ["{}", '"undo"'])
+@pytest.mark.parametrize("stage", ["commit", "FinishReceive", "POST volume", "DELETE claim"])
+def test_a_volume_in_a_group_that_is_missing_for_a_while_is_not_lost(stage: str, text: str) -> None:
+    """It would be taken back, and be on two nodes when the group comes back."""
+    with cluster() as history:
+        controller = evacuate(history, '{"to": ["b"]}')
+        run_until(history, stage)
+        history.kill(controller)
+        history.services["b"].lose_group()
+        history.kube.request("a", text)
+        history.start()
+        history.run(1200.0)
+        assert history.services["a"].volumes["pvc-data-db-0"].state == tag.MOVED
+        problems = str(history.controllers[0].progress.snapshot())
+        history.services["b"].find_group()
+        history.run(1.0)
+        history.kube.uncordon("b")
+        history.settle(lambda: history.is_settled(left="b" if "undo" in text else "a"))
+        assert not history.left_over(quarantined=True)
+        if stage in ("commit", "FinishReceive"):
+            assert "group data is missing there" in problems
+
+
 @pytest.mark.parametrize("policy", ["Delete", "Retain"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_evacuation_is_undone_at_each_stage(stage: str, policy: str) -> None:
@@ -299,6 +322,51 @@ def test_an_evacuation_that_is_stopped_leaves_no_claim_between_nodes(
         assert pulls() == 0
         history.kube.request("a", "{}")
         history.settle(lambda: history.is_settled(left="a"))
+        assert not history.left_over(quarantined=True)
+
+
+def gone(history: History, claim: str) -> str:
+    """What is still there of a claim that was deleted; empty if nothing is."""
+    kube = history.kube
+    names = [name for _, name in kube.objects["persistentvolumes"] if f"pvc-{claim}" in name]
+    names += [name for _, name in kube.objects["persistentvolumeclaims"] if name == claim]
+    for service in history.services.values():
+        names += [str(one) for one in service.volumes.values() if claim in one.volume_id]
+    return ", ".join(names)
+
+
+@pytest.mark.parametrize("request_text", ["{}", '"stop"', '"undo"'])
+@pytest.mark.parametrize("layout", ["linear", "thin"])
+@pytest.mark.parametrize(
+    "stage", ["begin", "take", "Pull", "hold", "commit", "FinishReceive", "PATCH"]
+)
+def test_nothing_is_left_of_a_claim_that_is_deleted_before_it_is_rebound(
+    stage: str, layout: str, request_text: str
+) -> None:
+    """Its volume could not be deleted because of the move, or what the target has received."""
+    replicas = {"db-0": {"data-db-0": layout}, "db-1": {"data-db-1": "linear"}}
+    with cluster(replicas) as history:
+        evacuate(history)
+        run_until(history, stage)
+        history.kube.abandon("db-0")
+        history.kube.request("a", request_text)
+        history.settle(lambda: gone(history, "data-db-0"))
+        if request_text != "{}":
+            history.kube.uncordon("a")
+        history.settle(lambda: history.is_settled(left="a" if request_text == "{}" else ""))
+
+
+def test_an_undo_does_not_lose_a_claim_whose_deletion_another_s_finalizer_delays() -> None:
+    """As while a VolumeSnapshot of it is taken. The deletion cannot be stopped any more."""
+    with cluster() as history:
+        history.kube.kept.add("data-db-0")
+        evacuate(history)
+        run_until(history, "DELETE claim")
+        history.kube.request("a", '"undo"')
+        history.run(1200.0)
+        history.kube.kept.clear()
+        history.settle(lambda: history.is_settled(left="b") or history.is_settled(left="c"))
+        assert history.kube.place_of("data-db-0") == "a"
         assert not history.left_over(quarantined=True)
 
 

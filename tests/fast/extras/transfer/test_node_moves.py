@@ -3,9 +3,10 @@
 import itertools
 import logging
 import random
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,11 +23,13 @@ import pytest
 from clustered import Cluster
 from fakes.host import FakeHost
 from nodes import Node, volume_of, write
+from relay import Relay
 
 from agent.core import errors, tag
 from agent.csi.client import block
 from agent.extras.controller import certificates
 from agent.extras.controller.certificates import Certificates
+from agent.extras.controller.controller_metrics import Metrics
 from agent.extras.controller.node_moves import NodeFailed
 from agent.extras.streams import form, reading
 from agent.extras.transfer import grants, node_streams
@@ -117,6 +120,38 @@ def test_a_volume_moves_whole(two: Cluster, layout: str) -> None:
     assert moved.volume_id == there["volume_id"]
     secrets = histories.KEY if layout.startswith(histories.SEALED) else {}
     b.client.stage(moved, b.directory / "staging", block(), secrets)
+
+
+def test_each_call_of_a_move_is_counted_as_a_call_that_is_passed_on(
+    two: Cluster, volume: csi.Volume, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "agent.extras.controller.call_records")
+    metrics = Metrics(two.controller.nodes)
+    moving = move(two, volume.volume_id)
+    run(moving)
+    with pytest.raises(NodeFailed, match="NOT_FOUND"):
+        move(two, f"{volume.volume_id}-other").source.state()
+    called = {(one.method, one.node): one for one in two.calls}
+    assert all(one.subject.startswith(volume.volume_id) for one in called.values())
+    methods = {"BeginMove", "HoldMove", "CommitMove", "CreateSnapshot", "ListSnapshots"}
+    assert {method for method, node in called if node == "a"} >= methods
+    assert {method for method, node in called if node == "b"} >= {"Pull", "FinishReceive"}
+    # The duration of a stream is no time of an answer.
+    assert called["Pull", "b"].stream_seconds > 0
+    assert not called["Pull", "b"].nodes_seconds
+    for one in two.calls:
+        metrics.count_call(one)
+    text = metrics.text().decode()
+    assert 'carver_controller_calls_total{code="OK",method="CommitMove",node="a"} 1.0' in text
+    assert 'carver_controller_calls_total{code="NOT_FOUND",method="MoveStatus",node="a"}' in text
+    # Few of many calls are logged: those that failed.
+    logged = [vars(one)["fields"] for one in caplog.records if one.getMessage() == "call"]
+    assert {one["code"] for one in logged} == {"NOT_FOUND"}
+    two.nodes_file.write_text("[nodes]\n")
+    two.loop.run(two.controller.look())
+    with pytest.raises(NodeFailed, match="no node a"):
+        moving.source.state()
+    assert (two.calls[-1].node, two.calls[-1].code) == ("", Code.UNAVAILABLE)
 
 
 def test_a_volume_that_moved_is_taken_back(two: Cluster, volume: csi.Volume) -> None:
@@ -426,6 +461,97 @@ def test_a_caller_that_goes_ends_its_stream(
     assert begun.ask().startswith(form.MAGIC)
 
 
+# Machines that lose power
+
+# The pings of connections in these tests are so many times as frequent.
+_FASTER = 20
+
+
+def faster(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
+    """Options with more frequent pings, and shorter time limits for the answers."""
+    of_pings = ("keepalive_time_ms", "keepalive_timeout_ms", "ping_timeout_ms")
+    return tuple(
+        (key, value // _FASTER if key.endswith(of_pings) else value) for key, value in options
+    )
+
+
+@pytest.mark.parametrize("is_flooding", [True, False], ids=["full of data", "without data"])
+@pytest.mark.parametrize("gone", ["a", "b"], ids=["a node of both", "the controller"])
+def test_a_machine_that_loses_power_ends_its_streams_within_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str, is_flooding: bool
+) -> None:
+    """The way to one of both nodes is lost: the target's to the source, or the controller's."""
+    monkeypatch.setattr(certificates, "_OPTIONS", faster(certificates._OPTIONS))
+    monkeypatch.setattr(certificates, "SERVER_OPTIONS", faster(certificates.SERVER_OPTIONS))
+    flush, lost = node_streams._Messages.flush, threading.Event()
+
+    def lose_power(messages: Any) -> None:
+        flush(messages)
+        put = messages._put
+        two.loop.loop.call_soon_threadsafe(relay.passes.clear)
+        lost.set()
+        while True:
+            if is_flooding:
+                put(carver.SendPart(data=bytes(1 << 20)))
+            else:
+                put.__self__.check()
+                time.sleep(0.01)
+
+    with nodes_that_send(tmp_path) as two:
+        made = volume_of(two.nodes["a"])
+        write(two.nodes["a"], "vol-db", random.Random(1))
+        two.nodes["a"].client.unstage(made.volume_id, two.nodes["a"].directory / "staging")
+        with relayed(two, gone) as relay:
+            streams: list[Any] = [
+                node.service.extras["transfer"]._node_streams  # type: ignore[attr-defined]
+                for node in two.nodes.values()
+            ]
+            with monkeypatch.context() as patched:
+                patched.setattr(node_streams, "PART_BYTES", 4096)
+                patched.setattr(node_streams._Messages, "flush", lose_power)
+                failing = threading.Thread(target=lambda: code_of(move_of(two, made)))
+                failing.start()
+                assert lost.wait(expect.PATIENCE_SECONDS)
+                began = time.monotonic()
+                expect.soon(lambda: not any(one._jobs for one in streams))
+                # Time to look for a caller that has gone, and for a machine with other work.
+                assert time.monotonic() - began < certificates.GONE_SECONDS / _FASTER + 20
+                failing.join(expect.PATIENCE_SECONDS)
+            for one in streams:
+                for limit in (one._sends, one._pulls):
+                    assert limit._free._value == node_streams.MOST_AT_ONCE
+            two.loop.loop.call_soon_threadsafe(relay.passes.set)
+            two.ask()
+            run(move(two, made.volume_id))
+        assert two.nodes["b"].content("vol-db") == two.nodes["a"].content("vol-db")
+
+
+def move_of(two: Cluster, volume: csi.Volume) -> Callable[[], Any]:
+    return lambda: move(two, volume.volume_id).approach()
+
+
+@contextmanager
+def relayed(two: Cluster, name: str) -> Iterator[Relay]:
+    """Have the controller name another way to a node, which can be lost."""
+
+    async def opened() -> tuple[Any, Relay]:
+        way = Relay.to(int(two.address(name).rpartition(":")[2]))
+        return way, await way.__aenter__()
+
+    way, relay = two.loop.run(opened())
+    lines = [
+        f'"{one}" = "{f"127.0.0.1:{relay.port}" if one == name else two.address(one)}"'
+        for one in two.nodes
+    ]
+    two.nodes_file.write_text("\n".join(["[nodes]", *lines, ""]))
+    two.loop.run(two.controller.look())
+    two.ask()
+    try:
+        yield relay
+    finally:
+        two.loop.run(way.__aexit__(None, None, None))
+
+
 # What is not so
 
 
@@ -471,6 +597,78 @@ def test_a_late_controller_ends_no_other_move_than_its_own(
     for _ in range(2):
         moving.source.finish(of_moving)
     assert a.names() == set()
+
+
+def test_a_volume_whose_group_is_missing_does_not_count_as_gone(
+    two: Cluster, volume: csi.Volume
+) -> None:
+    """What is left of it would be forgotten, and come back with the group."""
+    moving = move(two, volume.volume_id)
+    run(moving)
+    lvm2 = cast(FakeHost, two.nodes["a"].host).lvm2
+    present = dict(lvm2.groups)
+    lvm2.groups.clear()
+    with pytest.raises(NodeFailed, match="is not on this node") as raised:
+        moving.source.state()
+    assert raised.value.code() is Code.FAILED_PRECONDITION
+    lvm2.groups.update(present)
+    assert moving.source.state().state == tag.MOVED
+    moving.finish()
+    with pytest.raises(NodeFailed, match="there is no volume") as raised:
+        moving.source.state()
+    assert raised.value.code() is Code.NOT_FOUND
+
+
+FLAGS = r"(?<!\w)--\w"
+
+
+def test_what_the_controller_says_names_no_flag_of_the_command(
+    two: Cluster, volume: csi.Volume
+) -> None:
+    """Its reader has called no command, and some flags are for who has looked at all nodes."""
+    why: list[str] = []
+
+    def refused(call: Callable[[], Any]) -> None:
+        with pytest.raises(errors.AgentError) as raised:
+            call()
+        why.append(str(raised.value))
+
+    moving = move(two, volume.volume_id)
+    moving.approach()
+    refused(lambda: two.controller.moves.move(volume.volume_id, "a", "c").source.begin("c"))
+    run(moving)
+    b = two.nodes["b"]
+    [there] = b.client.volumes()
+    onward = two.controller.moves.move(there.volume_id, "b", "a", name="other")
+    onward.source.begin("a")
+    word = moving.source.state().word
+    refused(lambda: moving.destination.withdraw(word))
+    onward.source.undo(onward.source.state().release)
+    b.client.delete(there.volume_id)
+    refused(moving.complete)
+    refused(moving.finish)
+    refused(lambda: moving.undo(confirmed=lambda _text: True, is_nowhere=lambda _text: False))
+    volume_of(b)
+    other = move(two, volume.volume_id)
+    other.source.undo(other.source.state().release)
+    refused(other.approach)
+    assert len(why) == 6
+    assert not [text for text in why if re.search(FLAGS, text)]
+
+
+def test_an_absent_volume_may_be_in_a_group_that_is_missing(
+    two: Cluster, volume: csi.Volume
+) -> None:
+    moving = move(two, volume.volume_id)
+    assert moving.destination.status()["missing_group"] == ""
+    run(moving)
+    lvm2 = cast(FakeHost, two.nodes["b"].host).lvm2
+    present = dict(lvm2.groups)
+    lvm2.groups.clear()
+    there = moving.destination.status()
+    assert (there["state"], there["missing_group"]) == ("absent", min(present))
+    lvm2.groups.update(present)
+    assert moving.destination.status()["state"] == tag.READY
 
 
 def test_a_source_that_lies_moves_nothing(
