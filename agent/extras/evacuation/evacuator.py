@@ -12,7 +12,7 @@ goes on.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -107,9 +107,10 @@ class Evacuator:
         kinds = {name: _kind(node) for name, node in nodes.items()}
         now = self._context.monotonic()
         is_changed = self._note_kinds(kinds, now)
+        begun = self._begun()
         have_ended = self._forget_ended()
         if is_changed or have_ended or now - self._noted_seconds >= _PLAN_SECONDS:
-            self._read_notes()
+            self._read_notes(begun)
             self._noted_seconds = now
             self._finish_rebindings()
             self._take_back_vanished()
@@ -126,21 +127,25 @@ class Evacuator:
                 self._context.progress.problem(name, text_of(error))
                 _log.info("the evacuation of node %s waits: %s", name, text_of(error))
 
-    def _read_notes(self) -> None:
-        """Read the notes of all PersistentVolumes, and find those that were deleted meanwhile.
-
-        The volume of a claim that is deleted is deleted, too, and its PersistentVolume with the
-        note. What the target has received by then is known to this process alone.
-        """
-        before = {
+    def _begun(self) -> Set[MoveNote]:
+        """Return the moves that are under way by what this process knows, also of ended drives."""
+        driven = {
             MoveNote(drive.source, volume_id, drive.target, is_back=drive.is_back)
             for drive in self._drives()
             if isinstance(drive, _UnitOf)
             for volume_id in drive.volume_ids
         }
-        before |= set(self._under_way())
+        return driven.union(self._under_way())
+
+    def _read_notes(self, begun: Set[MoveNote]) -> None:
+        """Read the notes of all PersistentVolumes, and find those that were deleted meanwhile.
+
+        `begun` are the moves that were under way before. The volume of a claim that is deleted is
+        deleted, too, and its PersistentVolume with the note. What the target has received by then
+        is known to this process alone.
+        """
         self._noted = self._context.notes.read()
-        self._vanished |= before - {note for volume in self._noted for note in volume.notes}
+        self._vanished |= begun - {note for volume in self._noted for note in volume.notes}
 
     def _note_kinds(self, kinds: Mapping[str, str], now: float) -> bool:
         """Note what is requested for each node; return whether that has changed."""

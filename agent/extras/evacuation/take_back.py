@@ -3,14 +3,14 @@
 import logging
 from collections.abc import Callable
 
-from agent.core import errors, tag
+from agent.core import errors
 from agent.extras.evacuation import evacuation_events as reasons
 from agent.extras.evacuation.drive import Drive
 from agent.extras.evacuation.evacuation_context import EXPECTED, Context
 from agent.extras.evacuation.move_notes import MoveNote, NotedVolume
 from agent.extras.evacuation.unit_drive import is_not_found
 from agent.extras.kubernetes.rebinding import Place, Rebinding
-from agent.extras.transfer.move import ABSENT, Move
+from agent.extras.transfer.move import ABSENT, Move, is_moved, is_receiving
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class TakeBack:
             there_state = move.destination.status()
             is_theirs = there_state["release"] == own_state.release
             # No claim is rebound before its volume was handed over.
-            if own_state.state == tag.MOVED and there_state["state"] != ABSENT and is_theirs:
+            if is_moved(own_state) and there_state["state"] != ABSENT and is_theirs:
                 place = Place(str(there_state["volume_id"]), note.target, context.driver_name)
                 if not self._undo_rebinding(move, place):
                     return
@@ -73,7 +73,7 @@ class TakeBack:
         """Remove what the target has received of a volume that does not exist any more."""
         there_state = move.destination.status()
         is_of_it = there_state["received"] == self._note.volume_id
-        if is_of_it and there_state["state"] == tag.RECEIVING:
+        if is_of_it and is_receiving(there_state):
             move.destination.abort(there_state["release"])
 
     def _undo_rebinding(self, move: Move, place: Place) -> bool:
@@ -119,7 +119,7 @@ class VanishedTakeBack(TakeBack):
             return
         move = context.moves.move(note.volume_id, note.source, note.target)
         try:
-            is_handed_over = move.source.state().state == tag.MOVED
+            is_handed_over = is_moved(move.source.state())
         except EXPECTED as error:
             if not is_not_found(error):
                 raise

@@ -221,6 +221,16 @@ def prefix_of(release: str) -> str:
     return f"{_PREFIX}{release[:_PREFIX_CHARACTERS]}-"
 
 
+def is_moved(own_state: carver.MoveState) -> bool:
+    """Return whether a volume is not its old node's any more, by that node's state of it."""
+    return own_state.state == tag.MOVED
+
+
+def is_receiving(there_state: There) -> bool:
+    """Return whether a volume cannot be used yet on the node that it moves to."""
+    return there_state["state"] == tag.RECEIVING
+
+
 def is_own(there_state: There) -> bool:
     """Return whether a node has a volume as its own, which can be used there."""
     return bool(there_state["state"] == tag.READY)
