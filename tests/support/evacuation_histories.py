@@ -116,7 +116,7 @@ class History:
         self.baton.between = self._between
         self.ahead = 0.0
         self.problems = 0
-        self.has_stepped = False
+        self.has_stepped = self.has_lost_group = False
         self.controllers: list[Controller] = []
         self._count = 0
         if make:
@@ -222,6 +222,7 @@ class History:
             # Nodes that are evacuated to each other.
             self.kube.request("b", chance.choice(self.requests))
         elif what == "group":
+            self.has_lost_group = True
             service = self.services[chance.choice(NAMES)]
             (service.find_group if service.missing_group else service.lose_group)()
         elif what == "lose":
@@ -343,6 +344,9 @@ class History:
                         return f"{volume.volume_id} moves to {volume.move_to}"
                     continue
                 is_kept = volume.state == tag.MOVED and volume.volume_id in noted
+                if volume.is_coming and self.has_lost_group:
+                    # An undo could not remove it. The next move there does.
+                    continue
                 if not (quarantined and is_kept):
                     return f"{service.name} has {volume}"
         if not quarantined and noted:

@@ -322,6 +322,7 @@ class Service:
             "received": volume.received,
             "finishing": bool(volume.finishing),
             "release": volume.release or digest(volume.released),
+            "missing_group": "",
             "verifies": True,
         }
 

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agent.core import errors
+from agent.core import errors, tag
 from agent.extras.evacuation import evacuation_events as reasons
 from agent.extras.evacuation.drive import Drive, Unwanted, Wish
 from agent.extras.evacuation.evacuation_context import EXPECTED, Context
@@ -166,7 +166,7 @@ class UnitDrive:
         """Note the move at each PersistentVolume, and clear the way on the target.
 
         What is left on the target of an earlier move of a volume by an evacuation is deleted: the
-        target cannot have the volume twice.
+        target cannot have the volume twice. So is what it has received by a move that was undone.
         """
         notes = self._context.notes
         for volume in self._volumes:
@@ -182,6 +182,7 @@ class UnitDrive:
                     if note.source == self.unit.target:
                         erase(self._context, note, noted)
                         notes.remove(noted.name, note)
+                _remove_undone(volume.move, volume_id)
             notes.ensure(noted.name, MoveNote(self._source, volume_id, self.unit.target))
 
     # Copying
@@ -397,6 +398,21 @@ def erase(context: Context, note: MoveNote, volume: NotedVolume) -> None:
     context.events.node(
         note.source, reasons.ERASED, f"what was left of volume {note.volume_id} is erased"
     )
+
+
+def _remove_undone(move: Move, volume_id: str) -> None:
+    """Remove what a target has received of a volume by a move that its source has forgotten.
+
+    It is left if the target's volume group was missing when that move was undone. The target can
+    never finish it: the source had the word, and has forgotten it.
+    """
+    # Ask the target first: a move by which it has received something was begun before.
+    there_state = move.destination.status()
+    if there_state["state"] != tag.RECEIVING or there_state["received"] != volume_id:
+        return
+    own_state = move.source.state()
+    if own_state.state == tag.READY and own_state.release != there_state["release"]:
+        move.destination.abort()
 
 
 def is_not_found(error: BaseException) -> bool:

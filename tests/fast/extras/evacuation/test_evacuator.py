@@ -356,6 +356,20 @@ def test_nothing_is_left_of_a_claim_that_is_deleted_before_it_is_rebound(
         history.settle(lambda: history.is_settled(left="a" if request_text == "{}" else ""))
 
 
+def test_what_an_undo_could_not_remove_does_not_hold_up_the_next_move() -> None:
+    with cluster() as history:
+        evacuate(history, '{"to": ["b"]}')
+        run_until(history, "Pull")
+        history.services["b"].lose_group()
+        history.kube.request("a", '"undo"')
+        history.settle(lambda: "" if said(history, "VolumeTakenBack") else "not yet")
+        history.services["b"].find_group()
+        assert history.services["b"].volumes["pvc-data-db-0"].is_coming
+        history.kube.request("a", '{"to": ["b"]}')
+        history.settle(lambda: history.is_settled(left="a"))
+        assert not history.left_over(quarantined=True)
+
+
 def test_an_undo_does_not_lose_a_claim_whose_deletion_another_s_finalizer_delays() -> None:
     """As while a VolumeSnapshot of it is taken. The deletion cannot be stopped any more."""
     with cluster() as history:
