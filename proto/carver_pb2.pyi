@@ -696,15 +696,15 @@ class PullProgress(_message.Message):
     """The offset in the volume that was reached, and the size of the volume."""
     size_bytes: _builtins.int
     data_bytes: _builtins.int
+    """The number of bytes of data that the stream had so far."""
     received_sha256: _builtins.str
+    """In the last message only, if asked for: the checksums of what was received and of what was sent."""
     sent_sha256: _builtins.str
     checked_bytes: _builtins.int
-    """The number of bytes that both nodes together have read again for the checksums."""
+    """The sum of the offsets up to which both nodes have read again for the checksums."""
     @_builtins.property
     def state(self) -> Global___ReceiveState:
-        """The next fields are in the last message only: the state of the volume, the number of bytes that
-        the stream had, and, if asked for, the checksums of what was received and of what was sent.
-        """
+        """In the last message only: the state of the volume."""
 
     def __init__(
         self,
@@ -772,7 +772,7 @@ class SendPart(_message.Message):
     sha256: _builtins.str
     """In the last message, without data, if asked for: the checksum of what was sent."""
     checked_bytes: _builtins.int
-    """In the messages before it, without data: how many bytes were read again for the checksum."""
+    """In messages before it, without data: the offset up to which was read again for the checksum."""
     def __init__(
         self,
         *,

@@ -587,7 +587,16 @@ class _Rate:
         began, first_bytes = self._first
         rate = (done_bytes - first_bytes) / max(now - began, 0.001)
         left = (message.size_bytes - done_bytes) / rate if rate > 0 else None
-        self._show(Progress(self._action, done_bytes, message.size_bytes, max(rate, 0.0), left))
+        # Both nodes read again at the same time.
+        checked_bytes = getattr(message, "checked_bytes", 0) // 2
+        data_bytes = getattr(message, "data_bytes", 0)
+        self._show(
+            Progress(
+                *(self._action, done_bytes, message.size_bytes, max(rate, 0.0), left),
+                checked_bytes,
+                data_bytes,
+            )
+        )
 
 
 def _there(state: carver.ReceiveState) -> There:

@@ -16,12 +16,16 @@ from agent.extras.evacuation.plan import Plan, Unit
 # Time, in seconds, over which the rate of a transfer is averaged. Samples that are older by this
 # time count half.
 _AVERAGE_SECONDS = 60.0
+# Time, in seconds, that the samples of a round must cover before the round's own rate counts.
+_OWN_RATE_SECONDS = 20.0
 # Duration of a round, in seconds, up to which a move counts as caught up after the round: the next
 # round, which is sent while the volume is not in use, is then short (CAUGHT_UP_SECONDS in
 # agent/extras/transfer/move.py).
 _CAUGHT_UP_SECONDS = 30.0
 # Maximum number of rounds that are computed ahead. With so many, what changes is not sent in time.
 _MOST_ROUNDS = 100
+# Number of passes of a round over the data: they are sent, and then both nodes read them again.
+_PASSES = 2
 # Number of units that move at the same time (evacuator.py).
 AT_ONCE = 2
 
@@ -120,6 +124,10 @@ class Estimate:
     known from the second round on, or once `changed` was called. Until then it counts as 0, and the
     estimate is a lower bound.
 
+    If `sent` is given numbers of bytes of data, the rate of the present round counts from
+    _OWN_RATE_SECONDS on, so that a rate that changes is followed within a few minutes. How much the
+    round has to send follows from what the round before had to send.
+
     Times are those of a monotonic clock, in seconds. The methods must not run concurrently.
     """
 
@@ -143,6 +151,12 @@ class Estimate:
         # Time and position of the last sample of the rate, and the time that the samples cover,
         # each weighted by its age.
         self._sampled, self._sampled_bytes, self._weight = 0.0, 0, 0.0
+        # Number of bytes of data that the present round has sent, and their rate; rate at which
+        # they were changed before the last round with an end.
+        self._data_bytes, self._data_rate = 0, 0.0
+        self._seen_change_rate: float | None = None
+        # Rate of the data in the other passes of the last round with an end; 0 if not known.
+        self._other_rate = 0.0
 
     def begin(self, total_bytes: int, now: float, done_bytes: int = 0, passes: int = 1) -> None:
         """Begin a round of so many passes over `total_bytes`, the first from `done_bytes` on.
@@ -155,6 +169,7 @@ class Estimate:
         self.rounds += 1
         self.total_bytes, self._begun, self._pass, self._is_over = total_bytes, now, 1, False
         self._first_pass_seconds = 0.0
+        self._data_bytes = 0
         self._begin_pass(done_bytes, now)
 
     def _begin_pass(self, done_bytes: int, now: float) -> None:
@@ -162,8 +177,11 @@ class Estimate:
         self._pass_begun = self._sampled = now
         self.rate = self._weight = 0.0
 
-    def sent(self, done_bytes: int, now: float) -> None:
-        """Note the offset that the present pass has reached. A smaller offset begins a new pass."""
+    def sent(self, done_bytes: int, now: float, data_bytes: int = 0) -> None:
+        """Note the offset that the present pass has reached. A smaller offset begins a new pass.
+
+        `data_bytes` is the number of bytes of data that the round has sent; 0 if it is not known.
+        """
         if done_bytes < self.done_bytes:
             if self._pass == 1:
                 self._first_pass_seconds = self._sampled - self._begun
@@ -177,6 +195,10 @@ class Estimate:
         old_weight = self._weight * 0.5 ** (seconds / _AVERAGE_SECONDS)
         self._weight = old_weight + seconds
         self.rate = (self.rate * old_weight + sent_bytes) / self._weight
+        if self._pass == 1:
+            more_bytes = max(0, data_bytes - self._data_bytes)
+            self._data_rate = (self._data_rate * old_weight + more_bytes) / self._weight
+            self._data_bytes += more_bytes
         self._sampled, self._sampled_bytes = now, done_bytes
         if self._pass == 1 and done_bytes >= self.total_bytes:
             # The next pass may report nothing.
@@ -195,8 +217,12 @@ class Estimate:
         first_seconds = self._first_pass_seconds or seconds
         if first_seconds > 0:
             self._other_passes = (seconds - first_seconds) / first_seconds
+        if self._data_bytes and seconds > first_seconds:
+            self._other_rate = self._data_bytes / (seconds - first_seconds)
         if self._interval > 0:
             self._growth = seconds / self._interval
+            if self._data_bytes:
+                self._seen_change_rate = self._data_bytes / self._interval
         elif first_seconds > 0:
             self._byte_rate = self.total_bytes / first_seconds
         self.done_bytes, self._is_over = self.total_bytes, True
@@ -227,6 +253,8 @@ class Estimate:
     def _round_left(self, now: float) -> float | None:
         """Return the time until the end of the present round; None if it is not known yet."""
         elapsed = now - self._begun
+        if (left_seconds := self._left_by_data(now)) is not None:
+            return left_seconds
         if self._growth is not None:
             left = self._growth * self._interval - elapsed
             if left > 0:
@@ -242,8 +270,49 @@ class Estimate:
             return pass_left
         return pass_left + (elapsed + pass_left) * self._other_passes
 
+    def _left_by_data(self, now: float) -> float | None:
+        """Return the time until the end of the present round by the data that are left to send.
+
+        None if that is not known: in the first round, and shortly after the begin of a round.
+        """
+        if self._interval <= 0 or not self._data_bytes:
+            return None
+        other_rate, elapsed = self._other_rate, now - self._begun
+        if self._first_pass_seconds:
+            other_seconds = self._data_bytes / other_rate if other_rate else 0.0
+            left = self._first_pass_seconds + other_seconds - elapsed
+            return left if left > 0 else None
+        if not self._has_own_rate or (expected_bytes := self._expected_bytes()) is None:
+            return None
+        pass_left = (expected_bytes - self._data_bytes) / self._data_rate
+        pass_left = max(0.0, pass_left - (now - self._sampled))
+        return pass_left + (expected_bytes / other_rate if other_rate else 0.0)
+
+    def _expected_bytes(self) -> float | None:
+        """Return the number of bytes of data of the present round; None if it is not known.
+
+        It follows from the round before, or else from the part of the volume that was reached.
+        """
+        if self._seen_change_rate is not None:
+            expected_bytes = self._seen_change_rate * self._interval
+            if expected_bytes > self._data_bytes:
+                return expected_bytes
+        if not self.done_bytes:
+            return None
+        return max(1.0, self.total_bytes / self.done_bytes) * self._data_bytes
+
+    @property
+    def _has_own_rate(self) -> bool:
+        """Whether the present pass is the first one, and its rate is known well enough."""
+        return self._pass == 1 and self._weight >= _OWN_RATE_SECONDS and self._data_rate > 0
+
     def _growth_of(self, round_seconds: float) -> float:
         """Return the duration of a round as a share of the time since the snapshot before."""
+        if self._interval > 0 and self._has_own_rate and self._change_rate is None:
+            expected_bytes = self._expected_bytes()
+            if expected_bytes is not None:
+                seconds = 1 / self._data_rate + (1 / self._other_rate if self._other_rate else 0.0)
+                return expected_bytes / self._interval * seconds
         byte_rate = self._byte_rate or (self.rate if self._pass == 1 else 0.0)
         if self._change_rate is not None and byte_rate:
             return self._change_rate / byte_rate * (1 + self._other_passes)
@@ -356,17 +425,17 @@ class Progress:
         """Note that a round of a volume's transfer begins, after its snapshot was taken.
 
         `total_bytes` is what the round sends, of which `done_bytes` were sent by an earlier
-        attempt.
+        attempt. Both nodes then read again what was sent: the second pass.
         """
         with self._lock:
             for volume in self._volumes(node, volume_id):
-                volume.estimate.begin(total_bytes, self._monotonic(), done_bytes)
+                volume.estimate.begin(total_bytes, self._monotonic(), done_bytes, _PASSES)
 
-    def sent(self, node: str, volume_id: str, done_bytes: int) -> None:
-        """Note how much of the present round was sent."""
+    def sent(self, node: str, volume_id: str, done_bytes: int, data_bytes: int = 0) -> None:
+        """Note how much of the present round was sent, as Estimate.sent."""
         with self._lock:
             for volume in self._volumes(node, volume_id):
-                volume.estimate.sent(done_bytes, self._monotonic())
+                volume.estimate.sent(done_bytes, self._monotonic(), data_bytes)
 
     def changed(self, node: str, volume_id: str, changed_bytes: int) -> None:
         """Note how much has changed since the snapshot of the present round was taken."""
@@ -459,7 +528,7 @@ def _of_volume(volume: _Volume, now: float, typical_rate: float) -> VolumeProgre
     elif estimate.rounds:
         seconds_left = estimate.seconds_left(now)
     elif typical_rate:
-        seconds_left = volume.size_bytes / typical_rate
+        seconds_left = _PASSES * volume.size_bytes / typical_rate
     return VolumeProgress(
         volume.volume_id,
         volume.claim,

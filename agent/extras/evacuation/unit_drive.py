@@ -242,7 +242,8 @@ class UnitDrive:
         if volume.shown_rounds <= volume.rounds:
             volume.shown_rounds = volume.rounds + 1
             progress.begin_round(self._shown, volume_id, shown.size_bytes, shown.done_bytes)
-        progress.sent(self._shown, volume_id, shown.done_bytes)
+        reached_bytes = shown.checked_bytes or shown.done_bytes
+        progress.sent(self._shown, volume_id, reached_bytes, shown.data_bytes)
         self._say_moving(volume, shown)
 
     def _say_moving(self, volume: _Moving, shown: StreamProgress | None = None) -> None:
@@ -252,7 +253,9 @@ class UnitDrive:
         volume.said_seconds = now
         text = f"volume {volume.planned.volume_id} moves to {self.unit.target}"
         if shown is not None and shown.size_bytes:
-            text += f": {shown.action}, {100 * shown.done_bytes // shown.size_bytes} % of the round"
+            action = "reading again" if shown.checked_bytes else shown.action
+            reached_bytes = shown.checked_bytes or shown.done_bytes
+            text += f": {action}, {100 * reached_bytes // shown.size_bytes} % of the round"
         self._context.events.claim(volume.planned, reasons.MOVING, text)
 
     # The cut

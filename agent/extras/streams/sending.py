@@ -194,28 +194,27 @@ def checksum_of_parts(
     device: Opened,
     header: Header,
     parts: Iterable[Extent],
-    tell: Callable[[int], None] = lambda _read_bytes: None,
+    tell: Callable[[int], None] = lambda _offset_bytes: None,
 ) -> str:
     """Compute a checksum of the ranges that a stream names, and of all beyond the stream's base.
 
     Suppose that two volumes held the same data before the stream was applied, and that nothing else
     changed the volumes. Then both hold the same data afterwards if their checksums are equal.
     `parts` are the ranges that the stream names, `header` is its header. `tell` is called with the
-    number of bytes that were read. Raises OSError if the device cannot be read.
+    offset up to which the ranges were read. Raises OSError if the device cannot be read.
     """
     base_bytes, size_bytes = header.base_size_bytes, header.size_bytes
     grown_range = Extent(base_bytes, size_bytes - base_bytes)
     ranges = chain(clipped(merged(parts), 0, base_bytes), [grown_range])
     pieces = (pieces_of(extent.offset_bytes, extent.end_bytes, READ_BYTES) for extent in ranges)
     total = hashlib.sha256(f"{header.base_chain} {header.chain} {size_bytes}".encode())
-    read_bytes = 0
     for read, digests in _digests(device, chain.from_iterable(pieces)):
         # Add the offset and length of a range even if the range is all zeroes, because the range is
         # a part of the stream.
         total.update(read.offset_bytes.to_bytes(8, "big") + read.length_bytes.to_bytes(8, "big"))
         total.update(digests)
-        read_bytes += read.length_bytes
-        tell(read_bytes)
+        tell(read.end_bytes)
+    tell(size_bytes)
     return total.hexdigest()
 
 

@@ -105,7 +105,9 @@ class Progress:
 
     `done_bytes` is the offset in the volume that was reached, of `size_bytes`. `bytes_per_second`
     counts bytes of the volume, also those that need not be sent. `seconds_left` is None while it is
-    unknown.
+    unknown. `checked_bytes` is how far reading again has got, as an offset in the volume; 0 before
+    all is received. `data_bytes` is the number of bytes of the volume that were sent; 0 if that is
+    not known.
     """
 
     action: str
@@ -113,6 +115,8 @@ class Progress:
     size_bytes: int
     bytes_per_second: float = 0.0
     seconds_left: float | None = None
+    checked_bytes: int = 0
+    data_bytes: int = 0
 
 
 @dataclass(frozen=True)

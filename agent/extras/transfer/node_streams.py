@@ -23,6 +23,7 @@ import grpc
 from agent.core import errors, ids
 from agent.csi.client import Client
 from agent.daemon.server import Service
+from agent.extras.streams.form import Totals
 from agent.extras.transfer.move import prefix_of
 from agent.extras.transfer.moving import Mover
 from mount.block_io import Bytes, Opened
@@ -76,8 +77,10 @@ class _Job(Generic[T]):
         self._limit, self._kind, self._work = limit, kind, work
         self.parts: Queue[carver.SendPart | None] = Queue(_QUEUED)
         self.done_bytes = self.size_bytes = 0
-        # Numbers of bytes that were read again for a checksum, by this node and by the other one.
+        # Offsets up to which this node and the other one have read again for a checksum.
         self.checked_bytes, self.checked_there_bytes = 0, 0
+        # The counts of what was received.
+        self.totals = Totals()
         self.ended = threading.Event()
         self._is_over = threading.Event()
         self._cancel: Callable[[], object] = lambda: None
@@ -138,19 +141,21 @@ class _Job(Generic[T]):
             raise errors.TransferFailed(self._kind, repr(problem))
         return self._outcome[0]
 
-    def checked(self, read_bytes: int) -> None:
-        """Note how much this node has read again for a checksum."""
-        self.checked_bytes = min(read_bytes, self.size_bytes)
+    def checked(self, offset_bytes: int) -> None:
+        """Note up to which offset this node has read again for a checksum."""
+        self.checked_bytes = min(offset_bytes, self.size_bytes)
 
-    def checked_there(self, read_bytes: int) -> None:
-        """Note how much the other node has read again for a checksum, as it says."""
-        self.checked_there_bytes = max(self.checked_there_bytes, min(read_bytes, self.size_bytes))
+    def checked_there(self, offset_bytes: int) -> None:
+        """Note up to which offset the other node has read again for a checksum, as it says."""
+        self.checked_there_bytes = max(self.checked_there_bytes, min(offset_bytes, self.size_bytes))
 
     def progress(self) -> carver.PullProgress:
         """Return the message with the progress of a stream that is received."""
         return carver.PullProgress(
             done_bytes=self.done_bytes,
             size_bytes=self.size_bytes,
+            # The counts are known before the size.
+            data_bytes=min(self.totals.data_bytes, self.size_bytes),
             checked_bytes=self.checked_bytes + self.checked_there_bytes,
         )
 
@@ -226,7 +231,7 @@ class NodeStreams:
                 messages.flush()
                 if request.verify:
                     tell = _at_intervals(
-                        lambda read_bytes: job.put(carver.SendPart(checked_bytes=read_bytes))
+                        lambda offset_bytes: job.put(carver.SendPart(checked_bytes=offset_bytes))
                     )
                     job.put(carver.SendPart(sha256=source.checksum_of(parts, tell)))
 
@@ -330,6 +335,7 @@ class NodeStreams:
                 # A BufferedReader reads as much as is asked for, as a file does.
                 stream = io.BufferedReader(incoming, PART_BYTES)
                 reader = Reader(stream)
+                job.totals = reader.totals
                 _require_asked(request, reader.header)
                 state = _received(verbs, request.name)
                 if state.chain == reader.header.chain:
@@ -507,7 +513,7 @@ class _Incoming(io.RawIOBase):
     """The bytes of a stream that another node sends, as a file.
 
     If the call fails, the file ends there, and `problem` has the error: what was received before
-    is then recorded, as where a pipe is closed. `checked` is called with the number of bytes that
+    is then recorded, as where a pipe is closed. `checked` is called with the offset up to which
     the other node has read again for its checksum.
     """
 

@@ -179,12 +179,12 @@ class Outgoing:
             return digest
 
     def checksum_of(
-        self, parts: Spool, tell: Callable[[int], None] = lambda _read_bytes: None
+        self, parts: Spool, tell: Callable[[int], None] = lambda _offset_bytes: None
     ) -> str:
         """Read once more the parts that a stream of this snapshot named; return their checksum.
 
-        The checksum also covers everything beyond the base's end. `tell` is called with the number
-        of bytes that were read. Raises SourceLost if the snapshot
+        The checksum also covers everything beyond the base's end. `tell` is called with the offset
+        up to which the parts were read. Raises SourceLost if the snapshot
         became invalid meanwhile, and TransferFailed if the device cannot be read.
         """
         with _explained(f"reading {ids.logical_name(self.header.snapshot_id)}"):
@@ -418,12 +418,12 @@ def receive_one(
     reader: Reader,
     parts: Spool | None,
     display: Display,
-    checked: Callable[[int], None] = lambda _read_bytes: None,
+    checked: Callable[[int], None] = lambda _offset_bytes: None,
 ) -> str:
     """Apply one stream to a volume; return the checksum of the stream's parts.
 
-    The ranges of the parts are added to the spool `parts`. `checked` is called with the number of
-    bytes that were read again for the checksum. The checksum is empty if `parts` is
+    The ranges of the parts are added to the spool `parts`. `checked` is called with the offset
+    up to which the parts were read again for the checksum. The checksum is empty if `parts` is
     None, and if the volume held the stream already.
     """
     header = reader.header
