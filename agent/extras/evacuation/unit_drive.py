@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agent.core import errors, tag
+from agent.core import errors
 from agent.extras.evacuation import evacuation_events as reasons
 from agent.extras.evacuation.drive import Drive, Unwanted, Wish
 from agent.extras.evacuation.evacuation_context import EXPECTED, Context
@@ -25,7 +25,7 @@ from agent.extras.evacuation.move_notes import MoveNote, NotedVolume
 from agent.extras.evacuation.plan import PlannedVolume, Unit
 from agent.extras.evacuation.progress import Stage
 from agent.extras.kubernetes.rebinding import Place, Rebinding
-from agent.extras.transfer.move import Approach, Move, is_own
+from agent.extras.transfer.move import Approach, Move, is_own, is_receiving, is_usable
 from agent.extras.transfer.move import Progress as StreamProgress
 
 _log = logging.getLogger(__name__)
@@ -411,11 +411,11 @@ def _remove_undone(move: Move, volume_id: str) -> None:
     """
     # Ask the target first: a move by which it has received something was begun before.
     there_state = move.destination.status()
-    if there_state["state"] != tag.RECEIVING or there_state["received"] != volume_id:
+    if not is_receiving(there_state) or there_state["received"] != volume_id:
         return
     own_state = move.source.state()
-    if own_state.state == tag.READY and own_state.release != there_state["release"]:
-        move.destination.abort()
+    if is_usable(own_state) and own_state.release != there_state["release"]:
+        move.destination.abort(there_state["release"])
 
 
 def is_not_found(error: BaseException) -> bool:

@@ -230,9 +230,14 @@ def is_moved(own_state: carver.MoveState) -> bool:
     return own_state.state == tag.MOVED
 
 
+def is_usable(own_state: carver.MoveState) -> bool:
+    """Return whether a volume can be used on its old node, by that node's state of it."""
+    return own_state.state == tag.READY
+
+
 def is_receiving(there_state: There) -> bool:
     """Return whether a volume cannot be used yet on the node that it moves to."""
-    return there_state["state"] == tag.RECEIVING
+    return bool(there_state["state"] == tag.RECEIVING)
 
 
 def is_own(there_state: There) -> bool:
