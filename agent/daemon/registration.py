@@ -83,6 +83,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         self._first_retry = self._retry = retry_seconds
         self._retry_at: float | None = None
         self._server: grpc.Server | None = None
+        self._threads: ThreadPoolExecutor
         self._inode: tuple[int, int] | None = None
         # Lock for `state`: kubelet may report an outcome before `_serve` has set the state WAITING.
         self._answering = threading.Lock()
@@ -190,8 +191,8 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
            socket is a new one.
         """
         hidden = self.socket.with_name(f".{self.socket.name}")
-        workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="registration")
-        server = self._server = grpc.server(workers)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="registration")
+        server = self._server = grpc.server(self._threads)
         pluginregistration_pb2_grpc.add_RegistrationServicer_to_server(self, server)
         server.add_insecure_port(f"unix://{hidden}")
         # Restrict the mode by chmod(2): a umask would also apply to files that other threads
@@ -212,6 +213,8 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         if self._is_own_socket():
             self.socket.unlink(missing_ok=True)
         self._server.stop(self._interval).wait()
+        # A gRPC server does not end the threads of its RPCs.
+        self._threads.shutdown(wait=False)
         self._server = self._inode = None
         self.state = State.OFF
 

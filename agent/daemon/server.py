@@ -184,10 +184,8 @@ class Service:
         # Optional CSI services that extras add to the plugin.
         self.offered = [kind for extra in self.extras.values() for kind in extra.offered]
         self.interceptor = Interceptor(observe, context.admission, self.traces)
-        server = self._server = grpc.server(
-            ThreadPoolExecutor(locks.THREADS, thread_name_prefix="rpc"),
-            interceptors=[self.interceptor],
-        )
+        self._rpc_threads = ThreadPoolExecutor(locks.THREADS, thread_name_prefix="rpc")
+        server = self._server = grpc.server(self._rpc_threads, interceptors=[self.interceptor])
         carver_pb2_grpc.add_OperatorServicer_to_server(operator, server)
         identity = Identity(self.readiness, config.driver_name, self.offered)
         csi_pb2_grpc.add_IdentityServicer_to_server(identity, server)
@@ -237,6 +235,8 @@ class Service:
         for extra in self.extras.values():
             extra.stop()
         self._server.stop(_DRAIN_SECONDS).wait(_DRAIN_SECONDS + 1)
+        # A gRPC server does not end the threads of its RPCs.
+        self._rpc_threads.shutdown(wait=False)
         self.volume_groups.stop()
         self.volume_groups.close()
 

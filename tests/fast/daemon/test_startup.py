@@ -519,3 +519,10 @@ def test_ten_idle_minutes_cost_one_command_at_most(
     assert len(fake.commands) <= 1
     monkeypatch.undo()
     service.stop()
+
+
+def test_a_service_that_has_ended_leaves_no_thread(fake: FakeHost, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with serving.served(fake, configured.carver(tmp_path)) as (_, client):
+        client.create("pvc-1", 8 << 20, block())
+    expect.soon(lambda: set(threading.enumerate()) <= before, threading.enumerate)

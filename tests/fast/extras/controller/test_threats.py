@@ -304,7 +304,7 @@ FURTHER = {
     "Root on a node can write the labels": (
         "Such a label can keep",
         "A label has no other effect",
-        "A claim waits for no deleted node",
+        "If the label names a deleted node",
     ),
     "Neither the controller nor a node logs secrets": ("The controller writes no core dump",),
     "Only the controller's account gets the rights": ("Both features are off by default",),
