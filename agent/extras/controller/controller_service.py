@@ -67,7 +67,7 @@ class Listener(Extra):
         self._service = service
         config, address = service.configuration.now, self._address
         self._server: grpc.Server | None = None
-        self._threads = ThreadPoolExecutor(locks.THREADS, thread_name_prefix="controller")
+        self._threads: ThreadPoolExecutor
         self._enroller: Enroller | None = None
         failure = "not all volume groups on this node's disks are known: %s"
         # Search for other volume groups in a background task, so that a disk that hangs delays
@@ -143,6 +143,7 @@ class Listener(Extra):
             certificates.controller_name(name),
             checked_otherwise=[] if transfer is None else [_SEND],
         )
+        self._threads = ThreadPoolExecutor(locks.THREADS, thread_name_prefix="controller")
         server = grpc.server(
             self._threads,
             interceptors=[only_controller, service.interceptor],
@@ -182,8 +183,8 @@ class Listener(Extra):
             task.stop()
         if self._server is not None:
             self._server.stop(_DRAIN_SECONDS).wait(_DRAIN_SECONDS + 1)
-        # A gRPC server does not end the threads of its RPCs.
-        self._threads.shutdown(wait=False)
+            # A gRPC server does not end the threads of its RPCs.
+            self._threads.shutdown(wait=False)
 
     def find_other_groups(self) -> None:
         """Search the disks for volume groups with Carver's tags that the service does not know.
