@@ -569,6 +569,278 @@ class SnapshotsHereResponse(_message.Message):
 Global___SnapshotsHereResponse: _TypeAlias = SnapshotsHereResponse  # noqa: Y015
 
 @_typing.final
+class Grant(_message.Message):
+    """The controller's permission for one node to read the snapshots of one volume's move
+    (agent/extras/transfer/grants.py).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    CERTIFICATES_FIELD_NUMBER: _builtins.int
+    text: _builtins.bytes
+    """JSON."""
+    signature: _builtins.bytes
+    """Of `text`, by the key of the first certificate."""
+    @_builtins.property
+    def certificates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """DER: the controller's certificate, then those of authorities between it and a trusted one."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+        certificates: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificates", b"certificates", "signature", b"signature", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Grant: _TypeAlias = Grant  # noqa: Y015
+
+@_typing.final
+class PullRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DEVICE_CLASS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    VERIFY_FIELD_NUMBER: _builtins.int
+    GRANT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The name of the volume here."""
+    device_class: _builtins.str
+    """Optional: the default class otherwise."""
+    release: _builtins.str
+    """The SHA-256 of the move's word."""
+    offset_bytes: _builtins.int
+    """Where a stream that was cut off continues."""
+    verify: _builtins.bool
+    """Read what was received from the disk again, and have the source read what it sent."""
+    @_builtins.property
+    def source(self) -> Global___PullSource: ...
+    @_builtins.property
+    def grant(self) -> Global___Grant: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        device_class: _builtins.str = ...,
+        source: Global___PullSource | None = ...,
+        release: _builtins.str = ...,
+        offset_bytes: _builtins.int = ...,
+        verify: _builtins.bool = ...,
+        grant: Global___Grant | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_class", b"device_class", "grant", b"grant", "name", b"name", "offset_bytes", b"offset_bytes", "release", b"release", "source", b"source", "verify", b"verify"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullRequest: _TypeAlias = PullRequest  # noqa: Y015
+
+@_typing.final
+class PullSource(_message.Message):
+    """The other node, and what is read there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    VOLUME_ID_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    BASE_SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    address: _builtins.str
+    """As host:port."""
+    volume_id: _builtins.str
+    snapshot_id: _builtins.str
+    base_snapshot_id: _builtins.str
+    """Optional: only what changed since."""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        address: _builtins.str = ...,
+        volume_id: _builtins.str = ...,
+        snapshot_id: _builtins.str = ...,
+        base_snapshot_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "base_snapshot_id", b"base_snapshot_id", "node", b"node", "snapshot_id", b"snapshot_id", "volume_id", b"volume_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullSource: _TypeAlias = PullSource  # noqa: Y015
+
+@_typing.final
+class PullProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_BYTES_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    DATA_BYTES_FIELD_NUMBER: _builtins.int
+    RECEIVED_SHA256_FIELD_NUMBER: _builtins.int
+    SENT_SHA256_FIELD_NUMBER: _builtins.int
+    CHECKED_BYTES_FIELD_NUMBER: _builtins.int
+    done_bytes: _builtins.int
+    """The offset in the volume that was reached, and the size of the volume."""
+    size_bytes: _builtins.int
+    data_bytes: _builtins.int
+    """The number of bytes of data that the stream had so far."""
+    received_sha256: _builtins.str
+    """In the last message only, if asked for: the checksums of what was received and of what was sent."""
+    sent_sha256: _builtins.str
+    checked_bytes: _builtins.int
+    """The sum of the offsets up to which both nodes have read again for the checksums."""
+    @_builtins.property
+    def state(self) -> Global___ReceiveState:
+        """In the last message only: the state of the volume."""
+
+    def __init__(
+        self,
+        *,
+        done_bytes: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        state: Global___ReceiveState | None = ...,
+        data_bytes: _builtins.int = ...,
+        received_sha256: _builtins.str = ...,
+        sent_sha256: _builtins.str = ...,
+        checked_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checked_bytes", b"checked_bytes", "data_bytes", b"data_bytes", "done_bytes", b"done_bytes", "received_sha256", b"received_sha256", "sent_sha256", b"sent_sha256", "size_bytes", b"size_bytes", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullProgress: _TypeAlias = PullProgress  # noqa: Y015
+
+@_typing.final
+class SendRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    BASE_SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    VERIFY_FIELD_NUMBER: _builtins.int
+    GRANT_FIELD_NUMBER: _builtins.int
+    snapshot_id: _builtins.str
+    base_snapshot_id: _builtins.str
+    release: _builtins.str
+    offset_bytes: _builtins.int
+    verify: _builtins.bool
+    @_builtins.property
+    def grant(self) -> Global___Grant: ...
+    def __init__(
+        self,
+        *,
+        snapshot_id: _builtins.str = ...,
+        base_snapshot_id: _builtins.str = ...,
+        release: _builtins.str = ...,
+        offset_bytes: _builtins.int = ...,
+        verify: _builtins.bool = ...,
+        grant: Global___Grant | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_snapshot_id", b"base_snapshot_id", "grant", b"grant", "offset_bytes", b"offset_bytes", "release", b"release", "snapshot_id", b"snapshot_id", "verify", b"verify"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendRequest: _TypeAlias = SendRequest  # noqa: Y015
+
+@_typing.final
+class SendPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    CHECKED_BYTES_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The next bytes of the stream; at most 1 MiB."""
+    sha256: _builtins.str
+    """In the last message, without data, if asked for: the checksum of what was sent."""
+    checked_bytes: _builtins.int
+    """In messages before it, without data: the offset up to which was read again for the checksum."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        sha256: _builtins.str = ...,
+        checked_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checked_bytes", b"checked_bytes", "data", b"data", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendPart: _TypeAlias = SendPart  # noqa: Y015
+
+@_typing.final
+class ChecksumRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    snapshot_id: _builtins.str
+    """One of the two: a snapshot, or the name of what was received."""
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        snapshot_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "snapshot_id", b"snapshot_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChecksumRequest: _TypeAlias = ChecksumRequest  # noqa: Y015
+
+@_typing.final
+class ChecksumProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_BYTES_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    done_bytes: _builtins.int
+    size_bytes: _builtins.int
+    sha256: _builtins.str
+    """In the last message only: the checksum, and the chain of what was read."""
+    chain: _builtins.str
+    def __init__(
+        self,
+        *,
+        done_bytes: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        sha256: _builtins.str = ...,
+        chain: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "done_bytes", b"done_bytes", "sha256", b"sha256", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChecksumProgress: _TypeAlias = ChecksumProgress  # noqa: Y015
+
+@_typing.final
 class OpenSnapshotRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -818,6 +1090,33 @@ class VolumeRequest(_message.Message):
 Global___VolumeRequest: _TypeAlias = VolumeRequest  # noqa: Y015
 
 @_typing.final
+class MoveRequest(_message.Message):
+    """A volume as it is in one move. On the wire it is a VolumeRequest with a further field."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VOLUME_ID_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    volume_id: _builtins.str
+    release: _builtins.str
+    """Optional: the SHA-256 of the word of the move that is meant. If the volume is in another move by
+    now, the call is refused, and nothing is changed.
+    """
+    def __init__(
+        self,
+        *,
+        volume_id: _builtins.str = ...,
+        release: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["release", b"release", "volume_id", b"volume_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveRequest: _TypeAlias = MoveRequest  # noqa: Y015
+
+@_typing.final
 class NameRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -950,6 +1249,7 @@ class ReceiveState(_message.Message):
     FINISHING_FIELD_NUMBER: _builtins.int
     BLANK_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    MISSING_GROUP_FIELD_NUMBER: _builtins.int
     volume_id: _builtins.str
     state: _builtins.str
     """"absent", "receiving", "ready" or another value of the volume's state tag."""
@@ -966,6 +1266,10 @@ class ReceiveState(_message.Message):
     """Whether it reads as zeroes wherever nothing was written to it."""
     release: _builtins.str
     """The SHA-256 of the release word of the move that it came by."""
+    missing_group: _builtins.str
+    """Of an absent volume: a configured volume group that is not on the node now, and may have it;
+    empty if all are.
+    """
     def __init__(
         self,
         *,
@@ -979,10 +1283,11 @@ class ReceiveState(_message.Message):
         finishing: _builtins.bool = ...,
         blank: _builtins.bool = ...,
         release: _builtins.str = ...,
+        missing_group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blank", b"blank", "chain", b"chain", "content_bytes", b"content_bytes", "finishing", b"finishing", "into", b"into", "offset_bytes", b"offset_bytes", "received", b"received", "release", b"release", "state", b"state", "volume_id", b"volume_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blank", b"blank", "chain", b"chain", "content_bytes", b"content_bytes", "finishing", b"finishing", "into", b"into", "missing_group", b"missing_group", "offset_bytes", b"offset_bytes", "received", b"received", "release", b"release", "state", b"state", "volume_id", b"volume_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -996,7 +1301,7 @@ class BeginMoveRequest(_message.Message):
     NODE_FIELD_NUMBER: _builtins.int
     volume_id: _builtins.str
     node: _builtins.str
-    """The other node, as ssh knows it."""
+    """The other node, as ssh knows it, or as the cluster does where the controller moves the volume."""
     def __init__(
         self,
         *,
@@ -1127,6 +1432,415 @@ class MoveState(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MoveState: _TypeAlias = MoveState  # noqa: Y015
+
+@_typing.final
+class MovesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVES_FIELD_NUMBER: _builtins.int
+    CLASSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeMove]:
+        """The volumes that move away from this node or have moved, and those that it receives. Inline
+        volumes and volumes that it deletes are left out.
+        """
+
+    @_builtins.property
+    def classes(self) -> _containers.RepeatedCompositeFieldContainer[Global___MoveClass]: ...
+    def __init__(
+        self,
+        *,
+        moves: _abc.Iterable[Global___NodeMove] | None = ...,
+        classes: _abc.Iterable[Global___MoveClass] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "moves", b"moves"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MovesResponse: _TypeAlias = MovesResponse  # noqa: Y015
+
+@_typing.final
+class NodeMove(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VOLUME_ID_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_CLASS_FIELD_NUMBER: _builtins.int
+    ENCRYPTED_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    volume_id: _builtins.str
+    handed_over: _builtins.bool
+    """It is the other node's, and under quarantine here."""
+    node: _builtins.str
+    """Where the volume goes; empty for one that is received."""
+    received: _builtins.str
+    """The id of a received volume at its source; empty for one that moves away."""
+    size_bytes: _builtins.int
+    """The size of the logical volume."""
+    device_class: _builtins.str
+    encrypted: _builtins.bool
+    ended: _builtins.bool
+    """What is left of it here is being deleted, so that its move cannot be taken back."""
+    def __init__(
+        self,
+        *,
+        volume_id: _builtins.str = ...,
+        handed_over: _builtins.bool = ...,
+        node: _builtins.str = ...,
+        received: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        device_class: _builtins.str = ...,
+        encrypted: _builtins.bool = ...,
+        ended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_class", b"device_class", "encrypted", b"encrypted", "ended", b"ended", "handed_over", b"handed_over", "node", b"node", "received", b"received", "size_bytes", b"size_bytes", "volume_id", b"volume_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeMove: _TypeAlias = NodeMove  # noqa: Y015
+
+@_typing.final
+class MoveClass(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    ENCRYPTS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    pool: _builtins.str
+    """What the space of its volumes is taken from: the name of a volume group, or GROUP/POOL."""
+    encrypts: _builtins.bool
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        pool: _builtins.str = ...,
+        encrypts: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encrypts", b"encrypts", "name", b"name", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveClass: _TypeAlias = MoveClass  # noqa: Y015
+
+@_typing.final
+class EvacuateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    TO_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    UNDO_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    force: _builtins.bool
+    """Evict pods without a controller, too: they are gone for good."""
+    dry_run: _builtins.bool
+    """Change nothing."""
+    stop: _builtins.bool
+    undo: _builtins.bool
+    @_builtins.property
+    def to(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The nodes that may be targets; empty for all."""
+
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        to: _abc.Iterable[_builtins.str] | None = ...,
+        force: _builtins.bool = ...,
+        dry_run: _builtins.bool = ...,
+        stop: _builtins.bool = ...,
+        undo: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "force", b"force", "node", b"node", "stop", b"stop", "to", b"to", "undo", b"undo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvacuateRequest: _TypeAlias = EvacuateRequest  # noqa: Y015
+
+@_typing.final
+class EvacuateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    GOING_FIELD_NUMBER: _builtins.int
+    STAYING_FIELD_NUMBER: _builtins.int
+    ANNOTATION_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    annotation: _builtins.str
+    """The annotation, and its value as it is now or, with `dry_run`, would be."""
+    request: _builtins.str
+    @_builtins.property
+    def going(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedUnit]:
+        """In the order in which they go."""
+
+    @_builtins.property
+    def staying(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedUnit]: ...
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        going: _abc.Iterable[Global___PlannedUnit] | None = ...,
+        staying: _abc.Iterable[Global___PlannedUnit] | None = ...,
+        annotation: _builtins.str = ...,
+        request: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["annotation", b"annotation", "going", b"going", "node", b"node", "request", b"request", "staying", b"staying"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvacuateResponse: _TypeAlias = EvacuateResponse  # noqa: Y015
+
+@_typing.final
+class PlannedUnit(_message.Message):
+    """Volumes that go to the same node, or stay."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VOLUMES_FIELD_NUMBER: _builtins.int
+    PODS_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    UNDER_WAY_FIELD_NUMBER: _builtins.int
+    target: _builtins.str
+    """Empty where the unit stays."""
+    reason: _builtins.str
+    """Why it stays."""
+    under_way: _builtins.bool
+    @_builtins.property
+    def volumes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedVolume]: ...
+    @_builtins.property
+    def pods(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As NAMESPACE/NAME: the pods that use the volumes."""
+
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        volumes: _abc.Iterable[Global___PlannedVolume] | None = ...,
+        pods: _abc.Iterable[_builtins.str] | None = ...,
+        target: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
+        under_way: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["notes", b"notes", "pods", b"pods", "reason", b"reason", "target", b"target", "under_way", b"under_way", "volumes", b"volumes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlannedUnit: _TypeAlias = PlannedUnit  # noqa: Y015
+
+@_typing.final
+class PlannedVolume(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VOLUME_ID_FIELD_NUMBER: _builtins.int
+    CLAIM_FIELD_NUMBER: _builtins.int
+    PV_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_CLASS_FIELD_NUMBER: _builtins.int
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    volume_id: _builtins.str
+    claim: _builtins.str
+    """As NAMESPACE/NAME; empty without one."""
+    pv: _builtins.str
+    size_bytes: _builtins.int
+    device_class: _builtins.str
+    @_builtins.property
+    def snapshots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The ids of the snapshots that stay behind."""
+
+    def __init__(
+        self,
+        *,
+        volume_id: _builtins.str = ...,
+        claim: _builtins.str = ...,
+        pv: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        device_class: _builtins.str = ...,
+        snapshots: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "device_class", b"device_class", "pv", b"pv", "size_bytes", b"size_bytes", "snapshots", b"snapshots", "volume_id", b"volume_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlannedVolume: _TypeAlias = PlannedVolume  # noqa: Y015
+
+@_typing.final
+class EvacuationsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeEvacuation]: ...
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[Global___NodeEvacuation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvacuationsResponse: _TypeAlias = EvacuationsResponse  # noqa: Y015
+
+@_typing.final
+class NodeEvacuation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    SECONDS_LEFT_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    UNITS_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    kind: _builtins.str
+    """"evacuate", "stop" or "undo"."""
+    complete: _builtins.bool
+    seconds_left: _builtins.float
+    """Missing where it is not known."""
+    problem: _builtins.str
+    @_builtins.property
+    def units(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnitEvacuation]: ...
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        complete: _builtins.bool = ...,
+        seconds_left: _builtins.float | None = ...,
+        problem: _builtins.str = ...,
+        units: _abc.Iterable[Global___UnitEvacuation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left", "seconds_left", b"seconds_left"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left", "complete", b"complete", "kind", b"kind", "node", b"node", "problem", b"problem", "seconds_left", b"seconds_left", "units", b"units"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__seconds_left: _TypeAlias = _typing.Literal["seconds_left"]  # noqa: Y015
+    _WhichOneofArgType__seconds_left: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seconds_left) -> _WhichOneofReturnType__seconds_left | None: ...
+
+Global___NodeEvacuation: _TypeAlias = NodeEvacuation  # noqa: Y015
+
+@_typing.final
+class UnitEvacuation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    SECONDS_LEFT_FIELD_NUMBER: _builtins.int
+    PODS_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    VOLUMES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    target: _builtins.str
+    stage: _builtins.str
+    problem: _builtins.str
+    seconds_left: _builtins.float
+    @_builtins.property
+    def pods(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def volumes(self) -> _containers.RepeatedCompositeFieldContainer[Global___VolumeEvacuation]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        target: _builtins.str = ...,
+        stage: _builtins.str = ...,
+        problem: _builtins.str = ...,
+        seconds_left: _builtins.float | None = ...,
+        pods: _abc.Iterable[_builtins.str] | None = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
+        volumes: _abc.Iterable[Global___VolumeEvacuation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left", "seconds_left", b"seconds_left"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left", "name", b"name", "notes", b"notes", "pods", b"pods", "problem", b"problem", "seconds_left", b"seconds_left", "stage", b"stage", "target", b"target", "volumes", b"volumes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__seconds_left: _TypeAlias = _typing.Literal["seconds_left"]  # noqa: Y015
+    _WhichOneofArgType__seconds_left: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seconds_left) -> _WhichOneofReturnType__seconds_left | None: ...
+
+Global___UnitEvacuation: _TypeAlias = UnitEvacuation  # noqa: Y015
+
+@_typing.final
+class VolumeEvacuation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VOLUME_ID_FIELD_NUMBER: _builtins.int
+    CLAIM_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    DONE_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    RATE_FIELD_NUMBER: _builtins.int
+    SECONDS_LEFT_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    volume_id: _builtins.str
+    claim: _builtins.str
+    stage: _builtins.str
+    size_bytes: _builtins.int
+    done_bytes: _builtins.int
+    """Where the present round of sending is."""
+    total_bytes: _builtins.int
+    rounds: _builtins.int
+    rate: _builtins.float
+    """Bytes of the volume in a second."""
+    seconds_left: _builtins.float
+    problem: _builtins.str
+    def __init__(
+        self,
+        *,
+        volume_id: _builtins.str = ...,
+        claim: _builtins.str = ...,
+        stage: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        done_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+        rounds: _builtins.int = ...,
+        rate: _builtins.float = ...,
+        seconds_left: _builtins.float | None = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left", "seconds_left", b"seconds_left"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left", "claim", b"claim", "done_bytes", b"done_bytes", "problem", b"problem", "rate", b"rate", "rounds", b"rounds", "seconds_left", b"seconds_left", "size_bytes", b"size_bytes", "stage", b"stage", "total_bytes", b"total_bytes", "volume_id", b"volume_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__seconds_left: _TypeAlias = _typing.Literal["seconds_left"]  # noqa: Y015
+    _WhichOneofArgType__seconds_left: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seconds_left) -> _WhichOneofReturnType__seconds_left | None: ...
+
+Global___VolumeEvacuation: _TypeAlias = VolumeEvacuation  # noqa: Y015
 
 @_typing.final
 class NodesResponse(_message.Message):

@@ -483,7 +483,7 @@ class TransferStub:
                 _registered_method=True)
         self.AbortReceive = channel.unary_unary(
                 '/carver.v2.Transfer/AbortReceive',
-                request_serializer=proto_dot_carver__pb2.VolumeRequest.SerializeToString,
+                request_serializer=proto_dot_carver__pb2.MoveRequest.SerializeToString,
                 response_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
                 _registered_method=True)
         self.WithdrawReceive = channel.unary_unary(
@@ -518,13 +518,33 @@ class TransferStub:
                 _registered_method=True)
         self.UndoMove = channel.unary_unary(
                 '/carver.v2.Transfer/UndoMove',
-                request_serializer=proto_dot_carver__pb2.VolumeRequest.SerializeToString,
+                request_serializer=proto_dot_carver__pb2.MoveRequest.SerializeToString,
                 response_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
                 _registered_method=True)
         self.FinishMove = channel.unary_unary(
                 '/carver.v2.Transfer/FinishMove',
-                request_serializer=proto_dot_carver__pb2.VolumeRequest.SerializeToString,
+                request_serializer=proto_dot_carver__pb2.MoveRequest.SerializeToString,
                 response_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+                _registered_method=True)
+        self.Moves = channel.unary_unary(
+                '/carver.v2.Transfer/Moves',
+                request_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+                response_deserializer=proto_dot_carver__pb2.MovesResponse.FromString,
+                _registered_method=True)
+        self.Pull = channel.unary_stream(
+                '/carver.v2.Transfer/Pull',
+                request_serializer=proto_dot_carver__pb2.PullRequest.SerializeToString,
+                response_deserializer=proto_dot_carver__pb2.PullProgress.FromString,
+                _registered_method=True)
+        self.Send = channel.unary_stream(
+                '/carver.v2.Transfer/Send',
+                request_serializer=proto_dot_carver__pb2.SendRequest.SerializeToString,
+                response_deserializer=proto_dot_carver__pb2.SendPart.FromString,
+                _registered_method=True)
+        self.Checksum = channel.unary_stream(
+                '/carver.v2.Transfer/Checksum',
+                request_serializer=proto_dot_carver__pb2.ChecksumRequest.SerializeToString,
+                response_deserializer=proto_dot_carver__pb2.ChecksumProgress.FromString,
                 _registered_method=True)
 
 
@@ -676,6 +696,40 @@ class TransferServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Moves(self, request, context):
+        """The moves of this node's volumes, what it receives, and its device classes. Runs one command at
+        most, and tells no move's word.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pull(self, request, context):
+        """Moves that the cluster's controller drives: the node that a volume moves to reads the stream
+        from the node that has the volume. These calls are served to controllers and nodes over TLS
+        (docs/cluster.md).
+
+        Receives a snapshot from another node; called by the controller. The stream is cut off when the
+        call ends, and a later call continues it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Send(self, request, context):
+        """Sends a snapshot; called by the node that the volume moves to, with the controller's grant.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Checksum(self, request, context):
+        """Computes the checksum of all that a snapshot holds, or of all that was received.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TransferServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -741,7 +795,7 @@ def add_TransferServicer_to_server(servicer, server):
             ),
             'AbortReceive': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortReceive,
-                    request_deserializer=proto_dot_carver__pb2.VolumeRequest.FromString,
+                    request_deserializer=proto_dot_carver__pb2.MoveRequest.FromString,
                     response_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
             ),
             'WithdrawReceive': grpc.unary_unary_rpc_method_handler(
@@ -776,13 +830,33 @@ def add_TransferServicer_to_server(servicer, server):
             ),
             'UndoMove': grpc.unary_unary_rpc_method_handler(
                     servicer.UndoMove,
-                    request_deserializer=proto_dot_carver__pb2.VolumeRequest.FromString,
+                    request_deserializer=proto_dot_carver__pb2.MoveRequest.FromString,
                     response_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
             ),
             'FinishMove': grpc.unary_unary_rpc_method_handler(
                     servicer.FinishMove,
-                    request_deserializer=proto_dot_carver__pb2.VolumeRequest.FromString,
+                    request_deserializer=proto_dot_carver__pb2.MoveRequest.FromString,
                     response_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+            ),
+            'Moves': grpc.unary_unary_rpc_method_handler(
+                    servicer.Moves,
+                    request_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+                    response_serializer=proto_dot_carver__pb2.MovesResponse.SerializeToString,
+            ),
+            'Pull': grpc.unary_stream_rpc_method_handler(
+                    servicer.Pull,
+                    request_deserializer=proto_dot_carver__pb2.PullRequest.FromString,
+                    response_serializer=proto_dot_carver__pb2.PullProgress.SerializeToString,
+            ),
+            'Send': grpc.unary_stream_rpc_method_handler(
+                    servicer.Send,
+                    request_deserializer=proto_dot_carver__pb2.SendRequest.FromString,
+                    response_serializer=proto_dot_carver__pb2.SendPart.SerializeToString,
+            ),
+            'Checksum': grpc.unary_stream_rpc_method_handler(
+                    servicer.Checksum,
+                    request_deserializer=proto_dot_carver__pb2.ChecksumRequest.FromString,
+                    response_serializer=proto_dot_carver__pb2.ChecksumProgress.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1136,7 +1210,7 @@ class Transfer:
             request,
             target,
             '/carver.v2.Transfer/AbortReceive',
-            proto_dot_carver__pb2.VolumeRequest.SerializeToString,
+            proto_dot_carver__pb2.MoveRequest.SerializeToString,
             google_dot_protobuf_dot_empty__pb2.Empty.FromString,
             options,
             channel_credentials,
@@ -1325,7 +1399,7 @@ class Transfer:
             request,
             target,
             '/carver.v2.Transfer/UndoMove',
-            proto_dot_carver__pb2.VolumeRequest.SerializeToString,
+            proto_dot_carver__pb2.MoveRequest.SerializeToString,
             google_dot_protobuf_dot_empty__pb2.Empty.FromString,
             options,
             channel_credentials,
@@ -1352,8 +1426,237 @@ class Transfer:
             request,
             target,
             '/carver.v2.Transfer/FinishMove',
-            proto_dot_carver__pb2.VolumeRequest.SerializeToString,
+            proto_dot_carver__pb2.MoveRequest.SerializeToString,
             google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Moves(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/carver.v2.Transfer/Moves',
+            google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+            proto_dot_carver__pb2.MovesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/carver.v2.Transfer/Pull',
+            proto_dot_carver__pb2.PullRequest.SerializeToString,
+            proto_dot_carver__pb2.PullProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Send(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/carver.v2.Transfer/Send',
+            proto_dot_carver__pb2.SendRequest.SerializeToString,
+            proto_dot_carver__pb2.SendPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Checksum(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/carver.v2.Transfer/Checksum',
+            proto_dot_carver__pb2.ChecksumRequest.SerializeToString,
+            proto_dot_carver__pb2.ChecksumProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class EvacuationStub:
+    """Evacuations of nodes; the cluster's controller serves this on its own socket only.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Evacuate = channel.unary_unary(
+                '/carver.v2.Evacuation/Evacuate',
+                request_serializer=proto_dot_carver__pb2.EvacuateRequest.SerializeToString,
+                response_deserializer=proto_dot_carver__pb2.EvacuateResponse.FromString,
+                _registered_method=True)
+        self.Evacuations = channel.unary_unary(
+                '/carver.v2.Evacuation/Evacuations',
+                request_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+                response_deserializer=proto_dot_carver__pb2.EvacuationsResponse.FromString,
+                _registered_method=True)
+
+
+class EvacuationServicer:
+    """Evacuations of nodes; the cluster's controller serves this on its own socket only.
+    """
+
+    def Evacuate(self, request, context):
+        """Plans the evacuation of a node, and requests it by an annotation on the Node. With `stop` or
+        `undo` an evacuation is stopped or taken back, without a plan.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Evacuations(self, request, context):
+        """How far all evacuations are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_EvacuationServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Evacuate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evacuate,
+                    request_deserializer=proto_dot_carver__pb2.EvacuateRequest.FromString,
+                    response_serializer=proto_dot_carver__pb2.EvacuateResponse.SerializeToString,
+            ),
+            'Evacuations': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evacuations,
+                    request_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+                    response_serializer=proto_dot_carver__pb2.EvacuationsResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'carver.v2.Evacuation', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('carver.v2.Evacuation', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Evacuation:
+    """Evacuations of nodes; the cluster's controller serves this on its own socket only.
+    """
+
+    @staticmethod
+    def Evacuate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/carver.v2.Evacuation/Evacuate',
+            proto_dot_carver__pb2.EvacuateRequest.SerializeToString,
+            proto_dot_carver__pb2.EvacuateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evacuations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/carver.v2.Evacuation/Evacuations',
+            google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+            proto_dot_carver__pb2.EvacuationsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -129,7 +129,7 @@ class TransferStub:
     """Activates what was received, for reading."""
     FinishReceive: _grpc.UnaryUnaryMultiCallable[_carver_pb2.ReleaseRequest, _empty_pb2.Empty]
     """Makes what was received a volume of this node."""
-    AbortReceive: _grpc.UnaryUnaryMultiCallable[_carver_pb2.VolumeRequest, _empty_pb2.Empty]
+    AbortReceive: _grpc.UnaryUnaryMultiCallable[_carver_pb2.MoveRequest, _empty_pb2.Empty]
     """Erases and removes what was received."""
     WithdrawReceive: _grpc.UnaryUnaryMultiCallable[_carver_pb2.ReleaseRequest, _empty_pb2.Empty]
     """Takes FinishReceive back, for a move that is undone."""
@@ -140,10 +140,26 @@ class TransferStub:
     ReleaseMove: _grpc.UnaryUnaryMultiCallable[_carver_pb2.HoldMoveRequest, _empty_pb2.Empty]
     CommitMove: _grpc.UnaryUnaryMultiCallable[_carver_pb2.CommitMoveRequest, _carver_pb2.MoveState]
     """Makes the volume the other node's."""
-    UndoMove: _grpc.UnaryUnaryMultiCallable[_carver_pb2.VolumeRequest, _empty_pb2.Empty]
+    UndoMove: _grpc.UnaryUnaryMultiCallable[_carver_pb2.MoveRequest, _empty_pb2.Empty]
     """Makes the volume this node's again."""
-    FinishMove: _grpc.UnaryUnaryMultiCallable[_carver_pb2.VolumeRequest, _empty_pb2.Empty]
+    FinishMove: _grpc.UnaryUnaryMultiCallable[_carver_pb2.MoveRequest, _empty_pb2.Empty]
     """Deletes what is left here of a volume that moved."""
+    Moves: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _carver_pb2.MovesResponse]
+    """The moves of this node's volumes, what it receives, and its device classes. Runs one command at
+    most, and tells no move's word.
+    """
+    Pull: _grpc.UnaryStreamMultiCallable[_carver_pb2.PullRequest, _carver_pb2.PullProgress]
+    """Moves that the cluster's controller drives: the node that a volume moves to reads the stream
+    from the node that has the volume. These calls are served to controllers and nodes over TLS
+    (docs/cluster.md).
+
+    Receives a snapshot from another node; called by the controller. The stream is cut off when the
+    call ends, and a later call continues it.
+    """
+    Send: _grpc.UnaryStreamMultiCallable[_carver_pb2.SendRequest, _carver_pb2.SendPart]
+    """Sends a snapshot; called by the node that the volume moves to, with the controller's grant."""
+    Checksum: _grpc.UnaryStreamMultiCallable[_carver_pb2.ChecksumRequest, _carver_pb2.ChecksumProgress]
+    """Computes the checksum of all that a snapshot holds, or of all that was received."""
 
 class TransferServicer:
     """Volumes that are sent, received and moved as streams. The command reads and writes the devices
@@ -236,7 +252,7 @@ class TransferServicer:
 
     def AbortReceive(
         self,
-        request: _carver_pb2.VolumeRequest,
+        request: _carver_pb2.MoveRequest,
         context: _grpc.ServicerContext,
     ) -> _empty_pb2.Empty:
         """Erases and removes what was received."""
@@ -282,19 +298,87 @@ class TransferServicer:
 
     def UndoMove(
         self,
-        request: _carver_pb2.VolumeRequest,
+        request: _carver_pb2.MoveRequest,
         context: _grpc.ServicerContext,
     ) -> _empty_pb2.Empty:
         """Makes the volume this node's again."""
 
     def FinishMove(
         self,
-        request: _carver_pb2.VolumeRequest,
+        request: _carver_pb2.MoveRequest,
         context: _grpc.ServicerContext,
     ) -> _empty_pb2.Empty:
         """Deletes what is left here of a volume that moved."""
 
+    def Moves(
+        self,
+        request: _empty_pb2.Empty,
+        context: _grpc.ServicerContext,
+    ) -> _carver_pb2.MovesResponse:
+        """The moves of this node's volumes, what it receives, and its device classes. Runs one command at
+        most, and tells no move's word.
+        """
+
+    def Pull(
+        self,
+        request: _carver_pb2.PullRequest,
+        context: _grpc.ServicerContext,
+    ) -> _abc.Iterator[_carver_pb2.PullProgress]:
+        """Moves that the cluster's controller drives: the node that a volume moves to reads the stream
+        from the node that has the volume. These calls are served to controllers and nodes over TLS
+        (docs/cluster.md).
+
+        Receives a snapshot from another node; called by the controller. The stream is cut off when the
+        call ends, and a later call continues it.
+        """
+
+    def Send(
+        self,
+        request: _carver_pb2.SendRequest,
+        context: _grpc.ServicerContext,
+    ) -> _abc.Iterator[_carver_pb2.SendPart]:
+        """Sends a snapshot; called by the node that the volume moves to, with the controller's grant."""
+
+    def Checksum(
+        self,
+        request: _carver_pb2.ChecksumRequest,
+        context: _grpc.ServicerContext,
+    ) -> _abc.Iterator[_carver_pb2.ChecksumProgress]:
+        """Computes the checksum of all that a snapshot holds, or of all that was received."""
+
 def add_TransferServicer_to_server(servicer: TransferServicer, server: _grpc.Server) -> None: ...
+
+class EvacuationStub:
+    """Evacuations of nodes; the cluster's controller serves this on its own socket only."""
+
+    def __init__(self, channel: _grpc.Channel) -> None: ...
+    Evacuate: _grpc.UnaryUnaryMultiCallable[_carver_pb2.EvacuateRequest, _carver_pb2.EvacuateResponse]
+    """Plans the evacuation of a node, and requests it by an annotation on the Node. With `stop` or
+    `undo` an evacuation is stopped or taken back, without a plan.
+    """
+    Evacuations: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _carver_pb2.EvacuationsResponse]
+    """How far all evacuations are."""
+
+class EvacuationServicer:
+    """Evacuations of nodes; the cluster's controller serves this on its own socket only."""
+
+    def Evacuate(
+        self,
+        request: _carver_pb2.EvacuateRequest,
+        context: _grpc.ServicerContext,
+    ) -> _carver_pb2.EvacuateResponse:
+        """Plans the evacuation of a node, and requests it by an annotation on the Node. With `stop` or
+        `undo` an evacuation is stopped or taken back, without a plan.
+        """
+
+    def Evacuations(
+        self,
+        request: _empty_pb2.Empty,
+        context: _grpc.ServicerContext,
+    ) -> _carver_pb2.EvacuationsResponse:
+        """How far all evacuations are."""
+
+def add_EvacuationServicer_to_server(servicer: EvacuationServicer, server: _grpc.Server) -> None: ...
 
 class ClusterStub:
     """What the cluster's controller knows of the nodes; it serves this on its own socket only."""

@@ -56,6 +56,7 @@ TESTS = {
     "agent/extras/transfer": ("fast/extras/transfer",),
     "agent/extras/orphans": ("fast/extras/orphans",),
     "agent/extras/kubernetes": ("fast/extras/kubernetes",),
+    "agent/extras/evacuation": ("fast/extras/evacuation",),
     "agent/extras/controller": (
         "fast/extras/controller",
         *("contract/test_cluster.py", "callers/test_central.py"),

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -448,6 +449,11 @@ class Cluster:
             ["pkill", "--signal", "KILL", "--count", "--full", program], check=False
         )
         return int(done.stdout.strip() or 0)
+
+    def restart_server(self) -> None:
+        """Kill the API server, and start it again."""
+        control_plane.end_process("kube-apiserver", number=signal.SIGKILL)
+        self.control_plane.ensure()
 
     def shell(self, name: str, script: str) -> str:
         """Run lines of a shell as root on a node, and return what they print; raises GuestError."""

@@ -326,9 +326,9 @@ def running(name: str) -> list[str] | None:
     return next(iter(_found(name).values()), None)
 
 
-def end_process(name: str, limit_seconds: float = 20) -> None:
-    """End a process by SIGTERM, and by SIGKILL where that takes longer than the limit."""
-    number, deadline = signal.SIGTERM, time.monotonic()
+def end_process(name: str, limit_seconds: float = 20, number: int = signal.SIGTERM) -> None:
+    """End a process by a signal, and by SIGKILL where that takes longer than the limit."""
+    deadline = time.monotonic()
     while pids := [*_found(name)]:
         if time.monotonic() >= deadline:
             command = lab_host.as_root("kill", f"-{number}", *map(str, pids))

@@ -81,6 +81,8 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.MetadataReserved, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotWanted, Code.CANCELLED),
     (agent.core.errors.BadToken, Code.ABORTED),
+    (agent.core.errors.NotGranted, Code.PERMISSION_DENIED),
+    (agent.core.errors.TooManyStreams, Code.RESOURCE_EXHAUSTED),
     # UNAVAILABLE for temporary conditions: each caller repeats the call, without taking the volume
     # for failed.
     (agent.core.errors.Starting, Code.UNAVAILABLE),

@@ -713,10 +713,26 @@ class TransferFailed(AgentError):
 
 
 class NodeRefused(AgentError):
-    """Raised by the command line when the other node of a move is unreachable or refuses."""
+    """Raised when the other node of a move is unreachable or refuses."""
 
     def __init__(self, node: str, words: str, reason: str) -> None:
         super().__init__(f"{node}: `{words}`: {reason}")
+
+
+class NotGranted(AgentError):
+    """Raised when a node asks for a volume's stream without a valid grant of the controller."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"cannot send the volume: {why}. The controller asks for a new grant itself"
+        )
+
+
+class TooManyStreams(AgentError):
+    """Raised when as many streams to or from other nodes are under way as the limit allows."""
+
+    def __init__(self, kind: str, limit: int) -> None:
+        super().__init__(f"cannot serve {kind}: the limit of {counted(limit, 'call')} is reached")
 
 
 class StreamEnded(BadStream):

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 # Names of the extras, in the order in which they are loaded: an extra may use the extras before it.
-NAMES = ("changed_blocks", "transfer", "kubernetes", "orphans", "controller")
+NAMES = ("changed_blocks", "transfer", "kubernetes", "orphans", "controller", "evacuation")
 
 
 def modules(name: str) -> Iterator[tuple[str, ModuleType]]:

@@ -12,13 +12,14 @@ from proto import csi_pb2 as csi
 class Gauge:
     """A gauge for Prometheus.
 
-    `values` has a number for each value of the `label`; for a gauge without a label, the key is "".
+    `values` has a number for the values of the labels whose names are in `labels`; for a gauge
+    without labels, the key is empty.
     """
 
     name: str
     help: str
-    values: Mapping[str, float]
-    label: str = ""
+    values: Mapping[tuple[str, ...], float]
+    labels: tuple[str, ...] = ()
 
 
 class Extra:

@@ -455,9 +455,7 @@ class _Gauges(Collector):
 
 def of_extra(gauge: Gauge) -> Metric:
     """Convert a gauge of an extra into a metric of the Prometheus client library."""
-    metric = GaugeMetricFamily(
-        gauge.name, gauge.help, labels=[gauge.label] if gauge.label else None
-    )
-    for label_value, number in gauge.values.items():
-        metric.add_metric([label_value] if gauge.label else [], number)
+    metric = GaugeMetricFamily(gauge.name, gauge.help, labels=gauge.labels)
+    for label_values, number in gauge.values.items():
+        metric.add_metric(label_values, number)
     return metric

@@ -100,6 +100,8 @@ class Service:
             kernel=trace.traced(host.kernel),
             devices=trace.traced(host.devices),
         )
+        # The machine, for extras that read and write devices as a command does.
+        self.host = host
         sessions = _sessions(config, host, lvm.run, host.converse) if host.converse else None
         definitions = self.definitions = GroupDefinitions(configuration, host.kernel)
         volume_groups = self.volume_groups = VolumeGroups(

@@ -24,6 +24,9 @@ MUTABLE_FIELD = "mutable_parameters"
 EPHEMERAL = "csi.storage.k8s.io/ephemeral"
 CACHE_SIZE = "cacheSize"
 SIZE = "size"
+# Key of the parameter that lets the cluster's controller release claims of a lost node. It changes
+# no volume: only agent.extras.evacuation.lost_claims reads it, from the StorageClass.
+RELEASE_ON_NODE_LOSS = "releaseOnNodeLoss"
 
 
 @dataclass(frozen=True)
@@ -142,10 +145,15 @@ STORAGE_CLASS: Sequence[Parameter] = (
         *(tag.ENCRYPTION, _optional(*classes.ENCRYPTIONS), tag.ENCRYPTION, str),
         apply=_set_encryption,
     ),
+    Parameter(RELEASE_ON_NODE_LOSS, values.choice("true", "false")),
     *LIMITS,
 )
-# Parameters of an inline volume, which a pod gives as volumeAttributes.
-INLINE: Sequence[Parameter] = (*STORAGE_CLASS, Parameter(SIZE, _inline_size))
+# Parameters of an inline volume, which a pod gives as volumeAttributes. An inline volume has no
+# claim that could be released.
+INLINE: Sequence[Parameter] = (
+    *(row for row in STORAGE_CLASS if row.key != RELEASE_ON_NODE_LOSS),
+    Parameter(SIZE, _inline_size),
+)
 # Parameters of a VolumeAttributesClass, which may change while a volume exists. lvm.tuning records
 # the parameters in LVM's metadata, and agent.volumes.limiter applies the limits.
 MUTABLE: Sequence[Parameter] = (

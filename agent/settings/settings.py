@@ -375,6 +375,13 @@ SETTINGS: Mapping[str, Setting] = {
         "the Secret and ConfigMap in which `carver controller` keeps its certificate authority",
         _OF_CONTROLLER,
     ),
+    "release_lost_claims": Setting(
+        values.parse_flag,
+        False,
+        "have `carver controller` release claims whose node is deleted and forgotten, if the claim"
+        " or its StorageClass allows that; needs forget_deleted_nodes",
+        _OF_CONTROLLER,
+    ),
     "forget_deleted_nodes": Setting(
         values.parse_flag,
         False,
@@ -382,10 +389,23 @@ SETTINGS: Mapping[str, Setting] = {
         " from the cluster: its disks are gone",
         _OF_CONTROLLER,
     ),
+    "evacuation": Setting(
+        values.parse_flag,
+        False,
+        "have the cluster's controller move volumes between nodes, which send them to each other",
+        _SERVES_CONTROLLER,
+    ),
     "node_account": Setting(
         str,
         "carver-node",
         "the ServiceAccount of the nodes' pods, in the controller's namespace",
+        _OF_CONTROLLER,
+    ),
+    "evacuation_grace_seconds": Setting(
+        values.parse_grace,
+        86400,
+        "how long what was moved from an evacuated node is kept there, before it is erased; 60 or"
+        " more",
         _OF_CONTROLLER,
     ),
     "file": Setting(
@@ -447,7 +467,10 @@ class Config:
     enrolment_address: Address | None = None
     controller_authority: str = "carver-controller"
     node_account: str = "carver-node"
+    release_lost_claims: bool = False
+    evacuation_grace_seconds: int = 86400
     forget_deleted_nodes: bool = False
+    evacuation: bool = False
 
     def device_class(self, name: str) -> DeviceClass | None:
         """The device class with a name, or the default class for an empty name.

@@ -28,6 +28,7 @@ def read(file: Path) -> Values:
 
 
 def in_mode(values: Values, central: bool) -> Values:
-    """The same values, with a controller for the cluster or without, which attaches nothing."""
-    attach = {} if central else {"attach": False}
-    return values | attach | {"controller": {**values.get("controller", {}), "enabled": central}}
+    """The same values, with a controller for the cluster, or without and what only it does."""
+    off = {"enabled": False}
+    own = {} if central else {"attach": False, "evacuation": off, "releaseLostClaims": off}
+    return values | own | {"controller": {**values.get("controller", {}), "enabled": central}}

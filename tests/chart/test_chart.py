@@ -604,6 +604,109 @@ def test_contents_are_listed_where_deleted_nodes_are_forgotten(
     assert rights(forget=True) - rights(forget=False) == more
 
 
+FORGETS: Values = {"controller": {"forgetDeletedNodes": True}}
+CLAIMS_GO = {("delete", "persistentvolumeclaims"), ("create", "pods/eviction")}
+
+
+@pytest.mark.parametrize(
+    ("given", "more"),
+    [
+        ({}, set()),
+        (FORGETS | {"releaseLostClaims": {"enabled": True}}, CLAIMS_GO),
+        (
+            {"evacuation": {"enabled": True}},
+            {*CLAIMS_GO, ("create", "persistentvolumeclaims"), ("patch", "nodes")},
+        ),
+        (
+            FORGETS | {"evacuation": {"enabled": True}, "releaseLostClaims": {"enabled": True}},
+            {*CLAIMS_GO, ("create", "persistentvolumeclaims"), ("patch", "nodes")},
+        ),
+    ],
+    ids=["neither", "release", "evacuation", "both"],
+)
+def test_claims_go_only_by_the_rights_of_evacuation_and_release(
+    given: Values, more: set[tuple[str, str]], template: Template
+) -> None:
+    """The account's rights grow by no others, and the nodes' account has none."""
+
+    def rights(values: Values) -> set[tuple[str, str]]:
+        made = template(DEMO | values)
+        accounts = {
+            subject["name"]
+            for kind in ("ClusterRoleBinding", "RoleBinding")
+            for binding in manifest.of_kind(made, kind)
+            for subject in binding["subjects"]
+        }
+        assert accounts == {"carver-controller"}
+        return {
+            (verb, what)
+            for one in manifest.of_kind(made, "ClusterRole")
+            for rule in one["rules"]
+            for verb in rule["verbs"]
+            for what in rule["resources"]
+        }
+
+    usual = rights({key: given[key] for key in given if key == "controller"})
+    assert rights(given) - usual == more
+    assert not usual & {*CLAIMS_GO, ("create", "persistentvolumeclaims"), ("patch", "nodes")}
+
+
+def test_volumes_are_moved_and_claims_released_only_where_that_is_wanted(
+    template: Template, tmp_path: Path
+) -> None:
+    made = template(DEMO)
+    controller = manifest.controller(made)
+    assert not controller.evacuation
+    assert not controller.release_lost_claims
+    assert not the_configuration(made, tmp_path).evacuation
+    wanted = {
+        "evacuation": {"enabled": True, "graceSeconds": 7200},
+        "releaseLostClaims": {"enabled": True},
+    }
+    made = template(DEMO | FORGETS | wanted)
+    controller = manifest.controller(made)
+    assert controller.evacuation
+    assert controller.evacuation_grace_seconds == 7200
+    assert controller.release_lost_claims
+    assert the_configuration(made, tmp_path).evacuation
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        (DISTRIBUTED | {"evacuation": {"enabled": True}}, "needs controller.enabled"),
+        (DISTRIBUTED | {"releaseLostClaims": {"enabled": True}}, "needs controller.enabled"),
+        (DEMO | {"releaseLostClaims": {"enabled": True}}, "controller.forgetDeletedNodes"),
+        (DEMO | {"settings": {"evacuation": True}}, "settings.evacuation"),
+        (DEMO | {"settings": {"release_lost_claims": True}}, "settings.release_lost_claims"),
+    ],
+)
+def test_what_evacuation_and_release_lack_is_refused(
+    given: Values, word: str, template: Template
+) -> None:
+    with pytest.raises(Refused, match=re.escape(word)):
+        template(given)
+
+
+@pytest.mark.parametrize("hosts", [False, True])
+def test_nodes_reach_each_other_only_to_move_volumes(hosts: bool, template: Template) -> None:
+    def peers(enabled: bool) -> list[object]:
+        given = {"evacuation": {"enabled": enabled}, "node": {"hostNetwork": hosts}}
+        made = template(DEMO | {"networkPolicy": {"enabled": True}} | given)
+        component = "app.kubernetes.io/component"
+        [rule] = [
+            one["spec"]["ingress"][0]
+            for one in manifest.of_kind(made, "NetworkPolicy")
+            if one["spec"]["podSelector"]["matchLabels"][component] == "node"
+        ]
+        assert [port["port"] for port in rule["ports"]] == ["controller"]
+        return [one["podSelector"]["matchLabels"][component] for one in rule.get("from", [])]
+
+    assert peers(enabled=False) == ["controller"]
+    # A node with its host's network has no address of its own.
+    assert peers(enabled=True) == ([] if hosts else ["controller", "node"])
+
+
 def test_nodes_on_their_hosts_network_find_the_controllers_service(template: Template) -> None:
     pod = manifest.node_pod(template(DEMO | {"node": {"hostNetwork": True}}))
     assert pod["dnsPolicy"] == "ClusterFirstWithHostNet"

@@ -32,7 +32,9 @@ def statuses(site: Site) -> list[Object] | None:
     if not pods or not all(map(is_ready, pods)):
         return None
     # The exit code is 1 while a node does not answer.
-    shown = [_inside(site, one, "sh", "-c", "carver controller status --json || :") for one in pods]
+    shown = [
+        inside_of(site, one, "sh", "-c", "carver controller status --json || :") for one in pods
+    ]
     try:
         return [by_node(one) for one in shown]
     except json.JSONDecodeError:
@@ -91,7 +93,7 @@ def require_silent_member(site: Site, node: str) -> None:
         if (found := _metric(site, pod, NODE_ANSWERS, node)) != 0:
             raise Failed(f"{NODE_ANSWERS} of {node} is {found} at {name}, and not 0")
         # It lists all volumes first, and ends where that list is not whole.
-        said = _inside(site, pod, "sh", "-c", "carver controller orphans 2>&1 || :")
+        said = inside_of(site, pod, "sh", "-c", "carver controller orphans 2>&1 || :")
         if node not in said:
             raise Failed(f"{name} lists the volumes of a cluster without {node}: {said.strip()}")
 
@@ -99,15 +101,15 @@ def require_silent_member(site: Site, node: str) -> None:
 def delete_volume(site: Site, handle: str) -> list[str]:
     """Have every controller delete a volume; what each answers, its code first."""
     pods = site.place.controller_pods(site.kubectl)
-    return [_inside(site, one, "python", "-c", DELETE, handle).strip() for one in pods]
+    return [inside_of(site, one, "python", "-c", DELETE, handle).strip() for one in pods]
 
 
 def orphans(site: Site, pod: Object, *words: str) -> str:
     """What `carver controller orphans` prints in a controller's pod; raises Refused."""
-    return _inside(site, pod, "carver", "controller", "orphans", *words)
+    return inside_of(site, pod, "carver", "controller", "orphans", *words)
 
 
-def _inside(site: Site, pod: Object, *words: str) -> str:
+def inside_of(site: Site, pod: Object, *words: str) -> str:
     """What a command prints in a controller's pod; raises Refused where the command fails."""
     what = f"{pod['metadata']['name']} runs {words[0]}"
     return site.until(what, lambda: inside(site.kubectl, pod, *words))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from cluster import checks, nodes, objects, removal
 from cluster.belonging import authority_lost, cloned_group, forgotten_node, quiet_node
 from cluster.checks import Check, lines_of
+from cluster.evacuating import evacuation, evacuation_interrupted
 from cluster.kubectl import path
 from cluster.lying import lying_node
 from cluster.sick import sick_disk
@@ -216,7 +217,7 @@ ALL: Mapping[str, Check] = {
     check.__name__.replace("_", "-"): check
     for check in (
         *(controller_killed, pause, clock, modes, reboot, power_cut, sick_disk),
-        *(dead_node, authority_lost, lying_node, quiet_node),
+        *(dead_node, evacuation, evacuation_interrupted, authority_lost, lying_node, quiet_node),
         *(added_node, cloned_group, forgotten_node),
     )
 }

@@ -29,7 +29,7 @@ _VERSIONS = {
         ("VolumeGroupSnapshot", "VolumeGroupSnapshotClass"), "groupsnapshot.storage.k8s.io/v1"
     ),
     **dict.fromkeys(("StorageClass", "VolumeAttributesClass"), "storage.k8s.io/v1"),
-    "Deployment": "apps/v1",
+    **dict.fromkeys(("Deployment", "StatefulSet"), "apps/v1"),
 }
 
 
@@ -217,6 +217,28 @@ def deployment(run: str, check: str, name: str, spec: Object) -> Object:
         "template": template,
     }
     return _object("Deployment", _metadata(run, check, name), spec=of_pods)
+
+
+def stateful_set(run: str, check: str, name: str, spec: Object, *, count: int, size: str) -> Object:
+    """Pods with a claim each, which are all made at once, and anew where they are evicted."""
+    labels = {RUN: run, CHECK: check}
+    template = {"metadata": {"labels": labels}, "spec": {**spec, "restartPolicy": "Always"}}
+    template["spec"].pop("volumes")
+    of_claims = claim(run, check, "data", size)
+    return _object(
+        "StatefulSet",
+        _metadata(run, check, name),
+        spec={
+            "replicas": count,
+            "serviceName": name,
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": labels},
+            "template": template,
+            "volumeClaimTemplates": [
+                {"metadata": {"name": "data", "labels": labels}, "spec": of_claims["spec"]}
+            ],
+        },
+    )
 
 
 def snapshot(run: str, check: str, name: str, claim_name: str = "", content: str = "") -> Object:

@@ -17,7 +17,7 @@ from cluster.kubectl import (
 )
 from cluster.site import Failed, Site
 
-_OF_PODS = ("deployments.apps", "pods")
+_OF_PODS = ("deployments.apps", "statefulsets.apps", "pods")
 _CLAIMS = "persistentvolumeclaims"
 
 

@@ -16,7 +16,7 @@ from real.any import AnyHost
 from agent.core import errors
 from agent.csi.client import mounted
 from agent.extras.transfer import stream_descriptions, streams_command
-from agent.extras.transfer.move_command import Move, Options
+from agent.extras.transfer.move_command import Options, move_of
 from agent.settings.settings import Config
 from proto import csi_pb2 as csi
 
@@ -94,7 +94,7 @@ def test_an_earlier_versions_stream_is_refused_when_it_is_finished(here: Node, t
 
 def test_a_volume_is_not_moved_and_stays_where_it_is(here: Node, there: Node) -> None:
     volume = formatted(here, "-b 1024")
-    move = Move(here.at, Stand(there), volume.volume_id, Options("db"), lambda _text: None)
+    move = move_of(here.at, Stand(there), volume.volume_id, Options("db"), lambda _text: None)
     with pytest.raises((errors.AgentError, grpc.RpcError), match="blocks of 1024 bytes"):
         move.run()
     assert there.names() == set()

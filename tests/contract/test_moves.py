@@ -20,8 +20,10 @@ from real.any import AnyHost
 from agent.core import errors, ids, tag
 from agent.csi.client import block, mounted
 from agent.extras.streams import reading
+from agent.extras.transfer import move as steps_of_moves
 from agent.extras.transfer import move_command, streams_command
-from agent.extras.transfer.move_command import Move, Options
+from agent.extras.transfer.move import Move
+from agent.extras.transfer.move_command import Options, move_of
 from agent.operations.delete import VolumeDeleter
 from agent.settings.settings import Config
 from lvm import volumes
@@ -31,7 +33,7 @@ from proto import csi_pb2 as csi
 
 
 def move(here: Node, stand: Stand, volume: csi.Volume) -> Move:
-    return Move(here.at, stand, volume.volume_id, Options("db"), lambda _text: None)
+    return move_of(here.at, stand, volume.volume_id, Options("db"), lambda _text: None)
 
 
 def begin_and_hold(here: Node, volume: csi.Volume) -> carver.HoldMoveRequest:
@@ -179,8 +181,8 @@ def test_rounds_are_sent_while_it_is_used_and_the_last_one_when_it_is_not(
         elif len(looks) == 7:
             end()
 
-    monkeypatch.setattr(move_command, "sleep", look)
-    monkeypatch.setattr(move_command, "_LOOKS", 3)
+    monkeypatch.setattr(steps_of_moves, "sleep", look)
+    monkeypatch.setattr(steps_of_moves, "_LOOKS", 3)
     stand, sent = Stand(there), []
     stand.before = lambda words: sent.append(words[-1])
     move(here, stand, volume).run()
@@ -251,7 +253,7 @@ def test_a_hold_that_meets_another_call_is_retried(
             assert kept.wait(expect.PATIENCE_SECONDS)
 
     monkeypatch.setattr(here.transfer, "HoldMove", meet)
-    monkeypatch.setattr(move_command, "_KEEP_SECONDS", 0.01)
+    monkeypatch.setattr(steps_of_moves, "_KEEP_SECONDS", 0.01)
     stand = Stand(there)
     stand.before = wait
     assert move(here, stand, volume).run()["state"] == tag.READY
@@ -271,7 +273,7 @@ def test_a_move_waits_for_the_hold_of_a_killed_one(
             # As its time does that is over.
             here.transfer.ReleaseMove(hold)
 
-    monkeypatch.setattr(move_command, "sleep", look)
+    monkeypatch.setattr(steps_of_moves, "sleep", look)
     move(here, Stand(there), volume).run()
     assert len(looks) == 3
     assert len(usable(there)) == 1
@@ -300,7 +302,7 @@ def test_an_overflowed_base_is_followed_by_a_whole_round(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     write_over = Overwriting(here, volume, times)
-    monkeypatch.setattr(move_command, "sleep", write_over.look)
+    monkeypatch.setattr(steps_of_moves, "sleep", write_over.look)
     stand, wholes = Stand(there), []
     stand.before = lambda words: wholes.append(words) if "--abort" in words else None
     move(here, stand, volume).run()
@@ -315,7 +317,7 @@ def test_a_stopped_move_continues_after_its_snapshot_overflowed(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     writer = Overwriting(here, volume, 9)
-    monkeypatch.setattr(move_command, "sleep", die)
+    monkeypatch.setattr(steps_of_moves, "sleep", die)
     for _ in range(2):
         stand = Stand(there)
         if when == "within a round":
@@ -327,7 +329,7 @@ def test_a_stopped_move_continues_after_its_snapshot_overflowed(
             [base] = [one.snapshot_id for one in here.client.snapshots()]
             here.host.write_bytes(here.device("vol-db"), 0, random.Random(4).randbytes(MIB))
             with monkeypatch.context() as patched:
-                patched.setattr(move_command, "_LOOKS", 0)
+                patched.setattr(steps_of_moves, "_LOOKS", 0)
                 stand.most_bytes = 100_000
                 with pytest.raises(errors.NodeRefused):
                     move(here, stand, volume).run()
@@ -363,7 +365,7 @@ def test_random_histories_move_to_the_byte(
 ) -> None:
     every = real and request.config.getoption("--every")
     asked = chosen.numbers("CARVER_MOVES", seed=1, histories=5 if every else 1)
-    monkeypatch.setattr(move_command, "_LOOKS", 2)
+    monkeypatch.setattr(steps_of_moves, "_LOOKS", 2)
     for number in range(asked["histories"]):
         seed = f"{asked['seed']} {layout} {number}"
         kind = histories.SEALED if layout.startswith(histories.SEALED) else ""
@@ -371,9 +373,9 @@ def test_random_histories_move_to_the_byte(
         disk = histories.Disk(here.client, here.service, here.host, layout, "db")
         stand = Stand(there)
         user = User(disk, stand, clock, seed)
-        monkeypatch.setattr(move_command, "sleep", user.look)
+        monkeypatch.setattr(steps_of_moves, "sleep", user.look)
         for _ in range(40):
-            going = Move(here.at, stand, disk.id, options, lambda _text: None)
+            going = move_of(here.at, stand, disk.id, options, lambda _text: None)
             # Also where an area was full: then the same words go on.
             with suppress(Cut, errors.NodeRefused, errors.SourceLost, grpc.RpcError):
                 going.run()
@@ -461,7 +463,7 @@ def test_a_hold_that_is_prolonged_is_not_awaited_forever(
 ) -> None:
     hold = begin_and_hold(here, volume)
     looks: list[float] = []
-    monkeypatch.setattr(move_command, "sleep", looks.append)
+    monkeypatch.setattr(steps_of_moves, "sleep", looks.append)
     with expect.code("FAILED_PRECONDITION", "last time"):
         move(here, Stand(there), volume).run()
     assert sum(looks) > 30
@@ -548,7 +550,7 @@ def test_a_volume_that_may_have_moved_on_is_taken_back_only_on_confirmation(
     with pytest.raises(errors.NotMoved, match="--there-is-none"):
         going.finish()
     assert (usable(here), usable(there), len(usable(third))) == ([], [], 1)
-    streams_command.show(going.status(), as_json=True)
+    streams_command.show(move_command.status(going), as_json=True)
     # It is gone there, too, and the user confirms that.
     third.client.delete(usable(third)[0].volume_id)
     going.undo(confirmed=never, is_nowhere=yes)
@@ -618,7 +620,7 @@ def test_a_volume_that_is_being_deleted_here_is_not_taken_back(
     with pytest.raises(errors.NotMoved, match="being deleted"):
         going.undo(confirmed=yes, is_nowhere=yes)
     with expect.code("FAILED_PRECONDITION", "being deleted"):
-        going.take_back()
+        going.take_back(going.source.state().release)
     assert there.content("vol-db") == content
     going.finish()
     assert (here.names(), len(usable(there))) == (set(), 1)
@@ -712,11 +714,11 @@ def test_during_the_hold_only_the_last_changes_are_read(
         end()
 
     if begun == "before":
-        monkeypatch.setattr(move_command, "sleep", die)
+        monkeypatch.setattr(steps_of_moves, "sleep", die)
         with pytest.raises(Cut):
             move(here, Stand(there), volume).run()
         reads[False] = 0
-    monkeypatch.setattr(move_command, "sleep", write_and_end)
+    monkeypatch.setattr(steps_of_moves, "sleep", write_and_end)
     move(here, Stand(there), volume).run()
     # Before: all of both.
     assert reads[False] >= 2 * SIZE
@@ -829,6 +831,6 @@ def test_what_was_asked_for_moves_with_a_volume(here: Node, there: Node) -> None
     """A claim's snapshot can be restored at the claim's size, on the other node as well."""
     asked = 10_000_000
     volume = here.client.create("db", asked, block(), parameters={"class": "linear"})
-    Move(here.at, Stand(there), volume.volume_id, Options("db"), lambda _text: None).run()
+    move_of(here.at, Stand(there), volume.volume_id, Options("db"), lambda _text: None).run()
     [moved] = there.client.volumes()
     assert there.client.snapshot("after", moved.volume_id).size_bytes == asked

@@ -62,6 +62,10 @@ def _of(**labels: str) -> str:
     return series(f"carver_{what}_health", **labels)
 
 
+def _evacuated(stage: str, waits: str) -> str:
+    return series("carver_evacuation_volumes", node=NODE, stage=stage, waits=waits)
+
+
 def _in(state: str) -> str:
     return series("carver_registration", state=state)
 
@@ -388,6 +392,19 @@ CASES: Mapping[str, Sequence[Case]] = {
             6,
             f"A volume group of {NODE} is another node's, too",
             {"node": NODE},
+            node="node",
+        )
+    ],
+    "CarverEvacuationWaits": [
+        Case(
+            {_evacuated("evicting", "true"): 1, _evacuated("copying", "false"): 2},
+            {_evacuated("evicting", "false"): 1, _evacuated("copying", "false"): 2},
+            61,
+            f"The evacuation of {NODE} waits",
+            {"node": NODE},
+            severity="warning",
+            # What stays on the node does not wait.
+            harmless=[{_evacuated("stays", "true"): 3}],
             node="node",
         )
     ],

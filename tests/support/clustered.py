@@ -19,6 +19,7 @@ from nodes import Node
 from real.any import AnyHost
 
 from agent.extras.controller import certificates
+from agent.extras.controller.call_records import Call
 from agent.extras.controller.controller_process import ClusterController, Files
 from agent.extras.controller.controller_service import Listener
 from agent.extras.controller.membership import Record
@@ -61,6 +62,8 @@ class Cluster:
     # What PersistentVolumes say, to the controllers that start.
     record: Record = field(default_factory=Record)
     loop: Loop = field(default_factory=Loop)
+    # The calls to nodes that controllers have counted.
+    calls: list[Call] = field(default_factory=list)
     controller: ClusterController = field(init=False)
     client: Client = field(init=False)
 
@@ -80,7 +83,7 @@ class Cluster:
         """A controller, which has asked all nodes."""
         source = Files(self.config)
         source.record = self.record
-        self.controller = ClusterController(self.config, source)
+        self.controller = ClusterController(self.config, source, self.calls.append)
         self.loop.run(self.controller.start())
         self.ask()
         self.client = Client(self.config.endpoint)

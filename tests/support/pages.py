@@ -19,9 +19,11 @@ from agent.daemon.node_metrics import Metrics
 from agent.daemon.registration import Registration
 from agent.daemon.server import Service
 from agent.extras.controller import controller_metrics as controller_metrics
+from agent.extras.controller.call_records import Call
 from agent.extras.controller.membership import Serving
 from agent.extras.controller.nodes import Nodes
-from agent.extras.controller.router import Call
+from agent.extras.evacuation import evacuation_metrics
+from agent.extras.evacuation.progress import NodeProgress, Stage, UnitProgress, VolumeProgress
 from agent.extras.orphans.look import OrphanWatch
 from agent.extras.orphans.orphans_service import Orphans
 from agent.settings.classes import DeviceClass
@@ -122,9 +124,11 @@ def of_the_controller() -> controller_metrics.Metrics:
     nodes.set({"node-1": Serving("")})
     [node] = nodes
     node.answered_seconds = 1.0
-    metrics = controller_metrics.Metrics(nodes)
-    context: Any = None
-    call = Call("CreateVolume", context, node=node.name, nodes_seconds=[(node.name, 0.1)])
+    evacuated = VolumeProgress("data@0f0f0f0f/vol-pvc-1", "shop/data", Stage.COPYING, 4 * MIB)
+    unit = UnitProgress(evacuated.volume_id, "node-2", Stage.COPYING, (evacuated,))
+    evacuations = [NodeProgress(node.name, "evacuate", (unit,))]
+    metrics = controller_metrics.Metrics(nodes, lambda: evacuation_metrics.gauges(evacuations))
+    call = Call("CreateVolume", node=node.name, nodes_seconds=[(node.name, 0.1)])
     metrics.count_call(call)
     return metrics
 

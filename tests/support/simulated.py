@@ -94,8 +94,9 @@ class SimulatedNode:
         # The RPCs that it ends well without an answer, and those that it never ends.
         self.empty: set[str] = set()
         self.hangs: set[str] = set()
-        # The bytes of all requests, and what is added to their answers.
+        # The bytes of all requests, their RPCs, and what is added to their answers.
         self.requests: list[bytes] = []
+        self.requested: list[str] = []
         self.adds = b""
         self.calls: list[str] = []
         self.cancelled: list[str] = []
@@ -222,6 +223,7 @@ class SimulatedNode:
         async def handle(data: bytes, context: Any) -> bytes:
             if method != "GetPluginInfo":
                 self.requests.append(data)
+                self.requested.append(method)
             if method in self.hangs:
                 await asyncio.Event().wait()
             if method in self.forged:
@@ -254,6 +256,8 @@ class SimulatedNode:
         made.add_generic_rpc_handlers((_Empty(self),))
         served: dict[str, dict[str, Any]] = {
             "csi.v1.Identity": {"GetPluginInfo": self._info},
+            # Its moves and classes are those of `forged`.
+            "carver.v2.Transfer": {"Moves": None},
             "csi.v1.Controller": {
                 "GetCapacity": self._capacity,
                 "CreateVolume": self._create,
@@ -264,7 +268,7 @@ class SimulatedNode:
                 "ControllerGetVolumeHealth": self._get_health,
             },
         }
-        for service in ("csi.v1.Identity", *RULES):
+        for service in ("csi.v1.Identity", *dict.fromkeys(("carver.v2.Transfer", *RULES))):
             calls = served.get(service, {})
             handlers: dict[str, Any] = {
                 name: grpc.unary_unary_rpc_method_handler(self._or_forged(name, calls.get(name)))

@@ -93,6 +93,8 @@ class Asked:
     # The parsed answer, and the message in the answer that has the field whose rule runs.
     answer: Any = field(default=None, init=False)
     part: Any = field(default=None, init=False)
+    # The accepted message before this one, of a stream; None for the first one.
+    previous: Any = field(default=None, init=False)
     # The ids of the volumes whose health was removed from the answer, because the volumes belong,
     # or may belong, to another node.
     left_out: Sequence[VolumeId] = field(default=(), init=False)
@@ -560,10 +562,13 @@ class Row:
     most_bytes: int
 
     @classmethod
-    def of(cls, service: str, method: str) -> "Row":
-        """Return the rules for the answer to an RPC. Raises KeyError for an RPC without rules."""
+    def of(cls, service: str, method: str, table: Mapping[str, Fields] | None = None) -> "Row":
+        """Return the rules for the answer to an RPC. Raises KeyError for an RPC without rules.
+
+        The rules are in `table`, by the names of RPCs; without it, in RULES.
+        """
         rules_by_path: dict[tuple[str, ...], list[tuple[str, Rule]]] = {}
-        for path, rule in RULES[service][method].items():
+        for path, rule in (RULES[service] if table is None else table)[method].items():
             *steps, key = path.split(".")
             if rule is not any_value:
                 rules_by_path.setdefault(tuple(steps), []).append((key, rule))

@@ -10,7 +10,7 @@ topology segment in place of the name. That segment ends with a digest of the no
 
 import logging
 import ssl
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -25,19 +25,35 @@ _log = logging.getLogger(__name__)
 
 # Key in gRPC's ServicerContext.auth_context() of the names in the peer's certificate.
 _NAMES = "x509_subject_alternative_name"
-# Options of gRPC channels: of the controller's to nodes, and of a node's to controllers
-# (enrolment).
+# Interval of keepalive pings, and time limit for the answer to one that a client or a server sends,
+# in seconds.
+_PING_SECONDS, _CLIENT_SECONDS, _SERVER_SECONDS = 30, 5, 20
+# Maximum time, in seconds, until a call ends, at either end, whose other end is gone without a
+# word, such as a machine without power.
+GONE_SECONDS = _PING_SECONDS + max(_CLIENT_SECONDS, _SERVER_SECONDS)
+
+
+def _pings(answer_seconds: int) -> tuple[tuple[str, int], ...]:
+    """Return the options by which a connection is closed whose other end is gone.
+
+    Pings are sent during a call, also while no data are sent. `answer_seconds` is the time limit
+    for the answer to a ping.
+    """
+    return (
+        ("grpc.keepalive_time_ms", _PING_SECONDS * 1000),
+        ("grpc.keepalive_timeout_ms", answer_seconds * 1000),
+        # Without this option, the time limit is a minute (grpc 1.85, "Set ping timeout timer").
+        ("grpc.http2.ping_timeout_ms", answer_seconds * 1000),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
+
+
+# Options of gRPC channels: of the controller's to nodes, of a node's to another node, and of a
+# node's to controllers (enrolment).
 _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 5000),
-    # Interval of keepalive pings, in milliseconds. They detect a connection whose other end is
-    # gone, also during a call that takes long.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    # Time limit, in milliseconds, for the answer to a ping; this is the option that takes effect.
-    # Its default is a minute (grpc 1.85, "Set ping timeout timer").
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
+    *_pings(_CLIENT_SECONDS),
     # Use no HTTP proxy, whatever the environment variables about proxies say.
     ("grpc.enable_http_proxy", 0),
 )
@@ -49,6 +65,7 @@ SERVER_OPTIONS = (
     # Frequent pings do not count as abuse, as both ends are Carver's.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    *_pings(_SERVER_SECONDS),
     # Only one process may listen on a port. Two processes that shared a port would each answer some
     # of the calls.
     ("grpc.so_reuseport", 0),
@@ -56,6 +73,8 @@ SERVER_OPTIONS = (
 # Maximum number of characters of a server's name in TLS' SNI (TLSEXT_MAXLEN_host_name of
 # BoringSSL).
 _MOST_NAME_CHARACTERS = 255
+# Maximum size, in bytes, of a request that any node may send to another node.
+_MOST_REQUEST_BYTES = 32 << 10
 _AUTHORITY, _CERTIFICATE, _KEY = "ca.crt", "tls.crt", "tls.key"
 
 
@@ -186,10 +205,14 @@ def server_credentials(
 
 
 class OnlyFrom(grpc.ServerInterceptor):
-    """Interceptor that refuses each call of a client without a certificate of this DNS name."""
+    """Interceptor that refuses each call of a client without a certificate of this DNS name.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    The handlers of the RPCs in `checked_otherwise`, by their paths, check the caller themselves.
+    They get no request of more than _MOST_REQUEST_BYTES, as its texts are logged before that.
+    """
+
+    def __init__(self, name: str, checked_otherwise: Collection[str] = ()) -> None:
+        self._name, self._checked_otherwise = name, frozenset(checked_otherwise)
 
     def intercept_service(
         self,
@@ -204,6 +227,8 @@ class OnlyFrom(grpc.ServerInterceptor):
         if handler is None:
             return None
         wire = (handler.request_deserializer, handler.response_serializer)
+        if handler_call_details.method in self._checked_otherwise:
+            return grpc.unary_stream_rpc_method_handler(_bounded(handler.unary_stream), *wire)
         if handler.unary_stream:
             return grpc.unary_stream_rpc_method_handler(self._checked(handler.unary_stream), *wire)
         return grpc.unary_unary_rpc_method_handler(self._checked(handler.unary_unary), *wire)
@@ -223,6 +248,17 @@ class OnlyFrom(grpc.ServerInterceptor):
             return behaviour(request, context)
 
         return call
+
+
+def _bounded(behaviour: Any) -> Callable[..., Any]:
+    @wraps(behaviour)
+    def call(request: Any, context: grpc.ServicerContext) -> Any:
+        if request.ByteSize() > _MOST_REQUEST_BYTES:
+            why = f"a request has at most {_MOST_REQUEST_BYTES} bytes"
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
+        return behaviour(request, context)
+
+    return call
 
 
 def read_pem(path: Path) -> bytes:

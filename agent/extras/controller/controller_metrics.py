@@ -10,8 +10,8 @@ from prometheus_client.registry import Collector
 
 from agent.daemon import node_metrics
 from agent.daemon.extra import Gauge
+from agent.extras.controller.call_records import Call
 from agent.extras.controller.nodes import Nodes
-from agent.extras.controller.router import Call
 
 # Bounds, in seconds, of the buckets of the histogram of a node's answer times. The buckets are few,
 # as each node has its own histogram.

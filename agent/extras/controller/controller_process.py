@@ -6,7 +6,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -19,11 +19,13 @@ from agent.daemon import monitor
 from agent.daemon.extra import Extra
 from agent.daemon.service_process import ProcessEnder, claimed, process_ender
 from agent.extras.controller import certificates, nodes
+from agent.extras.controller.call_records import Call, Observe, unobserved
 from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.claims import ClaimQuestions
 from agent.extras.controller.membership import Record, Serving
+from agent.extras.controller.node_moves import NodeMoves
 from agent.extras.controller.nodes import Nodes
-from agent.extras.controller.router import Call, Router
+from agent.extras.controller.router import Router
 from agent.settings.settings import Config
 from mount import calls
 from mount.text import counted
@@ -115,7 +117,7 @@ class ClusterController:
         self,
         config: Config,
         source: Source,
-        observe: Callable[[Call], None] = lambda _call: None,
+        observe: Observe = unobserved,
     ) -> None:
         self._config, self._source = config, source
         self._certificates = source.certificates
@@ -126,7 +128,12 @@ class ClusterController:
             questions=source.questions,
             attach=config.attach,
         )
+        # The moves of volumes from node to node; only with the setting `evacuation` do nodes serve
+        # them.
+        self.moves = NodeMoves(self.nodes, config.driver_name, lambda: self._certificates, observe)
         self._server: grpc.aio.Server | None = None
+        # Handlers of further services on the controller's socket; to be added before the start.
+        self.handlers: list[grpc.GenericRpcHandler] = []
 
     async def start(self) -> None:
         """Start the source of nodes, ask all nodes for volume groups, and serve on a unix socket.
@@ -134,12 +141,13 @@ class ClusterController:
         Only root can connect to the socket. The answers of the nodes are not waited for.
         """
         await self._source.start()
+        self.moves.start()
         self.take()
         server = self._server = grpc.aio.server()
         self._router.add_to(server)
         methods: dict[str, Any] = {"Nodes": grpc.unary_unary_rpc_method_handler(self._shown)}
         handler: Any = grpc.method_handlers_generic_handler("carver.v2.Cluster", methods)
-        server.add_generic_rpc_handlers((handler,))
+        server.add_generic_rpc_handlers((handler, *self.handlers))
         umask = os.umask(0o177)
         try:
             server.add_insecure_port(f"unix://{self._config.endpoint}")
@@ -152,6 +160,7 @@ class ClusterController:
 
         Calls in flight may go on for _DRAIN_SECONDS, and are then cancelled.
         """
+        self.moves.stop()
         if self._server is not None:
             await self._server.stop(_DRAIN_SECONDS)
         await self._source.stop()
@@ -230,16 +239,19 @@ def run(config: Config) -> None:
         claimed(config.endpoint),
         ExitStack() as exit_stack,
     ):
-        observers: list[Callable[[Call], None]] = []
+        observers: list[Observe] = []
         pages = {"/healthz": monitor.Page(monitor.healthz(config.endpoint))}
-        controller = ClusterController(config, _source(config), lambda call: _tell(observers, call))
+        source = _source(config)
+        controller = ClusterController(config, source, lambda call: _tell(observers, call))
+        handlers, evacuator = evacuation(config, controller)
+        controller.handlers += handlers
         orphans = orphan_watch(config)
         orphans.start()
         exit_stack.callback(orphans.stop)
         if config.metrics_address is not None:
             from agent.extras.controller.controller_metrics import Metrics
 
-            metrics = Metrics(controller.nodes, orphans.gauges)
+            metrics = Metrics(controller.nodes, lambda: (*orphans.gauges(), *evacuator.gauges()))
             observers.append(metrics.count_call)
             pages["/metrics"] = monitor.Page(metrics.text, metrics.CONTENT_TYPE)
         for address in (config.metrics_address, config.health_address):
@@ -247,8 +259,12 @@ def run(config: Config) -> None:
                 page_server = monitor.Monitor(address, pages)
                 page_server.start()
                 exit_stack.callback(page_server.stop)
-        events = health_events(config, controller.nodes)
-        asyncio.run(_serve(controller, config, ender, events))
+        tasks = [
+            health_events(config, controller.nodes),
+            lost_claims(config, controller.nodes, source.record),
+            evacuator,
+        ]
+        asyncio.run(_serve(controller, config, ender, tasks))
 
 
 def _source(config: Config) -> Source:
@@ -298,13 +314,57 @@ def health_events(config: Config, cluster_nodes: Nodes) -> Extra:
     return HealthEvents(config, cluster_nodes, Objects(server), Lists(server))
 
 
-def _tell(observers: Sequence[Callable[[Call], None]], call: Call) -> None:
+def evacuation(
+    config: Config, controller: ClusterController
+) -> tuple[Sequence[grpc.GenericRpcHandler], Extra]:
+    """Return the handlers of the RPCs by which nodes are evacuated, and the task that does it.
+
+    Without an API server there are no handlers, and without the setting `evacuation` the task does
+    nothing. Raises BadConfig if the settings lead to no API server.
+    """
+    if config.nodes_file is not None:
+        return (), Extra()
+    from agent.extras.evacuation.evacuation_calls import EvacuationCalls
+    from agent.extras.evacuation.progress import Progress
+    from agent.extras.kubernetes import access
+    from agent.extras.kubernetes.objects import Lists, Objects
+
+    server, progress = access.find(config.kubeconfig, os.environ), Progress()
+    calls_of_operators = EvacuationCalls(
+        config, controller.nodes, Objects(server), Lists(server), progress
+    )
+    handlers = (calls_of_operators.handler(),)
+    if not config.evacuation:
+        return handlers, Extra()
+    from agent.extras.evacuation.evacuator import EvacuatorTask
+
+    return handlers, EvacuatorTask(config, controller.nodes, controller.moves, server, progress)
+
+
+def lost_claims(config: Config, cluster_nodes: Nodes, record: Record) -> Extra:
+    """Return the task that releases claims whose node is lost for good.
+
+    If the settings disable the task, return an extra that does nothing. Raises BadConfig if the
+    settings lead to no API server, or do not let the controller forget deleted nodes.
+    """
+    if not config.release_lost_claims:
+        return Extra()
+    from agent.extras.evacuation.lost_claims import LostClaimsTask
+    from agent.extras.kubernetes import access
+    from agent.extras.kubernetes.objects import Lists, Objects
+
+    server = access.find(config.kubeconfig, os.environ)
+    clients = Objects(server), Lists(server)
+    return LostClaimsTask(config.driver_name, cluster_nodes, record, *clients)
+
+
+def _tell(observers: Sequence[Observe], call: Call) -> None:
     for observer in observers:
         observer(call)
 
 
 async def _serve(
-    controller: ClusterController, config: Config, ender: ProcessEnder, events: Extra
+    controller: ClusterController, config: Config, ender: ProcessEnder, tasks: Sequence[Extra]
 ) -> None:
     end_event, loop = asyncio.Event(), asyncio.get_running_loop()
 
@@ -315,7 +375,8 @@ async def _serve(
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, end)
     await controller.start()
-    events.start()
+    for task in tasks:
+        task.start()
     _log.info("serving %s on %s", counted(len(controller.nodes), "node"), config.endpoint)
     look_task: asyncio.Task[None] | None = None
     while not end_event.is_set():
@@ -325,7 +386,8 @@ async def _serve(
             if look_task is None or look_task.done():
                 look_task = loop.create_task(controller.look())
             controller.take()
-    events.stop()
+    for task in tasks:
+        task.stop()
     await controller.stop()
     _log.info("stopped")
     # Let `ender` end the process: the end of the event loop would wait for a thread that waits for

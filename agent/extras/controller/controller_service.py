@@ -1,14 +1,15 @@
 """The node's server for the cluster's controller: CSI over mutual TLS, beside the unix socket.
 
-The server offers CSI's services Identity, Controller, GroupController and SnapshotMetadata only. It
-offers neither CSI's Node service nor Carver's own RPCs.
+The server offers CSI's services Identity, Controller, GroupController and SnapshotMetadata. It does
+not offer CSI's Node service. With the setting `evacuation` it also offers those of Carver's own
+RPCs by which volumes move from node to node.
 """
 
 import json
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import grpc
 
@@ -29,6 +30,7 @@ from proto import csi_pb2_grpc
 
 if TYPE_CHECKING:
     from agent.extras.controller.enrolling import Enroller
+    from agent.extras.transfer.transfer_service import Transfer
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ _TAKEN_SECONDS = 15.0
 # Seconds between two searches for volume groups of Carver's that the service does not know; also
 # the longest interval between retries of a failed search.
 _GROUPS_SECONDS = 600.0
+# Path of the RPC that other nodes call. Its handler checks the caller by the controller's grant.
+_SEND = "/carver.v2.Transfer/Send"
 
 
 class NotListening(errors.AgentError):
@@ -134,7 +138,11 @@ class Listener(Extra):
         if self._server is not None:
             return
         service, name = self._service, self._service.configuration.now.driver_name
-        only_controller = certificates.OnlyFrom(certificates.controller_name(name))
+        transfer = self._transfer()
+        only_controller = certificates.OnlyFrom(
+            certificates.controller_name(name),
+            checked_otherwise=[] if transfer is None else [_SEND],
+        )
         self._threads = ThreadPoolExecutor(locks.THREADS, thread_name_prefix="controller")
         server = grpc.server(
             self._threads,
@@ -148,6 +156,8 @@ class Listener(Extra):
         csi_pb2_grpc.add_GroupControllerServicer_to_server(service.group_controller, server)
         if (changed_blocks := service.extras.get("changed_blocks")) is not None:
             changed_blocks.add_services(server)
+        if transfer is not None:
+            transfer.add_between_nodes(server, self._certificates)
         credentials = certificates.server_credentials(self._certificates)
         try:
             self.port = server.add_secure_port(str(self._address), credentials)
@@ -156,6 +166,13 @@ class Listener(Extra):
         server.start()
         self._server = server
         _log.info("serving the cluster's controller on %s", self._address)
+
+    def _transfer(self) -> "Transfer | None":
+        """Return the extra that moves volumes from node to node; None if that is not to be."""
+        extra = self._service.extras.get("transfer")
+        if extra is None or not self._service.configuration.now.evacuation:
+            return None
+        return cast("Transfer", extra)
 
     def stop(self) -> None:
         """Stop the server for the cluster's controller, and its background tasks.

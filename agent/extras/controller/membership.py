@@ -115,6 +115,14 @@ class Record:
         """The names of the Nodes in the node affinity of any PersistentVolume of the driver."""
         return frozenset()
 
+    @property
+    def segments(self) -> frozenset[str]:
+        """All names and topology segments that the Nodes have, as last read.
+
+        A Node's labels count, too. Empty if the Nodes were never read.
+        """
+        return frozenset()
+
     def nodes_of(self, group_uuid: str) -> frozenset[str]:
         """The names of the Nodes in the node affinity of a volume group's PersistentVolumes."""
         return frozenset()
@@ -324,6 +332,11 @@ class ClusterRecord(Record):
     def named(self) -> frozenset[str]:
         """The names of the Nodes in the node affinity of any PersistentVolume of the driver."""
         return self._last_reading.every_named
+
+    @property
+    def segments(self) -> frozenset[str]:
+        """All names and topology segments that the Nodes have, as last read."""
+        return self._last_reading.existing
 
     def uid_of(self, name: str) -> str:
         """The UID of the Node of that name, as last read; empty if there was none."""

@@ -13,14 +13,15 @@ from google.protobuf.message import Message
 from agent.core.ids import VolumeId
 from agent.extras.controller.answer_rules import RULES, Asked, Row, Untrue
 from agent.extras.controller.nodes import Node, Nodes, Refused, unary
+from agent.extras.controller.transfer_rules import TRANSFER, TRANSFER_RULES
 from proto import csi_pb2 as csi
 
 _log = logging.getLogger(__name__)
 
 # The rules for the answer to each RPC, by the path of the RPC.
 _ROWS = {
-    f"/{service}/{method}": Row.of(service, method)
-    for service, rows in RULES.items()
+    f"/{service}/{method}": Row.of(service, method, rows)
+    for service, rows in (*RULES.items(), (TRANSFER, TRANSFER_RULES))
     for method in rows
 }
 
@@ -60,7 +61,7 @@ class Answers:
         try:
             answer = await unary(node, path, data, timeout)
         except Untrue as error:
-            raise _refused(node, path, error) from None
+            raise refused_answer(node, path, error) from None
         parsed = await self.read(node, path, call, answer)
         for identity in () if in_part else call.left_out:
             self._nodes.require_elsewhere(node, identity, "the answer")
@@ -98,7 +99,7 @@ class Answers:
         4. Otherwise count the refused answer, and raise the error INTERNAL.
         """
         try:
-            return _judged(path, call, data)
+            return _accepted(path, call, data)
         except Untrue as error:
             # Ask the node for its volume groups: it may have a group that it did not have when it
             # was last asked. If the node does not answer now, the groups that it named before
@@ -108,13 +109,19 @@ class Answers:
         if places != call.places:
             call.places = places
             try:
-                return _judged(path, call, data)
+                return _accepted(path, call, data)
             except Untrue as error:
                 problem = error
         parsed = VolumeId.parse(problem.value) if isinstance(problem.value, str) else None
         if parsed is not None and self._nodes.is_possible_holder(node, parsed):
             self._nodes.require_undisputed(parsed, "the answer")
-        raise _refused(node, path, problem)
+        raise refused_answer(node, path, problem)
+
+
+def _accepted(path: str, call: Asked, data: bytes) -> Any:
+    """Apply the rules to an answer, and note it for the rules of the next message of a stream."""
+    call.previous = _judged(path, call, data)
+    return call.previous
 
 
 def _judged(path: str, call: Asked, data: bytes) -> Any:
@@ -128,7 +135,7 @@ def _judged(path: str, call: Asked, data: bytes) -> Any:
         raise Untrue("the answer", data, f"it cannot be judged: {type(error).__name__}") from None
 
 
-def _refused(node: Node, path: str, error: Untrue) -> Refused:
+def refused_answer(node: Node, path: str, error: Untrue) -> Refused:
     """Count a refused answer of a node, and return the error INTERNAL for the caller."""
     node.refused_answers += 1
     return Refused(

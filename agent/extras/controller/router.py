@@ -8,7 +8,6 @@ request, only the method and the id or name are kept and logged.
 """
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -16,14 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from google.protobuf.wrappers_pb2 import BoolValue
 
 from agent.core import codes
 from agent.core.ids import VolumeId
 from agent.csi import controller, group_controller, identity
-from agent.csi.interceptor import ROUTINE
 from agent.extras.controller import attachments, lists, routes
+from agent.extras.controller.call_records import Call, Observe, fail, record, unobserved
 from agent.extras.controller.claims import ClaimQuestions
 from agent.extras.controller.node_answers import Answers
 from agent.extras.controller.nodes import Forgotten, Gone, Node, Nodes, Refused, require_node_error
@@ -55,33 +54,6 @@ _LISTS = {
 _SUBJECTS = ("name", "volume_id", "source_volume_id", "snapshot_id", "group_snapshot_id")
 
 
-@dataclass
-class Call:
-    """A call that the controller answers, with the facts that are logged and counted."""
-
-    method: str
-    context: "grpc.aio.ServicerContext[bytes, bytes]"
-    # The id or name of the volume or snapshot that the call is about.
-    subject: str = ""
-    # The name of the last node to which the call was sent.
-    node: str = ""
-    # For each call to a node, the node's name and the call's duration in seconds.
-    nodes_seconds: list[tuple[str, float]] = dataclasses.field(default_factory=list)
-    # The duration of a stream, in seconds. The duration is kept apart from `nodes_seconds`, as the
-    # reader of the stream may have been slower than the node.
-    stream_seconds: float = 0.0
-    # The duration of the call, in seconds.
-    seconds: float = 0.0
-    code: grpc.StatusCode = _Code.OK
-    # The text of the error; empty after success.
-    problem: str = ""
-
-    @property
-    def node_seconds(self) -> float:
-        """The sum of the times, in seconds, that nodes took for this call."""
-        return self.stream_seconds + sum(seconds for _, seconds in self.nodes_seconds)
-
-
 @dataclass(frozen=True)
 class _Sent:
     """A request to a node: the path of the RPC, the parsed request, and its bytes.
@@ -111,7 +83,7 @@ class Router:
         nodes: Nodes,
         driver_name: str,
         version: str,
-        observe: Callable[[Call], None] = lambda _call: None,
+        observe: Observe = unobserved,
         questions: ClaimQuestions | None = None,
         *,
         attach: bool = False,
@@ -316,7 +288,7 @@ class Router:
         node.require_answering()
         call.node, start_seconds = node.name, time.monotonic()
         try:
-            remaining = call.context.time_remaining()
+            remaining = call.time_remaining()
             sent_parts = (sent.path, sent.request, sent.data, remaining)
             return await self._answers.of(node, *sent_parts, owned=sent.owned)
         except grpc.aio.AioRpcError as error:
@@ -350,7 +322,7 @@ class Router:
             call_node: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
             call_node = node.connected.unary_stream(path)
             checked_call = self._answers.asked(node, request, [call.subject])
-            answers = call_node(data, timeout=call.context.time_remaining())
+            answers = call_node(data, timeout=call.time_remaining())
             try:
                 async for message in answers:
                     await self._answers.read(node, path, checked_call, message)
@@ -373,13 +345,13 @@ class Router:
         """
 
         async def handle(data: bytes, context: Any) -> bytes | None:
-            call, start_seconds = Call(method, context), time.monotonic()
+            call, start_seconds = Call(method, context.time_remaining), time.monotonic()
             try:
                 return await answer(call, data)
             except (Exception, asyncio.CancelledError) as error:
-                _fail(call, error)
+                fail(call, error)
             finally:
-                self._record(call, start_seconds)
+                record(call, start_seconds, self._observe)
             await context.abort(call.code, codes.shorten(call.problem))
             return None
 
@@ -387,7 +359,7 @@ class Router:
 
     def _streamed(self, method: str, answers: Callable[[Call, bytes], AsyncIterator[bytes]]) -> Any:
         async def handle(data: bytes, context: Any) -> AsyncIterator[bytes]:
-            call, start_seconds = Call(method, context), time.monotonic()
+            call, start_seconds = Call(method, context.time_remaining), time.monotonic()
             try:
                 async for message in answers(call, data):
                     yield message
@@ -395,57 +367,13 @@ class Router:
                 call.code = _Code.CANCELLED
                 raise
             except (Exception, asyncio.CancelledError) as error:
-                _fail(call, error)
+                fail(call, error)
             finally:
-                self._record(call, start_seconds)
+                record(call, start_seconds, self._observe)
             if call.code is not _Code.OK:
                 await context.abort(call.code, codes.shorten(call.problem))
 
         return handle
-
-    def _record(self, call: Call, start_seconds: float) -> None:
-        call.seconds = time.monotonic() - start_seconds
-        fields: dict[str, object] = {
-            "method": call.method,
-            "volume": call.subject,
-            "node": call.node,
-            "code": call.code.name,
-            "milliseconds": round(call.seconds * 1000, 1),
-            "node_milliseconds": round(call.node_seconds * 1000, 1),
-        }
-        if call.problem:
-            fields["error"] = call.problem
-        is_routine = call.code is _Code.OK and call.method in ROUTINE
-        _log.log(logging.DEBUG if is_routine else logging.INFO, "call", extra={"fields": fields})
-        self._observe(call)
-
-
-def _fail(call: Call, error: Exception | asyncio.CancelledError) -> None:
-    """Note in a call the gRPC code and the text of the error that ended it.
-
-    CancelledError is raised again if the call itself was cancelled.
-    """
-    if isinstance(error, asyncio.CancelledError):
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            call.code = _Code.CANCELLED
-            raise error
-        # The connection to the node was closed during the call. Answer UNAVAILABLE: otherwise gRPC
-        # would give the caller no answer.
-        call.code = _Code.UNAVAILABLE
-        call.problem = (
-            f"node {call.node or 'that was asked'} left the cluster, or its address changed, while"
-            " it was called; the call may have been carried out: repeat it"
-        )
-    elif isinstance(error, Refused):
-        call.code, call.problem = error.code, str(error)
-    elif isinstance(error, grpc.aio.AioRpcError):
-        call.code, call.problem = error.code(), error.details() or ""
-    elif isinstance(error, DecodeError):
-        call.code, call.problem = _Code.INVALID_ARGUMENT, "the request cannot be read"
-    else:
-        call.code, call.problem = _Code.INTERNAL, f"{type(error).__name__}: {error}"
-        _log.error("%s raised", call.method, exc_info=error)
 
 
 def _of_node(node: Node, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:

@@ -9,6 +9,7 @@ from typing import Any
 from google.protobuf import message_factory
 from google.protobuf.message import Message
 
+from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
 
 # Keys in GetPluginInfoResponse.manifest of the node's id, its topology segments (as JSON), and its
@@ -63,7 +64,9 @@ def response_class(service: str, call: str) -> type[Message]:
 
 
 def _method(service: str, call: str) -> Any:
-    return csi.DESCRIPTOR.services_by_name[service.rpartition(".")[2]].methods_by_name[call]
+    package, _, name = service.rpartition(".")
+    file = csi.DESCRIPTOR if package == "csi.v1" else carver.DESCRIPTOR
+    return file.services_by_name[name].methods_by_name[call]
 
 
 def source_of(request: csi.CreateVolumeRequest) -> tuple[str, str]:

@@ -244,11 +244,17 @@ class Rebinding:
     def _next_undo(self, state: _State) -> _Step | None:
         """Return the next step of undoing the rebinding; None if no step is left.
 
-        Raises NotRebound if the claim does not have the old PersistentVolume any more, or if the
-        new PersistentVolume is not as a rebinding makes it.
+        If the claim of the old PersistentVolume was deleted, and there is no new one, only the
+        former reclaim policy is restored. Raises NotRebound if the claim does not have the old
+        PersistentVolume any more, or if the new PersistentVolume is not as a rebinding makes it.
         """
         old, new, claim = state.old_volume, state.new_volume, state.claim
-        if old is None or claim is None or state.claimed != _name(old):
+        if old is not None and new is None and not _is_present(claim, old):
+            return self._restoring(old)
+        # Once the claim's deletion has begun, it cannot be stopped: only the new PersistentVolume
+        # keeps what the claim is made anew from.
+        is_going = claim is not None and new is not None and _is_going(claim)
+        if old is None or claim is None or state.claimed != _name(old) or is_going:
             why = "it is the moved volume's already, or between both: go on with the move, and then"
             raise state.refused(f"{why} move the volume back from {self._place.node}")
         if new is not None:
@@ -256,9 +262,13 @@ class Rebinding:
             if _policy(new) != _RETAIN:
                 raise state.refused(f"{_name(new)} is not Retain: have it be so")
             return self._end_of(state, new, "which no claim has yet")
-        if policy := _annotations(old).get(self._place.policy_key):
-            question = f"have {_name(old)} be {policy} again, as it was"
-            return _Step(question, partial(self._restore, old))
+        return self._restoring(old)
+
+    def _restoring(self, old_volume: Object) -> _Step | None:
+        """Return the step that restores the old reclaim policy; None if it is as it was."""
+        if policy := _annotations(old_volume).get(self._place.policy_key):
+            question = f"have {_name(old_volume)} be {policy} again, as it was"
+            return _Step(question, partial(self._restore, old_volume))
         return None
 
     # Steps of a rebinding while the claim has the old PersistentVolume
@@ -282,6 +292,9 @@ class Rebinding:
         if not _is_alike(new, expected) or _policy(new) != _RETAIN:
             why = f"{_name(new)} is not what would be made of {_name(old_volume)} now"
             raise state.refused(f"{why}: delete that, and call again")
+        if _field_at(new, "spec", "claimRef", "uid") is not None:
+            # Kubernetes binds no other claim to it, also none of the same name.
+            raise state.refused(f"{_name(new)} is of an earlier claim: delete that, and call again")
         key = self._place.claim_key
         if _annotations(new).get(key) != (manifest := _annotations(expected)[key]):
             change = {"metadata": {"annotations": {key: manifest}}}
@@ -485,6 +498,12 @@ def _is_bound(volume: Object, claim: Object) -> bool:
     binding = (_field_at(claim, "status", "phase"), _field_at(claim, "spec", "volumeName"))
     claim_uid: object = _field_at(volume, "spec", "claimRef", "uid")
     return binding == ("Bound", _name(volume)) and claim_uid == claim["metadata"]["uid"]
+
+
+def _is_present(claim: Object | None, volume: Object) -> bool:
+    """Return whether the claim that a PersistentVolume was bound to still exists."""
+    claim_uid = _field_at(volume, "spec", "claimRef", "uid")
+    return claim is not None and bool(claim["metadata"]["uid"] == claim_uid)
 
 
 def _wanted_labels(volume: Object) -> Iterator[str]:

@@ -33,13 +33,13 @@ class Orphans(Extra):
             Gauge(
                 "carver_orphans",
                 "Orphaned volumes and objects, seen twice, a grace period apart.",
-                {str(kind): count for kind, count in self.watch.counts().items()},
-                label="kind",
+                {(str(kind),): count for kind, count in self.watch.counts().items()},
+                ("kind",),
             ),
             Gauge(
                 "carver_orphans_timestamp_seconds",
                 "Time of the last complete look for orphans.",
-                {"": self.watch.time_seconds},
+                {(): self.watch.time_seconds},
             ),
         )
 

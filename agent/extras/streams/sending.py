@@ -54,6 +54,9 @@ PIECE_BYTES = 1 << 20
 # Length of one read of a device, in bytes. The length is large, as in `mount.block_io`, so that a
 # disk reads fast.
 READ_BYTES = form.MOST_BYTES
+# Maximum length of a frame of zeroes, in bytes. A reader knows by each frame how far the sender is,
+# also in a part of a device that is all zeroes.
+_MOST_ZEROES_BYTES = 64 << 20
 # One piece of zeroes, with which data are compared. It is a bytearray, because a bytearray is
 # compared with a memoryview by memcmp(3); two memoryviews are compared byte by byte.
 _ZEROES = bytearray(PIECE_BYTES)
@@ -107,7 +110,8 @@ def send(
     pieces = form.with_memory(_pieces(extents, header, note), READ_BYTES)
     for parts in form.ordered(read, pieces):
         for extent, packed in parts:
-            if packed is None and extent.offset_bytes == zeroes.end_bytes:
+            is_next = extent.offset_bytes == zeroes.end_bytes
+            if packed is None and is_next and zeroes.length_bytes < _MOST_ZEROES_BYTES:
                 zeroes = Extent(zeroes.offset_bytes, zeroes.length_bytes + extent.length_bytes)
             else:
                 _put(writer, zeroes)
@@ -186,13 +190,18 @@ def of(
     return total.hexdigest()
 
 
-def checksum_of_parts(device: Opened, header: Header, parts: Iterable[Extent]) -> str:
+def checksum_of_parts(
+    device: Opened,
+    header: Header,
+    parts: Iterable[Extent],
+    tell: Callable[[int], None] = lambda _offset_bytes: None,
+) -> str:
     """Compute a checksum of the ranges that a stream names, and of all beyond the stream's base.
 
     Suppose that two volumes held the same data before the stream was applied, and that nothing else
     changed the volumes. Then both hold the same data afterwards if their checksums are equal.
-    `parts` are the ranges that the stream names, `header` is its header. Raises OSError if the
-    device cannot be read.
+    `parts` are the ranges that the stream names, `header` is its header. `tell` is called with the
+    offset up to which the ranges were read. Raises OSError if the device cannot be read.
     """
     base_bytes, size_bytes = header.base_size_bytes, header.size_bytes
     grown_range = Extent(base_bytes, size_bytes - base_bytes)
@@ -204,6 +213,8 @@ def checksum_of_parts(device: Opened, header: Header, parts: Iterable[Extent]) -
         # a part of the stream.
         total.update(read.offset_bytes.to_bytes(8, "big") + read.length_bytes.to_bytes(8, "big"))
         total.update(digests)
+        tell(read.end_bytes)
+    tell(size_bytes)
     return total.hexdigest()
 
 

@@ -12,6 +12,7 @@ used on both nodes at once.
 """
 
 import hashlib
+import hmac
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
@@ -47,7 +48,8 @@ class Mover:
         """Return the state of a volume, and of its move if a move was begun.
 
         `name` is the volume's name, the name of its logical volume, or its id. Raises NoSuchVolume
-        if there is no such volume, or only an inline volume.
+        if there is no such volume, or only an inline volume; for an id, only if its volume group is
+        present and lacks it.
         """
 
         def is_it(volume: Volume) -> bool:
@@ -55,6 +57,9 @@ class Mover:
             return name in names and not volume.is_ephemeral
 
         if (volume := self._reports.search(is_it)) is None:
+            if (identity := VolumeId.parse(name)) is not None:
+                # Raise an error that is no proof of absence if the volume group is missing.
+                self._reports.fresh(identity.group).volume(name)
             raise errors.NoSuchVolume(name)
         return self._state(volume)
 
@@ -68,7 +73,7 @@ class Mover:
             volume = self._volume(volume_id)
             old_node = volume.own_tags.get(tag.MOVE_TO, "")
             if old_node and old_node != node:
-                why = f"it moves to {old_node}; end that by --finish or --undo first"
+                why = f"it moves to {old_node}; end that move first"
                 raise errors.NotMoved(volume_id, why)
             if not old_node:
                 fresh_report = self._mender.mend(volume.group.name)
@@ -149,25 +154,28 @@ class Mover:
                 )
             return self._state(self._volume(volume_id))
 
-    def undo(self, volume_id: str) -> None:
+    def undo(self, volume_id: str, release: str = "") -> None:
         """Make a volume this node's again, and forget the move; without a move, nothing is changed.
 
         The caller has made sure that the other node has nothing of the volume. Raises NotMoved if
-        what is left of the volume on this node is being deleted.
+        what is left of the volume on this node is being deleted; with `release`, the digest of a
+        move's word, also if the volume is in another move.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._volume(volume_id)
             if _is_going(volume):
                 raise errors.NotMoved(volume_id, "what is left of it here is being deleted")
             if tag.MOVE_TO in volume.own_tags:
+                _require_move(volume, release)
                 new_tags = volume_states.tags_for(EndedBy.CALLER) if _is_gone(volume) else {}
                 self._mark(volume, new_tags, removed_keys=(tag.MOVE_TO, tag.MOVE_WORD))
             self._holds.remove_note(volume_id)
 
-    def finish(self, volume_id: str) -> None:
+    def finish(self, volume_id: str, release: str = "") -> None:
         """Delete what is left on this node of a volume that is the other node's; idempotent.
 
-        Raises NotMoved if the volume is still this node's, and HasSnapshots if the volume has
+        Raises NotMoved if the volume is still this node's; with `release`, the digest of a move's
+        word, also if the volume was moved by another move. Raises HasSnapshots if the volume has
         snapshots on this node.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
@@ -177,6 +185,7 @@ class Mover:
                 return
             if not (_is_gone(volume) or volume.is_doomed):
                 raise errors.NotMoved(volume_id, "it is still this node's")
+            _require_move(volume, release)
             if kept_snapshots := volume.kept_snapshots:
                 raise errors.HasSnapshots(
                     volume_id, kept_snapshots, "the move is final only while it has none here"
@@ -213,13 +222,13 @@ class Mover:
 
     def _state(self, volume: Volume) -> carver.MoveState:
         own_tags = volume.own_tags
-        word = own_tags.get(tag.MOVE_WORD, "") if tag.MOVE_TO in own_tags else ""
+        word = _word_of(volume)
         mount_points = users.mount_paths(self._kernel, self._activator, volume.backing)
         return carver.MoveState(
             volume_id=str(volume.id),
             state=volume_states.word_of(EndedBy.ERASER if _is_going(volume) else volume.ended_by),
             node=own_tags.get(tag.MOVE_TO, ""),
-            release=hashlib.sha256(word.encode()).hexdigest() if word else "",
+            release=_digest(word),
             word=word if _is_gone(volume) else "",
             in_use=bool(mount_points) or self._activator.is_open(volume),
             **{key: own_tags.get(key, "") for key in (tag.PV, tag.PVC, tag.NAMESPACE)},
@@ -235,6 +244,26 @@ class Mover:
         }
         lvm, group = self._volume_groups.lvm(volume.group.name), volume.group.name
         volumes.mark(lvm, group, volume.name, old_tags=old_tags, new_tags=new_tags)
+
+
+def _word_of(volume: Volume) -> str:
+    """Return the word of a volume's move; empty without a move."""
+    own_tags = volume.own_tags
+    return own_tags.get(tag.MOVE_WORD, "") if tag.MOVE_TO in own_tags else ""
+
+
+def _digest(word: str) -> str:
+    return hashlib.sha256(word.encode()).hexdigest() if word else ""
+
+
+def _require_move(volume: Volume, release: str) -> None:
+    """Raise NotMoved if a volume is in another move than the one with a digest.
+
+    Without a digest, or without a move, nothing is required.
+    """
+    found = _digest(_word_of(volume))
+    if release and found and not hmac.compare_digest(found, release):
+        raise errors.NotMoved(str(volume.id), "it is in another move by now; read its state again")
 
 
 def _is_gone(volume: Volume) -> bool:

@@ -65,6 +65,9 @@ class Receiver:
     def status(self, name: str) -> carver.ReceiveState:
         """Return the state of the volume of a name; the state is `absent` if there is none.
 
+        A volume that is absent may be in a configured volume group that is not on this node now;
+        the state names such a group.
+
         Raises NeedsOther or TagsDamaged if there may be such a volume, but this version of Carver
         cannot read its tags. Until that is known, the node that the volume came from must not use
         its own volume.
@@ -73,8 +76,10 @@ class Receiver:
         volume = self._reports.search(lambda candidate: candidate.name == own_name)
         if volume is not None:
             return _state(volume)
-        self._reports.fresh().require_none_named(own_name)
-        return carver.ReceiveState(state="absent")
+        fresh_report = self._reports.fresh()
+        fresh_report.require_none_named(own_name)
+        missing_groups = fresh_report.named_groups - fresh_report.groups.keys()
+        return carver.ReceiveState(state="absent", missing_group=min(missing_groups, default=""))
 
     def begin(self, name: str, device_class: str, header: Header) -> carver.ReceiveState:
         """Create or grow the volume for a stream; return the volume's state.
@@ -182,11 +187,12 @@ class Receiver:
             self._mark(volume, volume_states.tags_for(EndedBy.CALLER), removed_keys=_COMING)
         self._holds.remove_note(volume_id)
 
-    def abort(self, volume_id: str) -> None:
+    def abort(self, volume_id: str, release: str = "") -> None:
         """Erase and remove a volume that is being received; do nothing if it does not exist.
 
-        Raises NotReceived for a volume that was finished, and VolumeInUse while a stream is
-        applied.
+        With `release`, the digest of a move's word, only what came by that move is removed. Raises
+        NotReceived for a volume that was finished, or that came by another move or by none;
+        VolumeInUse while a stream is applied.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             fresh_report = self._mender.mend(ids.group_of(volume_id))
@@ -197,6 +203,8 @@ class Receiver:
                 return
             if not (_is_coming(volume) or volume.is_doomed):
                 raise errors.NotReceived(volume_id, "it is finished, and a volume like any other")
+            if release and not hmac.compare_digest(_release_of(volume), release):
+                raise errors.NotReceived(volume_id, "it comes by another move, or by none")
             if _is_coming(volume) and volume.own_tags.get(tag.FINISHING) != _WITHDRAWN:
                 users.require_unused(self._kernel, self._activator, volume)
                 # Remove the tags of the chain before the first byte is erased. From then on the
@@ -223,7 +231,7 @@ class Receiver:
             if tag.RECEIVED not in volume.own_tags or not hmac.compare_digest(released, release):
                 raise errors.NotReceived(volume_id, "it did not come by this move")
             if tag.MOVE_TO in volume.own_tags:
-                why = f"it moves on to {volume.own_tags[tag.MOVE_TO]}; --undo that move here first"
+                why = f"it moves on to {volume.own_tags[tag.MOVE_TO]}; take that move back first"
                 raise errors.NotReceived(volume_id, why)
             if kept_snapshots := volume.kept_snapshots:
                 raise errors.HasSnapshots(
@@ -459,8 +467,14 @@ def _state(volume: Volume) -> carver.ReceiveState:
         received=own_tags.get(tag.RECEIVED, ""),
         finishing=tag.FINISHING in own_tags,
         blank=volume.is_thin,
-        release=own_tags.get(tag.RELEASE, "") or _digest(own_tags.get(tag.RELEASED, "")),
+        release=_release_of(volume),
     )
+
+
+def _release_of(volume: Volume) -> str:
+    """Return the digest of the word of the move that a volume came by; empty without a move."""
+    own_tags = volume.own_tags
+    return own_tags.get(tag.RELEASE, "") or _digest(own_tags.get(tag.RELEASED, ""))
 
 
 def _digest(word: str) -> str:

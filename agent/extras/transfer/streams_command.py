@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from io import BufferedIOBase
 from itertools import chain
 from typing import Any, BinaryIO, cast
@@ -29,6 +30,7 @@ from agent.extras.changed_blocks.extents import Extent
 from agent.extras.streams import form, reading, sending
 from agent.extras.streams.form import Header
 from agent.extras.streams.reading import Reader, Target
+from agent.extras.transfer.move import ABSENT
 from agent.extras.transfer.paced import paced
 from agent.extras.transfer.turns import CHECKSUM, RECEIVE, SEND
 from agent.volumes import backing
@@ -42,6 +44,9 @@ _JSON_SECONDS = 1.0
 
 # Function that shows progress. Its argument is the offset in the volume that was reached, in bytes.
 Tell = Callable[[int], None]
+# Function that begins to show the progress of an action. Its arguments are the name of the action,
+# the offset in the volume where the action begins, and the size of the volume, both in bytes.
+Display = Callable[[str, int, int], AbstractContextManager[Tell]]
 
 
 @contextmanager
@@ -58,6 +63,15 @@ def shown(action: str, start_bytes: int, size_bytes: int, *, as_json: bool) -> I
             yield tell
     else:
         yield lambda _offset_bytes: None
+
+
+# Display of progress for a person, on standard error if that is a terminal.
+shown_as_text: Display = partial(shown, as_json=False)
+
+
+def display_of(*, as_json: bool) -> Display:
+    """Return the display of progress on standard error, as lines of JSON or for a person."""
+    return partial(shown, as_json=as_json)
 
 
 def _lines(action: str, start_bytes: int, size_bytes: int) -> Tell:
@@ -84,10 +98,6 @@ def _lines(action: str, start_bytes: int, size_bytes: int) -> Tell:
     return tell
 
 
-# State of a volume that does not exist, as `carver volume receive --status` prints it.
-ABSENT = "absent"
-
-
 @dataclass(frozen=True)
 class Outgoing:
     """An open snapshot that is to be sent, and the header of its stream.
@@ -108,7 +118,7 @@ class Outgoing:
         compare: bool = False,
         compress: bool = False,
         note: Callable[[Extent], None] = lambda _part: None,
-        as_json: bool = False,
+        display: Display = shown_as_text,
     ) -> dict[str, Any]:
         """Send the snapshot from an offset on; return a summary of what was sent.
 
@@ -134,7 +144,7 @@ class Outgoing:
         parts = ranges if first_range is None else chain([first_range], ranges)
         action = f"sending {ids.logical_name(header.snapshot_id)}"
         with (
-            shown(action, offset_bytes, header.size_bytes, as_json=as_json) as tell,
+            display(action, offset_bytes, header.size_bytes) as tell,
             paced(self.verbs.caller, header.snapshot_id, SEND, self.device) as device,
         ):
             totals = sending.send(
@@ -156,27 +166,30 @@ class Outgoing:
             "zero_bytes": totals.zero_bytes,
         }
 
-    def checksum(self, *, as_json: bool = False) -> str:
-        """Compute the checksum of the whole snapshot, with progress on standard error.
+    def checksum(self, display: Display = shown_as_text) -> str:
+        """Compute the checksum of the whole snapshot, and show the progress.
 
         Raises SourceLost if the snapshot became invalid meanwhile, and TransferFailed if the device
         cannot be read.
         """
         with _explained(f"reading {ids.logical_name(self.header.snapshot_id)}"):
             with self._checked() as device:
-                digest = _checksum(device, self.header.size_bytes, as_json=as_json)
+                digest = _checksum(device, self.header.size_bytes, display)
             self._prove()
             return digest
 
-    def checksum_of(self, parts: Spool) -> str:
+    def checksum_of(
+        self, parts: Spool, tell: Callable[[int], None] = lambda _offset_bytes: None
+    ) -> str:
         """Read once more the parts that a stream of this snapshot named; return their checksum.
 
-        The checksum also covers everything beyond the base's end. Raises SourceLost if the snapshot
+        The checksum also covers everything beyond the base's end. `tell` is called with the offset
+        up to which the parts were read. Raises SourceLost if the snapshot
         became invalid meanwhile, and TransferFailed if the device cannot be read.
         """
         with _explained(f"reading {ids.logical_name(self.header.snapshot_id)}"):
             with self._checked() as device:
-                digest = sending.checksum_of_parts(device, self.header, parts)
+                digest = sending.checksum_of_parts(device, self.header, parts, tell)
             self._prove()
             return digest
 
@@ -287,7 +300,7 @@ def received(verbs: VolumeVerbs, parsed: argparse.Namespace, source: BinaryIO) -
     if parsed.status:
         return status(verbs, name)
     if parsed.checksum:
-        return received_checksum(verbs, name, as_json=parsed.json)
+        return received_checksum(verbs, name, display_of(as_json=parsed.json))
     if parsed.finish:
         return finish(verbs, name, parsed.release)
     if parsed.withdraw:
@@ -343,7 +356,7 @@ def send(
             offset_bytes=offset_bytes,
             compare=compare,
             compress=compress,
-            as_json=as_json,
+            display=display_of(as_json=as_json),
         )
         output.flush()
 
@@ -357,7 +370,10 @@ def widen(pipe: BinaryIO | int) -> None:
 def checksum_of(verbs: VolumeVerbs, name: str, *, as_json: bool = False) -> dict[str, Any]:
     """Compute the checksum of a whole snapshot; return the checksum and the snapshot's chain."""
     with outgoing(verbs, verbs.find_snapshot(name).snapshot_id) as source:
-        return {"chain": source.header.chain, "sha256": source.checksum(as_json=as_json)}
+        return {
+            "chain": source.header.chain,
+            "sha256": source.checksum(display_of(as_json=as_json)),
+        }
 
 
 def receive(
@@ -385,7 +401,8 @@ def receive(
     for reader in reading.streams(cast("BufferedIOBase", source)):
         with opened_spool(verbs) as parts:
             ranges = parts if verify else None
-            verified = _receive_one(verbs, name, device_class, reader, ranges, as_json=as_json)
+            display = display_of(as_json=as_json)
+            verified = receive_one(verbs, name, device_class, reader, ranges, display)
     return {**status(verbs, name), **({"verified": verified} if verify else {})}
 
 
@@ -394,18 +411,19 @@ def opened_spool(verbs: VolumeVerbs) -> AbstractContextManager[Spool]:
     return comparing.opened(verbs.settings.endpoint.parent)
 
 
-def _receive_one(
+def receive_one(
     verbs: VolumeVerbs,
     name: str,
     device_class: str,
     reader: Reader,
     parts: Spool | None,
-    *,
-    as_json: bool,
+    display: Display,
+    checked: Callable[[int], None] = lambda _offset_bytes: None,
 ) -> str:
     """Apply one stream to a volume; return the checksum of the stream's parts.
 
-    The ranges of the parts are added to the spool `parts`. The checksum is empty if `parts` is
+    The ranges of the parts are added to the spool `parts`. `checked` is called with the offset
+    up to which the parts were read again for the checksum. The checksum is empty if `parts` is
     None, and if the volume held the stream already.
     """
     header = reader.header
@@ -418,8 +436,10 @@ def _receive_one(
     if state.chain == header.chain:
         # The volume holds this stream already. Read the stream to its end all the same, so that its
         # sender does not fail.
-        for _ in reader.frames():
-            pass
+        with display(f"receiving {name}", header.offset_bytes, header.size_bytes) as tell:
+            for _ in reader.frames():
+                pass
+            tell(header.size_bytes)
         return ""
     path = _device(verbs, volume_id)
     kernel = verbs.host.kernel
@@ -437,7 +457,7 @@ def _receive_one(
 
         start, end = header.offset_bytes, header.size_bytes
         with (
-            shown(f"receiving {name}", start, end, as_json=as_json) as tell,
+            display(f"receiving {name}", start, end) as tell,
             paced(verbs.caller, volume_id, RECEIVE, device) as paced_device,
         ):
             target = Target(paced_device, kernel.device_size_bytes(path), state.blank)
@@ -450,7 +470,7 @@ def _receive_one(
         # The device is still open exclusively, so no other process writes to it before the
         # checksum.
         with paced(verbs.caller, volume_id, CHECKSUM, device) as checked_device:
-            return sending.checksum_of_parts(checked_device, header, parts)
+            return sending.checksum_of_parts(checked_device, header, parts, checked)
 
 
 def status(verbs: VolumeVerbs, name: str) -> dict[str, Any]:
@@ -460,7 +480,9 @@ def status(verbs: VolumeVerbs, name: str) -> dict[str, Any]:
     return {**values(state), "name": name, "verifies": True}
 
 
-def received_checksum(verbs: VolumeVerbs, name: str, *, as_json: bool = False) -> dict[str, Any]:
+def received_checksum(
+    verbs: VolumeVerbs, name: str, display: Display = shown_as_text
+) -> dict[str, Any]:
     """Compute the checksum of a received volume's contents; return it with the volume's chain.
 
     The volume is activated. Raises NotReceived if the last stream is incomplete or if the volume
@@ -477,7 +499,7 @@ def received_checksum(verbs: VolumeVerbs, name: str, *, as_json: bool = False) -
         verbs.host.kernel.opened(path) as opened,
         paced(verbs.caller, state["volume_id"], CHECKSUM, opened) as device,
     ):
-        digest = _checksum(device, state["content_bytes"], as_json=as_json)
+        digest = _checksum(device, state["content_bytes"], display)
     return {"chain": state["chain"], "sha256": digest}
 
 
@@ -508,7 +530,10 @@ def abort(verbs: VolumeVerbs, name: str, *, confirmed: bool) -> dict[str, Any]:
         question = f"Erase and remove {name}, {size}, and all that was received?"
         if not confirmed and not terminal.confirmed(question):
             raise errors.NotConfirmed(name, "removed")
-        _transfer(verbs).AbortReceive(carver.VolumeRequest(volume_id=state["volume_id"]))
+        # Remove only what the operator was asked about.
+        _transfer(verbs).AbortReceive(
+            carver.MoveRequest(volume_id=state["volume_id"], release=state["release"])
+        )
     return status(verbs, name)
 
 
@@ -525,8 +550,8 @@ def _require_received(verbs: VolumeVerbs, name: str) -> dict[str, Any]:
     return state
 
 
-def _checksum(device: Opened, size_bytes: int, *, as_json: bool) -> str:
-    with shown("checking", 0, size_bytes, as_json=as_json) as tell:
+def _checksum(device: Opened, size_bytes: int, display: Display) -> str:
+    with display("checking", 0, size_bytes) as tell:
         return sending.of(device, size_bytes, tell)
 
 

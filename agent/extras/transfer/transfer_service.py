@@ -7,7 +7,7 @@ volume is sent as ciphertext, with its LUKS header.
 """
 # ruff: noqa: D102, N802
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,7 +22,9 @@ from agent.daemon.server import Service
 from agent.extras.changed_blocks import changed_blocks_service as changed_blocks
 from agent.extras.changed_blocks.extents import LogicalOffset
 from agent.extras.streams import form
+from agent.extras.transfer import move_list
 from agent.extras.transfer.moving import Mover
+from agent.extras.transfer.node_streams import NodeStreams
 from agent.extras.transfer.receiving import Receiver
 from agent.extras.transfer.stream_descriptions import Sender
 from agent.extras.transfer.turns import IoSlots
@@ -32,6 +34,16 @@ from proto import carver_pb2_grpc
 
 # Maximum length of a string in a request, in characters. A stream's header is such a string.
 _MAX_CHARACTERS = 64 << 10
+# RPCs that controllers may call over TLS, and the one that other nodes may call, where the setting
+# `evacuation` is true. All others are served on the unix socket only.
+OF_CONTROLLER = frozenset(
+    {
+        *("BeginMove", "MoveStatus", "HoldMove", "ReleaseMove", "CommitMove"),
+        *("UndoMove", "FinishMove", "Moves", "SnapshotChain", "Checksum"),
+        *("ReceiveStatus", "FinishReceive", "WithdrawReceive", "AbortReceive", "Pull"),
+    }
+)
+OF_NODES = frozenset({"Send"})
 _Context = grpc.ServicerContext
 _Ranges = Generator[carver.RangesResponse, None, None]
 
@@ -46,15 +58,27 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
 
     def __init__(self, service: Service) -> None:
         context, self._locks = service.context, service.context.locks
+        self._reports, self._configuration = context.reports, context.configuration
         self._delta = changed_blocks.of(service).delta
         self._sender = Sender(context, self._delta.activations)
         self._receiver = Receiver(context, service.deleter, service.pool_remover)
         self._mover = Mover(context, service.deleter)
         self._turns = IoSlots(context)
+        self._node_streams = NodeStreams(service, self._mover)
 
     def add_services(self, server: grpc.Server) -> None:
         """Register the gRPC service Transfer with the server."""
         carver_pb2_grpc.add_TransferServicer_to_server(self, server)
+
+    def add_between_nodes(self, server: grpc.Server, certificates: Callable[[], Any]) -> None:
+        """Register the RPCs of OF_CONTROLLER and OF_NODES with the server for the controller.
+
+        `certificates` returns this node's certificate and the authorities that it trusts. The
+        server has to check who calls.
+        """
+        self._node_streams.serve(certificates)
+        allowed: Any = _Allowed(server, OF_CONTROLLER | OF_NODES)
+        carver_pb2_grpc.add_TransferServicer_to_server(self, allowed)
 
     # RPCs by which a command sends a snapshot.
 
@@ -115,10 +139,11 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         return self._turns.give(first, requests, context)
 
     def stop(self) -> None:
-        """End the I/O slots of all commands, because commands may run for hours.
+        """End the streams of other nodes, and the I/O slots of all commands: both may take hours.
 
         The commands go on without slots.
         """
+        self._node_streams.stop()
         self._turns.stop()
 
     # RPCs by which a command receives a volume.
@@ -155,9 +180,9 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
             self._receiver.finish(request.volume_id, request.release)
         return Empty()
 
-    def AbortReceive(self, request: carver.VolumeRequest, context: _Context) -> Empty:
+    def AbortReceive(self, request: carver.MoveRequest, context: _Context) -> Empty:
         with self._held(request):
-            self._receiver.abort(request.volume_id)
+            self._receiver.abort(request.volume_id, request.release)
         return Empty()
 
     def WithdrawReceive(self, request: carver.ReleaseRequest, context: _Context) -> Empty:
@@ -193,15 +218,39 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         with self._held(request, "snapshot_id", "token"):
             return self._mover.commit(request.volume_id, request.snapshot_id, request.token)
 
-    def UndoMove(self, request: carver.VolumeRequest, context: _Context) -> Empty:
+    def UndoMove(self, request: carver.MoveRequest, context: _Context) -> Empty:
         with self._held(request):
-            self._mover.undo(request.volume_id)
+            self._mover.undo(request.volume_id, request.release)
         return Empty()
 
-    def FinishMove(self, request: carver.VolumeRequest, context: _Context) -> Empty:
+    def FinishMove(self, request: carver.MoveRequest, context: _Context) -> Empty:
         with self._held(request):
-            self._mover.finish(request.volume_id)
+            self._mover.finish(request.volume_id, request.release)
         return Empty()
+
+    def Moves(self, request: Empty, context: _Context) -> carver.MovesResponse:
+        return move_list.moves(self._reports.fresh(), self._configuration.now)
+
+    # RPCs by which the cluster's controller has a volume moved from node to node.
+
+    def Pull(
+        self, request: carver.PullRequest, context: _Context
+    ) -> Generator[carver.PullProgress, None, None]:
+        _require(request, "name", "release")
+        _require(request.source, "node", "address", "volume_id", "snapshot_id")
+        return self._node_streams.pull(request, context)
+
+    def Send(
+        self, request: carver.SendRequest, context: _Context
+    ) -> Generator[carver.SendPart, None, None]:
+        return self._node_streams.send(request, context)
+
+    def Checksum(
+        self, request: carver.ChecksumRequest, context: _Context
+    ) -> Generator[carver.ChecksumProgress, None, None]:
+        if not request.snapshot_id:
+            _require(request, "name")
+        return self._node_streams.checksum(request, context)
 
     def _held(self, request: Any, *required: str) -> AbstractContextManager[None]:
         """Require fields of a request to be set, and lock the request's volume for the `with`.
@@ -211,6 +260,22 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         """
         _require(request, "volume_id", *required)
         return self._locks.hold(ids.logical_name(request.volume_id))
+
+
+class _Allowed:
+    """A server for the function that registers a service: it takes on some of the RPCs only."""
+
+    def __init__(self, server: grpc.Server, names: frozenset[str]) -> None:
+        self._server, self._names = server, names
+
+    def add_generic_rpc_handlers(self, _handlers: Sequence[Any]) -> None:
+        """Do nothing: `add_registered_method_handlers` gets the same handlers."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        """Register those RPCs of a service that have the names."""
+        allowed = {name: handlers[name] for name in self._names}
+        generic = grpc.method_handlers_generic_handler(service, allowed)
+        self._server.add_generic_rpc_handlers((generic,))
 
 
 def _ranges(_size_bytes: int, extents: Sequence[changed_blocks.Range]) -> carver.RangesResponse:

@@ -23,6 +23,7 @@ from agent.csi.client import block
 from agent.daemon import registration
 from agent.daemon.node_metrics import Metrics
 from agent.daemon.server import Service
+from agent.extras.evacuation.progress import Stage
 from agent.extras.orphans.candidates import Candidate, Kind
 from agent.extras.orphans.look import Orphan, OrphanWatch
 from agent.extras.orphans.orphans_service import Orphans
@@ -270,10 +271,10 @@ def test_orphans_are_counted_by_kind_where_they_are_looked_for() -> None:
     watch = OrphanWatch(lambda: found, 600, clock=lambda: 42.0)
     watch.task.run_once()
     by_kind, when = Orphans(watch).gauges()
-    assert (by_kind.name, by_kind.label) == ("carver_orphans", "kind")
-    assert by_kind.values["volume"] == 1
-    assert by_kind.values["inline"] == 0
-    assert (when.name, when.values) == ("carver_orphans_timestamp_seconds", {"": 42})
+    assert (by_kind.name, by_kind.labels) == ("carver_orphans", ("kind",))
+    assert by_kind.values["volume",] == 1
+    assert by_kind.values["inline",] == 0
+    assert (when.name, when.values) == ("carver_orphans_timestamp_seconds", {(): 42})
 
 
 def test_the_registration_is_in_one_state(measured: Measured) -> None:
@@ -424,6 +425,8 @@ def test_alerts_and_dashboard_use_only_values_that_occur(measured: Measured) -> 
             *(name for name in {**vars(lvm_errors), **vars(mount_errors)} if name[0].isupper()),
         },
         "state": {*registration.State, *measured.service.eraser.jobs.counts()},
+        "stage": set(Stage),
+        "waits": {"true", "false"},
         "kind": {one.scans.kind for one in scanning(measured.service)},
         "method": STREAMS,
         "status": {status for one in Reason for status in (one.volume_status, one.storage_status)},

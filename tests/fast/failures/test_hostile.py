@@ -75,6 +75,7 @@ KEYS = {
     "stripeSize": ["64KiB", "0", "x"],
     "mirrors": ["0", "1"],
     "cacheSize": ["10%", "-1"],
+    "carver/releaseOnNodeLoss": ["true", "maybe"],
     "readAhead": ["1MiB", "auto", "0", "1000", "-1", "9" * 5000],
     "carver/maximumRecoveryRate": ["1MiB", "0"],
     "carver/mountOptions": ["noatime", "errors=panic", "device=/dev/sda"],

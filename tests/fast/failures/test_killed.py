@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import chosen
 import configured
@@ -40,7 +40,8 @@ from agent.daemon.server import Service
 from agent.extras.changed_blocks.extents import Extent, UserExtent
 from agent.extras.streams import reading
 from agent.extras.transfer import streams_command
-from agent.extras.transfer.move_command import Move, Options
+from agent.extras.transfer.move import Move
+from agent.extras.transfer.move_command import Options, OtherNode, move_of
 from agent.groups.group_definitions import GroupDefinitions
 from agent.settings.classes import DeviceClass
 from agent.settings.settings import BackingFile, Config, GroupDefinition
@@ -767,7 +768,7 @@ class TwoNodes:
     def move(self) -> Move:
         options = Options("db", self.layout)
         stand = Stand(self.there)
-        return Move(self.here.at, stand, self.volume.volume_id, options, lambda _text: None)
+        return move_of(self.here.at, stand, self.volume.volume_id, options, lambda _text: None)
 
 
 @pytest.fixture(autouse=True)
@@ -775,7 +776,7 @@ def all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each frame is put on record."""
     monkeypatch.setattr("agent.extras.streams.reading.RECORD_SECONDS", 0.0)
     # A dead command holds nothing, or a test says so: do not wait.
-    monkeypatch.setattr("agent.extras.transfer.move_command._HELD_LOOKS", 0)
+    monkeypatch.setattr("agent.extras.transfer.move._HELD_LOOKS", 0)
     # The order of steps is to be the same each time.
     monkeypatch.setattr("agent.extras.streams.form.WORKERS", 1)
     monkeypatch.setattr("agent.extras.streams.form._AHEAD", 2)
@@ -1002,7 +1003,7 @@ def test_a_killed_command_that_moves_is_continued_or_undone(
     for step in stopping.steps_of_a_command():
         with two_nodes(tmp_path / str(step)) as made:
             moving, take = made.move(), dying(step, is_before)
-            remote, ended = moving._remote, False
+            remote, ended = cast(OtherNode, moving.destination)._remote, False
             with monkeypatch.context() as patched, suppress(Killed):
                 for owner, name in (*calls_of(made.here), (remote, "ask"), (remote, "feed")):
                     patched.setattr(owner, name, step_of(take, getattr(owner, name)))

@@ -178,6 +178,10 @@ def test_without_a_lab_no_check_touches_a_machine(
         ("deleted on the copy", "cloned-group", "was deleted, and is on two still"),
         ("forgotten soon", "forgotten-node", "is silent a controller says of data@x/pvc-"),
         ("never forgotten", "forgotten-node", "not within 320 s: PersistentVolume pvc-"),
+        ("last line lost", "evacuation", "evacuation-db-0 had written "),
+        ("gap", "evacuation", "lines of evacuation-db-0 are not all there, or not in order"),
+        ("left behind", "evacuation", "not within 20 s: the writers of one run elsewhere"),
+        ("never erased", "evacuation", "not within 20 s: what was left is erased"),
     ],
 )
 def test_a_failed_check_gives_the_lab_back_as_it_was(
@@ -535,7 +539,9 @@ def test_after_an_interrupt_at_any_call_nothing_is_left(
         assert left(cluster) == [], f"at call {moment}: {cluster.commands[moment - 1]}"
 
 
-@pytest.mark.parametrize("check", ["lying-node", "quiet-node", "cloned-group"])
+@pytest.mark.parametrize(
+    "check", ["lying-node", "quiet-node", "cloned-group", "evacuation", "evacuation-interrupted"]
+)
 def test_after_an_interrupt_at_any_call_the_lab_is_as_it_was(tmp_path: Path, check: str) -> None:
     moment = 1
     while True:

@@ -127,8 +127,18 @@ def test_nothing_below_the_services_names_grpc_or_the_wire(
             {
                 f"agent/extras/controller/{one}.py"
                 for one in (
-                    *("enrolment", "health_events", "lists", "nodes", "placement"),
-                    *("controller_process", "questions", "router"),
+                    *("call_records", "enrolment", "health_events", "lists", "nodes", "placement"),
+                    *("controller_process", "node_moves", "questions", "router"),
+                )
+            }
+            | {
+                f"agent/extras/evacuation/{one}.py"
+                for one in (
+                    "cluster_view",
+                    "evacuation_calls",
+                    "evacuator",
+                    "lost_claims",
+                    "node_inventory",
                 )
             },
         ),

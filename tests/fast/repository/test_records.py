@@ -24,7 +24,7 @@ def test_no_other_module_goes_through_all_logical_volumes_of_a_group() -> None:
 
 
 # The table of states; their values in tags; those on the wire between two nodes of a move.
-_NAME_STATES = {"volumes/volume_states.py", "core/tag.py", "extras/transfer/move_command.py"}
+_NAME_STATES = {"volumes/volume_states.py", "core/tag.py", "extras/transfer/move.py"}
 _STATE = re.compile(
     rf"\b(tag\.(READY|COPYING|WIPING|RECEIVING|MOVED)|State\.({'|'.join(State.__members__)}))\b"
 )

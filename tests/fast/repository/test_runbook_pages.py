@@ -369,6 +369,7 @@ _OPTIONS = {
     "--ignore-not-found": False,
     "--key": True,
     "--minify": False,
+    "--overwrite": False,
     "--raw": False,
     "--replicas": True,
     "--stdin": False,

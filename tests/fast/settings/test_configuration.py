@@ -51,7 +51,10 @@ OTHER = {
     "enrolment_directory": '"/srv/enrolment"',
     "enrolment_address": '":1"',
     "controller_authority": '"another"',
+    "release_lost_claims": "true",
+    "evacuation_grace_seconds": "60",
     "forget_deleted_nodes": "true",
+    "evacuation": "true",
     "node_account": '"another"',
     "file": '"/srv/another.img"',
     "file_size": '"1GiB"',
@@ -124,7 +127,7 @@ def test_what_waits_for_a_restart_is_documented_with_its_reason() -> None:
 
 
 # Programs that read their configuration once.
-_READ_ONCE = ("agent/cli", "agent/extras/controller")
+_READ_ONCE = ("agent/cli", "agent/extras/controller", "agent/extras/evacuation")
 # What holds for the moment of one scrape, and a file beside the socket, whose place is fixed.
 _MAY_KEEP = {
     ("agent/daemon/node_metrics.py", "config"),

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from cluster.objects import WITHOUT_CARVER
 
 SERVER = "https://fake:6443"
 DRIVER, TOPOLOGY = "lvm.csi.carver", "topology.lvm.csi.carver/node"
+# The annotation of a Node that asks for its evacuation.
+EVACUATE = f"evacuate.{DRIVER}/request"
 IMAGE = "localhost/carver:0.1.0"
 _MIB = 1 << 20
 _STUBS = {
@@ -57,6 +60,8 @@ _WIDE = frozenset(
 _EVERYONE = {"verbs": ["create"], "apiGroups": ["authorization.k8s.io"], "resources": ["x"]}
 # After so many looks a pod of Carver's is ready.
 _START_STEPS = 6
+# A volume is sent for so many looks before its pod is evicted, and its copy kept for so many.
+_SENDING_STEPS, _GRACE_STEPS = 12, 20
 # The authority's Secret and ConfigMap.
 _AUTHORITY = "carver-controller"
 # No node has room for so much.
@@ -105,6 +110,12 @@ class FakeCluster:
         self.held: dict[str, tuple[str, int]] = {}
         # The claims that volumes were made for, as Carver knows them.
         self._claimed: dict[str, str] = {}
+        # Whether the controller evacuates nodes.
+        self.evacuates = False
+        # For how many looks volumes have been sent to another node.
+        self._sent: dict[str, int] = {}
+        # By the id of a volume that was moved: its node, its claim, and when it is erased there.
+        self.copies_left: dict[str, tuple[str, str, int]] = {}
         (root / "bin").mkdir()
         for name, script in _STUBS.items():
             (root / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
@@ -296,6 +307,13 @@ class FakeCluster:
             del labels[key.removesuffix("-")]
         return 0, "labelled", ""
 
+    def _do_annotate(self, words: list[str], _: dict[str, str], __: str) -> tuple[int, str, str]:
+        assert words[0] == "nodes"
+        assert words[2].endswith("-")
+        about = self.objects["nodes", "", words[1]]["metadata"]
+        about.get("annotations", {}).pop(words[2].removesuffix("-"), None)
+        return 0, "annotated", ""
+
     def _do_taint(self, words: list[str], *_: Any) -> tuple[int, str, str]:
         assert words[0] == "nodes"
         taints = self.objects["nodes", "", words[1]]["spec"]["taints"]
@@ -432,8 +450,13 @@ class FakeCluster:
                     uid = one["metadata"]["uid"]
                     places[name].append({"path": f"/var/lib/kubelet/pods/{uid}/volumes/x"})
         volumes = [
-            {"id": f"data@x/{name}", "places": places[name], "claim": self._claimed.get(name, "")}
+            {"id": self._handle(name), "places": places[name], "claim": self._claimed.get(name, "")}
             for name in here
+        ]
+        volumes += [
+            {"id": handle, "places": [], "claim": claim}
+            for handle, (where, claim, _) in self.copies_left.items()
+            if where == node
         ]
         return 0, json.dumps({"volumes": volumes, "snapshots": []}), ""
 
@@ -457,15 +480,28 @@ class FakeCluster:
             if away and "forgotten soon" not in self.wrong:
                 return 0, f"UNAVAILABLE {gone}; nodes that do not answer: {', '.join(away)}", ""
             return 0, "OK", ""
+        if line.startswith("carver node evacuate "):
+            return self._evacuate(line.split())
         assert "carver controller orphans" in line
         if away and "shorter" not in self.wrong:
             return 0, f"carver: node {', '.join(away)} does not answer", ""
-        found = [f"data@x/{name}" for name in self.held if not self._is_named(name)]
+        found = [self._handle(name) for name in self.held if not self._is_named(name)]
         if " --delete " in line:
             [name] = [one for one in found if f" --delete {one} --yes" in line]
             del self.held[name.partition("/")[2]]
         shown = [{"name": one, "kind": "volume"} for one in found]
         return 0, json.dumps(shown) if "--json" in line else "There are no orphans.", ""
+
+    def _evacuate(self, words: list[str]) -> tuple[int, str, str]:
+        """What `carver node evacuate NODE --to NODE --json` prints; the Node is annotated."""
+        if not self.evacuates:
+            return 1, "", "carver: UNIMPLEMENTED: the controller does not evacuate nodes"
+        assert words[-1] == "--json"
+        asked = json.dumps({"to": [name for word, name in pairwise(words) if word == "--to"]})
+        node = self.objects["nodes", "", words[3]]
+        node["metadata"].setdefault("annotations", {})[EVACUATE] = asked
+        answer = {"node": words[3], "staying": [], "annotation": EVACUATE, "request": asked}
+        return 0, json.dumps(answer), ""
 
     def _is_named(self, volume: str) -> bool:
         """Whether an object of the cluster names a volume or snapshot."""
@@ -552,6 +588,7 @@ class FakeCluster:
                 self._end(key, one)
         self._serve()
         self._keep_authority()
+        self._erase_copies()
         for key, one in list(self.objects.items()):
             going_on = getattr(self, f"_go_on_{key[0]}", None)
             if going_on is not None and self._ages.get(key, 0) > 1 and key in self.objects:
@@ -721,6 +758,7 @@ class FakeCluster:
         else:
             status["phase"] = "Running"
         status["containerStatuses"] = [state]
+        status["conditions"] = [{"type": "Ready", "status": str(state["ready"])}]
 
     def _go_on_deployments(self, key: Key, one: Object) -> None:
         if key[1] in ("kube-system", "carver-system"):
@@ -730,6 +768,72 @@ class FakeCluster:
             template = json.loads(json.dumps(one["spec"]["template"]))
             name, labels = f"drain-set-{self._count}", template["metadata"]["labels"]
             self._add("Pod", name, key[1], labels=labels, spec=template["spec"])
+
+    def _go_on_statefulsets(self, key: Key, one: Object) -> None:
+        for number in range(one["spec"]["replicas"]):
+            name = f"{key[2]}-{number}"
+            if ("pods", key[1], name) in self.objects:
+                continue
+            pod = json.loads(json.dumps(one["spec"]["template"]))
+            volumes = pod["spec"].setdefault("volumes", [])
+            for template in json.loads(json.dumps(one["spec"]["volumeClaimTemplates"])):
+                volume, labels = template["metadata"]["name"], template["metadata"]["labels"]
+                claim = f"{volume}-{name}"
+                if ("persistentvolumeclaims", key[1], claim) not in self.objects:
+                    of_claim = template["spec"]
+                    self._add("PersistentVolumeClaim", claim, key[1], labels, spec=of_claim)
+                volumes.append({"name": volume, "persistentVolumeClaim": {"claimName": claim}})
+            self._add("Pod", name, key[1], pod["metadata"]["labels"], spec=pod["spec"])
+
+    def _go_on_nodes(self, key: Key, node: Object) -> None:
+        """Go on with the evacuation of a node, where its Node asks for one."""
+        asked = path(node, "metadata", "annotations", EVACUATE)
+        if not self.evacuates or asked is None:
+            return
+        node["spec"]["unschedulable"] = True
+        targets = [
+            one
+            for one in json.loads(asked)["to"]
+            if not self.objects["nodes", "", one]["spec"].get("unschedulable")
+        ]
+        for place, claim in list(self.objects.items()):
+            volume = str(path(claim, "spec", "volumeName"))
+            if place[0] != "persistentvolumeclaims" or volume not in self.held or not targets:
+                continue
+            is_forgotten = "left behind" in self.wrong and place[2].endswith("-1")
+            if self.held[volume][0] != key[2] or is_forgotten:
+                continue
+            self._sent[volume] = self._sent.get(volume, 0) + 1
+            pods = [it for it in self._pods(place[1]) if place[2] in self._claims(it)]
+            using = [it for it in pods if "nodeName" in it["spec"]]
+            if not using:
+                self._move(place, claim, targets[-1])
+            elif self._sent[volume] > _SENDING_STEPS:
+                for pod in using:
+                    pod["metadata"]["deletionTimestamp"] = "now"
+
+    def _move(self, place: Key, claim: Object, target: str) -> None:
+        """Have a volume on another node: its claim is made anew, for another PersistentVolume."""
+        old = claim["spec"]["volumeName"]
+        due = self.steps + (1 << 30 if "never erased" in self.wrong else _GRACE_STEPS)
+        left = self._handle(old), (self.held[old][0], self._claimed[old], due)
+        new = f"{_logical(old)}-moved-{self._uid()}"
+        (self.root / old).rename(self.root / new)
+        self.held[new] = (target, self.held.pop(old)[1])
+        self._claimed[new] = self._claimed.pop(old)
+        self.copies_left |= [left]
+        del self.objects["persistentvolumes", "", old]
+        self._add_volume(new, place)
+        claim["spec"]["volumeName"], claim["metadata"]["uid"] = new, self._uid()
+        log = self.root / new / "files" / "log"
+        if "last line lost" in self.wrong:
+            log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
+
+    def _erase_copies(self) -> None:
+        """Erase what was left of moved volumes, after its time."""
+        if self.evacuates:
+            every = self.copies_left.items()
+            self.copies_left = {handle: it for handle, it in every if it[2] > self.steps}
 
     def _go_on_persistentvolumeclaims(self, key: Key, claim: Object) -> None:
         volume = claim["spec"].get("volumeName")
@@ -877,14 +981,24 @@ class FakeCluster:
             if (source := claim["spec"].get("dataSource")) and "empty copy" not in self.wrong:
                 shutil.rmtree(self.root / volume)
                 shutil.copytree(self.root / self._source(namespace, source), self.root / volume)
-            key = {"key": TOPOLOGY, "operator": "In", "values": [node]}
-            spec: Object = {
-                "csi": {"driver": DRIVER, "volumeHandle": f"data@x/{volume}"},
-                "claimRef": {"namespace": namespace, "name": name},
-                "capacity": {"storage": f"{size}Mi"},
-                "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [key]}]}},
-            }
-            self._add("PersistentVolume", volume, spec=spec)
+            self._add_volume(volume, ("persistentvolumeclaims", namespace, name))
+
+    def _add_volume(self, name: str, claim: Key) -> None:
+        """Have a PersistentVolume of a claim for what a node holds."""
+        node, size = self.held[name]
+        key = {"key": TOPOLOGY, "operator": "In", "values": [node]}
+        spec: Object = {
+            "csi": {"driver": DRIVER, "volumeHandle": self._handle(name)},
+            "claimRef": {"namespace": claim[1], "name": claim[2]},
+            "capacity": {"storage": f"{size}Mi"},
+            "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [key]}]}},
+        }
+        self._add("PersistentVolume", name, spec=spec)
+
+    def _handle(self, name: str) -> str:
+        """The id of a volume or snapshot; a volume that was moved is in its new node's group."""
+        group = "x" if _logical(name) == name else self.held[name][0]
+        return f"data@{group}/{_logical(name)}"
 
     def _make(self, name: str, node: str, size: int, *, block: bool) -> None:
         (self.root / name / "files").mkdir(parents=True)
@@ -910,6 +1024,15 @@ class FakeCluster:
 
     def _write_on(self, pod: Object, log: Path) -> None:
         """What a writer has written until now: a line for each step."""
+        if "date +%s" in pod["spec"]["containers"][0]["command"][2]:
+            # It goes on where the log ends, also as another pod.
+            before = log.read_text().splitlines() if log.exists() else []
+            times = range(pod.get("_written", self.steps - 3), self.steps)
+            first = len(before) + (2 if "gap" in self.wrong and len(before) > 1 else 1)
+            more = [f"{n} {100 + time}" for n, time in enumerate(times, first)]
+            log.write_text("".join(f"{line}\n" for line in [*before, *more]))
+            pod["_written"] = self.steps
+            return
         started = pod.setdefault("_started", self.steps - 3)
         numbers = [n for n in range(1, self.steps - started) if "gap" not in self.wrong or n != 2]
         log.write_text("".join(f"{n} {100 + n}.50\n" for n in numbers))
@@ -1032,6 +1155,9 @@ class FakeLab:
         self.done.append((f"kill {program}", name))
         return int(name == "control" and "survives" not in self.cluster.wrong)
 
+    def restart_server(self) -> None:
+        self.done.append(("restart", "server"))
+
     def shell(self, name: str, script: str) -> str:
         if "truncate" in script:
             self.done.append(("make disk", name))
@@ -1059,6 +1185,7 @@ class FakeLab:
         self.done.append(("install", " ".join(names)))
         self.values = [*names]
         self.cluster.forgets = "forgetting" in names
+        self.cluster.evacuates = "evacuation" in names
         if "sidecars" in names and "mode stays" not in self.cluster.wrong:
             self.central = self.cluster.distribute()
         elif "sidecars" not in names:
@@ -1069,6 +1196,11 @@ class FakeLab:
         self.cluster.copies.pop(name, None)
         self.cluster.objects.pop(("nodes", "", name), None)
         self.cluster.objects.pop(("csinodes", "", name), None)
+
+
+def _logical(name: str) -> str:
+    """The name of a logical volume, of its PersistentVolume's; it is the same when it was moved."""
+    return name.partition("-moved-")[0]
 
 
 def _group_of(snapshot: Object) -> str:

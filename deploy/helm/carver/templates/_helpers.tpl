@@ -127,6 +127,9 @@ registration_directory = {{ printf "%s/plugins_registry" .Values.kubeletDir | qu
 {{- if .Values.attach }}
 {{- $_ := set $own "attach" true }}
 {{- end }}
+{{- if .Values.evacuation.enabled }}
+{{- $_ := set $own "evacuation" true }}
+{{- end }}
 {{- if ne (include "carver.stateDir" .) "/var/lib/carver" }}
 {{- $_ := set $own "file" (printf "%s/carver.img" (include "carver.stateDir" .)) }}
 {{- end }}
@@ -255,9 +258,9 @@ volumeMounts:
 {{- end }}
 
 {{- define "carver.check" -}}
-{{- $set := list "attach" "controller_expand" "driver_name" "endpoint" "health_address" "kubelet_dir" "lvm" "metrics_address" "node_id" "registration_directory" }}
+{{- $set := list "attach" "controller_expand" "driver_name" "endpoint" "evacuation" "health_address" "kubelet_dir" "lvm" "metrics_address" "node_id" "registration_directory" }}
 {{- if .Values.controller.enabled }}
-{{- $set = concat $set (list "advertised_host" "controller_address" "controller_authority" "controllers" "enrolment_address" "enrolment_directory" "health_interval_seconds" "node_account" "orphan_interval_seconds") }}
+{{- $set = concat $set (list "advertised_host" "controller_address" "controller_authority" "controllers" "enrolment_address" "enrolment_directory" "evacuation_grace_seconds" "health_interval_seconds" "node_account" "orphan_interval_seconds" "release_lost_claims") }}
 {{- end }}
 {{- $names := list }}
 {{- range include "carver.pools" . | fromYamlArray }}
@@ -285,6 +288,12 @@ volumeMounts:
 {{- end }}
 {{- if and .Values.attach (not .Values.controller.enabled) }}
 {{- fail "attach needs controller.enabled: one external-attacher serves the whole cluster, and would call the wrong node's Carver" }}
+{{- end }}
+{{- if and .Values.evacuation.enabled (not .Values.controller.enabled) }}
+{{- fail "evacuation needs controller.enabled: the controller moves the volumes" }}
+{{- end }}
+{{- if and .Values.releaseLostClaims.enabled (not (and .Values.controller.enabled .Values.controller.forgetDeletedNodes)) }}
+{{- fail "releaseLostClaims needs controller.enabled and controller.forgetDeletedNodes: no other node is lost for good" }}
 {{- end }}
 {{- if and (or .Values.podMonitor.enabled .Values.serviceMonitor.enabled) (not .Values.metrics.enabled) }}
 {{- fail "podMonitor and serviceMonitor need metrics" }}

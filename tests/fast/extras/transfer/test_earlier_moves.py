@@ -20,7 +20,7 @@ from nodes import Node, Stand
 
 from agent.core import tag
 from agent.csi.client import block
-from agent.extras.transfer.move_command import Move, Options
+from agent.extras.transfer.move_command import Options, move_of
 from proto import csi_pb2 as csi
 
 DATA = Path(__file__).parents[3] / "data"
@@ -68,7 +68,7 @@ def test_an_earlier_version_s_move_is_finished(
     there.restart()
     volume = csi.Volume(volume_id=kept["volume_id"])
     progress: list[str] = []
-    move = Move(here.at, Stand(there), volume.volume_id, Options("db"), progress.append)
+    move = move_of(here.at, Stand(there), volume.volume_id, Options("db"), progress.append)
 
     assert move.run()["state"] == tag.READY
     assert not {"sending all of it"} & set(progress)

@@ -137,7 +137,7 @@ def test_a_volume_that_was_not_made_holds_no_other_of_its_name(
         nodes.receive(there, "copy", sent)
     place = there.directory / "staging"
     if is_removed:
-        there.transfer.AbortReceive(carver.VolumeRequest(volume_id=pretended(there).volume_id))
+        there.transfer.AbortReceive(carver.MoveRequest(volume_id=pretended(there).volume_id))
         with expect.code("NOT_FOUND"):
             there.client.stage(pretended(there), place, block())
     made = there.client.create("copy", SIZE, block())
@@ -164,14 +164,14 @@ def test_a_partly_erased_volume_takes_no_stream_and_is_not_finished(
     disk.error = OSError(5, "Input/output error")
     disk.free.set()
     with expect.code("INTERNAL", "Input/output error"):
-        there.transfer.AbortReceive(carver.VolumeRequest(volume_id=pretended(there).volume_id))
+        there.transfer.AbortReceive(carver.MoveRequest(volume_id=pretended(there).volume_id))
     there.restart()
     with expect.code("FAILED_PRECONDITION", "only to be removed"):
         nodes.receive(there, "copy", sent)
     with expect.code("FAILED_PRECONDITION", "only to be removed"):
         streams_command.finish(there.at, "copy")
     disk.error = None
-    there.transfer.AbortReceive(carver.VolumeRequest(volume_id=pretended(there).volume_id))
+    there.transfer.AbortReceive(carver.MoveRequest(volume_id=pretended(there).volume_id))
     assert there.names() == set()
 
 
@@ -205,7 +205,7 @@ def test_a_queued_check_leaves_the_next_volume_of_its_name_alone(
             fake.deactivate(there.group, "vol-copy")
             fake.lvm("lvremove", "--yes", "--", f"{there.group}/vol-copy")
         else:
-            there.transfer.AbortReceive(carver.VolumeRequest(volume_id=identity))
+            there.transfer.AbortReceive(carver.MoveRequest(volume_id=identity))
         there.client.create("copy", 64 * MIB, mounted("ext4"))
         fake.commands.clear()
         over.set()
@@ -378,3 +378,21 @@ def test_a_received_volume_with_damaged_tags_is_not_called_absent(there: Node, s
     there.host.lvm("lvchange", *words, "--", f"{there.group}/vol-copy")
     with expect.code("FAILED_PRECONDITION", "`state` twice"):
         there.transfer.ReceiveStatus(carver.NameRequest(name="copy"))
+
+
+def test_a_command_of_an_older_version_removes_what_was_received(there: Node, sent: bytes) -> None:
+    nodes.receive(there, "copy", sent)
+    call = there.client.channel.unary_unary("/carver.v2.Transfer/AbortReceive")
+    call(carver.VolumeRequest(volume_id=pretended(there).volume_id).SerializeToString())
+    assert there.names() == set()
+
+
+def test_what_came_by_another_move_or_by_none_is_not_removed(there: Node, sent: bytes) -> None:
+    nodes.receive(there, "copy", sent)
+    request = carver.MoveRequest(volume_id=pretended(there).volume_id, release="ab" * 32)
+    before = streams_command.status(there.at, "copy")
+    with expect.code("FAILED_PRECONDITION", "by another move, or by none"):
+        there.transfer.AbortReceive(request)
+    assert streams_command.status(there.at, "copy") == before
+    streams_command.abort(there.at, "copy", confirmed=True)
+    assert there.names() == set()

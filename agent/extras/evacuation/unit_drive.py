@@ -1,0 +1,428 @@
+"""Drive the move of one unit of volumes to its target, with the pods that use them.
+
+1. Note the move at each PersistentVolume.
+2. Copy each volume while it is in use, until what is left to send is little.
+3. Evict the pods, and wait until no pod with a node uses the claims.
+4. Hand over each volume once it is not in use.
+5. Complete each volume on the target, then rebind its claim.
+
+Each step asks the nodes and the API server what is so, and does what is left. So a drive of another
+process, or of a second controller at the same time, takes the same steps again without harm. Once a
+volume was handed over, the unit is driven to its end also if the evacuation is stopped: the pods
+can start nowhere before all claims are rebound.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from agent.core import errors
+from agent.extras.evacuation import evacuation_events as reasons
+from agent.extras.evacuation.drive import Drive, Unwanted, Wish
+from agent.extras.evacuation.evacuation_context import EXPECTED, Context
+from agent.extras.evacuation.evictions import UsingPod
+from agent.extras.evacuation.move_notes import MoveNote, NotedVolume
+from agent.extras.evacuation.plan import PlannedVolume, Unit
+from agent.extras.evacuation.progress import Stage
+from agent.extras.kubernetes.rebinding import Place, Rebinding
+from agent.extras.transfer.move import Approach, Move, is_own, is_receiving, is_usable
+from agent.extras.transfer.move import Progress as StreamProgress
+
+_log = logging.getLogger(__name__)
+
+# Number of rounds that may not become shorter before the writes count as faster than the transfer,
+# and the factor by which a round must be smaller than the smallest one before it to be shorter.
+_MOST_ROUNDS, _SHORTER = 10, 0.9
+# Seconds between two rounds of a volume whose writes are faster than the transfer; also the age of
+# the last round after which another is sent while pods are not evicted.
+_FOLLOW_SECONDS = 300.0
+# Seconds between two rounds otherwise, so that no loop is hot; until a refused eviction is
+# requested again; and between two looks whether pods have ended and volumes are unused.
+_PAUSE_SECONDS, _EVICTION_SECONDS, _LOOK_SECONDS = 1.0, 10.0, 2.0
+# Seconds between two Events about the progress of a volume.
+_SAID_SECONDS = 600.0
+# Number of looks after which a volume that is in use although no pod uses it is a problem.
+_MOST_LOOKS = 30
+
+
+@dataclass
+class _Moving:
+    """A volume of the unit, and its move."""
+
+    planned: PlannedVolume
+    move: Move
+    is_handed_over: bool = False
+    # When the last round ended, of a monotonic clock; None before the first one.
+    copied_seconds: float | None = None
+    # The number of bytes of the smallest round, and the number of rounds since that was sent.
+    least_bytes: int = 0
+    long_rounds: int = 0
+    # The number of rounds that were sent, and of those whose progress was shown.
+    rounds: int = 0
+    shown_rounds: int = 0
+    said_seconds: float = field(default=float("-inf"))
+
+    @property
+    def is_outrun(self) -> bool:
+        return self.long_rounds >= _MOST_ROUNDS
+
+
+class UnitDrive:
+    """The move of one unit from the node `source`; `run` is the work of a Drive.
+
+    `wish` returns what is wanted now, by reading the request anew; it may raise the errors of the
+    API server. `shown_node` is the node under which the progress is shown.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        source: str,
+        unit: Unit,
+        wish: Callable[[], Wish],
+        *,
+        shown_node: str = "",
+        cordon: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._context, self._source, self.unit = context, source, unit
+        self._wish, self._cordon = wish, cordon
+        self._shown = shown_node or source
+        # Whether the drive is to end; set when it has begun.
+        self._is_ending: Callable[[], bool] = lambda: False
+        self._volumes = [
+            _Moving(planned, self._move_of(planned), _is_handed_over(planned))
+            for planned in unit.volumes
+        ]
+
+    def _move_of(self, planned: PlannedVolume) -> Move:
+        volume_id = planned.volume_id
+
+        def show(progress: StreamProgress) -> None:
+            self._show(volume_id, progress)
+
+        return self._context.moves.move(
+            volume_id,
+            self._source,
+            self.unit.target,
+            device_class=planned.device_class,
+            tell=lambda text: _log.info("%s: %s", volume_id, text),
+            show=show,
+            is_wanted=lambda: not self._is_ending(),
+        )
+
+    @property
+    def _claims(self) -> frozenset[tuple[str, str]]:
+        owners = (volume.persistent_volume for volume in self.unit.volumes)
+        return frozenset((owner.claim_namespace, owner.claim_name) for owner in owners if owner)
+
+    @property
+    def _is_handed_over(self) -> bool:
+        return any(volume.is_handed_over for volume in self._volumes)
+
+    def tell(self, problem: str) -> None:
+        """Show a problem in the progress and, if there is one, as an Event."""
+        self._context.progress.unit(self._shown, self.unit.name, self._stage, problem)
+        if problem:
+            self._context.events.claim(self.unit.volumes[0], reasons.WAITS, problem)
+
+    _stage = Stage.WAITING
+
+    def _enter(self, stage: Stage) -> None:
+        self._stage = stage
+        self._context.progress.unit(self._shown, self.unit.name, stage)
+
+    def run(self, drive: Drive) -> None:
+        """Take the steps that are left. Raises Unwanted if the drive is to end."""
+        self._is_ending = lambda: drive.is_ending
+        self._require(drive)
+        self._note()
+        while not all(volume.is_handed_over for volume in self._volumes):
+            self._copy(drive)
+            if self._evict(drive):
+                self._hand_over(drive)
+        places = {
+            volume.planned.volume_id: self._complete(volume) for volume in list(self._volumes)
+        }
+        if not all(volume.is_handed_over for volume in self._volumes):
+            # The copy on the target was lost before it was used; copy it again.
+            self.run(drive)
+            return
+        # A pod may have been placed on the source since, where it waits for its volumes.
+        self._evict(drive)
+        self._enter(Stage.REBINDING)
+        for volume in self._volumes:
+            self._require(drive)
+            self._rebind(drive, volume, places)
+        self._enter(Stage.MOVED)
+
+    def _require(self, drive: Drive) -> None:
+        """Raise Unwanted if the unit is not to be moved on."""
+        drive.require_wanted()
+        wish = self._wish()
+        if wish is Wish.END or (wish is Wish.ONLY_IF_HANDED_OVER and not self._is_handed_over):
+            raise Unwanted
+
+    def _note(self) -> None:
+        """Note the move at each PersistentVolume, and clear the way on the target.
+
+        What is left on the target of an earlier move of a volume by an evacuation is deleted: the
+        target cannot have the volume twice. So is what it has received by a move that was undone.
+        """
+        notes = self._context.notes
+        for volume in self._volumes:
+            owner, volume_id = volume.planned.persistent_volume, volume.planned.volume_id
+            if owner is None or (noted := notes.find(owner.name)) is None:
+                continue
+            if noted.handle != volume_id:
+                continue
+            if noted.is_rebinding:
+                raise errors.NotMoved(volume_id, "its claim is still being rebound after a move")
+            if not volume.is_handed_over:
+                for note in noted.left:
+                    if note.source == self.unit.target:
+                        erase(self._context, note, noted)
+                        notes.remove(noted.name, note)
+                _remove_undone(volume.move, volume_id)
+            notes.ensure(noted.name, MoveNote(self._source, volume_id, self.unit.target))
+
+    # Copying
+
+    def _copy(self, drive: Drive) -> None:
+        """Send rounds of each volume until little is left to send of each."""
+        self._enter(Stage.COPYING)
+        for volume in self._volumes:
+            if not volume.is_handed_over:
+                self._approach(drive, volume)
+        self._enter(Stage.CAUGHT_UP)
+
+    def _approach(self, drive: Drive, volume: _Moving) -> None:
+        planned, progress = volume.planned, self._context.progress
+        while True:
+            self._say_moving(volume)
+            approach = volume.move.approach()
+            now = self._context.monotonic()
+            if approach.is_moved:
+                volume.is_handed_over = True
+                return
+            if approach.rounds > volume.rounds:
+                progress.end_round(self._shown, planned.volume_id)
+            self._count(volume, approach)
+            volume.copied_seconds = now
+            if approach.is_caught_up:
+                volume.long_rounds = volume.least_bytes = 0
+                progress.volume(self._shown, planned.volume_id, Stage.CAUGHT_UP)
+                return
+            drive.require_wanted()
+            if not volume.is_outrun:
+                drive.wait(_PAUSE_SECONDS)
+                continue
+            text = (
+                f"more is written to volume {planned.volume_id} than is sent to"
+                f" {self.unit.target}: the last {volume.long_rounds} rounds did not become shorter,"
+                f" the last one had {approach.changed_bytes} bytes; a round is sent each"
+                f" {_FOLLOW_SECONDS:.0f} s. Raise background_bandwidth of both volume groups, or"
+                " write less"
+            )
+            self._context.events.claim(planned, reasons.OUTRUN, text)
+            progress.volume(self._shown, planned.volume_id, Stage.FOLLOWING, text)
+            drive.wait(_FOLLOW_SECONDS)
+
+    def _count(self, volume: _Moving, approach: Approach) -> None:
+        """Count the rounds that did not become shorter."""
+        volume.rounds = approach.rounds
+        if not volume.least_bytes or approach.changed_bytes < _SHORTER * volume.least_bytes:
+            volume.least_bytes, volume.long_rounds = max(1, approach.changed_bytes), 0
+        else:
+            volume.long_rounds += 1
+
+    def _show(self, volume_id: str, shown: StreamProgress) -> None:
+        """Show the progress of a stream."""
+        progress = self._context.progress
+        volume = next(one for one in self._volumes if one.planned.volume_id == volume_id)
+        if volume.shown_rounds <= volume.rounds:
+            volume.shown_rounds = volume.rounds + 1
+            progress.begin_round(self._shown, volume_id, shown.size_bytes, shown.done_bytes)
+        reached_bytes = shown.checked_bytes or shown.done_bytes
+        progress.sent(self._shown, volume_id, reached_bytes, shown.data_bytes)
+        self._say_moving(volume, shown)
+
+    def _say_moving(self, volume: _Moving, shown: StreamProgress | None = None) -> None:
+        now = self._context.monotonic()
+        if now - volume.said_seconds < _SAID_SECONDS:
+            return
+        volume.said_seconds = now
+        text = f"volume {volume.planned.volume_id} moves to {self.unit.target}"
+        if shown is not None and shown.size_bytes:
+            action = "reading again" if shown.checked_bytes else shown.action
+            reached_bytes = shown.checked_bytes or shown.done_bytes
+            text += f": {action}, {100 * reached_bytes // shown.size_bytes} % of the round"
+        self._context.events.claim(volume.planned, reasons.MOVING, text)
+
+    # The cut
+
+    def _users(self) -> Sequence[UsingPod]:
+        """Return the pods with a node that use the claims, and cannot use them after the move.
+
+        A pod on the target uses a claim that was rebound by an earlier drive.
+        """
+        pods = self._context.evictions.users(self._claims)
+        if not self._is_handed_over:
+            return pods
+        return [pod for pod in pods if pod.node != self.unit.target]
+
+    def _evict(self, drive: Drive) -> bool:
+        """Evict the pods that use the claims, and wait until there are none.
+
+        False if so much time has passed that the volumes are to be copied again first.
+        """
+        self._cordon()
+        while True:
+            self._require(drive)
+            pods = self._users()
+            if not pods:
+                return True
+            self._enter(Stage.EVICTING)
+            refusal = ""
+            for pod in pods:
+                if pod.is_being_deleted:
+                    continue
+                if pod.node != self._source:
+                    raise errors.NotMoved(
+                        self.unit.name, f"pod {pod} on node {pod.node} uses its claim; end that pod"
+                    )
+                if why := self._context.evictions.evict(pod):
+                    refusal = f"pod {pod} cannot be evicted yet: {why}; it is tried again"
+                    self._context.events.of(pod.subject, reasons.EVICTION_REFUSED, refusal)
+            if refusal:
+                self.tell(refusal)
+            drive.wait(_EVICTION_SECONDS if refusal else _LOOK_SECONDS)
+            if self._is_stale():
+                return False
+
+    def _is_stale(self) -> bool:
+        """Return whether a volume that is not handed over was last copied a while ago."""
+        oldest = self._context.monotonic() - _FOLLOW_SECONDS
+        return any(
+            not volume.is_handed_over
+            and (volume.copied_seconds is None or volume.copied_seconds < oldest)
+            for volume in self._volumes
+        )
+
+    def _hand_over(self, drive: Drive) -> None:
+        """Hand over each volume that is not in use; return if one is still in use after a while."""
+        for look in range(_MOST_LOOKS):
+            for volume in self._volumes:
+                if not volume.is_handed_over:
+                    # Read the request anew right before the step that cannot be taken back so
+                    # easily.
+                    self._require(drive)
+                    self._enter(Stage.HANDING_OVER)
+                    volume.is_handed_over = volume.move.hand_over()
+            if all(volume.is_handed_over for volume in self._volumes):
+                return
+            if self._users() or self._is_stale():
+                return
+            if look:
+                drive.wait(_LOOK_SECONDS)
+        waiting = next(one for one in self._volumes if not one.is_handed_over).planned
+        self.tell(f"volume {waiting.volume_id} is in use on {self._source}, though no pod uses it")
+
+    def _complete(self, volume: _Moving) -> Place:
+        """Finish a volume on the target; return where it is now."""
+        try:
+            there = volume.move.complete()
+        except errors.NotMoved:
+            if not self._was_lost(volume):
+                raise
+            volume.is_handed_over = False
+            return Place("", self.unit.target, self._context.driver_name)
+        return Place(str(there["volume_id"]), self.unit.target, self._context.driver_name)
+
+    def _was_lost(self, volume: _Moving) -> bool:
+        """Take a volume back whose copy on the target was removed before it could be used.
+
+        That is certain if all nodes answer that they have no volume of that name, and no claim was
+        rebound to it. Returns whether it was taken back.
+        """
+        planned = volume.planned
+        owner, claim = planned.persistent_volume, planned.claim
+        if owner is None or claim is None or claim.volume != owner.name:
+            return False
+        if not self._context.is_nowhere(planned.volume_id, self._source):
+            return False
+        volume.move.undo(confirmed=lambda _text: False, is_nowhere=lambda _text: True)
+        _log.warning("the copy of %s was lost: it is taken back", planned.volume_id)
+        return True
+
+    # The claims
+
+    def _rebind(self, drive: Drive, volume: _Moving, places: Mapping[str, Place]) -> None:
+        """Rebind the claim of a volume, and say where it is by then."""
+        planned, place = volume.planned, places[volume.planned.volume_id]
+        context = self._context
+
+        def report(text: str) -> None:
+            context.events.claim(planned, reasons.REBINDING, text)
+
+        try:
+            Rebinding(context.server, planned.volume_id, place).run(
+                lambda _text: not drive.is_ending, report
+            )
+        except errors.NotConfirmed:
+            raise Unwanted from None
+        owner = planned.persistent_volume
+        if owner is not None:
+            subject = context.claim_subject(owner.claim_namespace, owner.claim_name)
+            if subject is not None:
+                text = f"its volume moved from {self._source} to {place.node}: {place.handle}"
+                context.events.of(subject, reasons.MOVED, text)
+
+
+def erase(context: Context, note: MoveNote, volume: NotedVolume) -> None:
+    """Delete what is left of a volume on the node that it moved from; do nothing if that is gone.
+
+    The target of that move is asked first. If it has moved the volume on and has erased its rest,
+    the node is asked that has the volume now. Raises what Move.finish raises, such as NotMoved if
+    neither has the volume as its own.
+    """
+    move = context.moves.move(note.volume_id, note.source, note.target)
+
+    def is_elsewhere() -> bool:
+        present = context.moves.move(note.volume_id, note.source, volume.node).destination.status()
+        return is_own(present) and bool(present["volume_id"] == volume.handle)
+
+    try:
+        move.source.state()
+    except EXPECTED as error:
+        if is_not_found(error):
+            return
+        raise
+    move.finish(is_elsewhere)
+    context.events.node(
+        note.source, reasons.ERASED, f"what was left of volume {note.volume_id} is erased"
+    )
+
+
+def _remove_undone(move: Move, volume_id: str) -> None:
+    """Remove what a target has received of a volume by a move that its source has forgotten.
+
+    It is left if the target's volume group was missing when that move was undone. The target can
+    never finish it: the source had the word, and has forgotten it.
+    """
+    # Ask the target first: a move by which it has received something was begun before.
+    there_state = move.destination.status()
+    if not is_receiving(there_state) or there_state["received"] != volume_id:
+        return
+    own_state = move.source.state()
+    if is_usable(own_state) and own_state.release != there_state["release"]:
+        move.destination.abort(there_state["release"])
+
+
+def is_not_found(error: BaseException) -> bool:
+    """Return whether an error is a node's answer that it has no such volume."""
+    code = getattr(error, "code", None)
+    return callable(code) and getattr(code(), "name", "") == "NOT_FOUND"
+
+
+def _is_handed_over(planned: PlannedVolume) -> bool:
+    return planned.move is not None and planned.move.is_handed_over
