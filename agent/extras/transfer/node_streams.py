@@ -42,6 +42,9 @@ _QUEUED = 4
 # Interval, in seconds, at which progress is reported, and at which a stream looks whether its
 # caller has gone.
 _PROGRESS_SECONDS = 1.0
+# Time limit, in seconds, for which a call waits until another one has ended. The next round of a
+# move may begin while the stream of its last round is being closed, and its pod may be stopped.
+_FREE_SECONDS = 5.0
 # Time limit, in seconds, for which a call that ends early waits for its thread. A thread that reads
 # a disk that hangs is left alone, and still counts towards MOST_AT_ONCE.
 _END_SECONDS = 10.0
@@ -57,8 +60,8 @@ class _Limit:
         self._free = threading.BoundedSemaphore(MOST_AT_ONCE)
 
     def take(self) -> None:
-        """Take a place; raise TooManyStreams if there is none."""
-        if not self._free.acquire(blocking=False):
+        """Take a place; raise TooManyStreams if there is none for _FREE_SECONDS."""
+        if not self._free.acquire(timeout=_FREE_SECONDS):
             raise errors.TooManyStreams(self._kind, MOST_AT_ONCE)
 
     def give_back(self) -> None:

@@ -430,6 +430,7 @@ def test_few_streams_go_on_at_the_same_time(
         send(self, data)
 
     monkeypatch.setattr(node_streams._Messages, "write", slow)
+    monkeypatch.setattr(node_streams, "_FREE_SECONDS", 0.5)
     ended: list[bytes] = []
     threads = [
         threading.Thread(target=lambda: ended.append(begun.ask()))
@@ -448,6 +449,19 @@ def test_few_streams_go_on_at_the_same_time(
             one.join(expect.PATIENCE_SECONDS)
     assert len(ended) == 2
     assert begun.ask() == ended[0]
+
+
+def test_a_stream_waits_for_one_that_is_being_closed(begun: Begun) -> None:
+    """The pod may be stopped, so the last round does not wait for the next look."""
+    transfer = cast(Any, begun.two.nodes["a"].service.extras["transfer"])
+    sends = transfer._node_streams._sends
+    for _ in range(node_streams.MOST_AT_ONCE):
+        sends.take()
+    later = threading.Timer(0.3, sends.give_back)
+    later.start()
+    assert begun.ask()
+    later.join()
+    sends.give_back()
 
 
 def test_a_caller_that_goes_ends_its_stream(
