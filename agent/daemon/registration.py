@@ -26,6 +26,7 @@ from pathlib import Path
 import grpc
 
 from agent.core import boot, errors, sockets
+from agent.daemon.grpc_servers import stop_server
 from agent.settings.settings import DRIVER_NAME
 from agent.work.background import PeriodicTask
 from proto import pluginregistration_pb2 as kubelet
@@ -212,9 +213,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
             return
         if self._is_own_socket():
             self.socket.unlink(missing_ok=True)
-        self._server.stop(self._interval).wait()
-        # A gRPC server does not end the threads of its RPCs.
-        self._threads.shutdown(wait=False)
+        stop_server(self._server, self._threads, self._interval)
         self._server = self._inode = None
         self.state = State.OFF
 

@@ -19,6 +19,7 @@ from agent.csi.interceptor import Interceptor
 from agent.csi.node import Node
 from agent.csi.operator import Operator
 from agent.daemon.extra import Extra
+from agent.daemon.grpc_servers import stop_server
 from agent.daemon.host import Host
 from agent.groups.group_definitions import GroupDefinitions
 from agent.groups.node_groups import VolumeGroups
@@ -234,9 +235,7 @@ class Service:
         # Stop the extras before waiting for RPCs: a stream of an extra may last for hours.
         for extra in self.extras.values():
             extra.stop()
-        self._server.stop(_DRAIN_SECONDS).wait(_DRAIN_SECONDS + 1)
-        # A gRPC server does not end the threads of its RPCs.
-        self._rpc_threads.shutdown(wait=False)
+        stop_server(self._server, self._rpc_threads, _DRAIN_SECONDS, _DRAIN_SECONDS + 1)
         self.volume_groups.stop()
         self.volume_groups.close()
 

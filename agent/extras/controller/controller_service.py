@@ -16,6 +16,7 @@ import grpc
 from agent.core import errors, ids
 from agent.csi.identity import Identity
 from agent.daemon.extra import Extra
+from agent.daemon.grpc_servers import stop_server
 from agent.daemon.server import Service
 from agent.extras.controller import certificates, routes
 from agent.extras.controller.certificates import Certificates
@@ -182,9 +183,7 @@ class Listener(Extra):
         for task in self._tasks:
             task.stop()
         if self._server is not None:
-            self._server.stop(_DRAIN_SECONDS).wait(_DRAIN_SECONDS + 1)
-            # A gRPC server does not end the threads of its RPCs.
-            self._threads.shutdown(wait=False)
+            stop_server(self._server, self._threads, _DRAIN_SECONDS, _DRAIN_SECONDS + 1)
 
     def find_other_groups(self) -> None:
         """Search the disks for volume groups with Carver's tags that the service does not know.

@@ -15,6 +15,7 @@ Two things drive moves, each with its own ways to the two nodes (`Source` and `D
 """
 
 import enum
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -218,6 +219,11 @@ class Destination(Protocol):
 
         What another move brings is left alone, and the call is refused.
         """
+
+
+def digest_of(word: str) -> str:
+    """Return the digest of a move's word, SHA-256 in hexadecimal digits; empty without a word."""
+    return hashlib.sha256(word.encode()).hexdigest() if word else ""
 
 
 def prefix_of(release: str) -> str:

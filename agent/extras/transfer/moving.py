@@ -11,7 +11,6 @@ its own volume is in the state `moved`, and so cannot be used. Therefore the vol
 used on both nodes at once.
 """
 
-import hashlib
 import hmac
 import secrets
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from contextlib import suppress
 
 from agent.core import errors, ids, tag
 from agent.core.ids import VolumeId
+from agent.extras.transfer.move import digest_of
 from agent.operations.delete import VolumeDeleter
 from agent.volumes import records, users, volume_states
 from agent.volumes.context import Context
@@ -228,7 +228,7 @@ class Mover:
             volume_id=str(volume.id),
             state=volume_states.word_of(EndedBy.ERASER if _is_going(volume) else volume.ended_by),
             node=own_tags.get(tag.MOVE_TO, ""),
-            release=_digest(word),
+            release=digest_of(word),
             word=word if _is_gone(volume) else "",
             in_use=bool(mount_points) or self._activator.is_open(volume),
             **{key: own_tags.get(key, "") for key in (tag.PV, tag.PVC, tag.NAMESPACE)},
@@ -252,16 +252,12 @@ def _word_of(volume: Volume) -> str:
     return own_tags.get(tag.MOVE_WORD, "") if tag.MOVE_TO in own_tags else ""
 
 
-def _digest(word: str) -> str:
-    return hashlib.sha256(word.encode()).hexdigest() if word else ""
-
-
 def _require_move(volume: Volume, release: str) -> None:
     """Raise NotMoved if a volume is in another move than the one with a digest.
 
     Without a digest, or without a move, nothing is required.
     """
-    found = _digest(_word_of(volume))
+    found = digest_of(_word_of(volume))
     if release and found and not hmac.compare_digest(found, release):
         raise errors.NotMoved(str(volume.id), "it is in another move by now; read its state again")
 

@@ -14,7 +14,6 @@ Finishing checks the file system. The check may write to the volume, which then 
 its chain says. So a tag that forbids further streams is set before the check.
 """
 
-import hashlib
 import hmac
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ from agent.core import errors, ids, tag
 from agent.core.ids import VolumeId
 from agent.extras.streams.form import Header
 from agent.extras.transfer import stream_descriptions
+from agent.extras.transfer.move import digest_of
 from agent.operations import block_sizes, clone, modify
 from agent.operations.delete import VolumeDeleter
 from agent.operations.remove_pool import PoolRemover
@@ -359,7 +359,7 @@ class Receiver:
         if tag.INTO in own_tags or not (tag.CHAIN in own_tags or tag.FINISHING in own_tags):
             raise errors.NotReceived(name, "its stream is incomplete; send it again")
         release_digest = own_tags.get(tag.RELEASE, "")
-        if release_digest and not hmac.compare_digest(_digest(release), release_digest):
+        if release_digest and not hmac.compare_digest(digest_of(release), release_digest):
             why = "its source has not released it; `carver volume move` there does both"
             raise errors.NotReceived(name, why)
         if release and release_digest and own_tags.get(tag.RELEASED) != release:
@@ -474,8 +474,4 @@ def _state(volume: Volume) -> carver.ReceiveState:
 def _release_of(volume: Volume) -> str:
     """Return the digest of the word of the move that a volume came by; empty without a move."""
     own_tags = volume.own_tags
-    return own_tags.get(tag.RELEASE, "") or _digest(own_tags.get(tag.RELEASED, ""))
-
-
-def _digest(word: str) -> str:
-    return hashlib.sha256(word.encode()).hexdigest() if word else ""
+    return own_tags.get(tag.RELEASE, "") or digest_of(own_tags.get(tag.RELEASED, ""))

@@ -40,6 +40,18 @@ def mounted(fake: FakeHost) -> list[str]:
     return [one.path for one in inside if "vol-" in one.path or one.path.endswith("/db")]
 
 
+def all_confirmed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have each question answered by yes; the questions, as they are asked."""
+    asked: list[str] = []
+
+    def yes(question: str) -> bool:
+        asked.append(question)
+        return True
+
+    monkeypatch.setattr(terminal, "confirmed", yes)
+    return asked
+
+
 def test_a_volume_s_life_by_hand(shell: Shell, fake: FakeHost, client: Client) -> None:
     place = fake.directory / "db"
 
@@ -138,13 +150,7 @@ def test_nothing_is_deleted_unconfirmed(
     assert "give --yes" in shell("delete db", 1)
     assert len(client.volumes()) == 1
 
-    asked: list[str] = []
-
-    def yes(question: str) -> bool:
-        asked.append(question)
-        return True
-
-    monkeypatch.setattr(terminal, "confirmed", yes)
+    asked = all_confirmed(monkeypatch)
     shell("delete db")
     assert asked == ["Delete db, 16 MiB, and all its data?"]
     assert client.volumes() == []
@@ -277,13 +283,7 @@ class TestOfARaid:
     def test_the_repair_goes_on_once_it_is_confirmed(
         self, shell: Shell, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        asked: list[str] = []
-
-        def yes(question: str) -> bool:
-            asked.append(question)
-            return True
-
-        monkeypatch.setattr(terminal, "confirmed", yes)
+        asked = all_confirmed(monkeypatch)
         shell("create db --size 64MiB --class raid")
         fake.lvm2.groups["data"].volumes["vol-db"].health = "mismatches exist"
         assert "is whole" in shell("repair db")
