@@ -439,7 +439,7 @@ def test_no_secret_reaches_the_log_or_a_command(
     config: Config, fake: FakeHost, running: Started, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    logging.getLogger("carver.calls").setLevel(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "carver.calls")
     with Client(config.endpoint) as client:
         request = csi.CreateVolumeRequest(
             name="pvc-1",
