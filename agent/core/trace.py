@@ -35,8 +35,8 @@ R = TypeVar("R", bound=Run)
 # Kinds of steps.
 WAIT, PROGRAM, KERNEL = "wait", "program", "kernel"
 KINDS = (WAIT, PROGRAM, KERNEL)
-# Minimum duration of a step that a trace lists, in seconds. Shorter steps, such as reading a file
-# in sysfs, would make the list hard to read.
+# Minimum duration of an operation or a wait that a trace lists, in seconds. Shorter ones, such as
+# reading a file in sysfs, would make the list hard to read. A program is always listed.
 _SHORTEST_SECONDS = 0.0005
 # Maximum number of steps that a trace lists. For a call that retries for minutes only the first
 # steps are listed; the sums by kind include all steps.
@@ -80,7 +80,8 @@ class Trace:
     def add(self, kind: str, name: str, seconds: float) -> None:
         """Add to the trace a step that ended just now, with its duration in seconds."""
         self.by_kind[kind] = self.by_kind.get(kind, 0.0) + seconds
-        if seconds >= _SHORTEST_SECONDS and len(self.steps) < _MOST_STEPS:
+        is_listed = kind == PROGRAM or seconds >= _SHORTEST_SECONDS
+        if is_listed and len(self.steps) < _MOST_STEPS:
             after_seconds = time.monotonic() - self.began_seconds - seconds
             self.steps.append(Step(kind, name, after_seconds, seconds))
 

@@ -16,7 +16,7 @@ from serving import machine
 
 from agent.cli.volume_verbs import VolumeVerbs
 from agent.core import trace
-from agent.core.trace import KERNEL, PROGRAM, WAIT, Trace, Traces
+from agent.core.trace import KERNEL, KINDS, PROGRAM, WAIT, Trace, Traces
 from agent.csi.client import Client, mounted
 from agent.work.background import DetachedTasks
 from agent.work.locks import GroupLock, VolumeLocks
@@ -77,11 +77,19 @@ def test_the_traced_form_of_a_method_is_made_once_and_calls_what_the_object_has_
     made = traced()
     with trace.within(made):
         assert traced_kernel.mount() == "first"
-    assert made.steps == []
     assert set(made.by_kind) == {KERNEL}
     vars(kernel)["mount"] = lambda: "second"
     kernel.mounted = 1
     assert (traced_kernel.mount(), traced_kernel.mounted) == ("second", 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_the_steps_that_take_next_to_no_time_only_programs_are_listed(kind: str) -> None:
+    made = traced()
+    made.add(kind, "short", 0.0)
+    made.add(kind, "long", 0.5)
+    listed = ["short", "long"] if kind == PROGRAM else ["long"]
+    assert steps(made) == [(kind, name) for name in listed]
 
 
 def test_steps_are_bounded_and_their_time_is_not() -> None:
