@@ -18,11 +18,11 @@ from csi_client import Client
 from nodes import Node
 from real.any import AnyHost
 
-from agent.extras.controller import certificates
 from agent.extras.controller.call_records import Call
 from agent.extras.controller.controller_process import ClusterController, Files
 from agent.extras.controller.controller_service import Listener
 from agent.extras.controller.membership import Record
+from agent.extras.tls import certificates
 from agent.settings.settings import Config
 from agent.settings.values import Address
 

@@ -11,13 +11,13 @@ from authority import Authority
 from clustered import Loop
 from simulated import SimulatedNode, uuid_of
 
-from agent.extras.controller import certificates
 from agent.extras.controller.controller_process import ClusterController, Files
 from agent.extras.evacuation.cluster_view import ClusterView
 from agent.extras.evacuation.evacuation_calls import EvacuationCalls
 from agent.extras.evacuation.progress import Progress
 from agent.extras.kubernetes.access import Server
 from agent.extras.kubernetes.objects import Lists, Objects
+from agent.extras.tls import certificates
 from agent.settings.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi

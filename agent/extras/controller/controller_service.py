@@ -18,8 +18,9 @@ from agent.csi.identity import Identity
 from agent.daemon.extra import Extra
 from agent.daemon.grpc_servers import stop_server
 from agent.daemon.server import Service
-from agent.extras.controller import certificates, routes
-from agent.extras.controller.certificates import Certificates
+from agent.extras.controller import routes
+from agent.extras.tls import certificates
+from agent.extras.tls.certificates import Certificates
 from agent.settings.settings import Config
 from agent.settings.values import Address
 from agent.work import locks

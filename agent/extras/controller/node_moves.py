@@ -24,10 +24,10 @@ from google.protobuf.message import Message
 from agent.core import errors, ids
 from agent.extras.controller.answer_rules import Untrue
 from agent.extras.controller.call_records import Call, Observe, recorded, unobserved
-from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.node_answers import Answers, refused_answer
 from agent.extras.controller.nodes import Node, Nodes, Refused, problem_of, require_node_error
 from agent.extras.controller.transfer_rules import TRANSFER, Advance
+from agent.extras.tls.certificates import Certificates
 from agent.extras.transfer.move import ABSENT, Differ, Move, Progress, Sent, There, prefix_of
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi

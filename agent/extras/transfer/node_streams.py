@@ -48,8 +48,6 @@ _FREE_SECONDS = 5.0
 # Time limit, in seconds, for which a call that ends early waits for its thread. A thread that reads
 # a disk that hangs is left alone, and still counts towards MOST_AT_ONCE.
 _END_SECONDS = 10.0
-# Key in gRPC's ServicerContext.auth_context() of the names in the peer's certificate.
-_NAMES = "x509_subject_alternative_name"
 
 
 class _Limit:
@@ -302,8 +300,8 @@ class NodeStreams:
     def _pull(
         self, request: carver.PullRequest, job: _Job[carver.PullProgress]
     ) -> carver.PullProgress:
-        from agent.extras.controller import certificates
         from agent.extras.streams.reading import Reader
+        from agent.extras.tls import certificates
         from agent.extras.transfer import streams_command
 
         source = request.source
@@ -388,7 +386,7 @@ class NodeStreams:
         2. The volume must move to that node, by the tags on this node.
         3. The snapshots must be those of that move.
         """
-        from agent.extras.controller import certificates
+        from agent.extras.tls import certificates
         from agent.extras.transfer import grants
 
         if self._certificates is None:
@@ -397,8 +395,8 @@ class NodeStreams:
         grant = grants.checked(
             request.grant, self._certificates(), config.driver_name, config.node_id
         )
-        peer_names = context.auth_context().get(_NAMES, ())
-        if certificates.node_name(grant.target, config.driver_name).encode() not in peer_names:
+        target_name = certificates.node_name(grant.target, config.driver_name)
+        if target_name not in certificates.peer_names(context):
             raise errors.NotGranted(f"the grant is for node {grant.target!r}")
         move = self._mover.status(grant.volume_id)
         if move.volume_id != grant.volume_id or move.node != grant.target:

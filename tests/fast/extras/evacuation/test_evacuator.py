@@ -2,23 +2,16 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
 
-import api_server
 import evacuation_histories as histories
 import pytest
 from evacuation_histories import Controller, History, View
 from moving_model import Snapshot
 
 from agent.core import tag
-from agent.extras.controller import controller_process
-from agent.extras.controller.controller_process import ClusterController, Files
 from agent.extras.evacuation import evacuator
-from agent.extras.evacuation.evacuator import EvacuatorTask
 from agent.extras.evacuation.progress import Stage
 from agent.extras.kubernetes.access import Server
-from agent.settings.settings import Config
 
 # Calls of nodes and writes of the API server at which an evacuation is interrupted.
 STAGES = (
@@ -435,24 +428,3 @@ def test_a_controller_that_is_killed_anywhere_is_continued() -> None:
             assert not history.left_over(quarantined=True)
         number += 3
     assert number > 60
-
-
-@pytest.mark.parametrize("evacuation", [False, True])
-def test_the_task_begins_only_where_it_is_set(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, evacuation: bool
-) -> None:
-    monkeypatch.setattr(Files, "_read", lambda _self: None)
-    monkeypatch.setattr(Files, "certificates", None, raising=False)
-    file = api_server.kubeconfig(tmp_path / "kubeconfig", "http://127.0.0.1:1")
-    own = replace(
-        config,
-        kubeconfig=file,
-        evacuation=evacuation,
-        nodes_file=tmp_path / "nodes",
-        tls_directory=tmp_path,
-    )
-    controller = ClusterController(own, Files(own))
-    own = replace(own, nodes_file=None)
-    handlers, task = controller_process.evacuation(own, controller)
-    assert len(handlers) == 1
-    assert isinstance(task, EvacuatorTask) is evacuation

@@ -27,11 +27,11 @@ from relay import Relay
 
 from agent.core import errors, tag
 from agent.csi.client import block
-from agent.extras.controller import certificates
-from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.controller_metrics import Metrics
 from agent.extras.controller.node_moves import NodeFailed
 from agent.extras.streams import form, reading
+from agent.extras.tls import certificates
+from agent.extras.tls.certificates import Certificates
 from agent.extras.transfer import grants, node_streams
 from agent.extras.transfer.move import Move, Progress
 from agent.extras.transfer.moving import Mover

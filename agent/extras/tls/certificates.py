@@ -95,6 +95,12 @@ def node_name(node_id: str, driver_name: str) -> str:
     return name.lower()
 
 
+def peer_names(context: grpc.ServicerContext) -> Sequence[str]:
+    """Return the names in the certificate of the caller of an RPC; none without a certificate."""
+    names: Iterable[Any] = context.auth_context().get(_NAMES, ())
+    return [name.decode() for name in names]
+
+
 def options(server_name: str) -> Sequence[tuple[str, str | int]]:
     """Return the options of a gRPC channel to a server with this DNS name in its certificate."""
     return (*_OPTIONS, ("grpc.ssl_target_name_override", server_name))
@@ -237,13 +243,13 @@ class OnlyFrom(grpc.ServerInterceptor):
         # Copy the handler's attributes: one of them says in which pool of threads the handler runs.
         @wraps(behaviour)
         def call(request: Any, context: grpc.ServicerContext) -> Any:
-            names: Iterable[Any] = context.auth_context().get(_NAMES, ())
-            if self._name.encode() not in names:
-                peer_names = ", ".join(name.decode() for name in names) or "none"
+            names = peer_names(context)
+            if self._name not in names:
+                shown_names = ", ".join(names) or "none"
                 context.abort(
                     grpc.StatusCode.PERMISSION_DENIED,
                     f"only {self._name} may call this node; the certificate's names are:"
-                    f" {peer_names}",
+                    f" {shown_names}",
                 )
             return behaviour(request, context)
 
