@@ -180,11 +180,14 @@ class Site:
         server = Server("tests", "127.0.0.1", api.port)
         self.lists, self.objects = Lists(server), Objects(server)
         self.progress = Progress()
+        # The progress that another controller has published.
+        self.other_text = ""
 
         async def begun() -> ClusterController:
             controller = ClusterController(config, Files(config))
             self.calls = EvacuationCalls(
-                *(config, controller.nodes, self.objects, self.lists, self.progress)
+                *(config, controller.nodes, self.objects, self.lists, self.progress),
+                lambda: self.other_text,
             )
             controller.handlers.append(self.calls.handler())
             await controller.start()

@@ -1,6 +1,7 @@
 """What evacuation adds to the controller: the RPCs of operators, and the tasks of the settings."""
 
 import os
+import platform
 from collections.abc import Sequence
 
 from agent.daemon.extra import Extra
@@ -23,19 +24,33 @@ def _evacuation(controller: ClusterController) -> Sequence[Extra]:
     config = controller.config
     if config.nodes_file is not None:
         return []
-    from agent.extras.evacuation.evacuation_calls import EvacuationCalls
+    from agent.extras.evacuation.evacuation_calls import EvacuationCalls, text_of_progress
     from agent.extras.evacuation.progress import Progress
     from agent.extras.kubernetes import access
+    from agent.extras.kubernetes.lease import Lease, LeaseTask
     from agent.extras.kubernetes.objects import Lists, Objects
 
     server, progress = access.find(config.kubeconfig, os.environ), Progress()
-    calls = EvacuationCalls(config, controller.nodes, Objects(server), Lists(server), progress)
+    objects = Objects(server)
+    lease = Lease(
+        *(objects, access.namespace(), f"{config.driver_name}-evacuation", platform.node()),
+        key=f"evacuate.{config.driver_name}/progress",
+        text=lambda: text_of_progress(progress),
+    )
+    calls = EvacuationCalls(
+        *(config, controller.nodes, objects, Lists(server), progress),
+        other_text=lambda: lease.other_text,
+    )
     controller.handlers.append(calls.handler())
     if not config.evacuation:
         return []
     from agent.extras.evacuation.evacuator import EvacuatorTask
 
-    return [EvacuatorTask(config, controller.nodes, controller.moves, server, progress)]
+    task = EvacuatorTask(
+        *(config, controller.nodes, controller.moves, server, progress),
+        is_leader=lambda: lease.is_held,
+    )
+    return [LeaseTask(lease), task]
 
 
 def _lost_claims(controller: ClusterController) -> Sequence[Extra]:

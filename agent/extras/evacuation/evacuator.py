@@ -88,6 +88,17 @@ class Evacuator:
         for drive in self._drives():
             drive.end()
 
+    def stand_by(self) -> None:
+        """End all drives, and forget all that is known: another process evacuates the nodes."""
+        self.end()
+        for name in self._known:
+            self._context.progress.end(name, forget=True)
+        # A later look begins no drive for the volumes of those that are still ending.
+        self._others = [drive for drive in self._drives() if not drive.is_over]
+        self._known.clear()
+        self._vanished.clear()
+        self._noted, self._noted_seconds = (), float("-inf")
+
     @property
     def is_idle(self) -> bool:
         """Whether no drive is in progress."""
@@ -610,10 +621,22 @@ class EvacuatorTask(Extra):
     """The periodic background task of the controller that evacuates nodes."""
 
     def __init__(
-        self, config: Config, nodes: Nodes, moves: NodeMoves, server: Server, progress: Progress
+        self,
+        config: Config,
+        nodes: Nodes,
+        moves: NodeMoves,
+        server: Server,
+        progress: Progress,
+        *,
+        is_leader: Callable[[], bool],
     ) -> None:
-        """Make the task, which `start` starts."""
+        """Make the task, which `start` starts.
+
+        It evacuates nodes while `is_leader` returns True. Two may do so at once for a while, as
+        the tags on the nodes decide; it takes them longer.
+        """
         self._config, self._nodes, self._lists = config, nodes, Lists(server)
+        self._is_leader = is_leader
         self._context = Context(
             config.driver_name,
             server,
@@ -627,7 +650,7 @@ class EvacuatorTask(Extra):
         self._evacuator = Evacuator(self._context, self._view, config.evacuation_grace_seconds)
         self.task = PeriodicTask(
             "evacuation",
-            self._evacuator.look,
+            self._look,
             _LOOK_SECONDS,
             "cannot look for nodes that are to be evacuated: %s",
             first_seconds=_FIRST_SECONDS,
@@ -636,6 +659,12 @@ class EvacuatorTask(Extra):
     def _view(self, node: str, to: Sequence[str]) -> View:
         view = ClusterView(self._config.driver_name, self._nodes, self._lists, self._loop)
         return view.view(node, to)
+
+    def _look(self) -> None:
+        if self._is_leader():
+            self._evacuator.look()
+        else:
+            self._evacuator.stand_by()
 
     def start(self) -> None:
         """Start the task. This method must be called in the event loop that uses the nodes."""
@@ -648,5 +677,5 @@ class EvacuatorTask(Extra):
         self._evacuator.end()
 
     def gauges(self) -> Iterable[Gauge]:
-        """Return the gauges of the evacuations that this process knows."""
+        """Return the gauges of the evacuations that this process drives."""
         return evacuation_metrics.gauges(self._context.progress.snapshot())

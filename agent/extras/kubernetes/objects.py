@@ -418,6 +418,13 @@ class Objects:
         """Merge a change into an object, whatever its version."""
         self._write("PATCH", path, change, _MERGE_PATCH)
 
+    def replace(self, path: str, new_object: Object) -> None:
+        """Replace an object that still has the resourceVersion that the new one has.
+
+        If the object has another version, ClusterRefused has the reason Conflict.
+        """
+        self._write("PUT", path, new_object, _JSON)
+
     def delete(self, path: str, uid: str) -> None:
         """Request the deletion of an object that has this UID.
 

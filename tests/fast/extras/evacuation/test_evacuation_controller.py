@@ -14,6 +14,8 @@ from agent.extras.controller.membership import Record
 from agent.extras.evacuation import evacuation_controller
 from agent.extras.evacuation.evacuator import EvacuatorTask
 from agent.extras.evacuation.lost_claims import LostClaimsTask
+from agent.extras.kubernetes import access
+from agent.extras.kubernetes.lease import LeaseTask
 from agent.settings.settings import Config
 
 
@@ -34,8 +36,9 @@ def made(config: Config, *, forgets: bool = True) -> tuple[ClusterController, li
 
 
 @pytest.fixture
-def of_cluster(config: Config, tmp_path: Path) -> Config:
-    """The settings of a controller with an API server."""
+def of_cluster(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """The settings of a controller with an API server, in a pod."""
+    monkeypatch.setattr(access, "namespace", lambda: "carver-system")
     kubeconfig = api_server.kubeconfig(tmp_path / "kubeconfig", "http://127.0.0.1:9")
     return replace(config, kubeconfig=kubeconfig, nodes_file=None)
 
@@ -49,7 +52,7 @@ def test_it_is_found_by_the_list_of_extras() -> None:
 def test_each_setting_adds_its_task(of_cluster: Config, *, evacuates: bool, releases: bool) -> None:
     config = replace(of_cluster, evacuation=evacuates, release_lost_claims=releases)
     controller, tasks = made(config)
-    assert tasks == [EvacuatorTask] * evacuates + [LostClaimsTask] * releases
+    assert tasks == [LeaseTask, EvacuatorTask] * evacuates + [LostClaimsTask] * releases
     assert len(controller.handlers) == 1
 
 
