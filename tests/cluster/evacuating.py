@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
@@ -38,8 +39,11 @@ def evacuation(site: Site) -> str:
     """A node is emptied by one command, and filled again: every acknowledged line is there."""
     with _written_on_one_node(site) as (site, node, writers):
         _there_and_back(site, node, writers, lambda _source, _targets: None)
-        pause = writers.longest_pause()
-    return f"{_PODS} writers left {node} and came back; the longest pause was {pause} s"
+        pause, own = writers.longest_pause(), _longest_stop(site, writers.names)
+    return (
+        f"{_PODS} writers left {node} and came back; the longest pause was {pause} s, and Carver's"
+        f" part of a pause at most {own} s"
+    )
 
 
 def evacuation_interrupted(site: Site) -> str:
@@ -228,6 +232,13 @@ def _evacuated(
     writers.go_on()
     writers.longest_pause()
     _give_back(site, node)
+
+
+def _longest_stop(site: Site, names: Sequence[str]) -> int:
+    """The longest time in which no pod could use a volume, in seconds, by Carver's Events."""
+    texts = [text for name in names for text in site.events(f"data-{name}", "VolumeMoved")]
+    found = [re.search(r"; this took (\d+) s ", text) for text in texts]
+    return max((int(one[1]) for one in found if one), default=0)
 
 
 def _give_back(site: Site, *names: str) -> None:

@@ -87,6 +87,8 @@ class UnitDrive:
         self._context, self._source, self.unit = context, source, unit
         self._wish, self._cordon = wish, cordon
         self._shown = shown_node or source
+        # Since when no pod has used the volumes, of a monotonic clock; None while one does.
+        self._unused_seconds: float | None = None
         # Whether the drive is to end; set when it has begun.
         self._is_ending: Callable[[], bool] = lambda: False
         self._volumes = [
@@ -280,7 +282,11 @@ class UnitDrive:
             self._require(drive)
             pods = self._users()
             if not pods:
+                if self._unused_seconds is None:
+                    self._unused_seconds = self._context.monotonic()
                 return True
+            if not self._is_handed_over:
+                self._unused_seconds = None
             self._enter(Stage.EVICTING)
             refusal = ""
             for pod in pods:
@@ -375,6 +381,9 @@ class UnitDrive:
             subject = context.claim_subject(owner.claim_namespace, owner.claim_name)
             if subject is not None:
                 text = f"its volume moved from {self._source} to {place.node}: {place.handle}"
+                if self._unused_seconds is not None:
+                    seconds = context.monotonic() - self._unused_seconds
+                    text += f"; this took {seconds:.0f} s in which no pod could use it"
                 context.events.of(subject, reasons.MOVED, text)
 
 

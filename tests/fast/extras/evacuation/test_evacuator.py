@@ -1,5 +1,6 @@
 """The evacuator, step by step, on a cluster in memory."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -89,6 +90,11 @@ def test_all_volumes_move_with_their_pods() -> None:
         reasons = {reason for reason, _, _ in history.kube.said}
         assert {"EvacuationStarted", "VolumeMoving", "ClaimRebinding"} <= reasons
         assert {"VolumeMoved", "EvacuationFinished"} <= reasons
+        for text in said(history, "VolumeMoved"):
+            stop = re.search(r"; this took (\d+) s in which no pod could use it$", text)
+            # A stream takes at most 20 s here.
+            assert stop is not None
+            assert int(stop[1]) < 60
         # The grace is counted from the new PersistentVolume on.
         history.ahead = histories.GRACE_SECONDS - 3600.0
         history.run(1200.0)
