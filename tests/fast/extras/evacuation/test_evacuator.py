@@ -356,6 +356,26 @@ def test_nothing_is_left_of_a_claim_that_is_deleted_before_it_is_rebound(
         history.settle(lambda: history.is_settled(left="a" if request_text == "{}" else ""))
 
 
+@pytest.mark.parametrize("layout", ["linear", "thin"])
+@pytest.mark.parametrize("stage", ["begin", "take", "Pull", "hold"])
+def test_another_controller_takes_back_a_volume_whose_claim_was_deleted(
+    stage: str, layout: str
+) -> None:
+    """The deletion waits for that: what the target has received would stay otherwise."""
+    replicas = {"db-0": {"data-db-0": layout}, "db-1": {"data-db-1": "linear"}}
+    with cluster(replicas) as history:
+        controller = evacuate(history)
+        run_until(history, stage)
+        history.kill(controller)
+        history.kube.abandon("db-0")
+        history.run(600.0)
+        assert "data-db-0" in gone(history, "data-db-0")
+        history.start()
+        history.settle(lambda: gone(history, "data-db-0"))
+        history.settle(lambda: history.is_settled(left="a"))
+        assert not history.left_over(quarantined=True)
+
+
 def test_what_an_undo_could_not_remove_does_not_hold_up_the_next_move() -> None:
     with cluster() as history:
         evacuate(history, '{"to": ["b"]}')
