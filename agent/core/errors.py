@@ -951,6 +951,14 @@ class NotRebound(AgentError):
         super().__init__(f"cannot rebind claim {claim}: {reason}")
 
 
+class ClaimEnded(NotRebound):
+    """Raised when a claim cannot be made anew, because its namespace is being deleted or is gone.
+
+    The claim was deleted for the rebinding, or with its namespace. The moved volume has not been
+    used since, so the rebinding and the move can be undone.
+    """
+
+
 class NoOrphan(AgentError):
     """Raised when an object that a command is to delete is not proved to be an orphan.
 
