@@ -133,8 +133,8 @@ class StateRow:
       layout, or only this process knows them.
     - `is_listed`: ListVolumes, `carver volume list` and ControllerListVolumeHealth show the volume.
     - `is_callers`: if a CreateVolume call failed and left the volume, the caller deletes it.
-    - `orphan`: the kind under which `carver orphans` lists the volume if nothing refers to it.
-      Empty if only `ended_by` may remove the volume.
+    - `orphan`: the kind under which `carver orphans` lists the volume if nothing refers to it. The
+      kind decides how the volume is removed then. Empty if its removal is on record already.
     - `is_noted`: calls that read no report of lvm2's know the state by a note in this process, made
       at the start (agent/volumes/holds.py). For other states they find jobs.
     - `problem`: returns the error of a call that the volume's state excludes.
@@ -212,6 +212,7 @@ STATES: Mapping[State, StateRow] = MappingProxyType(
             "it is received as a stream, and is no volume yet",
             EndedBy.RECEIVER,
             _calls(**_NOT_OWN),
+            orphan="receiving",
             is_noted=True,
             problem=lambda volume_id, _: errors.Receiving(volume_id),
         ),
@@ -219,6 +220,7 @@ STATES: Mapping[State, StateRow] = MappingProxyType(
             "it was moved to another node, and is kept here until the move is final",
             EndedBy.MOVER,
             _calls(**_NOT_OWN),
+            orphan="moved",
             is_noted=True,
             problem=lambda volume_id, own_tags: errors.Moved(
                 volume_id, own_tags.get(tag.MOVE_TO, "another node")
@@ -233,7 +235,7 @@ STATES: Mapping[State, StateRow] = MappingProxyType(
             has_tag=False,
             is_listed=True,
             is_callers=True,
-            orphan="volume",
+            orphan="moving",
             problem=lambda volume_id, own_tags: errors.Moving(volume_id, own_tags[tag.MOVE_TO]),
         ),
         State.HELD: StateRow(
@@ -243,7 +245,7 @@ STATES: Mapping[State, StateRow] = MappingProxyType(
             has_tag=False,
             is_listed=True,
             is_callers=True,
-            orphan="volume",
+            orphan="moving",
         ),
         State.HALF_MADE: StateRow(
             "lvm2 died while it made a RAID, which was never active",
