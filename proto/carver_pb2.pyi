@@ -4,6 +4,10 @@ isort:skip_file
 Carver's own calls, for which CSI has none, served beside CSI on the same socket, which only root
 can open. The command `carver` makes them; it and the service are of one version.
 
+A service passes over a field that it does not know. So a field by which a request forbids what
+older services do is no protection: such a request gets a call of its own, which they refuse
+(tests/fast/repository/test_proto.py).
+
 v1 had untyped requests (google.protobuf.Struct): a v1 command gets UNIMPLEMENTED and a sentence
 (agent/csi/interceptor.py), and never another call's answer.
 """

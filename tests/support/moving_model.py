@@ -166,6 +166,8 @@ class Service:
             return
         if not volume.is_usable or volume.users:
             raise Refusal(Code.FAILED_PRECONDITION, f"{volume_id} is {volume.state}, or in use")
+        if volume.move_to:
+            raise Refusal(Code.FAILED_PRECONDITION, f"{volume_id} moves to {volume.move_to}")
         if volume.snapshots and volume.device_class != "thin":
             raise Refusal(Code.FAILED_PRECONDITION, f"{volume_id} has snapshots")
         if self._lease(volume_id) is not None:

@@ -370,11 +370,16 @@ class UnitDrive:
         def report(text: str) -> None:
             context.events.claim(planned, reasons.REBINDING, text)
 
+        rebinding = Rebinding(context.server, planned.volume_id, place)
         try:
-            Rebinding(context.server, planned.volume_id, place).run(
-                lambda _text: not drive.is_ending, report
-            )
+            rebinding.run(lambda _text: not drive.is_ending, report)
         except errors.NotConfirmed:
+            raise Unwanted from None
+        except errors.ClaimEnded as error:
+            # The volume has lost its claim, and no other PersistentVolume is left: it is taken
+            # back as any other whose claim was deleted.
+            _log.info("%s: %s", planned.volume_id, error)
+            rebinding.undo(lambda _text: True, report)
             raise Unwanted from None
         owner = planned.persistent_volume
         if owner is not None:

@@ -9,6 +9,9 @@ this node say which node the volume belongs to:
 The other node can finish its volume only with a secret word. This node reveals the word only while
 its own volume is in the state `moved`, and so cannot be used. Therefore the volume can never be
 used on both nodes at once.
+
+While a move is under way the volume is not deleted: these tags alone say which node has received a
+part of it (`Call.DELETE` in agent/volumes/volume_states.py).
 """
 
 import hmac

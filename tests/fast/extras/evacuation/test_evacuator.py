@@ -355,6 +355,67 @@ def test_nothing_is_left_of_a_claim_that_is_deleted_before_it_is_rebound(
         history.settle(lambda: history.is_settled(left="a" if request_text == "{}" else ""))
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("policy", ["Delete", "Retain"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_volumes_of_a_namespace_that_is_deleted_follow_their_reclaim_policy(
+    stage: str, policy: str, is_killed: bool
+) -> None:
+    """No claim can be made anew there. What was rebound leaves its copy under quarantine."""
+    with cluster({"db-0": {"data-db-0": "thin"}}, policy=policy) as history:
+        controller = evacuate(history)
+        run_until(history, stage)
+        if is_killed:
+            history.kill(controller)
+        history.kube.end_namespace()
+        if is_killed:
+            history.run(600.0)
+            history.start()
+
+        def unsettled() -> str:
+            volumes = history.kube.all("persistentvolumes")
+            if len(volumes) != (policy == "Retain"):
+                return f"{volumes}"
+            for volume in volumes:
+                annotations = volume["metadata"]["annotations"]
+                if any(key.startswith("move.") for key in annotations):
+                    return f"{annotations}"
+            return "" if controller.evacuator.is_idle or is_killed else "busy"
+
+        history.settle(unsettled)
+        history.run(600.0)
+        assert not unsettled()
+        states = [
+            one.state for service in history.services.values() for one in service.volumes.values()
+        ]
+        usable = [state for state in states if state == tag.READY]
+        assert len(usable) == (policy == "Retain"), states
+        assert set(states) <= {tag.READY, tag.MOVED}, states
+        writes = len(history.kube.writes)
+        history.run(3600.0)
+        assert len(history.kube.writes) == writes
+
+
+@pytest.mark.parametrize("layout", ["linear", "thin"])
+@pytest.mark.parametrize("stage", ["begin", "take", "Pull", "hold"])
+def test_another_controller_takes_back_a_volume_whose_claim_was_deleted(
+    stage: str, layout: str
+) -> None:
+    """The deletion waits for that: what the target has received would stay otherwise."""
+    replicas = {"db-0": {"data-db-0": layout}, "db-1": {"data-db-1": "linear"}}
+    with cluster(replicas) as history:
+        controller = evacuate(history)
+        run_until(history, stage)
+        history.kill(controller)
+        history.kube.abandon("db-0")
+        history.run(600.0)
+        assert "data-db-0" in gone(history, "data-db-0")
+        history.start()
+        history.settle(lambda: gone(history, "data-db-0"))
+        history.settle(lambda: history.is_settled(left="a"))
+        assert not history.left_over(quarantined=True)
+
+
 def test_what_an_undo_could_not_remove_does_not_hold_up_the_next_move() -> None:
     with cluster() as history:
         evacuate(history, '{"to": ["b"]}')

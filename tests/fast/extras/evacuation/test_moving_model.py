@@ -10,12 +10,13 @@ from typing import Any
 import chosen
 import clustered
 import configured
+import grpc
 import histories
 import pytest
 from baton import Baton
 from clustered import Cluster
 from fakes.host import FakeHost
-from moving_model import ModelMoves, Service
+from moving_model import ModelMoves, Refusal, Service
 
 from agent.core import ids
 from agent.extras.controller.node_moves import NodeFailed
@@ -25,7 +26,7 @@ CALLS = (
     *("begin", "begin", "take", "take", "send", "send", "send", "more", "more", "hold", "hold"),
     *("renew", "release", "commit", "commit", "undo", "finish", "finish there", "finish there"),
     *("withdraw", "abort", "drop", "compare", "use", "unuse", "restart", "restart there"),
-    *("elsewhere", "undo other", "finish other", "abort other"),
+    *("elsewhere", "undo other", "finish other", "abort other", "delete"),
 )
 # Digest of the word of another move than those of the test.
 OTHER = "ab" * 32
@@ -51,6 +52,7 @@ class Side:
         self.token = self.word = self.problem = ""
         self.use: Callable[[], None] = lambda: None
         self.unuse: Callable[[], None] = lambda: None
+        self.delete: Callable[[], str] = str
         self.restart: Callable[[], None] = lambda: None
         self.restart_there: Callable[[], None] = lambda: None
 
@@ -111,6 +113,9 @@ class Side:
                 there.abort("")
             case "abort other":
                 there.abort(OTHER)
+            case "delete":
+                # Not before the move begins: nothing would be left to be compared.
+                return self.delete() if self.release else ""
             case "use":
                 self.use()
             case "unuse":
@@ -151,6 +156,17 @@ class Side:
             return "?"
 
 
+def _code(call: Callable[[], object]) -> str:
+    """Name of the code of a call that is refused; empty for one that succeeds."""
+    try:
+        call()
+    except Refusal as error:
+        return error.code.name
+    except grpc.RpcError as error:
+        return error.code().name
+    return ""
+
+
 def _state(state: Any) -> str:
     return f"{state.state} to {state.node!r} {bool(state.word)} {state.in_use}"
 
@@ -186,6 +202,8 @@ def _compare(two: Cluster, layout: str, chance: random.Random, seed: str, name: 
                 volume.users.add("pod")
 
         real.use, real.unuse = use, ending.close
+        real.delete = lambda: _code(lambda: a.client.delete(disk.id))
+        modelled.delete = lambda: _code(lambda: services["a"].delete(volume.volume_id))
         real.restart = lambda: _restart(two, "a", disk)
         real.restart_there = lambda: _restart(two, "b")
         modelled.use, modelled.unuse = use_modelled, volume.users.clear
