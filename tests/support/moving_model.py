@@ -87,6 +87,11 @@ class Volume:
     def is_usable(self) -> bool:
         return self.state == tag.READY
 
+    @property
+    def has_kept_snapshots(self) -> bool:
+        """Whether it has snapshots that are lost with it; those of a thin volume are not."""
+        return bool(self.snapshots) and self.device_class != "thin"
+
 
 @dataclass
 class Lease:
@@ -114,6 +119,8 @@ class Service:
         self._leases: dict[str, Lease] = {}
         # How often what a volume had left here became a volume that is received.
         self.replaced = 0
+        # Whether Carver here does not know that this is possible.
+        self.is_older = False
         self._serial = itertools.count(1)
 
     def restart(self) -> None:
@@ -170,7 +177,7 @@ class Service:
             return
         if not volume.is_usable or volume.users:
             raise Refusal(Code.FAILED_PRECONDITION, f"{volume_id} is {volume.state}, or in use")
-        if volume.snapshots and volume.device_class != "thin":
+        if volume.has_kept_snapshots:
             raise Refusal(Code.FAILED_PRECONDITION, f"{volume_id} has snapshots")
         if self._lease(volume_id) is not None:
             raise Refusal(Code.FAILED_PRECONDITION, f"{volume_id} is held")
@@ -189,7 +196,7 @@ class Service:
             release=digest(word),
             word=word if is_gone else "",
             in_use=bool(volume.users),
-            replaces=volume.release if volume.is_usable else "",
+            replaces=volume.release if volume.is_usable and not self.is_older else "",
         )
 
     def begin(self, volume_id: str, node: str, word: str, replaces: str = "") -> carver.MoveState:
@@ -200,7 +207,8 @@ class Service:
             if not volume.is_usable:
                 raise Refusal(Code.FAILED_PRECONDITION, f"it is {volume.state}")
             volume.move_to, volume.word = node, word
-        if volume.is_usable and replaces and digest(volume.released) == replaces:
+        is_meant = bool(replaces) and digest(volume.released) == replaces
+        if volume.is_usable and is_meant and not self.is_older:
             volume.released, volume.release = "", replaces
         return self.move_state(volume_id)
 
@@ -260,7 +268,7 @@ class Service:
         if volume.state != tag.MOVED:
             raise Refusal(Code.FAILED_PRECONDITION, "it is still this node's")
         _require_move(volume, release)
-        if volume.snapshots:
+        if volume.has_kept_snapshots:
             raise Refusal(Code.FAILED_PRECONDITION, "it has snapshots")
         volume.move_ended = True
         self._remove(volume)
@@ -339,10 +347,11 @@ class Service:
             "device_class": volume.device_class,
         }
 
-    @staticmethod
-    def _replaceable(volume: Volume) -> str:
+    def _replaceable(self, volume: Volume) -> str:
         is_left = volume.state == tag.MOVED and not volume.move_ended
-        return digest(volume.word) if is_left and not volume.snapshots else ""
+        if not is_left or volume.has_kept_snapshots or self.is_older:
+            return ""
+        return digest(volume.word)
 
     def receive(
         self,
@@ -421,7 +430,7 @@ class Service:
         volume = self.volumes.get(name)
         if volume is None:
             raise Refusal(Code.INVALID_ARGUMENT, "the volume has no id")
-        if volume.is_usable and volume.released:
+        if volume.is_usable and volume.received:
             return
         volume = self._receiving(name)
         if volume.finishing == WITHDRAWN:
@@ -455,11 +464,18 @@ class Service:
             raise Refusal(Code.FAILED_PRECONDITION, "it did not come by this move")
         if volume.move_to:
             raise Refusal(Code.FAILED_PRECONDITION, "it moves on")
-        if volume.snapshots:
+        if volume.has_kept_snapshots:
             raise Refusal(Code.FAILED_PRECONDITION, "it has snapshots")
         if volume.users:
             raise Refusal(Code.FAILED_PRECONDITION, "it is in use")
         volume.state, volume.finishing = tag.RECEIVING, WITHDRAWN
+
+    def whole(self, name: str) -> Volume:
+        """The volume of a name that is received, of which a stream is whole."""
+        volume = self._receiving(name)
+        if volume.into or not volume.chain:
+            raise Refusal(Code.FAILED_PRECONDITION, "its stream is incomplete")
+        return volume
 
     def _receiving(self, name: str) -> Volume:
         volume = self.volumes.get(name)
@@ -669,11 +685,20 @@ class ModelDestination:
                 raise Differ
             return Sent(is_verified, 1 << 20)
 
-        return self._call("Pull", stream)
+        def pull(at: Service) -> Sent:
+            try:
+                return stream(at)
+            except Refusal as refusal:
+                # What a service refuses within a stream has one code.
+                is_cut = refusal.code is Code.UNAVAILABLE
+                code = refusal.code if is_cut else Code.FAILED_PRECONDITION
+                raise Refusal(code, refusal.why) from None
+
+        return self._call("Pull", pull)
 
     def compare(self, snapshot_id: str) -> None:
         snapshot = self._moves.call(self._source, "Checksum", lambda at: at._snapshot(snapshot_id))
-        volume = self._call("Checksum", lambda at: at._receiving(self.name))
+        volume = self._call("Checksum", lambda at: at.whole(self.name))
         if volume.content is None or volume.content != snapshot.content:
             raise Differ
 

@@ -474,8 +474,9 @@ class Evacuator:
             elif note is None and any(
                 left.source == name and not left.is_back for left in volume.left
             ):
-                is_left = True
-                if not volume.is_rebinding:
+                # A volume without a claim stays where it is: no claim could follow it.
+                is_left = is_left or volume.is_rebinding or volume.is_bound
+                if volume.is_bound and not volume.is_rebinding:
                     self._turn_round(volume, name, known)
         for source, notes in back.items():
             is_left = True
@@ -577,6 +578,7 @@ class Evacuator:
             for volume in unit.volumes:
                 self._context.events.claim(volume, reasons.STAYS, unit.reason)
         self._drive(source, name, known, units, Kind.UNDO, cordon=True)
+        self._take_back_abandoned(name, known, made)
 
 
 class _UnitOf(Drive):
