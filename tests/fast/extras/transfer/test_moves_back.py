@@ -176,6 +176,33 @@ def test_nothing_is_sent_of_what_did_not_change(two: Cluster, layout: str) -> No
     away.require_back(there)
 
 
+def test_what_is_equal_is_progress_as_well(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is sent of it. Else the stream would be cut off as one that does not get on."""
+    monkeypatch.setattr(node_streams, "_at_intervals", lambda report: report)
+    reached: list[int] = []
+    note = node_streams._Job.reached
+
+    def noted(self: Any, offset_bytes: int) -> None:
+        note(self, offset_bytes)
+        if self._kind == "Pull":
+            reached.append(self.done_bytes)
+
+    monkeypatch.setattr(node_streams._Job, "reached", noted)
+    away = Away(two)
+    del reached[:]
+    assert away.back().approach().changed_bytes == 0
+    size = away.size(away.a)
+    assert reached == sorted(reached)
+    assert (
+        set(range(sending.READ_BYTES, size + 1, sending.READ_BYTES))
+        <= set(reached)
+        <= {
+            *range(0, size + 1, sending.READ_BYTES),
+            size,
+        }
+    )
+
+
 @pytest.mark.parametrize("layout", ["linear", "thin", "sealed-thin"])
 def test_a_volume_that_grew_comes_back_larger(two: Cluster, layout: str) -> None:
     away = Away(two, layout)
