@@ -586,6 +586,11 @@ class TransferStub:
                 request_serializer=proto_dot_carver__pb2.SendRequest.SerializeToString,
                 response_deserializer=proto_dot_carver__pb2.SendPart.FromString,
                 _registered_method=True)
+        self.SendDiffering = channel.stream_stream(
+                '/carver.v2.Transfer/SendDiffering',
+                request_serializer=proto_dot_carver__pb2.SendRequest.SerializeToString,
+                response_deserializer=proto_dot_carver__pb2.SendPart.FromString,
+                _registered_method=True)
         self.Checksum = channel.unary_stream(
                 '/carver.v2.Transfer/Checksum',
                 request_serializer=proto_dot_carver__pb2.ChecksumRequest.SerializeToString,
@@ -768,6 +773,16 @@ class TransferServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SendDiffering(self, request_iterator, context):
+        """As Send, of a whole snapshot, but without the blocks that the caller has already: after the first
+        request the caller sends the digests of its blocks, in their order. The header of the stream is
+        sent before the first digest is there. A block has 1 MiB, or ends at a multiple of that, or at the
+        end of the snapshot.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Checksum(self, request, context):
         """Computes the checksum of all that a snapshot holds, or of all that was received.
         """
@@ -895,6 +910,11 @@ def add_TransferServicer_to_server(servicer, server):
             ),
             'Send': grpc.unary_stream_rpc_method_handler(
                     servicer.Send,
+                    request_deserializer=proto_dot_carver__pb2.SendRequest.FromString,
+                    response_serializer=proto_dot_carver__pb2.SendPart.SerializeToString,
+            ),
+            'SendDiffering': grpc.stream_stream_rpc_method_handler(
+                    servicer.SendDiffering,
                     request_deserializer=proto_dot_carver__pb2.SendRequest.FromString,
                     response_serializer=proto_dot_carver__pb2.SendPart.SerializeToString,
             ),
@@ -1552,6 +1572,33 @@ class Transfer:
             request,
             target,
             '/carver.v2.Transfer/Send',
+            proto_dot_carver__pb2.SendRequest.SerializeToString,
+            proto_dot_carver__pb2.SendPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendDiffering(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/carver.v2.Transfer/SendDiffering',
             proto_dot_carver__pb2.SendRequest.SerializeToString,
             proto_dot_carver__pb2.SendPart.FromString,
             options,

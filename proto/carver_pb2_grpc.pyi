@@ -175,6 +175,12 @@ class TransferStub:
     """
     Send: _grpc.UnaryStreamMultiCallable[_carver_pb2.SendRequest, _carver_pb2.SendPart]
     """Sends a snapshot; called by the node that the volume moves to, with the controller's grant."""
+    SendDiffering: _grpc.StreamStreamMultiCallable[_carver_pb2.SendRequest, _carver_pb2.SendPart]
+    """As Send, of a whole snapshot, but without the blocks that the caller has already: after the first
+    request the caller sends the digests of its blocks, in their order. The header of the stream is
+    sent before the first digest is there. A block has 1 MiB, or ends at a multiple of that, or at the
+    end of the snapshot.
+    """
     Checksum: _grpc.UnaryStreamMultiCallable[_carver_pb2.ChecksumRequest, _carver_pb2.ChecksumProgress]
     """Computes the checksum of all that a snapshot holds, or of all that was received."""
 
@@ -355,6 +361,17 @@ class TransferServicer:
         context: _grpc.ServicerContext,
     ) -> _abc.Iterator[_carver_pb2.SendPart]:
         """Sends a snapshot; called by the node that the volume moves to, with the controller's grant."""
+
+    def SendDiffering(
+        self,
+        request_iterator: _abc.Iterator[_carver_pb2.SendRequest],
+        context: _grpc.ServicerContext,
+    ) -> _abc.Iterator[_carver_pb2.SendPart]:
+        """As Send, of a whole snapshot, but without the blocks that the caller has already: after the first
+        request the caller sends the digests of its blocks, in their order. The header of the stream is
+        sent before the first digest is there. A block has 1 MiB, or ends at a multiple of that, or at the
+        end of the snapshot.
+        """
 
     def Checksum(
         self,

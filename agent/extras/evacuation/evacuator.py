@@ -31,7 +31,7 @@ from agent.extras.evacuation.plan import Plan, Unit, View, plan
 from agent.extras.evacuation.progress import AT_ONCE, Progress, Stage
 from agent.extras.evacuation.quarantine import Quarantine
 from agent.extras.evacuation.take_back import TakeBack, VanishedTakeBack
-from agent.extras.evacuation.unit_drive import UnitDrive, erase
+from agent.extras.evacuation.unit_drive import UnitDrive
 from agent.extras.kubernetes.access import Server
 from agent.extras.kubernetes.objects import Lists
 from agent.extras.kubernetes.rebinding import Place, Rebinding
@@ -474,8 +474,9 @@ class Evacuator:
             elif note is None and any(
                 left.source == name and not left.is_back for left in volume.left
             ):
-                is_left = True
-                if not volume.is_rebinding:
+                # A volume without a claim stays where it is: no claim could follow it.
+                is_left = is_left or volume.is_rebinding or volume.is_bound
+                if volume.is_bound and not volume.is_rebinding:
                     self._turn_round(volume, name, known)
         for source, notes in back.items():
             is_left = True
@@ -540,7 +541,7 @@ class Evacuator:
             drive.start(VanishedTakeBack(self._context, note).run)
 
     def _turn_round(self, volume: NotedVolume, name: str, known: _Known) -> None:
-        """Note that a volume moves back to the node `name`, after what is left there is erased."""
+        """Note that a volume moves back to the node `name`."""
         note = next(left for left in volume.left if left.source == name and not left.is_back)
         running = sum(not drive.is_over for drive in known.drives)
         if running >= AT_ONCE or {note.volume_id, volume.handle} & self._busy():
@@ -553,9 +554,8 @@ class Evacuator:
             drive.require_wanted()
             if self._wish(name, Kind.UNDO) is not Wish.GO:
                 return
-            erase(self._context, note, found)
             back = MoveNote(found.node, found.handle, name, is_back=True)
-            self._context.notes.write(found, [*(one for one in found.notes if one != note), back])
+            self._context.notes.write(found, [*found.notes, back])
 
         drive = Drive(
             self._context,
@@ -578,6 +578,7 @@ class Evacuator:
             for volume in unit.volumes:
                 self._context.events.claim(volume, reasons.STAYS, unit.reason)
         self._drive(source, name, known, units, Kind.UNDO, cordon=True)
+        self._take_back_abandoned(name, known, made)
 
 
 class _UnitOf(Drive):

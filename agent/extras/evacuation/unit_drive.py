@@ -25,7 +25,7 @@ from agent.extras.evacuation.move_notes import MoveNote, NotedVolume
 from agent.extras.evacuation.plan import PlannedVolume, Unit
 from agent.extras.evacuation.progress import Stage
 from agent.extras.kubernetes.rebinding import Place, Rebinding
-from agent.extras.transfer.move import Approach, Move, is_own, is_receiving, is_usable
+from agent.extras.transfer.move import ABSENT, Approach, Move, is_own, is_receiving, is_usable
 from agent.extras.transfer.move import Progress as StreamProgress
 
 _log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class UnitDrive:
             for planned in unit.volumes
         ]
 
-    def _move_of(self, planned: PlannedVolume) -> Move:
+    def _move_of(self, planned: PlannedVolume, replaces: str = "") -> Move:
         volume_id = planned.volume_id
 
         def show(progress: StreamProgress) -> None:
@@ -107,6 +107,7 @@ class UnitDrive:
             self._source,
             self.unit.target,
             device_class=planned.device_class,
+            replaces=replaces,
             tell=lambda text: _log.info("%s: %s", volume_id, text),
             show=show,
             is_wanted=lambda: not self._is_ending(),
@@ -154,6 +155,7 @@ class UnitDrive:
         self._enter(Stage.REBINDING)
         for volume in self._volumes:
             self._require(drive)
+            self._forget_left(volume)
             self._rebind(drive, volume, places)
         self._enter(Stage.MOVED)
 
@@ -167,8 +169,9 @@ class UnitDrive:
     def _note(self) -> None:
         """Note the move at each PersistentVolume, and clear the way on the target.
 
-        What is left on the target of an earlier move of a volume by an evacuation is deleted: the
-        target cannot have the volume twice. So is what it has received by a move that was undone.
+        What is left on the target of an earlier move of a volume by an evacuation is replaced, or
+        deleted: the target cannot have the volume twice. What it has received by a move that was
+        undone is deleted.
         """
         notes = self._context.notes
         for volume in self._volumes:
@@ -179,13 +182,43 @@ class UnitDrive:
                 continue
             if noted.is_rebinding:
                 raise errors.NotMoved(volume_id, "its claim is still being rebound after a move")
+            notes.ensure(noted.name, MoveNote(self._source, volume_id, self.unit.target))
             if not volume.is_handed_over:
+                _remove_undone(volume.move, volume_id)
                 for note in noted.left:
                     if note.source == self.unit.target:
-                        erase(self._context, note, noted)
-                        notes.remove(noted.name, note)
-                _remove_undone(volume.move, volume_id)
-            notes.ensure(noted.name, MoveNote(self._source, volume_id, self.unit.target))
+                        self._clear(volume, note, noted)
+
+    def _clear(self, volume: _Moving, note: MoveNote, noted: NotedVolume) -> None:
+        """Have what is left on the target by an earlier move be replaced by this one, or erase it.
+
+        It is replaced, so that only what differs is sent, if both nodes say that this is possible,
+        and if this move is the way back of that one. The note stays then, as long as it is under
+        quarantine. Does nothing if it is gone, or if it is being replaced already.
+        """
+        planned, context = volume.planned, self._context
+        earlier = context.moves.move(note.volume_id, note.source, note.target)
+        there_state = volume.move.destination.status()
+        if there_state["state"] == ABSENT or is_receiving(there_state):
+            return
+        if (replaces := there_state["replaceable"]) and note.target == self._source:
+            is_same_class = there_state["device_class"] == planned.device_class
+            move = self._move_of(planned, replaces)
+            if is_same_class and move.source.begin(self.unit.target).replaces == replaces:
+                earlier.source.drop(())
+                volume.move = move
+                return
+        erase(context, note, noted)
+        context.notes.remove(noted.name, note)
+
+    def _forget_left(self, volume: _Moving) -> None:
+        """Remove the note of what was left on the target: it is the volume itself by now."""
+        planned, notes = volume.planned, self._context.notes
+        owner = planned.persistent_volume
+        noted = notes.find(owner.name) if owner is not None else None
+        if noted is not None and noted.handle == planned.volume_id:
+            left = [note for note in noted.left if note.source == self.unit.target]
+            notes.remove(noted.name, *left)
 
     # Copying
 

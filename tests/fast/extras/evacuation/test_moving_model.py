@@ -10,6 +10,7 @@ from typing import Any
 import chosen
 import clustered
 import configured
+import expect
 import grpc
 import histories
 import pytest
@@ -17,10 +18,11 @@ from baton import Baton
 from clustered import Cluster
 from fakes.host import FakeHost
 from moving_model import ModelMoves, Refusal, Service
+from nodes import Node
 
 from agent.core import ids
 from agent.extras.controller.node_moves import NodeFailed
-from agent.extras.transfer.move import Differ, Move
+from agent.extras.transfer.move import Differ, Move, is_own
 
 CALLS = (
     *("begin", "begin", "take", "take", "send", "send", "send", "more", "more", "hold", "hold"),
@@ -28,6 +30,14 @@ CALLS = (
     *("withdraw", "abort", "drop", "compare", "use", "unuse", "restart", "restart there"),
     *("elsewhere", "undo other", "finish other", "abort other", "delete"),
 )
+# Calls of the move of what arrived back to where it came from, once it was begun by `turn`.
+CALLS_BACK = (
+    *("begin", "begin", "take", "take", "send", "send", "send", "more", "hold", "hold"),
+    *("commit", "commit", "undo", "finish", "finish there", "finish there", "withdraw", "abort"),
+    *("drop", "compare"),
+)
+# What leads to a volume that is the other node's.
+HANDED_OVER = ("begin", "take", "send", "hold", "take", "more", "commit", "drop", "finish there")
 # Digest of the word of another move than those of the test.
 OTHER = "ab" * 32
 
@@ -55,6 +65,9 @@ class Side:
         self.delete: Callable[[], str] = str
         self.restart: Callable[[], None] = lambda: None
         self.restart_there: Callable[[], None] = lambda: None
+        # Makes the move back that replaces what the move with this digest left.
+        self.turn: Callable[[str, str], Move]
+        self.back: Side | None = None
 
     def call(self, name: str, which: int) -> str:
         """What comes of a call, in words that are the same for model and service."""
@@ -62,6 +75,9 @@ class Side:
             return f"{name}: {self._call(name, which)}"
         except NodeFailed as error:
             self.problem = str(error)
+            if name.endswith("compare"):
+                # Both nodes are asked at once, and either may refuse first.
+                return f"{name}: refused"
             return f"{name}: {error.code().name}"
         except Differ:
             return f"{name}: differ"
@@ -71,9 +87,16 @@ class Side:
 
     def _call(self, name: str, which: int) -> Any:
         source, there = self.move.source, self.move.destination
+        if name.startswith("back "):
+            return self.back and self.back._call(name.removeprefix("back "), which)
         match name:
+            case "turn":
+                found = there.status()
+                if is_own(found) and self.release:
+                    self.back = self.back or Side(self.turn(found["volume_id"], self.release))
             case "begin":
-                return _state(source.begin("b"))
+                state = source.begin(there.node)
+                return f"{_state(state)} {bool(state.replaces)}"
             case "elsewhere":
                 return _state(source.begin("c"))
             case "take":
@@ -145,9 +168,11 @@ class Side:
         except NodeFailed as error:
             own = error.code().name
         there = self.move.destination.status()
-        taken = ["none" if there[key] == "" else "some" for key in ("chain", "into")]
+        keys = ("chain", "into", "replaces", "replaceable")
+        taken = ["none" if there[key] == "" else "some" for key in keys]
         is_own = bool(there["release"]) and bool(own) and there["release"] == self._own_release()
-        return own, f"{there['state']} {taken} {there['finishing']} {is_own}"
+        back = self.back.states() if self.back else ""
+        return own, f"{there['state']} {taken} {there['finishing']} {is_own} {back}"
 
     def _own_release(self) -> str:
         try:
@@ -186,9 +211,15 @@ def _compare(two: Cluster, layout: str, chance: random.Random, seed: str, name: 
     disk.deactivate()
     real = Side(two.controller.moves.move(disk.id, "a", "b", device_class=layout))
     services = {one: Service(one, number, lambda: 0.0) for number, one in enumerate("abc")}
-    volume = services["a"].make(name, "linear")
-    modelled = Side(
-        ModelMoves(services, Baton(chance)).move(volume.volume_id, "a", "b", device_class="linear")
+    kind = "thin" if layout == "thin" else "linear"
+    volume = services["a"].make(name, kind)
+    moves = ModelMoves(services, Baton(chance))
+    modelled = Side(moves.move(volume.volume_id, "a", "b", device_class=kind))
+    modelled.turn = lambda volume_id, replaces: moves.move(
+        volume_id, "b", "a", device_class=kind, replaces=replaces
+    )
+    real.turn = lambda volume_id, replaces: two.controller.moves.move(
+        volume_id, "b", "a", device_class=layout, replaces=replaces
     )
     with ExitStack() as ending:
 
@@ -209,13 +240,33 @@ def _compare(two: Cluster, layout: str, chance: random.Random, seed: str, name: 
         modelled.use, modelled.unuse = use_modelled, volume.users.clear
         modelled.restart, modelled.restart_there = services["a"].restart, services["b"].restart
         played: list[str] = []
-        for _ in range(30):
-            call, which = chance.choice(CALLS), chance.getrandbits(8)
+        for call in _drawn(chance):
+            which = chance.getrandbits(8)
             expected = modelled.call(call, which)
+            # A node closes a snapshot only after the end of its stream was seen.
+            expect.soon(lambda: not any(map(_streams, two.nodes.values())))
             found = real.call(call, which)
             played.append(found)
             assert found == expected, (seed, played, real.problem)
             assert real.states() == modelled.states(), (seed, played)
+
+
+def _streams(node: Node) -> int:
+    """The number of a node's streams."""
+    transfer: Any = node.service.extras["transfer"]
+    return len(transfer._node_streams._jobs)
+
+
+def _drawn(chance: random.Random) -> Iterator[str]:
+    """The calls of a history, of which every other one has a move back."""
+    if chance.random() < 0.5:
+        yield from (chance.choice(CALLS) for _ in range(30))
+        return
+    yield from HANDED_OVER
+    yield "turn"
+    for _ in range(30):
+        is_back = chance.random() < 0.8
+        yield f"back {chance.choice(CALLS_BACK)}" if is_back else chance.choice(CALLS)
 
 
 def _restart(two: Cluster, name: str, disk: histories.Disk | None = None) -> None:

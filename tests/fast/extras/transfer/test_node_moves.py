@@ -20,7 +20,7 @@ import grpc
 import histories
 import nodes
 import pytest
-from clustered import Cluster
+from clustered import Cluster, channel
 from fakes.host import FakeHost
 from nodes import Node, volume_of, write
 from relay import Relay
@@ -255,16 +255,6 @@ def _blind(look: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Who may call
-
-
-@contextmanager
-def channel(two: Cluster, who: str, to: str = "a") -> Iterator[grpc.Channel]:
-    """A connection to a node, by who has the certificate in that directory."""
-    shown = Certificates.read(two.directory / who)
-    name = certificates.node_name(to, two.config.driver_name)
-    options = certificates.options(name)
-    with grpc.secure_channel(two.address(to), shown.for_client(), options) as made:
-        yield made
 
 
 def code_of(call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
