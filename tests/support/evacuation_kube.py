@@ -53,6 +53,8 @@ class Kube:
         # The claims of each replica of the StatefulSet, with their classes.
         self.replicas: dict[str, dict[str, str]] = {}
         self.is_parallel = True
+        # Further fields of the spec in the StatefulSet's template of a pod.
+        self.template: Object = {}
         # The lines that were acknowledged, by claim.
         self.lines: dict[str, list[str]] = {}
         self.policies: dict[str, str] = {}
@@ -126,6 +128,14 @@ class Kube:
         if text is not None:
             annotations[key] = text
         self.touch(self.node(node))
+
+    def remove_node(self, node: str) -> None:
+        """A Node is deleted, its machine is off, and its pods are collected (podgc)."""
+        del self.objects["nodes"]["", node]
+        self.services[node].is_up = False
+        for key, pod in list(self.objects["pods"].items()):
+            if pod["spec"].get("nodeName") == node:
+                del self.objects["pods"][key]
 
     def uncordon(self, node: str) -> None:
         self.node(node)["spec"].pop("unschedulable", None)
@@ -280,7 +290,8 @@ class Kube:
                 ]
                 owner = {"kind": "StatefulSet", "name": "db", "uid": "u", "controller": True}
                 about = {"name": name, "namespace": SHOP, "ownerReferences": [owner]}
-                made = self.make("pods", {"metadata": about, "spec": {"volumes": volumes}})
+                spec = {"volumes": volumes, **self.template}
+                made = self.make("pods", {"metadata": about, "spec": spec})
                 made["status"] = {"phase": "Pending"}
             elif pod["status"]["phase"] == "Pending":
                 for claim in claims:
@@ -299,7 +310,7 @@ class Kube:
         for pod in self.all("pods"):
             if pod["spec"].get("nodeName") or "deletionTimestamp" in pod["metadata"]:
                 continue
-            places = set(self.services)
+            places = {node["metadata"]["name"] for node in self.all("nodes")}
             for claim in _claims(pod):
                 found, volume = self.claim(claim), self.volume_of(claim)
                 # A claim that is being deleted is not scheduled for (volumebinding,
@@ -314,7 +325,8 @@ class Kube:
                     break
                 places &= {_segment(volume)}
             for name in places:
-                if not self.node(name)["spec"].get("unschedulable"):
+                is_cordoned = self.node(name)["spec"].get("unschedulable")
+                if not is_cordoned or {"operator": "Exists"} in pod["spec"].get("tolerations", ()):
                     pod["spec"]["nodeName"] = name
                     self.touch(pod)
 
@@ -325,7 +337,7 @@ class Kube:
         pod = self.baton.chance.choice(pods)
         name, uid = pod["spec"].get("nodeName"), pod["metadata"]["uid"]
         if "deletionTimestamp" in pod["metadata"]:
-            if name and not self.services[name].is_up:
+            if pod["metadata"].get("finalizers") or (name and not self.services[name].is_up):
                 return
             for service in self.services.values():
                 for volume in service.volumes.values():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from agent.core import errors
+from agent.core import errors, ids
 from agent.extras.controller.nodes import Nodes
 from agent.extras.evacuation import evacuation_request
 from agent.extras.evacuation.evacuation_request import BadRequest, Kind, Request
@@ -24,6 +24,7 @@ from agent.extras.evacuation.scheduling import (
     Toleration,
 )
 from agent.extras.kubernetes.objects import NODES, VOLUMES, Lists, Object, claims_of
+from agent.extras.kubernetes.rebinding import is_for_one_node
 
 T = TypeVar("T")
 
@@ -60,6 +61,7 @@ class ClusterView:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._driver_name, self._lists, self._loop = driver_name, lists, loop
+        self._topology_key = ids.topology_key(driver_name)
         self._inventory = NodeInventory(nodes)
 
     def requests(self) -> Sequence[NodeRequest]:
@@ -163,6 +165,8 @@ class ClusterView:
                 for condition in conditions
             ),
             is_schedulable=not spec.get("unschedulable"),
+            has_label=(metadata.get("labels") or {}).get(self._topology_key)
+            == ids.node_segment(str(metadata["name"])),
         )
         annotations = metadata.get("annotations") or {}
         return node, metadata["uid"], evacuation_request.of(annotations, self._driver_name)
@@ -190,6 +194,7 @@ class ClusterView:
             str(reference.get("name") or ""),
             str(reference.get("uid") or ""),
             affinity,
+            is_for_one_node=is_for_one_node(spec, self._topology_key),
         )
 
 

@@ -52,6 +52,9 @@ _MOST_NAMED = 5
 _DAEMON_SET = "DaemonSet"
 # Prefix of the taints that Kubernetes itself sets on a Node by its state.
 _OF_STATE = "node.kubernetes.io/"
+# Taint of a node that is cordoned. The scheduler's plugin NodeUnschedulable places a pod that
+# tolerates this taint on a cordoned node.
+_CORDONED = Taint("node.kubernetes.io/unschedulable", scheduling.NO_SCHEDULE)
 # Maximum number of nodes that are planned for one after the other (step 6 of the module).
 _MOST_PREFIXES = 64
 _GIB, _MIB = 1 << 30, 1 << 20
@@ -79,6 +82,8 @@ class Node:
     `created` is the Node's creationTimestamp. `problem` says why Carver on the node cannot receive
     volumes; empty if it can. `rooms` has the space for each device class of the evacuated volumes
     that the node has. `is_evacuated` is whether an evacuation of the node itself was requested.
+    `has_label` is whether the Node has Carver's topology label, without which no pod with a volume
+    of Carver's is placed on it.
     """
 
     name: str
@@ -88,6 +93,7 @@ class Node:
     is_ready: bool = True
     is_schedulable: bool = True
     is_evacuated: bool = False
+    has_label: bool = True
     problem: str = ""
     rooms: Mapping[str, Room] = field(default_factory=dict)
 
@@ -149,6 +155,8 @@ class PersistentVolume:
     """A PersistentVolume of any driver.
 
     `handle` is the volume's id; empty for another driver's. `claim_*` are the fields of claimRef.
+    `is_for_one_node` is whether its node affinity is the one that Carver gives: a claim can be
+    rebound from no other one.
     """
 
     name: str
@@ -161,6 +169,7 @@ class PersistentVolume:
     claim_name: str = ""
     claim_uid: str = ""
     affinity: NodeAffinity = None
+    is_for_one_node: bool = True
 
 
 @dataclass(frozen=True)
@@ -436,8 +445,7 @@ def _volume_problem(volume: PlannedVolume, names: Sequence[PersistentVolume]) ->
         return f"claim {full_name} is being deleted"
     if claim.volume != owner.name:
         return f"claim {full_name} has another PersistentVolume, {claim.volume or 'none yet'}"
-    terms = owner.affinity or ()
-    if len(terms) != 1 or len(terms[0].labels) != 1 or terms[0].fields:
+    if not owner.is_for_one_node:
         return (
             f"PersistentVolume {owner.name} has another node affinity than Carver gives; move it"
             " by `carver volume move`, and bind its claim by hand"
@@ -483,6 +491,11 @@ def _pod_problem(pod: Pod, node: str, *, force: bool) -> str:
         return (
             f"pod {pod} has no controller that would make it anew after an eviction: end the pod,"
             " or evacuate with --force"
+        )
+    if pod.controller and scheduling.untolerated((_CORDONED,), pod.tolerations) is None:
+        return (
+            f"pod {pod} tolerates the taint {_CORDONED}: after each eviction it would run on {node}"
+            f" again; take that toleration from its {pod.controller}, or scale that to no pods"
         )
     return ""
 
@@ -683,6 +696,8 @@ class _Cluster:
         A unit that no pod uses goes to a node without taints, or with taints that its present node
         has, too: pods that used it tolerate these.
         """
+        if not node.has_label:
+            return "has not the topology label of Carver: does kubelet there know the driver?"
         for pod in draft.pods:
             if pod.is_being_deleted and not pod.controller:
                 continue

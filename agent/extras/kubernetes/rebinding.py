@@ -21,7 +21,7 @@ bound and the old PersistentVolume is gone.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from time import sleep
@@ -313,8 +313,8 @@ class Rebinding:
         owners = _field_at(claim, "metadata", "ownerReferences") or ()
         if any(owner.get("kind") == "Pod" for owner in owners):
             raise state.refused("it is its pod's, and goes with it")
-        if list(_wanted_labels(old_volume)) != [key]:
-            raise state.refused(f"{name} is not for a node by {key} alone; rebind it by hand")
+        if not is_for_one_node(old_volume["spec"], key):
+            raise state.refused(f"{name} is not for one node by {key} alone; rebind it by hand")
         nodes = self._lists.whole(NODES, "NodeList").items
         segment = self._place.segment
         if segment not in (_field_at(node, "metadata", "labels", key) for node in nodes):
@@ -506,10 +506,21 @@ def _is_present(claim: Object | None, volume: Object) -> bool:
     return claim is not None and bool(claim["metadata"]["uid"] == claim_uid)
 
 
-def _wanted_labels(volume: Object) -> Iterator[str]:
-    for term in _field_at(volume, "spec", "nodeAffinity", "required", "nodeSelectorTerms") or ():
-        for expression in (*(term.get("matchExpressions") or ()), *(term.get("matchFields") or ())):
-            yield str(expression.get("key"))
+def is_for_one_node(spec: Object, topology_key: str) -> bool:
+    """Return whether a PersistentVolume has the node affinity that Carver gives, by its spec.
+
+    That is one term with one expression: one value for the driver's topology label. A rebinding
+    replaces the value, and no other requirement is lost by that.
+    """
+    terms = _field_at(spec, "nodeAffinity", "required", "nodeSelectorTerms") or ()
+    if len(terms) != 1 or terms[0].get("matchFields"):
+        return False
+    expressions = terms[0].get("matchExpressions") or ()
+    return (
+        len(expressions) == 1
+        and (expressions[0].get("key"), expressions[0].get("operator")) == (topology_key, "In")
+        and len(expressions[0].get("values") or ()) == 1
+    )
 
 
 def _annotations(item: Object) -> Mapping[str, str]:

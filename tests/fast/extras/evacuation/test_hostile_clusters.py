@@ -1,0 +1,173 @@
+"""Clusters in which nodes, pods and objects change against an evacuation while it goes on."""
+
+from collections.abc import Callable
+
+import pytest
+from evacuation_histories import History
+from evacuation_kube import Object
+from one_evacuation import calls, cluster, evacuate, said
+
+from agent.settings.settings import TOPOLOGY_KEY
+
+
+def problems(history: History) -> list[str]:
+    """The problems of all units that are shown now."""
+    nodes = [one for controller in history.controllers for one in controller.progress.snapshot()]
+    return [unit.problem for node in nodes for unit in node.units if unit.problem]
+
+
+def requests(history: History) -> Callable[[], int]:
+    """Count the requests to the API server from now on."""
+    count, answer = [0], history.kube.answer
+
+    def counted(method: str, url: str, body: bytes | None) -> tuple[int, Object]:
+        count[0] += 1
+        return answer(method, url, body)
+
+    history.kube.answer = counted  # type: ignore[method-assign]
+    return lambda: count[0]
+
+
+def evictions(history: History) -> int:
+    return sum(write.endswith("/eviction") for write in history.kube.writes)
+
+
+# What a rebinding would refuse is refused before the hand-over: a volume that was handed over, and
+# whose claim cannot be rebound, can be used by no pod.
+
+
+def expression(key: str, operator: str, *values: str) -> Object:
+    return {"key": key, "operator": operator, "values": list(values)}
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        [],
+        [{"matchExpressions": [expression("kubernetes.io/hostname", "In", "a")]}],
+        [{"matchExpressions": [expression(TOPOLOGY_KEY, "In", "a", "b")]}],
+        [{"matchExpressions": [expression(TOPOLOGY_KEY, "NotIn", "b")]}],
+        [{"matchExpressions": [expression(TOPOLOGY_KEY, "In", "a")]}] * 2,
+        [{"matchExpressions": [expression(TOPOLOGY_KEY, "In", "a")] * 2}],
+        [
+            {
+                "matchExpressions": [expression(TOPOLOGY_KEY, "In", "a")],
+                "matchFields": [expression("metadata.name", "In", "a")],
+            }
+        ],
+        [{"matchFields": [expression("metadata.name", "In", "a")]}],
+    ],
+)
+def test_a_volume_whose_claim_could_not_be_rebound_is_not_handed_over(terms: list[Object]) -> None:
+    with cluster() as history:
+        volume = history.kube.volume("pvc-data-db-0")
+        assert volume is not None
+        volume["spec"]["nodeAffinity"]["required"]["nodeSelectorTerms"] = terms
+        commits = calls(history, "commit")
+        evacuate(history)
+        history.run(900.0)
+        assert commits() == 0
+        assert evictions(history) == 0
+        assert "another node affinity" in said(history, "VolumeStays")[0]
+
+
+def test_no_volume_goes_to_a_node_on_which_its_pod_could_not_be_placed() -> None:
+    with cluster() as history:
+        labels = history.kube.node("b")["metadata"]["labels"]
+        value = labels.pop(TOPOLOGY_KEY)
+        evacuate(history, '{"to": ["b"]}')
+        history.run(900.0)
+        assert evictions(history) == 0
+        assert "b has not the topology label" in said(history, "VolumeStays")[0]
+        labels[TOPOLOGY_KEY] = value
+        history.settle(lambda: history.is_settled(left="a"))
+
+
+# Pods that do not leave
+
+
+def test_a_pod_that_tolerates_a_cordoned_node_is_not_evicted() -> None:
+    """It would be placed on the same node again, after each eviction."""
+    with cluster() as history:
+        history.kube.template = {"tolerations": [{"operator": "Exists"}]}
+        for pod in history.kube.all("pods"):
+            pod["spec"] |= history.kube.template
+        evacuate(history)
+        history.run(900.0)
+        assert evictions(history) == 0
+        assert "tolerates the taint" in said(history, "VolumeStays")[0]
+        # An operator scales its controller to no pods: the volume goes.
+        claims = history.kube.replicas.pop("db-0")
+        history.kube.objects["pods"].clear()
+        for volume in history.services["a"].volumes.values():
+            volume.users.clear()
+        history.settle(lambda: "" if history.kube.place_of("data-db-0") != "a" else "on a")
+        history.kube.replicas["db-0"] = claims
+        history.settle(lambda: history.is_settled(left="a"))
+
+
+def test_a_pod_that_returns_to_the_node_is_not_evicted_without_end() -> None:
+    """As one whose controller sets its nodeName: no plan can know that."""
+    with cluster() as history:
+        history.kube.template = {"nodeName": "a"}
+        # The controller of the pods is faster than any look.
+        schedule = history.kube._sync_set
+
+        def tick() -> None:
+            schedule()
+            history.kube._kubelet()
+
+        history.kube.tick = tick  # type: ignore[method-assign]
+        evacuate(history)
+        history.run(3600.0)
+        assert evictions(history) < 20
+        assert any("made anew on a" in problem for problem in problems(history))
+        assert "made anew on a" in said(history, "VolumeMoveWaits")[-1]
+
+
+def test_a_pod_that_does_not_end_is_named_and_asked_for_slowly() -> None:
+    with cluster() as history:
+        history.kube.objects["pods"]["shop", "db-0"]["metadata"]["finalizers"] = ["some/finalizer"]
+        history.moves.stream_seconds = lambda: 0.1
+        evacuate(history)
+        history.run(600.0)
+        count, shown = requests(history), 0
+        before = count()
+        for _ in range(30):
+            history.run(60.0)
+            shown += any("does not end" in problem for problem in problems(history))
+        assert count() - before < 30 * 40
+        assert shown >= 25
+        assert "pod shop/db-0" in said(history, "VolumeMoveWaits")[-1]
+        del history.kube.objects["pods"]["shop", "db-0"]["metadata"]["finalizers"]
+        history.settle(lambda: history.is_settled(left="a"))
+
+
+def test_a_volume_that_is_in_use_without_a_pod_is_shown_for_as_long_as_it_is() -> None:
+    with cluster() as history:
+        volume = history.services["a"].volumes["pvc-data-db-0"]
+        volume.users.add("a mount by hand")
+        history.kube._kubelet = _without(history, "a mount by hand")  # type: ignore[method-assign]
+        evacuate(history)
+        history.run(900.0)
+        shown, count = 0, requests(history)
+        for _ in range(30):
+            history.run(60.0)
+            shown += any("though no pod uses it" in problem for problem in problems(history))
+        assert shown >= 25
+        assert count() < 30 * 40
+        volume.users.discard("a mount by hand")
+        history.settle(lambda: history.is_settled(left="a"))
+
+
+def _without(history: History, user: str) -> Callable[[], None]:
+    """Kubelet, which unmounts nothing that a user mounted."""
+    volume, kubelet = history.services["a"].volumes["pvc-data-db-0"], history.kube._kubelet
+
+    def act() -> None:
+        was_used = user in volume.users
+        kubelet()
+        if was_used:
+            volume.users.add(user)
+
+    return act
