@@ -657,9 +657,12 @@ class _Cluster:
         """
         node = self.nodes.get(draft.pin)
         if node is None or draft.pin == self.source:
+            if not draft.is_handed_over:
+                return f"it moves to {draft.pin!r}, which is no other node of the cluster"
             return (
-                f"it moves to {draft.pin!r}, which is no other node of the cluster: finish that"
-                " move, or take it back, by `carver volume move`"
+                f"it was handed over to {draft.pin!r}, which is no other node of the cluster: what"
+                f" is left on {self.source} may be the last copy (docs/operations.md, The other"
+                " node has no such volume any more)"
             )
         if draft.is_handed_over:
             return ""

@@ -512,10 +512,10 @@ def is_for_one_node(spec: Object, topology_key: str) -> bool:
     That is one term with one expression: one value for the driver's topology label. A rebinding
     replaces the value, and no other requirement is lost by that.
     """
-    terms = _field_at(spec, "nodeAffinity", "required", "nodeSelectorTerms") or ()
+    terms: Any = _field_at(spec, "nodeAffinity", "required", "nodeSelectorTerms") or ()
     if len(terms) != 1 or terms[0].get("matchFields"):
         return False
-    expressions = terms[0].get("matchExpressions") or ()
+    expressions: Any = terms[0].get("matchExpressions") or ()
     return (
         len(expressions) == 1
         and (expressions[0].get("key"), expressions[0].get("operator")) == (topology_key, "In")

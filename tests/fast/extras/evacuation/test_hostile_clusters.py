@@ -5,8 +5,9 @@ from collections.abc import Callable
 import pytest
 from evacuation_histories import History
 from evacuation_kube import Object
-from one_evacuation import calls, cluster, evacuate, said
+from one_evacuation import calls, cluster, evacuate, run_until, said
 
+from agent.core import tag
 from agent.settings.settings import TOPOLOGY_KEY
 
 
@@ -171,3 +172,182 @@ def _without(history: History, user: str) -> Callable[[], None]:
             volume.users.add(user)
 
     return act
+
+
+# Nodes that are deleted, and cordons
+
+BEFORE = ("begin", "take", "Pull", "hold")
+AFTER = ("commit", "FinishReceive", "POST volume", "DELETE claim", "DELETE volume")
+
+
+def cordoned(history: History) -> str:
+    """The names of the Nodes that are cordoned."""
+    nodes = history.kube.all("nodes")
+    return "".join(one["metadata"]["name"] for one in nodes if one["spec"].get("unschedulable"))
+
+
+@pytest.mark.parametrize("stage", BEFORE)
+def test_a_volume_goes_elsewhere_if_its_target_is_deleted_before_the_hand_over(stage: str) -> None:
+    with cluster() as history:
+        evacuate(history)
+        run_until(history, stage)
+        target = history.services["a"].volumes["pvc-data-db-0"].move_to
+        history.kube.remove_node(target)
+        history.settle(lambda: history.is_settled(left="a"))
+        assert history.kube.place_of("data-db-0") not in ("a", target)
+
+
+@pytest.mark.parametrize("text", ['"undo"', '"stop"', None])
+@pytest.mark.parametrize("stage", BEFORE)
+def test_an_evacuation_whose_target_is_deleted_can_be_ended(stage: str, text: str | None) -> None:
+    with cluster() as history:
+        evacuate(history)
+        run_until(history, stage)
+        volume = history.services["a"].volumes["pvc-data-db-0"]
+        history.kube.remove_node(volume.move_to)
+        history.kube.request("a", text)
+        history.settle(lambda: volume.move_to or ", ".join(history.noted))
+        history.kube.uncordon("a")
+        history.settle(history.is_settled)
+
+
+@pytest.mark.parametrize("stage", ["commit", "FinishReceive", "POST volume"])
+@pytest.mark.parametrize("text", ["{}", '"stop"', None])
+def test_what_was_handed_over_to_a_node_that_is_deleted_is_kept_and_shown(
+    stage: str, text: str | None
+) -> None:
+    with cluster() as history:
+        evacuate(history)
+        run_until(history, stage)
+        volume = history.services["a"].volumes["pvc-data-db-0"]
+        kept = volume.content
+        history.kube.remove_node(volume.move_to)
+        history.kube.request("a", text)
+        history.ahead = 1e6
+        history.run(3600.0)
+        assert (volume.state, volume.content) == (tag.MOVED, kept)
+        [shown] = set(said(history, "VolumeStays"))
+        assert "what is left on a may be the last copy" in shown
+        assert any("the last copy" in problem for problem in problems(history))
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("stage", AFTER)
+def test_a_claim_follows_its_volume_although_the_source_is_lost(
+    stage: str, *, is_killed: bool
+) -> None:
+    """The target has the data. Without the claim no pod could use them."""
+    with cluster() as history:
+        controller = evacuate(history, '{"to": ["b"]}')
+        run_until(history, stage)
+        history.kube.remove_node("a")
+        if is_killed:
+            history.kill(controller)
+            history.start()
+        if stage == "commit":
+            # The target never got the word. It keeps what it has, and goes on if the node is back.
+            history.run(3600.0)
+            assert history.services["b"].volumes["pvc-data-db-0"].is_coming
+            assert "goes on if a comes back" in said(history, "VolumeMoveWaits")[-1]
+            return
+        history.settle(lambda: history.is_settled(left="a"))
+
+
+@pytest.mark.parametrize("text", ["{}", '"undo"', '"stop"'])
+@pytest.mark.parametrize("stage", [*BEFORE, *AFTER])
+def test_nothing_is_shown_or_cordoned_for_a_node_that_was_deleted(stage: str, text: str) -> None:
+    with cluster() as history:
+        controller = evacuate(history, '{"to": ["b"]}')
+        run_until(history, stage)
+        history.kube.request("a", text)
+        history.run(90.0)
+        history.kube.remove_node("a")
+        history.run(300.0)
+        assert not cordoned(history)
+        assert [one.node for one in controller.progress.snapshot()] == []
+
+
+def test_a_cordon_for_an_undo_is_lifted_if_the_node_is_deleted_in_its_middle() -> None:
+    with cluster() as history:
+        controller = evacuate(history, '{"to": ["b"]}')
+        history.settle(lambda: history.is_settled(left="a"))
+        history.kube.refuses = lambda: True
+        history.kube.request("a", '"undo"')
+        history.settle(lambda: "" if cordoned(history) == "b" else "not yet")
+        history.kube.remove_node("a")
+        history.settle(lambda: cordoned(history))
+        # The same if the controller has not seen the Node at all.
+        history.kube.node("b")["spec"]["unschedulable"] = True
+        history.kube.node("b")["metadata"]["annotations"] = {
+            "evacuate.lvm.csi.carver/cordoned-for": "a"
+        }
+        history.kill(controller)
+        history.start()
+        history.settle(lambda: cordoned(history))
+        history.kube.refuses = lambda: False
+        history.settle(history.is_settled)
+
+
+def test_an_undo_lifts_a_cordon_that_was_set_for_another_undo_before() -> None:
+    with cluster() as history:
+        evacuate(history, '{"to": ["b"]}')
+        history.settle(lambda: history.is_settled(left="a"))
+        history.kube.refuses = lambda: True
+        history.kube.request("a", '"undo"')
+        history.settle(lambda: "" if cordoned(history) == "b" else "not yet")
+        history.kube.request("b", "{}")
+        history.run(60.0)
+        history.kube.request("a", None)
+        history.kube.refuses = lambda: False
+        history.settle(lambda: history.is_settled(left="b"))
+        history.kube.request("b", '"undo"')
+        history.settle(lambda: cordoned(history))
+
+
+# What is requested and shown
+
+
+@pytest.mark.parametrize("stage", ["commit", "FinishReceive", "POST volume", "DELETE claim"])
+def test_a_wrong_request_leaves_no_claim_between_nodes(stage: str) -> None:
+    with cluster() as history:
+        controller = evacuate(history)
+        run_until(history, stage)
+        history.kill(controller)
+        history.kube.request("a", '{"too": ["b"]}')
+        history.start()
+        history.settle(lambda: history.is_settled(left="a"))
+        [shown] = history.controllers[0].progress.snapshot()
+        assert "`too`" in shown.problem or "'too'" in shown.problem
+
+
+def test_an_evacuation_is_not_complete_once_a_volume_that_stayed_goes() -> None:
+    with cluster() as history:
+        for name in "bc":
+            history.services[name].free_bytes = 0
+        controller = evacuate(history)
+        history.run(200.0)
+        assert [one.is_complete for one in controller.progress.snapshot()] == [True]
+        history.moves.stream_seconds = lambda: 60.0
+        history.services["b"].free_bytes = 100 << 30
+        history.run(100.0)
+        assert [one.is_complete for one in controller.progress.snapshot()] == [False]
+        history.moves.stream_seconds = lambda: 0.1
+        history.settle(lambda: history.is_settled(left="a"))
+        history.run(120.0)
+        assert [one.is_complete for one in controller.progress.snapshot()] == [True]
+
+
+def test_a_move_by_hand_to_another_node_is_not_taken_back() -> None:
+    """The evacuation had noted its own move, and was stopped before that began."""
+    with cluster() as history:
+        controller = evacuate(history, '{"to": ["b"]}')
+        run_until(history, "PATCH")
+        history.run(60.0, lambda: bool(history.noted))
+        history.kill(controller)
+        service = history.services["a"]
+        service.undo(service.handle("pvc-data-db-0"))
+        service.begin(service.handle("pvc-data-db-0"), "c", "by hand")
+        history.kube.request("a", '"undo"')
+        history.start()
+        history.settle(lambda: ", ".join(history.noted))
+        assert service.volumes["pvc-data-db-0"].move_to == "c"

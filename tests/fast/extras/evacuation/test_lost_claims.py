@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from releasing import Clock, Controller, Killed, Shop
 
 from agent.core import errors
-from agent.core.ids import VolumeId
 from agent.extras.evacuation import lost_claims
+from agent.extras.evacuation.claim_owners import Volume
 from agent.extras.evacuation.release_notes import ReleaseNote, note_key
 from agent.settings.settings import DRIVER_NAME
 
@@ -192,9 +192,7 @@ def test_a_node_that_carver_has_not_forgotten_keeps_its_claims(
 ) -> None:
     """Its disks may be in a machine that is silent."""
     lose(site.shop)
-    monkeypatch.setattr(
-        site.controllers[0].claims, "_why_not_forgotten", lambda _id: "node b is silent"
-    )
+    monkeypatch.setattr(site.controllers[0].claims, "_why_not_lost", lambda _id: "node b is silent")
     site.wait(3 * LONG)
     site.require_untouched()
     assert "forgotten for five minutes" in site.shop.message(lost_claims.WAITS)
@@ -204,9 +202,9 @@ def test_a_node_that_is_forgotten_with_a_break_begins_the_grace_anew(site: Site)
     lose(site.shop)
     site.wait(LONG - 60)
     claims = site.controllers[0].claims
-    forgotten, claims._why_not_forgotten = claims._why_not_forgotten, lambda _id: "silent"
+    forgotten, claims._why_not_lost = claims._why_not_lost, lambda _id: "silent"
     site.wait(30)
-    claims._why_not_forgotten = forgotten
+    claims._why_not_lost = forgotten
     site.wait(270)
     site.require_untouched()
     site.wait(300)
@@ -590,15 +588,15 @@ def test_a_list_that_lacks_a_claim_between_the_steps_holds_it_up(site: Site) -> 
 def test_what_was_read_too_long_ago_is_not_acted_on(site: Site) -> None:
     """As by a controller that was stopped between two requests."""
     claims, lose_time = site.controllers[0].claims, [True]
-    asked = claims._why_not_forgotten
+    asked = claims._why_not_lost
 
-    def asking_long(identity: VolumeId) -> str:
+    def asking_long(volume: Volume) -> str:
         if any(one.startswith("PATCH") for one in site.shop.writes) and lose_time:
             lose_time.pop()
             site.clock.now += 90
-        return asked(identity)
+        return asked(volume)
 
-    claims._why_not_forgotten = asking_long
+    claims._why_not_lost = asking_long
     lose(site.shop)
     site.wait(LONG + 30)
     assert not lose_time

@@ -25,7 +25,7 @@ CALLS = (
     *("begin", "begin", "take", "take", "send", "send", "send", "more", "more", "hold", "hold"),
     *("renew", "release", "commit", "commit", "undo", "finish", "finish there", "finish there"),
     *("withdraw", "abort", "drop", "compare", "use", "unuse", "restart", "restart there"),
-    *("elsewhere", "undo other", "finish other", "abort other"),
+    *("elsewhere", "undo begun", "undo other", "finish other", "abort other"),
 )
 # Digest of the word of another move than those of the test.
 OTHER = "ab" * 32
@@ -94,6 +94,8 @@ class Side:
                 source.undo("")
             case "finish":
                 source.finish("")
+            case "undo begun":
+                source.undo("", only_begun=True)
             case "undo other":
                 source.undo(OTHER)
             case "finish other":
