@@ -226,10 +226,10 @@ class Rebinding:
         old, new, claim = state.old_volume, state.new_volume, state.claim
         if new is not None:
             self._check_new(state, new)
-            if _is_going(new):
-                raise state.refused(f"{_name(new)} is being deleted")
         if old is not None and claim is not None and state.claimed == _name(old):
             return self._next_with_old_volume(state, old, claim)
+        if new is not None and _is_going(new):
+            raise state.refused(f"{_name(new)} is being deleted")
         if new is None:
             problem = (
                 f"it has {state.claimed!r}" if claim else "it is gone, and nothing is kept of it"
@@ -289,12 +289,16 @@ class Rebinding:
             question = f"make {_VOLUME} {_name(expected)}, reserved for {state}, of the volume on"
             make = partial(self._objects.create, VOLUMES, expected)
             return _Step(f"{question} {self._place.node}", make)
-        if not _is_alike(new, expected) or _policy(new) != _RETAIN:
-            why = f"{_name(new)} is not what would be made of {_name(old_volume)} now"
-            raise state.refused(f"{why}: delete that, and call again")
+        if _policy(new) != _RETAIN:
+            raise state.refused(f"{_name(new)} is not Retain: have it be so, and call again")
         if _field_at(new, "spec", "claimRef", "uid") is not None:
             # Kubernetes binds no other claim to it, also none of the same name.
             raise state.refused(f"{_name(new)} is of an earlier claim: delete that, and call again")
+        if _is_going(new) or not _is_alike(new, expected):
+            # The old one was changed since, such as by external-resizer, which writes the capacity
+            # after the volume has grown. Make the new one anew: no claim has it.
+            reason = f"which is not what would be made of {_name(old_volume)} now"
+            return self._end_of(state, new, reason)
         key = self._place.claim_key
         if _annotations(new).get(key) != (manifest := _annotations(expected)[key]):
             change = {"metadata": {"annotations": {key: manifest}}}

@@ -351,3 +351,26 @@ def test_a_move_by_hand_to_another_node_is_not_taken_back() -> None:
         history.start()
         history.settle(lambda: ", ".join(history.noted))
         assert service.volumes["pvc-data-db-0"].move_to == "c"
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"capacity": {"storage": "2Gi"}},
+        {"mountOptions": ["noatime"]},
+        {"volumeAttributesClassName": "gold"},
+    ],
+)
+def test_a_change_of_the_volume_after_the_hand_over_is_taken_along(field: Object) -> None:
+    """As by external-resizer, which writes late what it has had changed before."""
+    with cluster() as history:
+        evacuate(history)
+        run_until(history, "POST volume")
+        old = history.kube.volume("pvc-data-db-0")
+        assert old is not None
+        old["spec"] |= field
+        history.kube.touch(old)
+        history.settle(lambda: history.is_settled(left="a"))
+        found = history.kube.volume_of("data-db-0")
+        assert found is not None
+        assert field.items() <= found["spec"].items()
