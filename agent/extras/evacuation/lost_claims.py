@@ -53,7 +53,7 @@ from agent.extras.controller.nodes import Forgotten, Nodes, Refused, problem_of
 from agent.extras.evacuation import release_notes
 from agent.extras.evacuation.claim_owners import Choice, Claim, Lost, Namespace, Pod, Volume
 from agent.extras.evacuation.release_notes import ReleaseNote
-from agent.extras.kubernetes.events import NORMAL, WARNING, Event, Events, Subject
+from agent.extras.kubernetes.events import NORMAL, WARNING, Event, Events, Said, Subject
 from agent.extras.kubernetes.objects import VOLUMES, Keep, Lists, Object, Objects, find_named
 from agent.extras.transfer.move import is_receiving
 from agent.work.background import PeriodicTask
@@ -153,8 +153,8 @@ class LostClaims:
         self._existing = frozenset[str]()
         self._due = float("-inf")
         self._has_work = False
-        # The Events about claims that wait, by the claims' UIDs: each text is written once.
-        self._said: dict[str, str] = {}
+        # What the Events about claims that wait said, by the claims' UIDs.
+        self._said = Said(monotonic)
 
     def look(self) -> None:
         """Look once at all claims of lost nodes, and take the steps that are due.
@@ -440,15 +440,16 @@ class LostClaims:
     # Events
 
     def _say_wait(self, name: str, choice: Choice, when: str) -> None:
-        """Write one Event on each of a choice's claims: the claim is to be released, and when."""
+        """Write an Event on each of a choice's claims: the claim is to be released, and when."""
         for each in choice.lost:
             message = (
                 f"node {each.volume.segment}, which has its data, was deleted. The claim is to be"
                 f" released: {when}"
             )
-            if self._said.get(each.claim.uid) != message:
-                self._tell(WARNING, WAITS, message, _claim_subject(name, each.claim))
-                self._said[each.claim.uid] = message
+            if self._said.is_due(each.claim.uid, message) and not self._tell(
+                WARNING, WAITS, message, _claim_subject(name, each.claim)
+            ):
+                self._said.forget(each.claim.uid)
 
     def _tell_kept(self, name: str, choice: Choice, lost: Lost) -> None:
         volume = lost.volume
@@ -459,12 +460,17 @@ class LostClaims:
         )
         self._tell(WARNING, KEPT, message, Subject(_VOLUME, "", volume.name, volume.uid))
 
-    def _tell(self, kind: str, reason: str, message: str, subject: Subject) -> None:
-        """Write an Event. A failure is logged, and does not end the release."""
+    def _tell(self, kind: str, reason: str, message: str, subject: Subject) -> bool:
+        """Write an Event; return whether it was written.
+
+        A failure is logged, and does not end the release.
+        """
         try:
             self._events.ensure(subject, Event(kind, reason, message, reason), is_new=True)
         except (errors.ClusterRefused, errors.ClusterSilent) as error:
             _log.warning("cannot write an Event on %s %s: %s", subject.kind, subject.name, error)
+            return False
+        return True
 
 
 class LostClaimsTask(Extra):

@@ -374,3 +374,38 @@ def test_a_change_of_the_volume_after_the_hand_over_is_taken_along(field: Object
         found = history.kube.volume_of("data-db-0")
         assert found is not None
         assert field.items() <= found["spec"].items()
+
+
+def test_a_reason_that_lasts_is_said_for_as_long_as_it_does() -> None:
+    """The API server deletes an Event after an hour."""
+    with cluster() as history:
+        for name in "bc":
+            history.services[name].classes = set()
+        # The first Events cannot be written.
+        answer = history.kube._answer
+
+        def refusing(method: str, path: str, body: Object) -> tuple[int, Object]:
+            return (503, {}) if "/events" in path else answer(method, path, body)
+
+        history.kube._answer = refusing  # type: ignore[method-assign]
+        evacuate(history)
+        history.run(120.0)
+        history.kube._answer = answer  # type: ignore[method-assign]
+        history.run(120.0)
+        assert said(history, "VolumeStays")
+        for _ in range(5):
+            history.kube.said.clear()
+            history.run(3600.0)
+            assert 1 <= len(said(history, "VolumeStays")) <= 3
+
+
+def test_reasons_whose_numbers_change_are_not_said_at_each_plan() -> None:
+    replicas = {f"db-{number}": {f"data-db-{number}": "linear"} for number in range(30)}
+    with cluster(replicas) as history:
+        evacuate(history)
+        for minute in range(60):
+            for name in "bc":
+                # Other volumes come and go there.
+                history.services[name].free_bytes = (minute % 50) << 20
+            history.run(60.0)
+        assert 30 <= len(said(history, "VolumeStays")) <= 30 * 7

@@ -373,6 +373,11 @@ def test_an_instance_waits_while_another_does_not_run(site: Site) -> None:
     site.wait(2 * LONG)
     site.require_untouched()
     assert "is not in use by a ready pod" in shop.message(lost_claims.WAITS)
+    # Its Event is renewed: the API server deletes it after an hour.
+    for _ in range(3):
+        shop.events.clear()
+        site.wait(3600)
+        assert "is not in use by a ready pod" in shop.message(lost_claims.WAITS)
     shop.slow = set()
     site.wait(LONG)
     site.require_whole()
