@@ -52,6 +52,7 @@ from agent.extras.controller.node_answers import Answers
 from agent.extras.controller.nodes import Forgotten, Nodes, Refused, problem_of
 from agent.extras.evacuation import release_notes
 from agent.extras.evacuation.claim_owners import Choice, Claim, Lost, Namespace, Pod, Volume
+from agent.extras.evacuation.evictions import Evictions, UsingPod
 from agent.extras.evacuation.release_notes import ReleaseNote
 from agent.extras.kubernetes.events import NORMAL, WARNING, Event, Events, Said, Subject
 from agent.extras.kubernetes.objects import VOLUMES, Keep, Lists, Object, Objects, find_named
@@ -145,6 +146,7 @@ class LostClaims:
         """
         self._driver_name, self._topology_key = driver_name, ids.topology_key(driver_name)
         self._record, self._objects, self._lists = record, objects, lists
+        self._evictions = Evictions(lists, objects)
         self._why_not_lost, self._monotonic = why_not_lost, monotonic
         self._events = Events(objects, driver_name, clock)
         self._graces: dict[object, _Grace] = {}
@@ -203,7 +205,7 @@ class LostClaims:
 
     @contextmanager
     def _one_of(self, name: str, look: _Look) -> Iterator[None]:
-        """Keep an error about one namespace, so that the others are looked at."""
+        """Keep an error about one namespace, owner or pod, so that the others are looked at."""
         try:
             yield
         except (errors.ClusterRefused, errors.ClusterSilent) as error:
@@ -226,24 +228,30 @@ class LostClaims:
             # Wait for the grace period here, too: another controller may have looked before the
             # node came back, and be about to delete the claim. It acts on what it read within a
             # minute, and until then the data must be kept.
-            if self._is_over(volume.uid, volume.note, look):
-                self._require_fresh(look.began, name)
-                self._withdraw(name, volume)
-        self._go_on(name, namespace)
+            with self._one_of(name, look):
+                if self._is_over(volume.uid, volume.note, look):
+                    self._require_fresh(look.began, name)
+                    self._withdraw(name, volume)
+        self._go_on(name, namespace, look)
         choices = list(namespace.choices())
         for choice in choices:
-            if choice.obstacle:
-                self._say_wait(name, choice, f"it waits: {choice.obstacle}")
-                continue
-            if why := self._why_wait(choice):
-                _log.debug("namespace %s: %s waits: %s", name, choice.owner, why)
-                when = "once the node has been forgotten for five minutes"
-                moved = [each for each in choice.lost if each.volume.target]
-                self._say_wait(name, choice, f"it waits: {why}" if moved else when)
-                continue
-            if self._is_over((name, choice.owner), choice.key, look):
-                self._release(name, choice, existing)
+            with self._one_of(name, look):
+                self._look_at_choice(name, choice, existing, look)
         return bool(choices)
+
+    def _look_at_choice(
+        self, name: str, choice: Choice, existing: frozenset[str], look: _Look
+    ) -> None:
+        """Release the instance of one owner that is to go next, or say what it waits for."""
+        if choice.obstacle:
+            self._say_wait(name, choice, f"it waits: {choice.obstacle}")
+        elif why := self._why_wait(choice):
+            _log.debug("namespace %s: %s waits: %s", name, choice.owner, why)
+            when = "once the node has been forgotten for five minutes"
+            is_moving = any(each.volume.target for each in choice.lost)
+            self._say_wait(name, choice, f"it waits: {why}" if is_moving else when)
+        elif self._is_over((name, choice.owner), choice.key, look):
+            self._release(name, choice, existing)
 
     def _is_over(self, key: object, subject: object, look: _Look) -> bool:
         """Return whether a grace period is over; begin it, or let it go on, if it is not.
@@ -375,25 +383,23 @@ class LostClaims:
         }
         self._objects.change(_volume_path(volume), change, volume.version)
 
-    def _go_on(self, name: str, namespace: Namespace) -> None:
+    def _go_on(self, name: str, namespace: Namespace, look: _Look) -> None:
         """Take the steps that follow the deletion of a claim."""
         waiting: dict[str, Pod] = {}
         for volume in namespace.released:
             if (note := volume.note) is None:
                 continue
-            if (claim := namespace.replacement(volume)) is not None:
-                self._end(volume, note, claim)
-            else:
-                waiting.update((pod.uid, pod) for pod in self._waiting(name, namespace, volume))
+            with self._one_of(name, look):
+                if (claim := namespace.replacement(volume)) is not None:
+                    self._end(volume, note, claim)
+                else:
+                    pods = self._waiting(name, namespace, volume)
+                    waiting.update((pod.uid, pod) for pod in pods)
         for pod in waiting.values():
-            eviction = {
-                "apiVersion": "policy/v1",
-                "kind": "Eviction",
-                "metadata": {"name": pod.name, "namespace": name},
-                "deleteOptions": {"preconditions": {"uid": pod.uid}},
-            }
-            path = f"/api/v1/namespaces/{quote(name, safe='')}/pods/{quote(pod.name, safe='')}"
-            self._objects.create(f"{path}/eviction", eviction)
+            with self._one_of(name, look):
+                using = UsingPod(name, pod.name, pod.uid, pod.node, pod.is_going)
+                if why := self._evictions.evict(using):
+                    _log.info("pod %s cannot be evicted yet: %s", using, why)
 
     def _waiting(self, name: str, namespace: Namespace, volume: Volume) -> Sequence[Pod]:
         """Return the pods that waited for a claim when its release began, and that still wait.

@@ -18,7 +18,7 @@ from agent.core import errors
 from agent.extras.evacuation import lost_claims
 from agent.extras.evacuation.claim_owners import Volume
 from agent.extras.evacuation.release_notes import ReleaseNote, note_key
-from agent.settings.settings import DRIVER_NAME
+from agent.settings.settings import DRIVER_NAME, TOPOLOGY_KEY
 
 WISH = f"release.{DRIVER_NAME}/on-node-loss"
 # For so long a deleted Node's volumes are not forgotten, and then a claim is not released.
@@ -381,6 +381,51 @@ def test_an_instance_waits_while_another_does_not_run(site: Site) -> None:
     shop.slow = set()
     site.wait(LONG)
     site.require_whole()
+
+
+def test_an_owner_whose_pod_cannot_be_evicted_holds_up_no_other(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by an admission webhook that refuses all evictions of one application."""
+    shop = site.shop
+    node = {"key": TOPOLOGY_KEY, "operator": "In", "values": ["gone"]}
+    note = ReleaseNote("uid-gone", "Cluster web", "web-1", ("uid-gone",), ("uid-web-1",))
+    shop.add(
+        VOLUMES,
+        "pv-web-1",
+        metadata={"annotations": {note_key(DRIVER_NAME): note.text}},
+        spec={
+            "csi": {"driver": DRIVER_NAME, "volumeHandle": "data@hhhhhhhh/vol-web-1"},
+            "claimRef": {"namespace": "shop", "name": "web-1", "uid": "uid-gone"},
+            "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [node]}]}},
+            "persistentVolumeReclaimPolicy": "Retain",
+        },
+        status={"phase": "Released"},
+    )
+    shop.add(
+        PODS,
+        "web-1",
+        metadata={"namespace": "shop", "uid": "uid-web-1"},
+        spec={
+            "nodeName": "",
+            "volumes": [{"name": "d", "persistentVolumeClaim": {"claimName": "web-1"}}],
+        },
+        status={"phase": "Pending"},
+    )
+    write, refused = shop.write, list[str]()
+
+    def refusing(method: str, path: str, body: Any) -> tuple[int, Any]:
+        if path.endswith("/pods/web-1/eviction"):
+            refused.append(path)
+            return 403, {"kind": "Status", "reason": "Forbidden", "message": "no"}
+        return write(method, path, body)
+
+    monkeypatch.setattr(shop, "write", refusing)
+    lose(shop)
+    site.wait(2 * LONG)
+    assert refused
+    assert shop.released
+    site.require_safe()
 
 
 def test_the_last_copies_are_not_replaced_by_nothing(site: Site) -> None:
