@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from agent.core import errors, ids
 from agent.extras.controller.nodes import Nodes
 from agent.extras.evacuation import evacuation_request
+from agent.extras.evacuation.evacuated_nodes import is_ready
 from agent.extras.evacuation.evacuation_request import BadRequest, Kind, Request
 from agent.extras.evacuation.node_inventory import Inventory, NodeInventory
 from agent.extras.evacuation.plan import Claim, Node, PersistentVolume, Plan, Pod, View, plan
@@ -151,7 +152,6 @@ class ClusterView:
 
     def _node_and_request(self, item: Object) -> tuple[Node, str, Request | BadRequest | None]:
         metadata, spec = item["metadata"], item.get("spec") or {}
-        conditions = (item.get("status") or {}).get("conditions") or ()
         node = Node(
             metadata["name"],
             str(metadata.get("creationTimestamp") or ""),
@@ -160,10 +160,7 @@ class ClusterView:
                 Taint(str(taint["key"]), str(taint["effect"]), str(taint.get("value") or ""))
                 for taint in spec.get("taints") or ()
             ),
-            is_ready=any(
-                condition.get("type") == "Ready" and condition.get("status") == "True"
-                for condition in conditions
-            ),
+            is_ready=is_ready(item),
             is_schedulable=not spec.get("unschedulable"),
             has_label=(metadata.get("labels") or {}).get(self._topology_key)
             == ids.node_segment(str(metadata["name"])),

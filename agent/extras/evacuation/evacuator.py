@@ -27,7 +27,7 @@ from agent.extras.evacuation.evacuated_nodes import EvacuatedNode
 from agent.extras.evacuation.evacuation_context import EXPECTED, Context, text_of
 from agent.extras.evacuation.evacuation_request import BadRequest, Kind, Request
 from agent.extras.evacuation.move_notes import MoveNote, NotedVolume
-from agent.extras.evacuation.plan import Plan, Unit, View, plan
+from agent.extras.evacuation.plan import Plan, PlannedVolume, Unit, View, plan
 from agent.extras.evacuation.progress import AT_ONCE, Progress, Stage
 from agent.extras.evacuation.quarantine import Quarantine
 from agent.extras.evacuation.rebindings import RebindingOfLost, RestOfRebinding
@@ -566,14 +566,21 @@ class Evacuator:
         """Take back the moves that cannot go on.
 
         These are the moves of volumes whose claim was deleted, so that they can be deleted, too;
-        and those to a node that was deleted meanwhile, unless the volume was handed over.
+        and those to a node that was deleted meanwhile, or is evacuated itself, unless the volume
+        was handed over.
         """
+
+        def has_no_target(volume: PlannedVolume) -> bool:
+            move = volume.move
+            if move is None or move.is_handed_over:
+                return False
+            return move.node not in nodes or self._kind_of(move.node) == Kind.EVACUATE
+
         abandoned = {
             volume.volume_id
             for unit in made.staying
             for volume in unit.volumes
-            if volume.is_abandoned
-            or (volume.move and not volume.move.is_handed_over and volume.move.node not in nodes)
+            if volume.is_abandoned or has_no_target(volume)
         }
         going = [(volume, note) for volume, note in self._moving() if note.volume_id in abandoned]
         self._take_back(name, known, going, None)

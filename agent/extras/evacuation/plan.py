@@ -18,7 +18,8 @@ The algorithm:
    If volumes of a unit move to different nodes, those that were handed over are units of their own
    (`_parts`). A volume whose claim is gone or being deleted is a unit of its own, which stays, also
    if it was handed over: its move is taken back (`PlannedVolume.is_abandoned`).
-3. A unit with a move under way keeps the node of that move as its target. If one of its volumes has
+3. A unit with a move under way keeps the node of that move as its target, unless that is
+   evacuated itself. If one of its volumes has
    been handed over, the unit also goes on if step 2 says that it stays: its claims can be used by
    no pod before all are rebound.
 4. For each other unit, find the nodes that may be its target (`_Candidates`): allowed by `--to`,
@@ -55,6 +56,7 @@ _OF_STATE = "node.kubernetes.io/"
 # Taint of a node that is cordoned. The scheduler's plugin NodeUnschedulable places a pod that
 # tolerates this taint on a cordoned node.
 _CORDONED = Taint("node.kubernetes.io/unschedulable", scheduling.NO_SCHEDULE)
+_EVACUATED = "is being evacuated itself"
 # Maximum number of nodes that are planned for one after the other (step 6 of the module).
 _MOST_PREFIXES = 64
 _GIB, _MIB = 1 << 30, 1 << 20
@@ -653,7 +655,8 @@ class _Cluster:
     def pin_problem(self, draft: _Draft, state: "_State") -> str:
         """Return why a unit with a move under way stays; empty if it goes on to the same node.
 
-        A node that is not ready, is cordoned or does not answer stays the target: the move waits.
+        A node that is not ready, is cordoned or does not answer stays the target: the move waits. A
+        node that is evacuated itself does not, before the hand-over: nothing would go on there.
         """
         node = self.nodes.get(draft.pin)
         if node is None or draft.pin == self.source:
@@ -666,7 +669,8 @@ class _Cluster:
             )
         if draft.is_handed_over:
             return ""
-        problem = self.pods_problem(draft, node) or state.conflict(draft, node)
+        problem = _EVACUATED if node.is_evacuated else ""
+        problem = problem or self.pods_problem(draft, node) or state.conflict(draft, node)
         if not problem and not node.problem:
             problem = self.class_problem(draft, node) or state.space_problem(draft, node)
         return problem and f"its move to {node.name} was begun, but {node.name} {problem}"
@@ -727,7 +731,7 @@ def state_problem(node: Node) -> str:
     if not node.is_schedulable:
         return "is cordoned"
     if node.is_evacuated:
-        return "is being evacuated itself"
+        return _EVACUATED
     return node.problem
 
 

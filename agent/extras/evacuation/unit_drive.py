@@ -285,21 +285,34 @@ class UnitDrive:
     def _evict(self, drive: Drive) -> bool:
         """Evict the pods that use the claims, and wait until there are none.
 
-        False if so much time has passed that the volumes are to be copied again first.
+        No pod is evicted while the target can start none. False if so much time has passed that the
+        volumes are to be copied again first.
         """
         self._cordon()
         while True:
             self._require(drive)
-            pods = self._users()
-            if not pods:
+            why, pods = self._why_target_waits(), self._users()
+            if not (why or pods):
                 return True
-            self._enter(Stage.EVICTING)
-            problem = self._evict_all(pods)
+            self._enter(Stage.CAUGHT_UP if why else Stage.EVICTING)
+            problem = why or self._evict_all(pods)
             if problem:
                 self.tell(problem)
             drive.wait(_EVICTION_SECONDS if problem else _LOOK_SECONDS)
             if self._is_stale():
                 return False
+
+    def _why_target_waits(self) -> str:
+        """Return why no pod could be started on the target now; empty if one could.
+
+        It may have been cordoned since the move began. Empty also once a volume was handed over: no
+        pod can be started on the source then.
+        """
+        if self._is_handed_over:
+            return ""
+        target = self._context.nodes.find(self.unit.target)
+        problem = "is deleted" if target is None else target.problem
+        return problem and f"the move waits for node {self.unit.target}, which {problem}"
 
     def _evict_all(self, pods: Sequence[UsingPod]) -> str:
         """Request the evictions of pods; return what keeps them, empty if they should end soon.

@@ -409,3 +409,69 @@ def test_reasons_whose_numbers_change_are_not_said_at_each_plan() -> None:
                 history.services[name].free_bytes = (minute % 50) << 20
             history.run(60.0)
         assert 30 <= len(said(history, "VolumeStays")) <= 30 * 7
+
+
+# Targets that change, and evacuations that cross
+
+
+def is_running(history: History, replica: str = "db-0") -> bool:
+    pod = history.kube.objects["pods"].get(("shop", replica))
+    return pod is not None and pod["status"]["phase"] == "Running"
+
+
+@pytest.mark.parametrize("change", ["cordoned", "not ready"])
+@pytest.mark.parametrize("stage", BEFORE[:-1])
+def test_no_pod_is_evicted_while_the_target_could_start_none(stage: str, change: str) -> None:
+    with cluster() as history:
+        evacuate(history, '{"to": ["b"]}')
+        run_until(history, stage)
+        node = history.kube.node("b")
+        status = node["status"]
+        if change == "cordoned":
+            node["spec"]["unschedulable"] = True
+        else:
+            node["status"] = {"conditions": [{"type": "Ready", "status": "Unknown"}]}
+        history.run(1800.0)
+        assert evictions(history) == 0
+        assert is_running(history)
+        assert problems(history) == [f"the move waits for node b, which is {change}"]
+        node["status"] = status
+        history.kube.uncordon("b")
+        history.settle(lambda: history.is_settled(left="a"))
+
+
+@pytest.mark.parametrize("stage", BEFORE[:-1])
+def test_a_volume_does_not_go_to_a_node_that_is_evacuated_since(stage: str) -> None:
+    """Its pod would wait there until the volume has moved once more."""
+    with cluster() as history:
+        evacuate(history)
+        run_until(history, stage)
+        target = history.services["a"].volumes["pvc-data-db-0"].move_to
+        history.kube.request(target, "{}")
+        history.settle(lambda: history.is_settled(left="a"))
+        assert history.kube.place_of("data-db-0") not in ("a", target)
+        assert evictions(history) == 1
+        assert not history.left_over(quarantined=True)
+
+
+@pytest.mark.parametrize("stage", BEFORE[:-1])
+def test_two_nodes_that_are_evacuated_to_each_other_keep_their_volumes(stage: str) -> None:
+    replicas = {"db-0": {"data-db-0": "linear"}, "db-1": {"data-db-1": "linear"}}
+    with cluster(replicas) as history:
+        evacuate(history, '{"to": ["b"]}')
+        history.settle(lambda: history.is_settled(left="a"))
+        history.kube.request("a", None)
+        history.kube.uncordon("a")
+        # Half of it back, and then both at once.
+        history.kube.request("b", '{"to": ["a"]}')
+        run_until(history, stage)
+        history.kube.request("a", '{"to": ["b"]}')
+        history.run(3600.0)
+        assert all(is_running(history, replica) for replica in replicas)
+        before = evictions(history)
+        history.run(3600.0)
+        assert evictions(history) == before
+        assert said(history, "VolumeStays")
+        history.kube.request("a", None)
+        history.kube.uncordon("a")
+        history.settle(lambda: history.is_settled(left="b"))
