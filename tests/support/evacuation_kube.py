@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from baton import Baton
 from binding import _merged, _refused
@@ -190,7 +190,13 @@ class Kube:
             raise ConnectionRefusedError("the API server is down")
         if fate == "busy":
             return 503, {"kind": "Status"}
-        status, document = self._answer(method, urlsplit(url).path, json.loads(body or b"null"))
+        parts = urlsplit(url)
+        status, document = self._answer(method, parts.path, json.loads(body or b"null"))
+        [selector] = parse_qs(parts.query).get("fieldSelector", [""])
+        if selector and "items" in document:
+            name = selector.removeprefix("spec.nodeName=")
+            items = [one for one in document["items"] if one["spec"].get("nodeName") == name]
+            document = {**document, "items": items}
         self.baton.point()
         if fate == "lost after":
             raise ConnectionResetError("the API server was restarted")

@@ -641,7 +641,7 @@ class _Cluster:
         source = self.nodes.get(view.node)
         self._source_taints = frozenset(source.taints if source else ())
         ranks = {name: rank for rank, name in reversed(list(enumerate(to)))}
-        self.named = bool(to)
+        self.named = frozenset(to)
         # The nodes that may be targets: in the order of `to`, or the oldest first.
         self.candidates = sorted(
             (
@@ -908,8 +908,8 @@ def _unit(cluster: _Cluster, state: _State, draft: _Draft) -> Unit:
         )
         texts.append(f"{node.name} {problem}")
     if not texts:
-        where = "none of the nodes that were named" if cluster.named else "no other node"
-        return replace(unit, reason=f"{where} is in the cluster")
+        where = "none of the nodes that were named is an" if cluster.named else "there is no "
+        return replace(unit, reason=f"{where}other node of the cluster")
     return replace(unit, reason=f"no node can take it: {_several(texts, '; ')}")
 
 
@@ -917,6 +917,11 @@ def _notes(cluster: _Cluster, draft: _Draft, node: Node) -> Iterator[str]:
     """Yield what an operator should know of a unit that goes to a node."""
     if draft.problem:
         yield f"it goes on, since it was handed over in part, although {draft.problem}"
+    if draft.pin and cluster.named and node.name not in cluster.named:
+        yield (
+            f"its move to {node.name} was begun before, and goes on, although that is not among the"
+            " nodes that were named: take it back by an undo first"
+        )
     if draft.pin and (problem := state_problem(node)):
         yield f"its move waits for {node.name}, which {problem}"
     for volume in draft.volumes:

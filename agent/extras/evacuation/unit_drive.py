@@ -275,9 +275,11 @@ class UnitDrive:
     def _users(self) -> Sequence[UsingPod]:
         """Return the pods with a node that use the claims, and cannot use them after the move.
 
-        A pod on the target uses a claim that was rebound by an earlier drive.
+        A pod on the target uses a claim that was rebound by an earlier drive. The pods of the whole
+        namespaces are listed only if none on the source uses the claims.
         """
-        pods = self._context.evictions.users(self._claims)
+        evictions = self._context.evictions
+        pods = evictions.users(self._claims, self._source) or evictions.users(self._claims)
         if not self._is_handed_over:
             return pods
         return [pod for pod in pods if pod.node != self.unit.target]

@@ -314,10 +314,10 @@ def test_the_targets_are_bounded(cluster: Cluster) -> None:
     assert targets(plan(cluster.view)) == {"one": "c"}
     assert targets(plan(cluster.view, ["b"])) == {"one": "b"}
     assert reason(plan(cluster.view, [SOURCE]), "one") == (
-        "none of the nodes that were named is in the cluster"
+        "none of the nodes that were named is another node of the cluster"
     )
     cluster.nodes = [node(SOURCE)]
-    assert reason(plan(cluster.view), "one") == "no other node is in the cluster"
+    assert reason(plan(cluster.view), "one") == "there is no other node of the cluster"
 
 
 def test_space_is_subtracted_and_what_does_not_fit_is_named(cluster: Cluster) -> None:
@@ -445,12 +445,25 @@ def test_of_equal_nodes_the_oldest_is_taken(cluster: Cluster) -> None:
 # Moves under way
 
 
+def test_a_move_to_a_node_that_is_not_named_any_more_goes_on_and_is_noted(
+    cluster: Cluster,
+) -> None:
+    cluster.volume("one")
+    cluster.moves = [Moving(handle("one"), "a")]
+    (unit,) = plan(cluster.view, ["b"]).going
+    assert unit.target == "a"
+    assert "not among the nodes that were named" in unit.notes[0]
+    (unit,) = plan(cluster.view, ["a"]).going
+    assert not unit.notes
+
+
 def test_a_move_under_way_keeps_its_target_and_its_space_counts_once(cluster: Cluster) -> None:
     cluster.nodes = [node(SOURCE), node("a", 100), node("b", 5, is_schedulable=False)]
     cluster.volume("one", 10)
     cluster.moves = [Moving(handle("one"), "b", has_space=True)]
-    (unit,) = plan(cluster.view, ["a"]).going
+    (unit,) = plan(cluster.view).going
     assert (unit.target, unit.notes) == ("b", ("its move waits for b, which is cordoned",))
+    assert plan(cluster.view, ["a"]).going[0].target == "b"
     cluster.moves = [Moving(handle("one"), "b")]
     assert reason(plan(cluster.view), "one") == (
         "its move to b was begun, but b has 5.0 GiB left for class fast, of 10.0 GiB that it needs"
