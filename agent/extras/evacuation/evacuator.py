@@ -47,6 +47,9 @@ _log = logging.getLogger(__name__)
 _LOOK_SECONDS, _FIRST_SECONDS = 10.0, 15.0
 # Seconds between two plans for a node, and between two looks at the notes of all PersistentVolumes.
 _PLAN_SECONDS = 60.0
+# Seconds between two plans for a node that has nothing left to move and on which nothing stays.
+# Each plan lists all pods of the cluster, in many requests.
+_IDLE_SECONDS = 600.0
 # Seconds for which an undo must have been requested before it begins. Another controller, which is
 # ending, may take a step of the evacuation meanwhile.
 _SETTLE_SECONDS = 60.0
@@ -62,6 +65,8 @@ class _Known:
     planned: float = float("-inf")
     drives: list[Drive] = field(default_factory=list)
     is_started: bool = False
+    # Whether the last plan had no volume at all.
+    is_idle: bool = False
 
 
 class Evacuator:
@@ -161,6 +166,7 @@ class Evacuator:
                 known = self._known[name] = _Known()
             if known is not None and known.kind != kind:
                 known.kind, known.since, known.planned = kind, now, float("-inf")
+                known.is_idle = False
                 known.is_started, is_changed = False, True
         return is_changed
 
@@ -236,7 +242,7 @@ class Evacuator:
 
     def _is_due(self, known: _Known) -> bool:
         now = self._context.monotonic()
-        if now - known.planned < _PLAN_SECONDS:
+        if now - known.planned < (_IDLE_SECONDS if known.is_idle else _PLAN_SECONDS):
             return False
         known.planned = now
         return True
@@ -260,6 +266,7 @@ class Evacuator:
             known.is_started = True
         if not self._is_due(known):
             return
+        known.is_idle = False
         made = self._plan(node.name, request)
         self._context.progress.begin(node.name, str(Kind.EVACUATE), made)
         self._drive(node.name, node.name, known, made.going, Kind.EVACUATE)
@@ -286,6 +293,7 @@ class Evacuator:
             text = f"nothing is left to move; on the node stays: {counted(count, 'volume')}"
             self._context.events.node(node.name, reasons.FINISHED, text)
             self._context.progress.end(node.name)
+            known.is_idle = not made.staying
 
     def _plan(self, name: str, request: Request) -> Plan:
         return plan(self._view(name, request.to), request.to, force=request.force)

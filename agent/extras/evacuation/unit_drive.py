@@ -164,6 +164,7 @@ class UnitDrive:
         self._enter(Stage.REBINDING)
         for volume in self._volumes:
             self._require(drive)
+            self._note_target(volume)
             self._rebind(drive, volume, places)
         self._enter(Stage.MOVED)
 
@@ -196,6 +197,16 @@ class UnitDrive:
                         notes.remove(noted.name, note)
                 _remove_undone(volume.move, volume_id)
             notes.ensure(noted.name, MoveNote(self._source, volume_id, self.unit.target))
+
+    def _note_target(self, volume: _Moving) -> None:
+        """Note again where a volume went that was handed over, before the note is copied.
+
+        Another controller may have noted its own plan before its move was refused.
+        """
+        owner, volume_id = volume.planned.persistent_volume, volume.planned.volume_id
+        if owner is not None and owner.handle == volume_id:
+            note = MoveNote(self._source, volume_id, self.unit.target)
+            self._context.notes.ensure(owner.name, note)
 
     # Copying
 
@@ -458,11 +469,14 @@ def erase(context: Context, note: MoveNote, volume: NotedVolume) -> None:
         return is_own(present) and bool(present["volume_id"] == volume.handle)
 
     try:
-        move.source.state()
+        target = move.source.state().node
     except EXPECTED as error:
         if is_not_found(error):
             return
         raise
+    if target not in ("", note.target):
+        # The node itself knows best where the volume went (_note_target).
+        move = context.moves.move(note.volume_id, note.source, target)
     move.finish(is_elsewhere)
     context.events.node(
         note.source, reasons.ERASED, f"what was left of volume {note.volume_id} is erased"
