@@ -52,7 +52,14 @@ class TakeBack:
             self._abort(move)
             self._forget()
             return
-        if own_state.node:
+        if own_state.node not in ("", note.target):
+            # It is in a move to another node, which is not the evacuation's.
+            self._forget()
+            return
+        if own_state.node and not is_moved(own_state) and context.nodes.find(note.target) is None:
+            # The target was deleted. It can never finish what it has received.
+            move.take_back(own_state.release, only_begun=True)
+        elif own_state.node:
             there_state = move.destination.status()
             is_theirs = there_state["release"] == own_state.release
             # No claim is rebound before its volume was handed over.
