@@ -4,6 +4,10 @@ isort:skip_file
 Carver's own calls, for which CSI has none, served beside CSI on the same socket, which only root
 can open. The command `carver` makes them; it and the service are of one version.
 
+A service passes over a field that it does not know. So a field by which a request forbids what
+older services do is no protection: such a request gets a call of its own, which they refuse
+(tests/fast/repository/test_proto.py).
+
 v1 had untyped requests (google.protobuf.Struct): a v1 command gets UNIMPLEMENTED and a sentence
 (agent/csi/interceptor.py), and never another call's answer.
 """
@@ -613,6 +617,7 @@ class PullRequest(_message.Message):
     OFFSET_BYTES_FIELD_NUMBER: _builtins.int
     VERIFY_FIELD_NUMBER: _builtins.int
     GRANT_FIELD_NUMBER: _builtins.int
+    REPLACES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name of the volume here."""
     device_class: _builtins.str
@@ -623,6 +628,10 @@ class PullRequest(_message.Message):
     """Where a stream that was cut off continues."""
     verify: _builtins.bool
     """Read what was received from the disk again, and have the source read what it sent."""
+    replaces: _builtins.str
+    """Optional: the SHA-256 of the word of the move by which the volume left this node. What is left of
+    it here becomes the volume that is received, and only blocks that differ are sent.
+    """
     @_builtins.property
     def source(self) -> Global___PullSource: ...
     @_builtins.property
@@ -637,10 +646,11 @@ class PullRequest(_message.Message):
         offset_bytes: _builtins.int = ...,
         verify: _builtins.bool = ...,
         grant: Global___Grant | None = ...,
+        replaces: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_class", b"device_class", "grant", b"grant", "name", b"name", "offset_bytes", b"offset_bytes", "release", b"release", "source", b"source", "verify", b"verify"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_class", b"device_class", "grant", b"grant", "name", b"name", "offset_bytes", b"offset_bytes", "release", b"release", "replaces", b"replaces", "source", b"source", "verify", b"verify"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -735,11 +745,17 @@ class SendRequest(_message.Message):
     OFFSET_BYTES_FIELD_NUMBER: _builtins.int
     VERIFY_FIELD_NUMBER: _builtins.int
     GRANT_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
+    """Fields 1 to 6 are in the first request of SendDiffering only."""
     base_snapshot_id: _builtins.str
     release: _builtins.str
     offset_bytes: _builtins.int
     verify: _builtins.bool
+    digests: _builtins.bytes
+    """Of SendDiffering, in all requests but the first: the SHA-256 of each of the next blocks, of 32
+    bytes; zero bytes for a block of zeroes. At most 16 KiB.
+    """
     @_builtins.property
     def grant(self) -> Global___Grant: ...
     def __init__(
@@ -751,10 +767,11 @@ class SendRequest(_message.Message):
         offset_bytes: _builtins.int = ...,
         verify: _builtins.bool = ...,
         grant: Global___Grant | None = ...,
+        digests: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_snapshot_id", b"base_snapshot_id", "grant", b"grant", "offset_bytes", b"offset_bytes", "release", b"release", "snapshot_id", b"snapshot_id", "verify", b"verify"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_snapshot_id", b"base_snapshot_id", "digests", b"digests", "grant", b"grant", "offset_bytes", b"offset_bytes", "release", b"release", "snapshot_id", b"snapshot_id", "verify", b"verify"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -767,22 +784,26 @@ class SendPart(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
     CHECKED_BYTES_FIELD_NUMBER: _builtins.int
+    REACHED_BYTES_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     """The next bytes of the stream; at most 1 MiB."""
     sha256: _builtins.str
     """In the last message, without data, if asked for: the checksum of what was sent."""
     checked_bytes: _builtins.int
     """In messages before it, without data: the offset up to which was read again for the checksum."""
+    reached_bytes: _builtins.int
+    """Of SendDiffering, in messages without data: the offset up to which the blocks were compared."""
     def __init__(
         self,
         *,
         data: _builtins.bytes = ...,
         sha256: _builtins.str = ...,
         checked_bytes: _builtins.int = ...,
+        reached_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checked_bytes", b"checked_bytes", "data", b"data", "sha256", b"sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checked_bytes", b"checked_bytes", "data", b"data", "reached_bytes", b"reached_bytes", "sha256", b"sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1147,20 +1168,24 @@ class BeginReceiveRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     DEVICE_CLASS_FIELD_NUMBER: _builtins.int
     HEADER_FIELD_NUMBER: _builtins.int
+    REPLACES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     device_class: _builtins.str
     """Optional: the default class otherwise."""
     header: _builtins.str
+    replaces: _builtins.str
+    """As in PullRequest."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         device_class: _builtins.str = ...,
         header: _builtins.str = ...,
+        replaces: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_class", b"device_class", "header", b"header", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_class", b"device_class", "header", b"header", "name", b"name", "replaces", b"replaces"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1254,6 +1279,9 @@ class ReceiveState(_message.Message):
     BLANK_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     MISSING_GROUP_FIELD_NUMBER: _builtins.int
+    REPLACEABLE_FIELD_NUMBER: _builtins.int
+    REPLACES_FIELD_NUMBER: _builtins.int
+    DEVICE_CLASS_FIELD_NUMBER: _builtins.int
     volume_id: _builtins.str
     state: _builtins.str
     """"absent", "receiving", "ready" or another value of the volume's state tag."""
@@ -1274,6 +1302,15 @@ class ReceiveState(_message.Message):
     """Of an absent volume: a configured volume group that is not on the node now, and may have it;
     empty if all are.
     """
+    replaceable: _builtins.str
+    """Of what a volume left here when it moved away: the SHA-256 of the word of that move, if it may be
+    replaced by a volume that is received.
+    """
+    replaces: _builtins.str
+    """The same digest, while what was left here is being replaced, until the first stream is whole: its
+    blocks are compared with the other node's.
+    """
+    device_class: _builtins.str
     def __init__(
         self,
         *,
@@ -1288,10 +1325,13 @@ class ReceiveState(_message.Message):
         blank: _builtins.bool = ...,
         release: _builtins.str = ...,
         missing_group: _builtins.str = ...,
+        replaceable: _builtins.str = ...,
+        replaces: _builtins.str = ...,
+        device_class: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blank", b"blank", "chain", b"chain", "content_bytes", b"content_bytes", "finishing", b"finishing", "into", b"into", "missing_group", b"missing_group", "offset_bytes", b"offset_bytes", "received", b"received", "release", b"release", "state", b"state", "volume_id", b"volume_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blank", b"blank", "chain", b"chain", "content_bytes", b"content_bytes", "device_class", b"device_class", "finishing", b"finishing", "into", b"into", "missing_group", b"missing_group", "offset_bytes", b"offset_bytes", "received", b"received", "release", b"release", "replaceable", b"replaceable", "replaces", b"replaces", "state", b"state", "volume_id", b"volume_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1303,18 +1343,24 @@ class BeginMoveRequest(_message.Message):
 
     VOLUME_ID_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
+    REPLACES_FIELD_NUMBER: _builtins.int
     volume_id: _builtins.str
     node: _builtins.str
     """The other node, as ssh knows it, or as the cluster does where the controller moves the volume."""
+    replaces: _builtins.str
+    """Optional: the SHA-256 of the word of the move by which the volume came from that node. What it left
+    there is to be replaced, so the word is forgotten here: that move cannot be taken back any more.
+    """
     def __init__(
         self,
         *,
         volume_id: _builtins.str = ...,
         node: _builtins.str = ...,
+        replaces: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "volume_id", b"volume_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "replaces", b"replaces", "volume_id", b"volume_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1403,6 +1449,7 @@ class MoveState(_message.Message):
     PV_FIELD_NUMBER: _builtins.int
     PVC_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
+    REPLACES_FIELD_NUMBER: _builtins.int
     volume_id: _builtins.str
     state: _builtins.str
     node: _builtins.str
@@ -1416,6 +1463,8 @@ class MoveState(_message.Message):
     """The claim that the volume was made for, as the cluster named it then."""
     pvc: _builtins.str
     namespace: _builtins.str
+    replaces: _builtins.str
+    """The SHA-256 of the word of the move by which the volume came, if the word was forgotten."""
     def __init__(
         self,
         *,
@@ -1428,10 +1477,11 @@ class MoveState(_message.Message):
         pv: _builtins.str = ...,
         pvc: _builtins.str = ...,
         namespace: _builtins.str = ...,
+        replaces: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_use", b"in_use", "namespace", b"namespace", "node", b"node", "pv", b"pv", "pvc", b"pvc", "release", b"release", "state", b"state", "volume_id", b"volume_id", "word", b"word"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_use", b"in_use", "namespace", b"namespace", "node", b"node", "pv", b"pv", "pvc", b"pvc", "release", b"release", "replaces", b"replaces", "state", b"state", "volume_id", b"volume_id", "word", b"word"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

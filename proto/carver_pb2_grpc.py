@@ -41,6 +41,11 @@ class OperatorStub:
                 request_serializer=proto_dot_carver__pb2.RepairVolumeRequest.SerializeToString,
                 response_deserializer=proto_dot_carver__pb2.Progress.FromString,
                 _registered_method=True)
+        self.RepairAsConfirmed = channel.unary_unary(
+                '/carver.v2.Operator/RepairAsConfirmed',
+                request_serializer=proto_dot_carver__pb2.RepairVolumeRequest.SerializeToString,
+                response_deserializer=proto_dot_carver__pb2.Progress.FromString,
+                _registered_method=True)
         self.ReplaceDisk = channel.unary_unary(
                 '/carver.v2.Operator/ReplaceDisk',
                 request_serializer=proto_dot_carver__pb2.ReplaceDiskRequest.SerializeToString,
@@ -83,6 +88,14 @@ class OperatorServicer:
     """
 
     def RepairVolume(self, request, context):
+        """The same as RepairAsConfirmed, for commands of 0.2.0. A service of 0.2.0 passes over
+        `differing_images`, and overwrites differing images unasked: so newer commands do not call this.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RepairAsConfirmed(self, request, context):
         """Goes on with the repair of a volume and says how far it is: called until `done`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -143,6 +156,11 @@ def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'RepairVolume': grpc.unary_unary_rpc_method_handler(
                     servicer.RepairVolume,
+                    request_deserializer=proto_dot_carver__pb2.RepairVolumeRequest.FromString,
+                    response_serializer=proto_dot_carver__pb2.Progress.SerializeToString,
+            ),
+            'RepairAsConfirmed': grpc.unary_unary_rpc_method_handler(
+                    servicer.RepairAsConfirmed,
                     request_deserializer=proto_dot_carver__pb2.RepairVolumeRequest.FromString,
                     response_serializer=proto_dot_carver__pb2.Progress.SerializeToString,
             ),
@@ -208,6 +226,33 @@ class Operator:
             request,
             target,
             '/carver.v2.Operator/RepairVolume',
+            proto_dot_carver__pb2.RepairVolumeRequest.SerializeToString,
+            proto_dot_carver__pb2.Progress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RepairAsConfirmed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/carver.v2.Operator/RepairAsConfirmed',
             proto_dot_carver__pb2.RepairVolumeRequest.SerializeToString,
             proto_dot_carver__pb2.Progress.FromString,
             options,
@@ -541,6 +586,11 @@ class TransferStub:
                 request_serializer=proto_dot_carver__pb2.SendRequest.SerializeToString,
                 response_deserializer=proto_dot_carver__pb2.SendPart.FromString,
                 _registered_method=True)
+        self.SendDiffering = channel.stream_stream(
+                '/carver.v2.Transfer/SendDiffering',
+                request_serializer=proto_dot_carver__pb2.SendRequest.SerializeToString,
+                response_deserializer=proto_dot_carver__pb2.SendPart.FromString,
+                _registered_method=True)
         self.Checksum = channel.unary_stream(
                 '/carver.v2.Transfer/Checksum',
                 request_serializer=proto_dot_carver__pb2.ChecksumRequest.SerializeToString,
@@ -723,6 +773,16 @@ class TransferServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SendDiffering(self, request_iterator, context):
+        """As Send, of a whole snapshot, but without the blocks that the caller has already: after the first
+        request the caller sends the digests of its blocks, in their order. The header of the stream is
+        sent before the first digest is there. A block has 1 MiB, or ends at a multiple of that, or at the
+        end of the snapshot.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Checksum(self, request, context):
         """Computes the checksum of all that a snapshot holds, or of all that was received.
         """
@@ -850,6 +910,11 @@ def add_TransferServicer_to_server(servicer, server):
             ),
             'Send': grpc.unary_stream_rpc_method_handler(
                     servicer.Send,
+                    request_deserializer=proto_dot_carver__pb2.SendRequest.FromString,
+                    response_serializer=proto_dot_carver__pb2.SendPart.SerializeToString,
+            ),
+            'SendDiffering': grpc.stream_stream_rpc_method_handler(
+                    servicer.SendDiffering,
                     request_deserializer=proto_dot_carver__pb2.SendRequest.FromString,
                     response_serializer=proto_dot_carver__pb2.SendPart.SerializeToString,
             ),
@@ -1507,6 +1572,33 @@ class Transfer:
             request,
             target,
             '/carver.v2.Transfer/Send',
+            proto_dot_carver__pb2.SendRequest.SerializeToString,
+            proto_dot_carver__pb2.SendPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendDiffering(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/carver.v2.Transfer/SendDiffering',
             proto_dot_carver__pb2.SendRequest.SerializeToString,
             proto_dot_carver__pb2.SendPart.FromString,
             options,

@@ -4,6 +4,10 @@ isort:skip_file
 Carver's own calls, for which CSI has none, served beside CSI on the same socket, which only root
 can open. The command `carver` makes them; it and the service are of one version.
 
+A service passes over a field that it does not know. So a field by which a request forbids what
+older services do is no protection: such a request gets a call of its own, which they refuse
+(tests/fast/repository/test_proto.py).
+
 v1 had untyped requests (google.protobuf.Struct): a v1 command gets UNIMPLEMENTED and a sentence
 (agent/csi/interceptor.py), and never another call's answer.
 """
@@ -22,6 +26,10 @@ class OperatorStub:
 
     def __init__(self, channel: _grpc.Channel) -> None: ...
     RepairVolume: _grpc.UnaryUnaryMultiCallable[_carver_pb2.RepairVolumeRequest, _carver_pb2.Progress]
+    """The same as RepairAsConfirmed, for commands of 0.2.0. A service of 0.2.0 passes over
+    `differing_images`, and overwrites differing images unasked: so newer commands do not call this.
+    """
+    RepairAsConfirmed: _grpc.UnaryUnaryMultiCallable[_carver_pb2.RepairVolumeRequest, _carver_pb2.Progress]
     """Goes on with the repair of a volume and says how far it is: called until `done`."""
     ReplaceDisk: _grpc.UnaryUnaryMultiCallable[_carver_pb2.ReplaceDiskRequest, _carver_pb2.Progress]
     """Goes on with putting a disk in the place of another: called until `done`."""
@@ -42,6 +50,15 @@ class OperatorServicer:
     """What an operator asks for."""
 
     def RepairVolume(
+        self,
+        request: _carver_pb2.RepairVolumeRequest,
+        context: _grpc.ServicerContext,
+    ) -> _carver_pb2.Progress:
+        """The same as RepairAsConfirmed, for commands of 0.2.0. A service of 0.2.0 passes over
+        `differing_images`, and overwrites differing images unasked: so newer commands do not call this.
+        """
+
+    def RepairAsConfirmed(
         self,
         request: _carver_pb2.RepairVolumeRequest,
         context: _grpc.ServicerContext,
@@ -158,6 +175,12 @@ class TransferStub:
     """
     Send: _grpc.UnaryStreamMultiCallable[_carver_pb2.SendRequest, _carver_pb2.SendPart]
     """Sends a snapshot; called by the node that the volume moves to, with the controller's grant."""
+    SendDiffering: _grpc.StreamStreamMultiCallable[_carver_pb2.SendRequest, _carver_pb2.SendPart]
+    """As Send, of a whole snapshot, but without the blocks that the caller has already: after the first
+    request the caller sends the digests of its blocks, in their order. The header of the stream is
+    sent before the first digest is there. A block has 1 MiB, or ends at a multiple of that, or at the
+    end of the snapshot.
+    """
     Checksum: _grpc.UnaryStreamMultiCallable[_carver_pb2.ChecksumRequest, _carver_pb2.ChecksumProgress]
     """Computes the checksum of all that a snapshot holds, or of all that was received."""
 
@@ -338,6 +361,17 @@ class TransferServicer:
         context: _grpc.ServicerContext,
     ) -> _abc.Iterator[_carver_pb2.SendPart]:
         """Sends a snapshot; called by the node that the volume moves to, with the controller's grant."""
+
+    def SendDiffering(
+        self,
+        request_iterator: _abc.Iterator[_carver_pb2.SendRequest],
+        context: _grpc.ServicerContext,
+    ) -> _abc.Iterator[_carver_pb2.SendPart]:
+        """As Send, of a whole snapshot, but without the blocks that the caller has already: after the first
+        request the caller sends the digests of its blocks, in their order. The header of the stream is
+        sent before the first digest is there. A block has 1 MiB, or ends at a multiple of that, or at the
+        end of the snapshot.
+        """
 
     def Checksum(
         self,

@@ -71,6 +71,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.LayoutUnknown, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotReceived, Code.FAILED_PRECONDITION),
     (agent.core.errors.Moved, Code.FAILED_PRECONDITION),
+    (agent.core.errors.Moving, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotMoved, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotAdopted, Code.FAILED_PRECONDITION),
     (agent.core.errors.BadStream, Code.INVALID_ARGUMENT),

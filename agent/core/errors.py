@@ -677,6 +677,22 @@ class Moved(AgentError):
         )
 
 
+class Moving(AgentError):
+    """Raised when a volume cannot be removed from a node because it moves to another node.
+
+    Nothing was changed. The other node may have received a part of the volume, which only the end
+    of the move removes.
+    """
+
+    def __init__(self, volume_id: str, node: str) -> None:
+        super().__init__(
+            f"cannot remove volume {volume_id!r}: it moves to {node}; end the move first, by"
+            " `carver volume move NAME --undo` here, which removes what the other node has"
+            " received, then call again. An evacuation by the controller does that by itself once"
+            " the claim is deleted"
+        )
+
+
 class NotMoved(AgentError):
     """Raised when a volume's move to another node cannot be begun or ended; nothing was changed."""
 
@@ -933,6 +949,14 @@ class NotRebound(AgentError):
 
     def __init__(self, claim: str, reason: str) -> None:
         super().__init__(f"cannot rebind claim {claim}: {reason}")
+
+
+class ClaimEnded(NotRebound):
+    """Raised when a claim cannot be made anew, because its namespace is being deleted or is gone.
+
+    The claim was deleted for the rebinding, or with its namespace. The moved volume has not been
+    used since, so the rebinding and the move can be undone.
+    """
 
 
 class NoOrphan(AgentError):

@@ -1,9 +1,10 @@
 """The list of extras: optional parts of Carver, each a folder of agent/extras.
 
-No other list of extras exists. Nothing in the core imports an extra; the service and the command
-load the extras that are installed, and work without them. The module `X_service` of an extra X has
-`add(service)`, which returns an agent.daemon.extra.Extra; the module `X_command_line` of an extra X
-has `add(command_line)`.
+No other list of extras exists. Nothing in the core imports an extra; the service, the command and
+the controller load the extras that are installed, and work without them. The module `X_service` of
+an extra X has `add(service)`, which returns an agent.daemon.extra.Extra; the module `X_controller`
+has `add(controller)`, which returns the Extras of the cluster's controller; the module
+`X_command_line` has `add(command_line)`.
 """
 
 from collections.abc import Iterator

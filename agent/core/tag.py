@@ -131,8 +131,11 @@ INTO = "into"
 # Key of the tag of a volume that is being received, with the number of bytes received so far.
 OFFSET = "offset"
 # Key of the tag of a volume that is being received, with the SHA-256 of the secret that is needed
-# to finish the volume.
+# to finish the volume. A finished volume has it in place of RELEASED once that secret is forgotten.
 RELEASE = "release"
+# Key of the tag of a volume that is being received in place of what an earlier move left, until its
+# first stream is whole. The value is the SHA-256 of the secret of that earlier move.
+REPLACES = "replaces"
 # Key of the tag of a received volume that is being finished.
 FINISHING = "finishing"
 # Key of the tag of a received volume with the secret that it was finished with.
@@ -243,7 +246,7 @@ FOLLOWS: Mapping[str, Follows] = MappingProxyType(
         ),
         # A stream's and a move's own.
         **dict.fromkeys((RECEIVED, CHAIN, INTO, OFFSET, RELEASE, FINISHING), Follows.NOWHERE),
-        **dict.fromkeys((RELEASED, MOVE_TO, MOVE_WORD, MOVE_ENDED), Follows.NOWHERE),
+        **dict.fromkeys((REPLACES, RELEASED, MOVE_TO, MOVE_WORD, MOVE_ENDED), Follows.NOWHERE),
         # A volume group's and a thin pool's.
         **dict.fromkeys((SWEEP, SWEEP_DISKS, FILLED), Follows.NOWHERE),
         **dict.fromkeys((CHUNK, UNCLEAN, METADATA_SNAPSHOT), Follows.NOWHERE),

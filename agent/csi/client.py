@@ -336,12 +336,13 @@ class Client:
         With `pool_metadata`, damaged metadata of its thin pool may be rewritten; with
         `differing_images`, images of a RAID that differ may be overwritten.
 
-        Return whether the repair is done, and a sentence about what was done or is waited for.
+        Return whether the repair is done, and a sentence about what was done or is waited for. A
+        service that would overwrite images unasked, as that of 0.2.0, refuses the call.
         """
         request = carver.RepairVolumeRequest(
             volume_id=volume_id, pool_metadata=pool_metadata, differing_images=differing_images
         )
-        answer = self.operator.RepairVolume(request)
+        answer = self.operator.RepairAsConfirmed(request)
         return answer.done, answer.message
 
     def replace_disk(self, old_disk: str, new_disk: str) -> tuple[bool, str]:

@@ -62,6 +62,11 @@ class Operator(carver_pb2_grpc.OperatorServicer):
     def RepairVolume(
         self, request: carver.RepairVolumeRequest, context: grpc.ServicerContext
     ) -> carver.Progress:
+        return self.RepairAsConfirmed(request, context)
+
+    def RepairAsConfirmed(
+        self, request: carver.RepairVolumeRequest, context: grpc.ServicerContext
+    ) -> carver.Progress:
         require(request, "volume_id")
         with self._locks.hold(ids.logical_name(request.volume_id)):
             return _progress(

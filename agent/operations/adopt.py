@@ -371,10 +371,10 @@ class Adopter:
         """Raise an error if an adoption cannot be undone, because the volume is still needed.
 
         Raises NotAdopted for a volume that is in use, is being copied, deleted or grown, or has
-        snapshots; Receiving or Moved for a volume that is being received or was moved to another
-        node.
+        snapshots; Receiving, Moved or Moving for a volume that is being received, or was moved or
+        moves to another node.
         """
-        self._conflicts.require(Call.ADOPT, volume)
+        self._conflicts.require(Call.UNDO_ADOPT, volume)
         volume_id, why = str(volume.id), ""
         if not volume.is_listed:
             why = "it is being deleted"

@@ -52,8 +52,9 @@ class VolumeDeleter:
         If erasing takes longer than two seconds, the deletion is recorded and goes on in the
         background. With `is_own`, the volume's state must permit DeleteVolume. A volume that is
         being received as a stream, or was moved to another node, is deleted only by the code that
-        ends the transfer, which passes False. Raises VolumeInUse, HasSnapshots, Receiving or Moved
-        for a volume in these states, and StillAtWork while an mkfs or fsck of the volume runs.
+        ends the transfer, which passes False. Raises VolumeInUse, HasSnapshots, Receiving, Moved or
+        Moving for a volume in these states, and StillAtWork while an mkfs or fsck of the volume
+        runs.
         """
         self._detached.cancel(volume_id)
         with suppress(errors.NoSuchVolume), self._conflicts.enter(Call.DELETE, volume_id):

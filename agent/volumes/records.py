@@ -252,7 +252,7 @@ class Volume:
     def orphan(self) -> str:
         """Kind under which `carver orphans` lists the volume if nothing refers to the volume.
 
-        Empty if the volume is in a state in which `carver orphans` must not remove it.
+        Empty if the volume's removal is on record already.
         """
         return volume_states.rows(self.own_tags)[0].orphan
 

@@ -33,6 +33,7 @@ class State(StrEnum):
     COPYING = tag.COPYING
     RECEIVING = tag.RECEIVING
     MOVED = tag.MOVED
+    MOVING = "moving"
     HELD = "held"
     HALF_MADE = "half-made"
     READY = tag.READY
@@ -47,6 +48,7 @@ class EndedBy(StrEnum):
     ERASER = "the eraser, once the volume is overwritten and removed"
     RECEIVER = "`carver volume receive`, by --finish or --abort"
     MOVER = "`carver volume move`, by --finish or --undo"
+    HANDOVER = "the move, by its commit, or `carver volume move` by --undo"
     MOVE = "the move, by its commit or release, or thirty seconds without a sign of it"
     MAKER = "CreateVolume, which makes the volume anew; DeleteVolume"
 
@@ -78,7 +80,8 @@ class Call(StrEnum):
         "ControllerGetVolume, ValidateVolumeCapabilities, ControllerPublishVolume,"
         " ControllerModifyVolume; a repair, a comparison, the first begin of a move"
     )
-    ADOPT = "`carver volume adopt` of what was adopted; with --undo"
+    ADOPT = "`carver volume adopt` of what was adopted"
+    UNDO_ADOPT = "`carver volume adopt --undo`"
 
 
 class Outcome(StrEnum):
@@ -90,7 +93,7 @@ class Outcome(StrEnum):
     ABORTED = "the call is ABORTED with the progress"
     ABSENT = "the call does not find the volume, or is ABORTED until its deletion is on record"
     REFUSED = "the call is FAILED_PRECONDITION, by its operation"
-    NOT_OWN = "the call is FAILED_PRECONDITION: the volume is not this node's yet, or any more"
+    NOT_OWN = "the call is FAILED_PRECONDITION: the volume is not this node's alone"
     HALTS = "the work ends at its next safe point, and then the call goes on"
     ANEW = "the call removes the volume, which has no data, and goes on as if there were none"
     AT_ONCE = "the call removes the volume, which has no data to overwrite"
@@ -105,7 +108,7 @@ def _calls(**outcomes: Outcome) -> Mapping[Call, Outcome]:
 _NOT_OWN = dict.fromkeys(
     (
         *("CREATE", "COPY_FROM", "SNAPSHOT", "EXPAND", "EXPAND_OTHER"),
-        *("USE", "DELETE", "MANAGE", "ADOPT"),
+        *("USE", "DELETE", "MANAGE", "ADOPT", "UNDO_ADOPT"),
     ),
     Outcome.NOT_OWN,
 )
@@ -130,8 +133,8 @@ class StateRow:
       layout, or only this process knows them.
     - `is_listed`: ListVolumes, `carver volume list` and ControllerListVolumeHealth show the volume.
     - `is_callers`: if a CreateVolume call failed and left the volume, the caller deletes it.
-    - `orphan`: the kind under which `carver orphans` lists the volume if nothing refers to it.
-      Empty if only `ended_by` may remove the volume.
+    - `orphan`: the kind under which `carver orphans` lists the volume if nothing refers to it. The
+      kind decides how the volume is removed then. Empty if its removal is on record already.
     - `is_noted`: calls that read no report of lvm2's know the state by a note in this process, made
       at the start (agent/volumes/holds.py). For other states they find jobs.
     - `problem`: returns the error of a call that the volume's state excludes.
@@ -165,6 +168,7 @@ STATES: Mapping[State, StateRow] = MappingProxyType(
                 DELETE=Outcome.JOINS,
                 MANAGE=Outcome.ABSENT,
                 ADOPT=Outcome.REFUSED,
+                UNDO_ADOPT=Outcome.REFUSED,
             ),
             problem=lambda volume_id, _: errors.OperationPending(f"{volume_id} (being erased)"),
         ),
@@ -179,6 +183,7 @@ STATES: Mapping[State, StateRow] = MappingProxyType(
                 USE=Outcome.ABSENT,
                 MANAGE=Outcome.ABSENT,
                 ADOPT=Outcome.REFUSED,
+                UNDO_ADOPT=Outcome.REFUSED,
             ),
             has_tag=False,
             is_callers=True,
@@ -197,6 +202,7 @@ STATES: Mapping[State, StateRow] = MappingProxyType(
                 DELETE=Outcome.HALTS,
                 MANAGE=Outcome.ABORTED,
                 ADOPT=Outcome.REFUSED,
+                UNDO_ADOPT=Outcome.REFUSED,
             ),
             is_callers=True,
             orphan="half-made",
@@ -206,6 +212,7 @@ STATES: Mapping[State, StateRow] = MappingProxyType(
             "it is received as a stream, and is no volume yet",
             EndedBy.RECEIVER,
             _calls(**_NOT_OWN),
+            orphan="receiving",
             is_noted=True,
             problem=lambda volume_id, _: errors.Receiving(volume_id),
         ),
@@ -213,21 +220,32 @@ STATES: Mapping[State, StateRow] = MappingProxyType(
             "it was moved to another node, and is kept here until the move is final",
             EndedBy.MOVER,
             _calls(**_NOT_OWN),
+            orphan="moved",
             is_noted=True,
             problem=lambda volume_id, own_tags: errors.Moved(
                 volume_id, own_tags.get(tag.MOVE_TO, "another node")
             ),
         ),
-        State.HELD: StateRow(
-            "its last snapshot is sent to another node, by this process alone",
-            EndedBy.MOVE,
-            # The outcome of ADOPT is for `carver volume adopt --undo` only: to adopt an adopted
-            # volume again changes nothing, and does not ask the table.
-            _calls(USE=Outcome.NOT_OWN, DELETE=Outcome.NOT_OWN, ADOPT=Outcome.NOT_OWN),
+        State.MOVING: StateRow(
+            "it is this node's, and is copied to another node, which has received a part of it",
+            EndedBy.HANDOVER,
+            # Without its volume, the move could not be undone: the node that receives the copy is
+            # named by the volume's tags alone.
+            _calls(DELETE=Outcome.NOT_OWN, UNDO_ADOPT=Outcome.NOT_OWN),
             has_tag=False,
             is_listed=True,
             is_callers=True,
-            orphan="volume",
+            orphan="moving",
+            problem=lambda volume_id, own_tags: errors.Moving(volume_id, own_tags[tag.MOVE_TO]),
+        ),
+        State.HELD: StateRow(
+            "its last snapshot is sent to another node, by this process alone",
+            EndedBy.MOVE,
+            _calls(USE=Outcome.NOT_OWN, DELETE=Outcome.NOT_OWN, UNDO_ADOPT=Outcome.NOT_OWN),
+            has_tag=False,
+            is_listed=True,
+            is_callers=True,
+            orphan="moving",
         ),
         State.HALF_MADE: StateRow(
             "lvm2 died while it made a RAID, which was never active",
@@ -259,19 +277,19 @@ WORK: Mapping[Work, Mapping[Call, Outcome]] = MappingProxyType(
             EXPAND=Outcome.ABORTED,
             EXPAND_OTHER=Outcome.ABORTED,
             DELETE=Outcome.REFUSED,
-            ADOPT=Outcome.REFUSED,
+            UNDO_ADOPT=Outcome.REFUSED,
         ),
         Work.GROWTH: _calls(
             EXPAND=Outcome.WAITS,
             EXPAND_OTHER=Outcome.HALTS,
             DELETE=Outcome.HALTS,
-            ADOPT=Outcome.REFUSED,
+            UNDO_ADOPT=Outcome.REFUSED,
         ),
         Work.LEFT_GROWTH: _calls(
             EXPAND=Outcome.HALTS,
             EXPAND_OTHER=Outcome.HALTS,
             DELETE=Outcome.HALTS,
-            ADOPT=Outcome.REFUSED,
+            UNDO_ADOPT=Outcome.REFUSED,
         ),
         # Snapshots and copies are ABORTED during mkfs: a snapshot taken then would have an
         # incomplete file system for ever.
@@ -414,7 +432,12 @@ def of(volume: Recorded) -> list[State]:
 
 def _by_tags(own_tags: Mapping[str, str]) -> set[State]:
     """Return the states of a volume that follow from its tags."""
-    return {by_tag(own_tags)} | ({State.INLINE} if tag.EPHEMERAL in own_tags else set())
+    states = {by_tag(own_tags)}
+    if tag.EPHEMERAL in own_tags:
+        states.add(State.INLINE)
+    if tag.MOVE_TO in own_tags and State.READY in states:
+        states.add(State.MOVING)
+    return states
 
 
 def meets(call: Call, volume: Recorded, expected_outcome: Outcome) -> bool:
@@ -429,8 +452,8 @@ def require(call: Call, volume: Recorded) -> None:
     """Raise an error if one of a volume's states, by the volume's record, excludes a call.
 
     Raises NoSuchVolume if the call must not find the volume. Otherwise the error is that of the
-    state: Copying, OperationPending, Receiving or Moved. Outcomes that the operation itself has to
-    bring about, such as HALTS, raise nothing.
+    state: Copying, OperationPending, Receiving, Moved or Moving. Outcomes that the operation itself
+    has to bring about, such as HALTS, raise nothing.
     """
     for state in of(volume):
         row = STATES[state]

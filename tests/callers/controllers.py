@@ -28,12 +28,13 @@ from clustered import Loop
 
 from agent.core.ids import VolumeId
 from agent.csi.client import Client
-from agent.extras.controller import certificates, nodes
-from agent.extras.controller.certificates import Certificates
+from agent.extras.controller import nodes
 from agent.extras.controller.claims import ClaimQuestions, Claims
 from agent.extras.controller.membership import Record, Serving
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Router
+from agent.extras.tls import certificates
+from agent.extras.tls.certificates import Certificates
 from agent.settings.settings import DRIVER_NAME, TOPOLOGY_KEY
 from agent.settings.values import Address
 

@@ -18,8 +18,8 @@ from clustered import Loop
 from simulated import SimulatedNode
 
 from agent.csi.client import Client, Mode, block, mounted
-from agent.extras.controller import certificates
 from agent.extras.controller.controller_process import ClusterController, Files
+from agent.extras.tls import certificates
 from agent.settings.settings import DRIVER_NAME, TOPOLOGY_KEY
 from lvm import report
 from proto import csi_pb2 as csi

@@ -12,9 +12,6 @@ from cluster.site import Failed, Lab, Site
 
 # How long Carver stays away from a node, in seconds: more than five minutes.
 _QUIET_SECONDS = 330
-# The grace after which a controller forgets what was on a deleted node, as
-# agent/extras/controller/enrolment.py has it, and the time until it notices; in seconds.
-_GRACE_SECONDS, _NOTICED_SECONDS = 600, 120
 # The shortest grace of orphans that Carver accepts, in seconds.
 _ORPHAN_SECONDS = 60
 # Within this time each node is reached again after the authority was lost, in seconds.
@@ -136,13 +133,8 @@ def _goes(site: Site, volume: Object) -> None:
 def forgotten_node(site: Site) -> str:
     """What was on a node that was deleted is forgotten, once every member says it is not there."""
     checks.needs_controller(site)
-    lab = nodes.lab(site)
-    values = [*lab.values]
-    try:
-        lab.install_values([*values, "forgetting"])
-        return _forgotten(nodes.found_anew(site), lab)
-    finally:
-        lab.install_values(values)
+    with nodes.installed_with(site, "forgetting") as forgetting:
+        return _forgotten(forgetting, nodes.lab(forgetting))
 
 
 def _forgotten(site: Site, lab: Lab) -> str:
@@ -159,7 +151,7 @@ def _forgotten(site: Site, lab: Lab) -> str:
         site.kubectl.delete("nodes", node)
         with nodes.without_carver(site, silent):
             site.stop(data, "persistentvolumeclaims")
-            site.clock.sleep(_GRACE_SECONDS + _NOTICED_SECONDS)
+            site.clock.sleep(nodes.FORGOTTEN_SECONDS + nodes.NOTICED_SECONDS)
             wanted = ("UNAVAILABLE", f"node {node} was deleted", silent)
             for said in controller.delete_volume(site, handle):
                 if not all(one in said for one in wanted):

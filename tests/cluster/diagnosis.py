@@ -46,7 +46,7 @@ def _line(one: Object) -> str:
 
 
 def _events(site: Site) -> Iterator[str]:
-    """The events of the check's objects, by name, as every name has the check's for its start."""
+    """The events of the check's objects, by name, as every name has the check's in it."""
     try:
         found = site.kubectl.all("events", site.namespace)
     except Refused as error:
@@ -54,7 +54,7 @@ def _events(site: Site) -> Iterator[str]:
         return
     for one in sorted(found, key=_time):
         of = one.get("involvedObject", {})
-        if str(of.get("name", "")).startswith(f"{site.check}-"):
+        if site.is_mine(str(of.get("name", ""))):
             times = path(one, "count") or path(one, "series", "count", default=1)
             words = (one.get("type"), one.get("reason"), of.get("kind"), of.get("name"))
             message = " ".join(str(one.get("message", "")).split())

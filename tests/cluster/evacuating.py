@@ -3,30 +3,18 @@
 import dataclasses
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import pairwise
 
 from cluster import checks, controller, nodes, objects, removal
 from cluster.kubectl import Object, Refused, path
 from cluster.site import Failed, Site
+from cluster.writers import Writers, claim_of, start_writers
 
 _PODS = 3
 # Lines of a writer before its node is evacuated.
 _LINES = 5
-# Goes on where the log ends. A line is written after the line before it is on the disk. The second
-# word is the time, in seconds since the epoch.
-_WRITER = f"""\
-cd {objects.PLACE}
-n=0
-[ ! -f log ] || while read -r number time; do n=$number; done < log
-while n=$((n + 1)); do
-    echo "$n $(date +%s)" >> log && sync log || exit 1
-    sleep 1
-done
-"""
-
-
 # Faults during one evacuation, how long one lasts at most, and the longest pause between two of
 # them, in seconds.
 _FAULTS, _DOWN_SECONDS, _BETWEEN_SECONDS = 5, 40, 25
@@ -38,8 +26,11 @@ def evacuation(site: Site) -> str:
     """A node is emptied by one command, and filled again: every acknowledged line is there."""
     with _written_on_one_node(site) as (site, node, writers):
         _there_and_back(site, node, writers, lambda _source, _targets: None)
-        pause = writers.longest_pause()
-    return f"{_PODS} writers left {node} and came back; the longest pause was {pause} s"
+        pause, own = writers.longest_pause(), _longest_stop(site, writers.names)
+    return (
+        f"{_PODS} writers left {node} and came back; the longest pause was {pause} s, and Carver's"
+        f" part of a pause at most {own} s"
+    )
 
 
 def evacuation_interrupted(site: Site) -> str:
@@ -98,46 +89,29 @@ class _Faults:
 
 
 @contextmanager
-def _written_on_one_node(site: Site) -> "Iterator[tuple[Site, str, _Writers]]":
+def _written_on_one_node(site: Site) -> Iterator[tuple[Site, str, Writers]]:
     """A StatefulSet whose pods all write on one node; Carver has the values `evacuation`."""
     checks.needs_controller(site)
-    lab = nodes.lab(site)
-    values = [*lab.values]
     node, *others = site.place.nodes
-    name = site.called("db")
-    names = [f"{name}-{number}" for number in range(_PODS)]
-    spec = site.spec(objects.of_claim(""), script=_WRITER)
-    made = objects.stateful_set(
-        site.run, site.check, name, spec, count=_PODS, size=f"{site.size_mib}Mi"
-    )
-    lab.install_values([*values, "evacuation"])
-    try:
-        site = nodes.found_anew(site)
-        site.until("all nodes answer", lambda: controller.all_answer(site))
-        with checks.cordoned(site, *others):
-            site.apply(made)
-            for pod in names:
-                site.until(
-                    f"the StatefulSet makes {pod}",
-                    lambda: site.kubectl.find("pods", pod, site.namespace),  # noqa: B023
-                )
-                site.ready(pod)
-        yield site, node, _Writers(site, names)
-        _erased(site, names)
-    finally:
+    names: list[str] = []
+    with nodes.installed_with(site, "evacuation") as site:
         try:
+            site.until("all nodes answer", lambda: controller.all_answer(site))
+            with checks.cordoned(site, *others):
+                names = start_writers(site, _PODS)
+            yield site, node, Writers(site, names)
+            _erased(site, names)
+        finally:
             _give_back(site, *site.place.nodes)
             # While the setting is off, nothing erases them.
             with suppress(Failed):
                 _erased(site, names)
-        finally:
-            lab.install_values(values)
 
 
 def _there_and_back(
     site: Site,
     node: str,
-    writers: "_Writers",
+    writers: Writers,
     meanwhile: Callable[[str, Sequence[str]], None],
 ) -> None:
     """Evacuate a node to all others, and then these to it.
@@ -149,60 +123,11 @@ def _there_and_back(
         _evacuated(site, other, [node], writers, meanwhile)
 
 
-class _Writers:
-    """Pods that write, and the lines that each is known to have written."""
-
-    def __init__(self, site: Site, names: Sequence[str]) -> None:
-        self._site = site
-        self._lines: dict[str, list[str]] = {name: [] for name in names}
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._lines)
-
-    def read(self, pod: str) -> int:
-        """Read the lines of a writer; their number.
-
-        Raises Failed where a line that was read before is not there, Refused where the pod cannot
-        be asked.
-        """
-        found = self._site.sh(pod, f"cat {objects.PLACE}/log 2> /dev/null || :")
-        # The last line may be half written.
-        lines = found[: found.rfind("\n") + 1].splitlines()
-        known = self._lines[pod]
-        if lines[: len(known)] != known:
-            # A writer gives the number of a line that was lost to another one.
-            lost = [line for line in known if line not in lines]
-            raise Failed(f"{pod} had written {len(known)} lines; lost: {', '.join(lost[:3])}")
-        self._lines[pod] = lines
-        return len(lines)
-
-    def go_on(self, least: int = 0) -> None:
-        """Wait until each has written more, and at least so many lines."""
-        for pod, lines in self._lines.items():
-            wanted = max(least, len(lines) + 1)
-            self._site.until(
-                f"{pod} has written {wanted} lines",
-                lambda: True if self.read(pod) >= wanted else None,  # noqa: B023
-            )
-
-    def longest_pause(self) -> int:
-        """The longest time between two lines in seconds; raises Failed where a line is missing."""
-        longest = 0
-        for pod, lines in self._lines.items():
-            words = [line.split() for line in lines]
-            if [int(number) for number, _ in words] != list(range(1, len(lines) + 1)):
-                raise Failed(f"the {len(lines)} lines of {pod} are not all there, or not in order")
-            times = [int(time) for _, time in words]
-            longest = max(longest, *(late - early for early, late in pairwise(times)))
-        return longest
-
-
 def _evacuated(
     site: Site,
     node: str,
     targets: Sequence[str],
-    writers: _Writers,
+    writers: Writers,
     meanwhile: Callable[[str, Sequence[str]], None],
 ) -> None:
     """Evacuate a node, wait until its writers write elsewhere, and let pods onto it again."""
@@ -230,6 +155,13 @@ def _evacuated(
     _give_back(site, node)
 
 
+def _longest_stop(site: Site, names: Sequence[str]) -> int:
+    """The longest time in which no pod could use a volume, in seconds, by Carver's Events."""
+    texts = [text for name in names for text in site.events(f"data-{name}", "VolumeMoved")]
+    found = [re.search(r"; this took (\d+) s ", text) for text in texts]
+    return max((int(one[1]) for one in found if one), default=0)
+
+
 def _give_back(site: Site, *names: str) -> None:
     """Let pods onto nodes that were evacuated. While a Node asks for it, it is cordoned again."""
 
@@ -245,7 +177,7 @@ def _erased(site: Site, names: Sequence[str]) -> None:
     """Wait until no node has copies of the writers' volumes that were moved away."""
 
     def erased() -> bool | None:
-        bound = [path(site.found(f"data-{pod}"), "spec", "volumeName") for pod in names]
+        bound = [path(site.found(claim_of(pod)), "spec", "volumeName") for pod in names]
         found = [site.kubectl.find("persistentvolumes", str(one)) for one in bound if one]
         handles = {str(path(one, "spec", "csi", "volumeHandle")) for one in found if one}
         # The name of the logical volume is the same on each node.

@@ -13,6 +13,7 @@ from cluster.checks import Check, lines_of
 from cluster.evacuating import evacuation, evacuation_interrupted
 from cluster.kubectl import path
 from cluster.lying import lying_node
+from cluster.releasing import released_claim
 from cluster.sick import sick_disk
 from cluster.site import Failed, Lab, Site
 
@@ -152,20 +153,14 @@ def dead_node(site: Site) -> str:
 def modes(site: Site) -> str:
     """Carver goes from one controller to sidecars on each node, and back, under a writer."""
     checks.needs_controller(site)
-    lab = nodes.lab(site)
-    values = [*lab.values]
     data = site.claim("data")
     writer = site.start("writer", data, script=checks.WRITER)
     kept, pod, words = site.used("pod")
     monday = "" if site.place.no_snapshots else site.snapshot("monday", kept)
-    try:
-        lab.install_values([*values, "sidecars"])
-        distributed = nodes.found_anew(site)
+    with nodes.installed_with(site, "sidecars") as distributed:
         if distributed.place.controllers:
             raise Failed("the controller is still installed")
         _serves(distributed, "there", kept, pod, words, monday)
-    finally:
-        lab.install_values(values)
     _serves(nodes.found_anew(site), "back", kept, pod, words, monday)
     numbers = [int(line.split()[0]) for line in lines_of(site, writer)]
     if numbers != list(range(1, len(numbers) + 1)):
@@ -218,6 +213,6 @@ ALL: Mapping[str, Check] = {
     for check in (
         *(controller_killed, pause, clock, modes, reboot, power_cut, sick_disk),
         *(dead_node, evacuation, evacuation_interrupted, authority_lost, lying_node, quiet_node),
-        *(added_node, cloned_group, forgotten_node),
+        *(added_node, cloned_group, forgotten_node, released_claim),
     )
 }

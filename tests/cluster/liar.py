@@ -26,8 +26,9 @@ import grpc
 from agent.core import ids
 from agent.daemon import log
 from agent.daemon.registration import Registration
-from agent.extras.controller import certificates, routes
+from agent.extras.controller import routes
 from agent.extras.controller.enrolling import Enroller
+from agent.extras.tls import certificates
 from agent.settings import settings
 from agent.settings.settings import Config
 from agent.settings.values import Address

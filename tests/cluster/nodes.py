@@ -11,6 +11,9 @@ from cluster.site import Failed, Lab, Site
 
 # Sidecars try again after this time at the latest, and ask for capacities as often, in seconds.
 _RETRY_SECONDS = 300
+# The grace after which a controller forgets what was on a deleted node, as
+# agent/extras/controller/enrolment.py has it, and the time until it notices; in seconds.
+FORGOTTEN_SECONDS, NOTICED_SECONDS = 600, 120
 
 
 def lab(site: Site) -> Lab:
@@ -30,6 +33,21 @@ def found_anew(site: Site) -> Site:
     like = str(path(site.place.like, "metadata", "name", default=""))
     place = installation.find(site.kubectl, site.place.driver, site.place.image, like)
     return dataclasses.replace(site, place=place)
+
+
+@contextmanager
+def installed_with(site: Site, values: str) -> Iterator[Site]:
+    """Carver with one more file of values while this lasts; the site with that Carver.
+
+    The values are those of tests/cluster/values, over the ones with which Carver is installed.
+    """
+    of_lab = lab(site)
+    before = [*of_lab.values]
+    try:
+        of_lab.install_values([*before, values])
+        yield found_anew(site)
+    finally:
+        of_lab.install_values(before)
 
 
 def is_back(site: Site, node: str) -> None:

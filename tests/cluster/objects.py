@@ -10,6 +10,8 @@ RUN, CHECK, CORDONED = "carver-checks/run", "carver-checks/check", "carver-check
 # The taint of a node that Carver has been taken from; its value is the run.
 WITHOUT_CARVER = "carver-checks/without-carver"
 PREFIX = "carver-checks-"
+# The claim template of a StatefulSet. The claim of a pod is called TEMPLATE-POD.
+TEMPLATE = "data"
 # Where a pod finds its volume.
 PLACE, DEVICE = "/data", "/dev/carver"
 # A user that owns nothing: what it can write was given to it by fsGroup.
@@ -219,12 +221,30 @@ def deployment(run: str, check: str, name: str, spec: Object) -> Object:
     return _object("Deployment", _metadata(run, check, name), spec=of_pods)
 
 
-def stateful_set(run: str, check: str, name: str, spec: Object, *, count: int, size: str) -> Object:
-    """Pods with a claim each, which are all made at once, and anew where they are evicted."""
+def stateful_set(
+    run: str,
+    check: str,
+    name: str,
+    spec: Object,
+    *,
+    count: int,
+    size: str,
+    is_spread: bool = False,
+    annotations: Mapping[str, str] | None = None,
+) -> Object:
+    """Pods with a claim each, which are all made at once, and anew where they are evicted.
+
+    With `is_spread` no node has two of the pods. `annotations` are those of the claims.
+    """
     labels = {RUN: run, CHECK: check}
     template = {"metadata": {"labels": labels}, "spec": {**spec, "restartPolicy": "Always"}}
     template["spec"].pop("volumes")
-    of_claims = claim(run, check, "data", size)
+    if is_spread:
+        term = {"labelSelector": {"matchLabels": labels}, "topologyKey": "kubernetes.io/hostname"}
+        apart = {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
+        template["spec"]["affinity"] = {"podAntiAffinity": apart}
+    of_claims = claim(run, check, TEMPLATE, size)
+    about = {"name": TEMPLATE, "labels": labels, "annotations": dict(annotations or {})}
     return _object(
         "StatefulSet",
         _metadata(run, check, name),
@@ -234,9 +254,7 @@ def stateful_set(run: str, check: str, name: str, spec: Object, *, count: int, s
             "podManagementPolicy": "Parallel",
             "selector": {"matchLabels": labels},
             "template": template,
-            "volumeClaimTemplates": [
-                {"metadata": {"name": "data", "labels": labels}, "spec": of_claims["spec"]}
-            ],
+            "volumeClaimTemplates": [{"metadata": about, "spec": of_claims["spec"]}],
         },
     )
 

@@ -25,7 +25,8 @@ def clear(site: Site) -> None:
     """End what a check has made, or all of a run where the site has no check.
 
     Raises Failed with what does not go. A PersistentVolume goes after DeleteVolume has succeeded;
-    Carver is asked all the same whether the volume is gone.
+    Carver is asked all the same whether the volume is gone. Of what was on a node that a check had
+    added, and that is removed, the objects are removed.
     """
     selector = site.mine if site.check else f"{objects.RUN}={site.run}"
     nodes = _nodes(site, selector) if site.check else site.place.nodes
@@ -41,6 +42,7 @@ def clear(site: Site) -> None:
         _end(site, CONTENTS, selector)
         _wait(site, "contents of snapshots", lambda: contents_left(site, members))
     _end(site, _CLAIMS, selector)
+    site.persist("volumes of removed nodes are forgotten", lambda: _forget_volumes(site))
     _wait(site, "PersistentVolumes", lambda: volumes_left(site))
     for node in nodes:
         _wait(site, f"volumes on node {node}", lambda: _still_there(site, node, handles))  # noqa: B023
@@ -124,16 +126,59 @@ def _contents_of_groups(site: Site) -> list[str]:
 
 
 def _of_namespace(site: Site, kind: str, reference: str, others: Container[str] = ()) -> list[str]:
-    start = f"{site.check}-" if site.check else ""
     return [
         one["metadata"]["name"]
         for one in site.kubectl.all(kind)
         if path(one, "spec", reference, "namespace") == site.namespace
         and (
-            str(path(one, "spec", reference, "name")).startswith(start)
+            site.is_mine(str(path(one, "spec", reference, "name")))
             or one["metadata"]["name"] in others
         )
     ]
+
+
+def _forget_volumes(site: Site) -> None:
+    """Remove the objects of PersistentVolumes that are on no node any more.
+
+    The disks of a node that a check had added went with its machine. So no deletion of the volume
+    succeeds, and one whose claim Carver has released is Retain. First the policy is set to Retain,
+    so that the removal of the object asks for no deletion.
+    """
+    mine, there = volumes_left(site), _nodes_there(site)
+    for one in site.kubectl.all("persistentvolumes"):
+        name, nodes = one["metadata"]["name"], _nodes_of(site, one)
+        if name in mine and nodes and nodes.isdisjoint(there):
+            change: Object = {"spec": {"persistentVolumeReclaimPolicy": "Retain"}}
+            change["metadata"] = {"finalizers": None}
+            site.kubectl.patch("persistentvolumes", name, change)
+            site.kubectl.delete("persistentvolumes", name)
+
+
+def _nodes_of(site: Site, volume: Object) -> set[str]:
+    """The nodes that the node affinity of a PersistentVolume names."""
+    terms = path(volume, "spec", "nodeAffinity", "required", "nodeSelectorTerms", default=[])
+    return {
+        value
+        for term in terms
+        for one in term.get("matchExpressions", [])
+        if one["key"] == _topology_key(site)
+        for value in one["values"]
+    }
+
+
+def _nodes_there(site: Site) -> set[str]:
+    """The nodes that the run began with, and those that have a Node object.
+
+    These are their names, and what PersistentVolumes call a node whose name is too long. A node
+    that the run began with may be away for a while, also its Node object.
+    """
+    found = [one["metadata"] for one in site.kubectl.all("nodes")]
+    labels = {path(one, "labels", _topology_key(site)) for one in found} - {None}
+    return {*site.place.nodes} | {str(one["name"]) for one in found} | labels
+
+
+def _topology_key(site: Site) -> str:
+    return f"topology.{site.place.driver}/node"
 
 
 def _handles(site: Site, selector: str, members: Container[str]) -> set[str]:
@@ -160,9 +205,13 @@ def _handles(site: Site, selector: str, members: Container[str]) -> set[str]:
 
 
 def _nodes(site: Site, selector: str) -> set[str]:
-    """The nodes of pods that are about to go, where their volumes are. In the end all are asked."""
+    """The nodes of pods that are about to go, where their volumes are. In the end all are asked.
+
+    A node that a check had added, and that is removed, is not asked.
+    """
     pods = site.until("the pods are listed", lambda: _pods(site, selector))
-    return {str(node) for one in pods if (node := path(one, "spec", "nodeName"))}
+    there = site.until("the nodes are listed", lambda: _nodes_there(site))
+    return there & {str(path(one, "spec", "nodeName")) for one in pods}
 
 
 def _pods(site: Site, selector: str) -> list[Object]:
@@ -178,8 +227,13 @@ def _still_there(site: Site, node: str, handles: Container[str]) -> list[str]:
     if site.place.daemonsets:
         asked = f"Carver on {node} says what it holds"
         held = site.until(asked, lambda: site.place.held(site.kubectl, node))
-    start = f"{site.namespace}/{site.check}"
-    return sorted(key for key, one in held.items() if key in handles or one.claim.startswith(start))
+    return sorted(key for key, it in held.items() if key in handles or _is_for_mine(site, it))
+
+
+def _is_for_mine(site: Site, held: Held) -> bool:
+    """Whether a volume was made for a claim of the check's."""
+    namespace, _, claim = held.claim.partition("/")
+    return namespace == site.namespace and site.is_mine(claim)
 
 
 def _end(site: Site, kind: str, selector: str, namespace: str = "") -> None:

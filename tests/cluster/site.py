@@ -227,13 +227,24 @@ class Site:
         """Two checks have no object of one name."""
         return f"{self.check}-{name}"
 
+    def is_mine(self, name: str) -> bool:
+        """Whether a claim, or another object of the run, is the check's, by its name.
+
+        The check, or a StatefulSet of the check's, made it. Without a check all are.
+        """
+        starts = (f"{self.check}-", f"{objects.TEMPLATE}-{self.check}-")
+        return not self.check or name.startswith(starts)
+
     # Looking
 
-    def events(self, name: str, reason: str) -> list[str]:
-        """What events of a reason say of one of the check's objects."""
+    def events(self, name: str, reason: str, namespace: str = "") -> list[str]:
+        """What events of a reason say of one of the check's objects.
+
+        Events about an object without a namespace are in the namespace `default`.
+        """
         return [
             " ".join(str(one.get("message", "")).split())
-            for one in self.kubectl.all("events", self.namespace)
+            for one in self.kubectl.all("events", namespace or self.namespace)
             if path(one, "involvedObject", "name") == name and one.get("reason") == reason
         ]
 

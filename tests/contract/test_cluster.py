@@ -26,8 +26,8 @@ from real.any import AnyHost
 from agent.core import ids
 from agent.csi.client import block, of_snapshot, of_volume
 from agent.csi.interceptor import STRIPPED
-from agent.extras.controller import certificates
-from agent.extras.controller.certificates import Certificates
+from agent.extras.tls import certificates
+from agent.extras.tls.certificates import Certificates
 from agent.settings.settings import Config
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc

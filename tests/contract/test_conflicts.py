@@ -244,13 +244,17 @@ def call_of(node: Node, call: Call, client: Client, staging: Path) -> Callable[[
         case Call.MANAGE:
             return partial(client.volume, one)
         case Call.ADOPT:
+            return partial(client.adopt, adopted(node))
+        case Call.UNDO_ADOPT:
             return partial(client.undo_adopt, adopted(node))
 
 
 def adopted(node: Node) -> carver.AdoptVolumeRequest:
-    """Have the volume be one that was adopted; the request that asks what its undo would do."""
+    """Have the volume be one that was adopted; the request that asks what a call would do."""
     node.host.lvm("lvchange", "--addtag", "carver.adopted=old", "--", f"{node.group}/vol-v")
-    return carver.AdoptVolumeRequest(group=node.group, logical_volume="old", dry_run=True)
+    return carver.AdoptVolumeRequest(
+        group=node.group, logical_volume="old", block=True, dry_run=True
+    )
 
 
 def test_all_work_is_tried() -> None:

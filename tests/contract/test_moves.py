@@ -213,7 +213,7 @@ def test_the_volume_cannot_be_used_during_the_last_round(
         if is_last(here, words):
             with expect.code("FAILED_PRECONDITION", "last time"):
                 here.client.stage(volume, here.directory / "staging", block())
-            with expect.code("FAILED_PRECONDITION", "last time"):
+            with expect.code("FAILED_PRECONDITION", "moves to there"):
                 here.client.delete(volume.volume_id)
             refused.append(words)
 
@@ -501,6 +501,27 @@ def third(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
     """A node that the volume moves on to."""
     with nodes.made(host, config, tmp_path, "third-node") as made:
         yield made
+
+
+@pytest.mark.variation
+@pytest.mark.parametrize("layout", ["linear", "thin"])
+def test_a_volume_that_moves_is_deleted_only_once_its_move_is_undone(
+    here: Node, there: Node, layout: str
+) -> None:
+    volume = volume_of(here, layout)
+    write(here, "vol-db", random.Random(3))
+    here.client.unstage(volume.volume_id, here.directory / "staging")
+    cut_before_the_last(here, there, volume)
+    content = here.content("vol-db")
+    for _ in range(2):
+        with expect.code("FAILED_PRECONDITION", "moves to there", "--undo"):
+            here.client.delete(volume.volume_id)
+        here.restart()
+    assert here.content("vol-db") == content
+    assert "vol-db" in there.names()
+    move(here, Stand(there), volume).undo(confirmed=never, is_nowhere=never)
+    here.client.delete(volume.volume_id)
+    assert here.names() | there.names() == set()
 
 
 @pytest.mark.variation

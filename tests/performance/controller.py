@@ -31,8 +31,9 @@ sys.path += [str(ROOT), str(ROOT / "tests" / "support")]
 
 from simulated import name_of, uuid_of  # noqa: E402
 
-from agent.extras.controller import certificates, nodes  # noqa: E402
-from agent.extras.controller.certificates import Certificates  # noqa: E402
+from agent.extras.controller import nodes  # noqa: E402
+from agent.extras.tls import certificates  # noqa: E402
+from agent.extras.tls.certificates import Certificates  # noqa: E402
 from agent.settings.settings import DRIVER_NAME, TOPOLOGY_KEY  # noqa: E402
 from proto import csi_pb2 as csi  # noqa: E402
 

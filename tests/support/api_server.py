@@ -157,7 +157,7 @@ class Handler(BaseHTTPRequestHandler):
         if self._is_known():
             self._tell(self.path, *self.api.write(self.command, self.path, body))
 
-    do_PATCH = do_DELETE = do_POST  # noqa: N815 - the names are http.server's
+    do_PUT = do_PATCH = do_DELETE = do_POST  # noqa: N815 - the names are http.server's
 
     def _is_known(self) -> bool:
         self.api.methods.add(self.command)

@@ -41,6 +41,8 @@ class Cluster(ApiServer):
         self.lag = 0
         # The template by which a claim is recreated, as by a StatefulSet.
         self.template: Object | None = None
+        # The refusal of what is created in the claim's namespace, if that has ended.
+        self.namespace_ended: tuple[int, Object] | None = None
         self._asleep = 0
         for node in nodes:
             self.add(NODES, f"machine-{node}", metadata={"labels": {KEY: node}})
@@ -113,6 +115,17 @@ class Cluster(ApiServer):
         self.version += 1
         one["metadata"]["resourceVersion"] = str(self.version)
 
+    def end_claim(self) -> None:
+        """Its user deletes the claim, if it exists."""
+        for claim in self.objects[CLAIMS]:
+            claim["metadata"].setdefault("deletionTimestamp", "now")
+            self.changed(claim)
+
+    def end_namespace(self, *, is_gone: bool) -> None:
+        """The claim's namespace is deleted, with the claim; or is gone already."""
+        self.namespace_ended = no_namespace() if is_gone else terminating()
+        self.end_claim()
+
     def pod(self, name: str, node: str = "", phase: str = "Pending") -> Object:
         """One of the claim's."""
         spec = {"volumes": [{"persistentVolumeClaim": {"claimName": "data"}}], "nodeName": node}
@@ -142,6 +155,10 @@ class Cluster(ApiServer):
 
     def write(self, method: str, path: str, body: Object) -> tuple[int, Object]:
         self._pass()
+        path, _, query = path.partition("?")
+        if query:
+            assert (method, query) == ("POST", "dryRun=All")
+            return self._refuse_creation(path, body) or (201, body)
         number = len(self.writes)
         self.writes.append(f"{method} {path}")
         failure = self.failures.pop(number, None)
@@ -152,11 +169,8 @@ class Cluster(ApiServer):
     def _carry_out(self, method: str, path: str, body: Object) -> tuple[int, Object]:
         where, name = self._place(path)
         if method == "POST":
-            about = body["metadata"]
-            if set(about) & {"uid", "resourceVersion", "deletionTimestamp"} or "status" in body:
-                return _refused(422, "Invalid", "that is the server's to say")
-            if self._find(where, about["name"]):
-                return _refused(409, "AlreadyExists", f"{about['name']} already exists")
+            if refusal := self._refuse_creation(path, body):
+                return refusal
             made = self._made(where, json.loads(json.dumps(body)))
             return 201, made
         if (one := self._find(where, name)) is None:
@@ -169,6 +183,17 @@ class Cluster(ApiServer):
         self.changed(one)
         self._asleep = self.lag
         return 200, one
+
+    def _refuse_creation(self, path: str, body: Object) -> tuple[int, Object] | None:
+        where, _ = self._place(path)
+        about = body["metadata"]
+        if set(about) & {"uid", "resourceVersion", "deletionTimestamp"} or "status" in body:
+            return _refused(422, "Invalid", "that is the server's to say")
+        if _NAMESPACED.match(path) and self.namespace_ended:
+            return self.namespace_ended
+        if self._find(where, about["name"]):
+            return _refused(409, "AlreadyExists", f"{about['name']} already exists")
+        return None
 
     def _patch(self, one: Object, body: Object) -> tuple[int, Object]:
         if body["metadata"].pop("resourceVersion") != one["metadata"]["resourceVersion"]:
@@ -279,6 +304,19 @@ class Cluster(ApiServer):
         found = self._find(where, name)
         assert found is not None, name
         return found
+
+
+def terminating() -> tuple[int, Object]:
+    """What is refused in a namespace that is being deleted (plugin/pkg/admission/namespace)."""
+    code, refusal = _refused(403, "Forbidden", "because it is being terminated")
+    cause = {"reason": "NamespaceTerminating", "field": "metadata.namespace"}
+    return code, {**refusal, "details": {"causes": [cause]}}
+
+
+def no_namespace() -> tuple[int, Object]:
+    """What is refused in a namespace that does not exist."""
+    code, refusal = _refused(404, "NotFound", 'namespaces "shop" not found')
+    return code, {**refusal, "details": {"name": "shop", "kind": "namespaces"}}
 
 
 def _refused(code: int, reason: str, message: str) -> tuple[int, Object]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import expect
+import grpc
 import nodes
 import pytest
 from authority import Authority
@@ -18,11 +19,12 @@ from csi_client import Client
 from nodes import Node
 from real.any import AnyHost
 
-from agent.extras.controller import certificates
 from agent.extras.controller.call_records import Call
 from agent.extras.controller.controller_process import ClusterController, Files
 from agent.extras.controller.controller_service import Listener
 from agent.extras.controller.membership import Record
+from agent.extras.tls import certificates
+from agent.extras.tls.certificates import Certificates
 from agent.settings.settings import Config
 from agent.settings.values import Address
 
@@ -105,6 +107,16 @@ class Cluster:
         self.stop()
         self.config.endpoint.unlink(missing_ok=True)
         self.start()
+
+
+@contextmanager
+def channel(made: Cluster, who: str, to: str = "a") -> Iterator[grpc.Channel]:
+    """A connection to a node, by who has the certificate in that directory."""
+    shown = Certificates.read(made.directory / who)
+    name = certificates.node_name(to, made.config.driver_name)
+    options = certificates.options(name)
+    with grpc.secure_channel(made.address(to), shown.for_client(), options) as opened:
+        yield opened
 
 
 def listener(node: Node) -> Listener:

@@ -11,13 +11,13 @@ from authority import Authority
 from clustered import Loop
 from simulated import SimulatedNode, uuid_of
 
-from agent.extras.controller import certificates
 from agent.extras.controller.controller_process import ClusterController, Files
 from agent.extras.evacuation.cluster_view import ClusterView
 from agent.extras.evacuation.evacuation_calls import EvacuationCalls
 from agent.extras.evacuation.progress import Progress
 from agent.extras.kubernetes.access import Server
 from agent.extras.kubernetes.objects import Lists, Objects
+from agent.extras.tls import certificates
 from agent.settings.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
@@ -180,11 +180,14 @@ class Site:
         server = Server("tests", "127.0.0.1", api.port)
         self.lists, self.objects = Lists(server), Objects(server)
         self.progress = Progress()
+        # The progress that another controller has published.
+        self.other_text = ""
 
         async def begun() -> ClusterController:
             controller = ClusterController(config, Files(config))
             self.calls = EvacuationCalls(
-                *(config, controller.nodes, self.objects, self.lists, self.progress)
+                *(config, controller.nodes, self.objects, self.lists, self.progress),
+                lambda: self.other_text,
             )
             controller.handlers.append(self.calls.handler())
             await controller.start()

@@ -63,12 +63,17 @@ class Controller:
         )
         view = View(history, server)
         self.evacuator = Evacuator(self.context, view.view, GRACE_SECONDS)
+        # Whether it evacuates nodes; no more than one should, and several may for a while.
+        self.is_leader = True
         baton.begin(self.process, self._run)
 
     def _run(self) -> None:
         while True:
             try:
-                self.evacuator.look()
+                if self.is_leader:
+                    self.evacuator.look()
+                else:
+                    self.evacuator.stand_by()
             except EXPECTED:
                 self._history.problems += 1
             self._history.baton.sleep(10.0)
@@ -190,6 +195,7 @@ class History:
             (
                 *("kill", "kill", "second", "service", "service", "service", "api", "reboot"),
                 *("clock", "room", "class", "request", "request", "lose", "jump", "uncordon"),
+                *("lead", "lead"),
                 *("second", "critical", "critical", "group", "group", *("other",) * self.both),
             )
         )
@@ -199,6 +205,9 @@ class History:
                 self.start()
         elif what == "second" and len(self.controllers) < 2:
             self.start()
+        elif what == "lead" and self.controllers:
+            controller = chance.choice(self.controllers)
+            controller.is_leader = not controller.is_leader
         elif what == "service":
             service = self.services[chance.choice(NAMES)]
             service.is_up = not service.is_up

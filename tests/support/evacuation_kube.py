@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from baton import Baton
-from binding import _merged, _refused
+from binding import _merged, _refused, terminating
 from moving_model import Refusal, Service
 
 from agent.settings.settings import DRIVER_NAME, TOPOLOGY_KEY
@@ -60,6 +60,8 @@ class Kube:
         self.policies: dict[str, str] = {}
         # The claims that their user has deleted.
         self.abandoned: set[str] = set()
+        # Whether the namespace of the claims is being deleted: nothing is made in it.
+        self.is_ending = False
         # The claims that another one's finalizer keeps, such as while a snapshot is taken.
         self.kept: set[str] = set()
         # Whether an eviction is refused; what becomes of a request; asked each time.
@@ -176,6 +178,12 @@ class Kube:
                     found["metadata"].setdefault("deletionTimestamp", self._time())
                     self.touch(found)
 
+    def end_namespace(self) -> None:
+        """The namespace of the claims is deleted, with all that is in it."""
+        self.is_ending = True
+        for replica in list(self.replicas):
+            self.abandon(replica)
+
     def _template(self, claim: str) -> Object:
         about = {"name": claim, "namespace": SHOP, "labels": {"app": "db"}}
         return {"metadata": about, "spec": {"storageClassName": "fast"}}
@@ -190,9 +198,13 @@ class Kube:
             raise ConnectionRefusedError("the API server is down")
         if fate == "busy":
             return 503, {"kind": "Status"}
-        parts = urlsplit(url)
-        status, document = self._answer(method, parts.path, json.loads(body or b"null"))
-        [selector] = parse_qs(parts.query).get("fieldSelector", [""])
+        asked = urlsplit(url)
+        if self.is_ending and method == "POST" and f"/{SHOP}/persistentvolumeclaims" in url:
+            return terminating()
+        if "dryRun" in asked.query:
+            return 201, json.loads(body or b"null")
+        status, document = self._answer(method, asked.path, json.loads(body or b"null"))
+        [selector] = parse_qs(asked.query).get("fieldSelector", [""])
         if selector and "items" in document:
             name = selector.removeprefix("spec.nodeName=")
             items = [one for one in document["items"] if one["spec"].get("nodeName") == name]

@@ -73,6 +73,8 @@ class Volume:
     finishing: str = ""
     received: str = ""
     released: str = ""
+    # The digest of the word of the move that left what is being replaced.
+    replaces: str = ""
     # What the volume is mounted for, and the number of streams that are applied to it.
     users: set[str] = field(default_factory=set)
     streams: int = 0
@@ -84,6 +86,11 @@ class Volume:
     @property
     def is_usable(self) -> bool:
         return self.state == tag.READY
+
+    @property
+    def has_kept_snapshots(self) -> bool:
+        """Whether it has snapshots that are lost with it; those of a thin volume are not."""
+        return bool(self.snapshots) and self.device_class != "thin"
 
 
 @dataclass
@@ -110,6 +117,10 @@ class Service:
         self._apart: dict[str, Volume] = {}
         self.epoch = 0
         self._leases: dict[str, Lease] = {}
+        # How often what a volume had left here became a volume that is received.
+        self.replaced = 0
+        # Whether Carver here does not know that this is possible.
+        self.is_older = False
         self._serial = itertools.count(1)
 
     def restart(self) -> None:
@@ -166,7 +177,9 @@ class Service:
             return
         if not volume.is_usable or volume.users:
             raise Refusal(Code.FAILED_PRECONDITION, f"{volume_id} is {volume.state}, or in use")
-        if volume.snapshots and volume.device_class != "thin":
+        if volume.move_to:
+            raise Refusal(Code.FAILED_PRECONDITION, f"{volume_id} moves to {volume.move_to}")
+        if volume.has_kept_snapshots:
             raise Refusal(Code.FAILED_PRECONDITION, f"{volume_id} has snapshots")
         if self._lease(volume_id) is not None:
             raise Refusal(Code.FAILED_PRECONDITION, f"{volume_id} is held")
@@ -185,9 +198,10 @@ class Service:
             release=digest(word),
             word=word if is_gone else "",
             in_use=bool(volume.users),
+            replaces=volume.release if volume.is_usable and not self.is_older else "",
         )
 
-    def begin(self, volume_id: str, node: str, word: str) -> carver.MoveState:
+    def begin(self, volume_id: str, node: str, word: str, replaces: str = "") -> carver.MoveState:
         volume = self.find(volume_id)
         if volume.move_to and volume.move_to != node:
             raise Refusal(Code.FAILED_PRECONDITION, f"it moves to {volume.move_to}")
@@ -195,6 +209,9 @@ class Service:
             if not volume.is_usable:
                 raise Refusal(Code.FAILED_PRECONDITION, f"it is {volume.state}")
             volume.move_to, volume.word = node, word
+        is_meant = bool(replaces) and digest(volume.released) == replaces
+        if volume.is_usable and is_meant and not self.is_older:
+            volume.released, volume.release = "", replaces
         return self.move_state(volume_id)
 
     def hold(self, volume_id: str, token: str, new_token: str) -> str:
@@ -237,6 +254,8 @@ class Service:
         volume = self.find(volume_id)
         if volume.state == tag.MOVED and volume.move_ended:
             raise Refusal(Code.FAILED_PRECONDITION, "it is being deleted")
+        if volume.is_coming:
+            raise Refusal(Code.FAILED_PRECONDITION, "it is received")
         if volume.move_to:
             _require_move(volume, release)
             if only_begun and volume.state == tag.MOVED:
@@ -253,7 +272,7 @@ class Service:
         if volume.state != tag.MOVED:
             raise Refusal(Code.FAILED_PRECONDITION, "it is still this node's")
         _require_move(volume, release)
-        if volume.snapshots:
+        if volume.has_kept_snapshots:
             raise Refusal(Code.FAILED_PRECONDITION, "it has snapshots")
         volume.move_ended = True
         self._remove(volume)
@@ -313,6 +332,7 @@ class Service:
         volume = self.volumes.get(name)
         if volume is None:
             empty = dict.fromkeys(("volume_id", "chain", "into", "received", "release"), "")
+            empty |= dict.fromkeys(("replaceable", "replaces", "device_class"), "")
             empty["missing_group"] = self.missing_group
             return {**empty, "state": ABSENT, "offset_bytes": 0, "finishing": False, "verifies": 1}
         return {
@@ -326,7 +346,16 @@ class Service:
             "release": volume.release or digest(volume.released),
             "missing_group": "",
             "verifies": True,
+            "replaceable": self._replaceable(volume),
+            "replaces": volume.replaces,
+            "device_class": volume.device_class,
         }
+
+    def _replaceable(self, volume: Volume) -> str:
+        is_left = volume.state == tag.MOVED and not volume.move_ended
+        if not is_left or volume.has_kept_snapshots or self.is_older:
+            return ""
+        return digest(volume.word)
 
     def receive(
         self,
@@ -337,6 +366,7 @@ class Service:
         release: str,
         offset: int,
         source_id: str,
+        replaces: str = "",
     ) -> bool:
         """Begin to apply a stream; False if the volume has all of it already."""
         if device_class not in self.classes:
@@ -353,6 +383,8 @@ class Service:
             volume.state, volume.content = tag.RECEIVING, None
             volume.release, volume.into, volume.received = release, chain, source_id
             return True
+        if volume.state == tag.MOVED and replaces:
+            self._replace(volume, device_class, release, source_id, replaces)
         if not volume.is_coming:
             raise Refusal(Code.ALREADY_EXISTS, "it exists, and is not being received")
         if volume.chain == chain:
@@ -363,9 +395,9 @@ class Service:
             raise Refusal(Code.FAILED_PRECONDITION, "it comes by another move")
         if volume.chain != base_chain:
             raise Refusal(Code.FAILED_PRECONDITION, "it has another base")
-        if volume.into and volume.into != chain:
+        if volume.into not in ("", chain) and not volume.replaces:
             raise Refusal(Code.FAILED_PRECONDITION, "another stream was begun")
-        if offset > (volume.offset if volume.into else 0):
+        if offset > (volume.offset if volume.into == chain else 0):
             raise Refusal(Code.FAILED_PRECONDITION, "the stream begins too late")
         if volume.streams:
             raise Refusal(Code.FAILED_PRECONDITION, "it is in use")
@@ -373,6 +405,15 @@ class Service:
             volume.into, volume.offset = chain, 0
         volume.content = None
         return True
+
+    def _replace(
+        self, volume: Volume, device_class: str, release: str, source_id: str, replaces: str
+    ) -> None:
+        if self._replaceable(volume) != replaces or volume.device_class != device_class:
+            raise Refusal(Code.FAILED_PRECONDITION, "it cannot be replaced")
+        self.replaced += 1
+        volume.state, volume.release, volume.received = tag.RECEIVING, release, source_id
+        volume.replaces, volume.move_to, volume.word, volume.released = replaces, "", "", ""
 
     def record(self, name: str, chain: str, offset: int) -> None:
         volume = self._receiving(name)
@@ -387,12 +428,13 @@ class Service:
         if volume.into != chain:
             raise Refusal(Code.FAILED_PRECONDITION, "another stream is being received")
         volume.chain, volume.content, volume.into, volume.offset = chain, content, "", 0
+        volume.replaces = ""
 
     def finish_receive(self, name: str, word: str) -> None:
         volume = self.volumes.get(name)
         if volume is None:
             raise Refusal(Code.INVALID_ARGUMENT, "the volume has no id")
-        if volume.is_usable and volume.released:
+        if volume.is_usable and volume.received:
             return
         volume = self._receiving(name)
         if volume.finishing == WITHDRAWN:
@@ -426,11 +468,18 @@ class Service:
             raise Refusal(Code.FAILED_PRECONDITION, "it did not come by this move")
         if volume.move_to:
             raise Refusal(Code.FAILED_PRECONDITION, "it moves on")
-        if volume.snapshots:
+        if volume.has_kept_snapshots:
             raise Refusal(Code.FAILED_PRECONDITION, "it has snapshots")
         if volume.users:
             raise Refusal(Code.FAILED_PRECONDITION, "it is in use")
         volume.state, volume.finishing = tag.RECEIVING, WITHDRAWN
+
+    def whole(self, name: str) -> Volume:
+        """The volume of a name that is received, of which a stream is whole."""
+        volume = self._receiving(name)
+        if volume.into or not volume.chain:
+            raise Refusal(Code.FAILED_PRECONDITION, "its stream is incomplete")
+        return volume
 
     def _receiving(self, name: str) -> Volume:
         volume = self.volumes.get(name)
@@ -473,16 +522,20 @@ class ModelMoves:
         *,
         name: str = "",
         device_class: str = "",
+        replaces: str = "",
         tell: Callable[[str], None] = lambda _text: None,
         show: Callable[[Progress], None] = lambda _progress: None,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Move:
         name = name or ids.readable_name(volume_id)
         return Move(
-            ModelSource(self, volume_id, source, is_wanted),
-            ModelDestination(self, volume_id, source, target, name, device_class, show, is_wanted),
+            ModelSource(self, volume_id, source, replaces, is_wanted),
+            ModelDestination(
+                self, volume_id, source, target, name, device_class, replaces, show, is_wanted
+            ),
             volume_id,
             tell,
+            replaces=replaces,
         )
 
     def call(self, node: str, name: str, work: Callable[[Service], T]) -> T:
@@ -510,10 +563,15 @@ class ModelSource:
     """The node that has the volume, as the `Source` of a move."""
 
     def __init__(
-        self, moves: ModelMoves, volume_id: str, node: str, is_wanted: Callable[[], bool]
+        self,
+        moves: ModelMoves,
+        volume_id: str,
+        node: str,
+        replaces: str,
+        is_wanted: Callable[[], bool],
     ) -> None:
         self._moves, self._id, self._node = moves, volume_id, node
-        self._is_wanted = is_wanted
+        self._replaces, self._is_wanted = replaces, is_wanted
 
     def _call(self, name: str, work: Callable[[Service], T]) -> T:
         if name != "release" and not self._is_wanted():
@@ -524,7 +582,9 @@ class ModelSource:
         return f"{self._moves.chance.getrandbits(64):x}"
 
     def begin(self, node: str) -> carver.MoveState:
-        return self._call("begin", lambda at: at.begin(self._id, node, self._word()))
+        return self._call(
+            "begin", lambda at: at.begin(self._id, node, self._word(), self._replaces)
+        )
 
     def state(self) -> carver.MoveState:
         return self._call("state", lambda at: at.move_state(self._id))
@@ -566,11 +626,12 @@ class ModelDestination:
         target: str,
         name: str,
         device_class: str,
+        replaces: str,
         show: Callable[[Progress], None],
         is_wanted: Callable[[], bool],
     ) -> None:
         self._moves, self._id, self._source = moves, volume_id, source
-        self._is_wanted = is_wanted
+        self._replaces, self._is_wanted = replaces, is_wanted
         self.node, self.name = target, name
         self._class, self._show = device_class, show
 
@@ -603,7 +664,8 @@ class ModelDestination:
             if base_id:
                 base_chain = source._snapshot(base_id).chain(base_id)
             begun = at.receive(
-                *(self.name, self._class, base_chain, chain, release, offset_bytes, self._id)
+                *(self.name, self._class, base_chain, chain, release, offset_bytes, self._id),
+                replaces="" if base_id else self._replaces,
             )
             if not begun:
                 return Sent(False, 0)
@@ -627,11 +689,20 @@ class ModelDestination:
                 raise Differ
             return Sent(is_verified, 1 << 20)
 
-        return self._call("Pull", stream)
+        def pull(at: Service) -> Sent:
+            try:
+                return stream(at)
+            except Refusal as refusal:
+                # What a service refuses within a stream has one code.
+                is_cut = refusal.code is Code.UNAVAILABLE
+                code = refusal.code if is_cut else Code.FAILED_PRECONDITION
+                raise Refusal(code, refusal.why) from None
+
+        return self._call("Pull", pull)
 
     def compare(self, snapshot_id: str) -> None:
         snapshot = self._moves.call(self._source, "Checksum", lambda at: at._snapshot(snapshot_id))
-        volume = self._call("Checksum", lambda at: at._receiving(self.name))
+        volume = self._call("Checksum", lambda at: at.whole(self.name))
         if volume.content is None or volume.content != snapshot.content:
             raise Differ
 
@@ -691,9 +762,17 @@ def inventory(services: Mapping[str, Service], node: str, candidates: Sequence[s
         for snapshot_id, snapshot in one.snapshots.items()
         if "-move-" not in snapshot_id
     ]
+    left = {
+        name: [
+            plan.Volume(one.volume_id, one.size_bytes, one.device_class)
+            for one in services[name].volumes.values()
+            if one.state == tag.MOVED and one.move_to == node and not one.move_ended
+        ]
+        for name in rooms
+    }
     # The class of an encrypted volume encrypts.
     volumes = [
         plan.Volume(one.volume_id, one.size_bytes, one.device_class, one.device_class == "sealed")
         for one in volumes
     ]
-    return Inventory(volumes, snapshots, moves, rooms, problems)
+    return Inventory(volumes, snapshots, moves, rooms, problems, left)

@@ -16,9 +16,10 @@ import grpc
 from authority import Authority
 
 from agent.core import ids
-from agent.extras.controller import certificates, routes
+from agent.extras.controller import routes
 from agent.extras.controller.answer_rules import RULES
-from agent.extras.controller.certificates import Certificates
+from agent.extras.tls import certificates
+from agent.extras.tls.certificates import Certificates
 from agent.settings.settings import DRIVER_NAME
 from proto import csi_pb2 as csi
 

@@ -22,8 +22,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from agent.core import errors
-from agent.extras.controller.certificates import Certificates
 from agent.extras.kubernetes.objects import Objects
+from agent.extras.tls.certificates import Certificates
 
 _log = logging.getLogger(__name__)
 

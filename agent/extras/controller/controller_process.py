@@ -14,18 +14,19 @@ from typing import Any, Protocol
 
 import grpc
 
-from agent.core import errors
+from agent.core import errors, extras
 from agent.daemon import monitor
 from agent.daemon.extra import Extra
 from agent.daemon.service_process import ProcessEnder, claimed, process_ender
-from agent.extras.controller import certificates, nodes
+from agent.extras.controller import nodes
 from agent.extras.controller.call_records import Call, Observe, unobserved
-from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.claims import ClaimQuestions
 from agent.extras.controller.membership import Record, Serving
 from agent.extras.controller.node_moves import NodeMoves
 from agent.extras.controller.nodes import Nodes
 from agent.extras.controller.router import Router
+from agent.extras.tls import certificates
+from agent.extras.tls.certificates import Certificates
 from agent.settings.settings import Config
 from mount import calls
 from mount.text import counted
@@ -119,7 +120,7 @@ class ClusterController:
         source: Source,
         observe: Observe = unobserved,
     ) -> None:
-        self._config, self._source = config, source
+        self.config, self._source = config, source
         self._certificates = source.certificates
         self._problem = ""
         self.nodes = Nodes(config.driver_name, self._connect, source.record)
@@ -134,6 +135,11 @@ class ClusterController:
         self._server: grpc.aio.Server | None = None
         # Handlers of further services on the controller's socket; to be added before the start.
         self.handlers: list[grpc.GenericRpcHandler] = []
+
+    @property
+    def record(self) -> Record:
+        """What the API server says about members and volume groups; empty without an API server."""
+        return self._source.record
 
     async def start(self) -> None:
         """Start the source of nodes, ask all nodes for volume groups, and serve on a unix socket.
@@ -150,7 +156,7 @@ class ClusterController:
         server.add_generic_rpc_handlers((handler, *self.handlers))
         umask = os.umask(0o177)
         try:
-            server.add_insecure_port(f"unix://{self._config.endpoint}")
+            server.add_insecure_port(f"unix://{self.config.endpoint}")
         finally:
             os.umask(umask)
         await server.start()
@@ -200,7 +206,7 @@ class ClusterController:
         self.nodes.ask_due()
 
     def _connect(self, name: str, address: str) -> grpc.aio.Channel:
-        server_name = certificates.node_name(name, self._config.driver_name)
+        server_name = certificates.node_name(name, self.config.driver_name)
         credentials = self._certificates.for_client()
         # Write the scheme `dns:` out. The address comes from the node, and gRPC must not take a
         # part of the address for a scheme.
@@ -241,17 +247,16 @@ def run(config: Config) -> None:
     ):
         observers: list[Observe] = []
         pages = {"/healthz": monitor.Page(monitor.healthz(config.endpoint))}
-        source = _source(config)
-        controller = ClusterController(config, source, lambda call: _tell(observers, call))
-        handlers, evacuator = evacuation(config, controller)
-        controller.handlers += handlers
-        orphans = orphan_watch(config)
-        orphans.start()
-        exit_stack.callback(orphans.stop)
+        controller = ClusterController(config, _source(config), lambda call: _tell(observers, call))
+        tasks = [orphan_watch(config), health_events(config, controller.nodes)]
+        for _name, module in extras.modules("controller"):
+            tasks += module.add(controller)
         if config.metrics_address is not None:
             from agent.extras.controller.controller_metrics import Metrics
 
-            metrics = Metrics(controller.nodes, lambda: (*orphans.gauges(), *evacuator.gauges()))
+            metrics = Metrics(
+                controller.nodes, lambda: [gauge for task in tasks for gauge in task.gauges()]
+            )
             observers.append(metrics.count_call)
             pages["/metrics"] = monitor.Page(metrics.text, metrics.CONTENT_TYPE)
         for address in (config.metrics_address, config.health_address):
@@ -259,11 +264,6 @@ def run(config: Config) -> None:
                 page_server = monitor.Monitor(address, pages)
                 page_server.start()
                 exit_stack.callback(page_server.stop)
-        tasks = [
-            health_events(config, controller.nodes),
-            lost_claims(config, controller.nodes, source.record),
-            evacuator,
-        ]
         asyncio.run(_serve(controller, config, ender, tasks))
 
 
@@ -312,50 +312,6 @@ def health_events(config: Config, cluster_nodes: Nodes) -> Extra:
 
     server = access.find(config.kubeconfig, os.environ)
     return HealthEvents(config, cluster_nodes, Objects(server), Lists(server))
-
-
-def evacuation(
-    config: Config, controller: ClusterController
-) -> tuple[Sequence[grpc.GenericRpcHandler], Extra]:
-    """Return the handlers of the RPCs by which nodes are evacuated, and the task that does it.
-
-    Without an API server there are no handlers, and without the setting `evacuation` the task does
-    nothing. Raises BadConfig if the settings lead to no API server.
-    """
-    if config.nodes_file is not None:
-        return (), Extra()
-    from agent.extras.evacuation.evacuation_calls import EvacuationCalls
-    from agent.extras.evacuation.progress import Progress
-    from agent.extras.kubernetes import access
-    from agent.extras.kubernetes.objects import Lists, Objects
-
-    server, progress = access.find(config.kubeconfig, os.environ), Progress()
-    calls_of_operators = EvacuationCalls(
-        config, controller.nodes, Objects(server), Lists(server), progress
-    )
-    handlers = (calls_of_operators.handler(),)
-    if not config.evacuation:
-        return handlers, Extra()
-    from agent.extras.evacuation.evacuator import EvacuatorTask
-
-    return handlers, EvacuatorTask(config, controller.nodes, controller.moves, server, progress)
-
-
-def lost_claims(config: Config, cluster_nodes: Nodes, record: Record) -> Extra:
-    """Return the task that releases claims whose node is lost for good.
-
-    If the settings disable the task, return an extra that does nothing. Raises BadConfig if the
-    settings lead to no API server, or do not let the controller forget deleted nodes.
-    """
-    if not config.release_lost_claims:
-        return Extra()
-    from agent.extras.evacuation.lost_claims import LostClaimsTask
-    from agent.extras.kubernetes import access
-    from agent.extras.kubernetes.objects import Lists, Objects
-
-    server = access.find(config.kubeconfig, os.environ)
-    clients = Objects(server), Lists(server)
-    return LostClaimsTask(config.driver_name, cluster_nodes, record, *clients)
 
 
 def _tell(observers: Sequence[Observe], call: Call) -> None:

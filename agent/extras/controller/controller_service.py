@@ -18,8 +18,9 @@ from agent.csi.identity import Identity
 from agent.daemon.extra import Extra
 from agent.daemon.grpc_servers import stop_server
 from agent.daemon.server import Service
-from agent.extras.controller import certificates, routes
-from agent.extras.controller.certificates import Certificates
+from agent.extras.controller import routes
+from agent.extras.tls import certificates
+from agent.extras.tls.certificates import Certificates
 from agent.settings.settings import Config
 from agent.settings.values import Address
 from agent.work import locks
@@ -44,8 +45,9 @@ _TAKEN_SECONDS = 15.0
 # Seconds between two searches for volume groups of Carver's that the service does not know; also
 # the longest interval between retries of a failed search.
 _GROUPS_SECONDS = 600.0
-# Path of the RPC that other nodes call. Its handler checks the caller by the controller's grant.
-_SEND = "/carver.v2.Transfer/Send"
+# Paths of the RPCs that other nodes call. Their handlers check the caller by the grant of the
+# controller.
+_OF_NODES = tuple(f"/carver.v2.Transfer/{name}" for name in ("Send", "SendDiffering"))
 
 
 class NotListening(errors.AgentError):
@@ -142,7 +144,7 @@ class Listener(Extra):
         transfer = self._transfer()
         only_controller = certificates.OnlyFrom(
             certificates.controller_name(name),
-            checked_otherwise=[] if transfer is None else [_SEND],
+            checked_otherwise=() if transfer is None else _OF_NODES,
         )
         self._threads = ThreadPoolExecutor(locks.THREADS, thread_name_prefix="controller")
         server = grpc.server(

@@ -15,9 +15,9 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
 from agent.core import errors
-from agent.extras.controller import certificates
 from agent.extras.controller.authority import certificate_request, key_as_pem, new_key
-from agent.extras.controller.certificates import Certificates
+from agent.extras.tls import certificates
+from agent.extras.tls.certificates import Certificates
 from agent.settings.settings import Config
 from agent.settings.values import Address
 from agent.work.background import PeriodicTask

@@ -23,12 +23,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from google.protobuf.message import DecodeError
 
 from agent.core import errors
-from agent.extras.controller import certificates
 from agent.extras.controller.authority import Authority
-from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.claims import ClaimQuestions, Claims
 from agent.extras.controller.membership import ClusterRecord, Serving
 from agent.extras.kubernetes.objects import NODES, Lists, Objects
+from agent.extras.tls import certificates
+from agent.extras.tls.certificates import Certificates
 from agent.settings import values
 from agent.settings.settings import Config
 from proto import carver_pb2 as carver

@@ -24,10 +24,10 @@ from google.protobuf.message import Message
 from agent.core import errors, ids
 from agent.extras.controller.answer_rules import Untrue
 from agent.extras.controller.call_records import Call, Observe, recorded, unobserved
-from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.node_answers import Answers, refused_answer
 from agent.extras.controller.nodes import Node, Nodes, Refused, problem_of, require_node_error
 from agent.extras.controller.transfer_rules import TRANSFER, Advance
+from agent.extras.tls.certificates import Certificates
 from agent.extras.transfer.move import ABSENT, Differ, Move, Progress, Sent, There, prefix_of
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
@@ -112,6 +112,7 @@ class NodeMoves:
         *,
         name: str = "",
         device_class: str = "",
+        replaces: str = "",
         tell: Callable[[str], None] = lambda _text: None,
         show: Callable[[Progress], None] = lambda _progress: None,
         is_wanted: Callable[[], bool] = lambda: True,
@@ -119,19 +120,21 @@ class NodeMoves:
         """Return the move of a volume from the node `source` to the node `target`.
 
         `name` and `device_class` are the volume's name and class there; by default its own name,
-        and the default class. `tell` is called with a text at each step, `show` with the progress
-        of a stream each second; both in the thread that uses the move. If `is_wanted` returns
-        False, which it is asked before each call and each second of a stream, the move is cut off
-        with NodeFailed (CANCELLED), and can be continued later. All errors of the move are
-        AgentErrors.
+        and the default class. With `replaces`, the digest of the word of the move by which the
+        volume came from there, what it left there is replaced (`Move`). `tell` is called with a
+        text at each step, `show` with the progress of a stream each second; both in the thread that
+        uses the move. If `is_wanted` returns False, which it is asked before each call and each
+        second of a stream, the move is cut off with NodeFailed (CANCELLED), and can be continued
+        later. All errors of the move are AgentErrors.
         """
         name = name or ids.readable_name(volume_id)
         calls = Calls(self, volume_id, is_wanted)
         return Move(
-            SourceNode(calls, volume_id, source),
-            TargetNode(calls, volume_id, source, target, name, device_class, show),
+            SourceNode(calls, volume_id, source, replaces),
+            TargetNode(calls, volume_id, source, target, name, device_class, replaces, show),
             volume_id,
             tell,
+            replaces=replaces,
         )
 
     def names(self) -> Sequence[str]:
@@ -380,13 +383,16 @@ class Calls:
 class SourceNode:
     """The node that has the volume, as the `Source` of a move. Its methods raise NodeFailed."""
 
-    def __init__(self, calls: Calls, volume_id: str, node: str) -> None:
+    def __init__(self, calls: Calls, volume_id: str, node: str, replaces: str) -> None:
         self._calls, self._volume_id, self._node = calls, volume_id, node
+        self._replaces = replaces
 
     def begin(self, node: str) -> carver.MoveState:
         """Record that the volume moves to a node. Raises NodeFailed if it is another node's."""
         self._calls.moves.require_owner(self._node, self._volume_id)
-        request = carver.BeginMoveRequest(volume_id=self._volume_id, node=node)
+        request = carver.BeginMoveRequest(
+            volume_id=self._volume_id, node=node, replaces=self._replaces
+        )
         return cast(carver.MoveState, self._transfer("BeginMove", request))
 
     def state(self) -> carver.MoveState:
@@ -491,11 +497,12 @@ class TargetNode:
         target: str,
         name: str,
         device_class: str,
+        replaces: str,
         show: Callable[[Progress], None],
     ) -> None:
         self._calls, self._volume_id, self._source = calls, volume_id, source
         self.node, self.name = target, name
-        self._device_class = device_class
+        self._device_class, self._replaces = device_class, replaces
         self._show = show
 
     def status(self) -> There:
@@ -530,6 +537,7 @@ class TargetNode:
             offset_bytes=offset_bytes,
             verify=is_verified,
             grant=grant,
+            replaces="" if base_id else self._replaces,
         )
         [last] = self._calls.streams(
             (self.node, f"{TRANSFER}/Pull", request), show=_Rate("sending", self._show)

@@ -29,6 +29,8 @@ TRANSFER = "carver.v2.Transfer"
 _ABSENT = "absent"
 # States of a volume that moved to another node, and of one that is being deleted.
 _MOVED, _DELETED = map(volume_states.word_of, (EndedBy.MOVER, EndedBy.ERASER))
+# State of a volume that is being received.
+_RECEIVING = volume_states.word_of(EndedBy.RECEIVER)
 # Valid states of a volume, in MoveState and ReceiveState.
 _STATES = frozenset(
     volume_states.word_of(one) for one in EndedBy if one not in (EndedBy.MOVE, EndedBy.MAKER)
@@ -100,6 +102,20 @@ def of_its_word(value: str, call: Asked) -> str:
         return "the word is too long"
     is_equal = not word or hashlib.sha256(word.encode()).hexdigest() == value
     return "" if is_equal else "it is not the digest of the word"
+
+
+def left_here(value: str, call: Asked) -> str:
+    """Require the digest of a move's word or an empty value; an empty one unless it moved away."""
+    if value and call.part.state != _MOVED:
+        return "nothing is left of a volume that did not move away"
+    return a_sha256_or_none(value, call)
+
+
+def being_replaced(value: str, call: Asked) -> str:
+    """Require the digest of a move's word or an empty value; an empty one unless it is received."""
+    if value and call.part.state != _RECEIVING:
+        return "nothing is replaced by a volume that is not received"
+    return a_sha256_or_none(value, call)
 
 
 def moved_with_word(value: str, call: Asked) -> str:
@@ -196,6 +212,7 @@ _MOVE: Fields = {
     "pv": short(_MOST_NAME),
     "pvc": short(_MOST_NAME),
     "namespace": short(_MOST_NAME),
+    "replaces": a_sha256_or_none,
 }
 _RECEIVED: Fields = {
     "volume_id": received_id,
@@ -209,6 +226,9 @@ _RECEIVED: Fields = {
     "blank": any_value,
     "release": a_sha256_or_none,
     "missing_group": short(_MOST_NAME),
+    "replaceable": left_here,
+    "replaces": being_replaced,
+    "device_class": short(_MOST_NAME),
 }
 _PROGRESS: Fields = {
     "done_bytes": never_less("done_bytes", within_size),

@@ -116,6 +116,7 @@ class ClusterView:
                     known,
                     problem=inventory.problems.get(known.name, ""),
                     rooms=inventory.rooms.get(known.name, {}),
+                    left=inventory.left.get(known.name, ()),
                 )
                 for known in nodes
             ],

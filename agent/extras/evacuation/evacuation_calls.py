@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf import json_format
 from google.protobuf.message import DecodeError, Message
 
 from agent.core import codes, errors
@@ -30,18 +31,32 @@ T = TypeVar("T")
 
 _SERVICE = "carver.v2.Evacuation"
 _Code = grpc.StatusCode
+# Maximum number of characters of the progress that is published in an annotation. All annotations
+# of an object have 256 KiB at most (apimachinery, TotalAnnotationSizeLimitB).
+_MOST_CHARACTERS = 128 << 10
 
 
 class EvacuationCalls:
     """Answers Evacuate and Evacuations. The handlers must be used in one event loop."""
 
     def __init__(
-        self, config: Config, nodes: Nodes, objects: Objects, lists: Lists, progress: Progress
+        self,
+        config: Config,
+        nodes: Nodes,
+        objects: Objects,
+        lists: Lists,
+        progress: Progress,
+        other_text: Callable[[], str],
     ) -> None:
+        """Make the calls.
+
+        `other_text` returns the progress that another process has published, which evacuates the
+        nodes (`text_of_progress`); empty if there is none.
+        """
         self._driver_name, self._nodes, self._lists = config.driver_name, nodes, lists
         self._is_enabled = config.evacuation
         self._annotations = Annotations(objects, config.driver_name)
-        self._progress = progress
+        self._progress, self._other_text = progress, other_text
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the handler of both RPCs, for a server of grpc.aio."""
@@ -103,7 +118,33 @@ class EvacuationCalls:
         return answer
 
     def _evacuations(self, _data: bytes) -> carver.EvacuationsResponse:
-        return carver.EvacuationsResponse(nodes=map(_node, self._progress.snapshot()))
+        """Return the progress of this process, or what the one that evacuates has published."""
+        if not (text := self._other_text()):
+            return _response(self._progress)
+        try:
+            return json_format.Parse(text, carver.EvacuationsResponse(), ignore_unknown_fields=True)
+        except json_format.ParseError as error:
+            why = f"the progress that another controller has published cannot be read: {error}"
+            raise Refused(_Code.UNAVAILABLE, why) from None
+
+
+def text_of_progress(progress: Progress) -> str:
+    """Return the progress as JSON, for other processes; without units if it would be too long."""
+    response = _response(progress)
+    text = _json(response)
+    if len(text) > _MOST_CHARACTERS:
+        for node in response.nodes:
+            node.ClearField("units")
+        text = _json(response)
+    return text
+
+
+def _json(response: carver.EvacuationsResponse) -> str:
+    return json_format.MessageToJson(response, preserving_proto_field_name=True, indent=None)
+
+
+def _response(progress: Progress) -> carver.EvacuationsResponse:
+    return carver.EvacuationsResponse(nodes=map(_node, progress.snapshot()))
 
 
 def _request(call: carver.EvacuateRequest) -> Request:

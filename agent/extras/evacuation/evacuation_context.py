@@ -35,13 +35,15 @@ class Moves(Protocol):
         *,
         name: str = "",
         device_class: str = "",
+        replaces: str = "",
         tell: Callable[[str], None] = lambda _text: None,
         show: Callable[[StreamProgress], None] = lambda _progress: None,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Move:
         """Return the move of a volume from the node `source` to the node `target`.
 
-        Once `is_wanted` returns False, its calls are cut off.
+        With `replaces`, the digest of the word of the move by which the volume came from there,
+        what it left there is replaced. Once `is_wanted` returns False, its calls are cut off.
         """
 
     def names(self) -> Sequence[str]:

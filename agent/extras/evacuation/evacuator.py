@@ -32,7 +32,7 @@ from agent.extras.evacuation.progress import AT_ONCE, Progress, Stage
 from agent.extras.evacuation.quarantine import Quarantine
 from agent.extras.evacuation.rebindings import RebindingOfLost, RestOfRebinding
 from agent.extras.evacuation.take_back import TakeBack, VanishedTakeBack
-from agent.extras.evacuation.unit_drive import UnitDrive, erase
+from agent.extras.evacuation.unit_drive import UnitDrive
 from agent.extras.kubernetes.access import Server
 from agent.extras.kubernetes.objects import Lists
 from agent.extras.kubernetes.rebinding import Place
@@ -93,6 +93,17 @@ class Evacuator:
         """Have all drives end before their next steps."""
         for drive in self._drives():
             drive.end()
+
+    def stand_by(self) -> None:
+        """End all drives, and forget all that is known: another process evacuates the nodes."""
+        self.end()
+        for name in self._known:
+            self._context.progress.end(name, forget=True)
+        # A later look begins no drive for the volumes of those that are still ending.
+        self._others = [drive for drive in self._drives() if not drive.is_over]
+        self._known.clear()
+        self._vanished.clear()
+        self._noted, self._noted_seconds = (), float("-inf")
 
     @property
     def is_idle(self) -> bool:
@@ -526,12 +537,13 @@ class Evacuator:
             elif note is None and any(
                 left.source == name and not left.is_back for left in volume.left
             ):
-                is_left = True
-                if not volume.is_rebinding:
+                # A volume without a claim stays where it is: no claim could follow it.
+                is_left = is_left or volume.is_rebinding or volume.is_bound
+                if volume.is_bound and not volume.is_rebinding:
                     self._turn_round(volume, name, known)
         for source, notes in back.items():
             is_left = True
-            self._move_back(name, source, known, notes)
+            self._move_back(name, source, known, notes, nodes)
         if not (is_left or any(not drive.is_over for drive in known.drives)):
             context.events.node(name, reasons.FINISHED, "the evacuation is undone")
             context.progress.end(name)
@@ -606,7 +618,7 @@ class Evacuator:
             drive.start(VanishedTakeBack(self._context, note).run)
 
     def _turn_round(self, volume: NotedVolume, name: str, known: _Known) -> None:
-        """Note that a volume moves back to the node `name`, after what is left there is erased."""
+        """Note that a volume moves back to the node `name`."""
         note = next(left for left in volume.left if left.source == name and not left.is_back)
         running = sum(not drive.is_over for drive in known.drives)
         if running >= AT_ONCE or {note.volume_id, volume.handle} & self._busy():
@@ -619,9 +631,8 @@ class Evacuator:
             drive.require_wanted()
             if self._wish(name, Kind.UNDO) is not Wish.GO:
                 return
-            erase(self._context, note, found)
             back = MoveNote(found.node, found.handle, name, is_back=True)
-            self._context.notes.write(found, [*(one for one in found.notes if one != note), back])
+            self._context.notes.write(found, [*found.notes, back])
 
         drive = Drive(
             self._context,
@@ -632,7 +643,14 @@ class Evacuator:
         known.drives.append(drive)
         drive.start(work)
 
-    def _move_back(self, name: str, source: str, known: _Known, notes: Sequence[MoveNote]) -> None:
+    def _move_back(
+        self,
+        name: str,
+        source: str,
+        known: _Known,
+        notes: Sequence[MoveNote],
+        nodes: Mapping[str, EvacuatedNode],
+    ) -> None:
         """Drive the units of volumes that move back from a node."""
         volume_ids = {note.volume_id for note in notes}
         made = plan(self._view(source, [name]), [name])
@@ -642,6 +660,7 @@ class Evacuator:
         self._context.progress.begin(name, str(Kind.UNDO), shown)
         self._say_staying(stuck)
         self._drive(source, name, known, units, Kind.UNDO, cordon=True)
+        self._take_back_abandoned(name, known, made, nodes)
 
 
 class _UnitOf(Drive):
@@ -670,10 +689,22 @@ class EvacuatorTask(Extra):
     """The periodic background task of the controller that evacuates nodes."""
 
     def __init__(
-        self, config: Config, nodes: Nodes, moves: NodeMoves, server: Server, progress: Progress
+        self,
+        config: Config,
+        nodes: Nodes,
+        moves: NodeMoves,
+        server: Server,
+        progress: Progress,
+        *,
+        is_leader: Callable[[], bool],
     ) -> None:
-        """Make the task, which `start` starts."""
+        """Make the task, which `start` starts.
+
+        It evacuates nodes while `is_leader` returns True. Two may do so at once for a while, as
+        the tags on the nodes decide; it takes them longer.
+        """
         self._config, self._nodes, self._lists = config, nodes, Lists(server)
+        self._is_leader = is_leader
         self._context = Context(
             config.driver_name,
             server,
@@ -687,7 +718,7 @@ class EvacuatorTask(Extra):
         self._evacuator = Evacuator(self._context, self._view, config.evacuation_grace_seconds)
         self.task = PeriodicTask(
             "evacuation",
-            self._evacuator.look,
+            self._look,
             _LOOK_SECONDS,
             "cannot look for nodes that are to be evacuated: %s",
             first_seconds=_FIRST_SECONDS,
@@ -696,6 +727,12 @@ class EvacuatorTask(Extra):
     def _view(self, node: str, to: Sequence[str]) -> View:
         view = ClusterView(self._config.driver_name, self._nodes, self._lists, self._loop)
         return view.view(node, to)
+
+    def _look(self) -> None:
+        if self._is_leader():
+            self._evacuator.look()
+        else:
+            self._evacuator.stand_by()
 
     def start(self) -> None:
         """Start the task. This method must be called in the event loop that uses the nodes."""
@@ -708,5 +745,5 @@ class EvacuatorTask(Extra):
         self._evacuator.end()
 
     def gauges(self) -> Iterable[Gauge]:
-        """Return the gauges of the evacuations that this process knows."""
+        """Return the gauges of the evacuations that this process drives."""
         return evacuation_metrics.gauges(self._context.progress.snapshot())

@@ -7,7 +7,6 @@ volumes and its snapshots, a page at a time.
 
 import asyncio
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,13 +39,17 @@ _OF_MOVES = re.compile(r"[-.]move-[0-9a-f]{12}-[0-9a-f]{8}$")
 
 @dataclass(frozen=True)
 class Inventory:
-    """What the nodes answered. `rooms` and `problems` are by the names of the candidates."""
+    """What the nodes answered. `rooms`, `problems` and `left` are by the names of the candidates.
+
+    `left` has what volumes have left on a candidate that moved from there to the evacuated node.
+    """
 
     volumes: Sequence[Volume] = ()
     snapshots: Sequence[Snapshot] = ()
     moves: Sequence[Moving] = ()
     rooms: Mapping[str, Mapping[str, Room]] = field(default_factory=dict)
     problems: Mapping[str, str] = field(default_factory=dict)
+    left: Mapping[str, Sequence[Volume]] = field(default_factory=dict)
 
 
 class NodeInventory:
@@ -80,31 +83,44 @@ class NodeInventory:
         targets = {move.node for move in away.values()}
         asked = sorted({*candidates, *targets} - {name})
         classes = sorted({volume.device_class for volume in volumes})
-        rooms, problems, received = await self._candidates(asked, classes)
+        rooms, problems, moves_by_node = await self._candidates(asked, classes)
+        received = {
+            node: {move.received for move in moves} for node, moves in moves_by_node.items()
+        }
         return Inventory(
             volumes,
             snapshots,
             [
                 Moving(
                     *(volume_id, move.node, move.handed_over),
-                    has_space=volume_id in received[move.node],
+                    has_space=volume_id in received.get(move.node, ()),
                 )
                 for volume_id, move in sorted(away.items())
             ],
             rooms,
             problems,
+            {
+                node: [
+                    Volume(move.volume_id, move.size_bytes, move.device_class, move.encrypted)
+                    for move in moves
+                    if move.handed_over and move.node == name and not move.ended
+                ]
+                for node, moves in moves_by_node.items()
+            },
         )
 
     async def _candidates(
         self, asked: Sequence[str], classes: Sequence[str]
-    ) -> tuple[Mapping[str, Mapping[str, Room]], Mapping[str, str], Mapping[str, set[str]]]:
-        """Ask candidates for their space; return it, their problems, and what they have received.
+    ) -> tuple[
+        Mapping[str, Mapping[str, Room]], Mapping[str, str], Mapping[str, Sequence[carver.NodeMove]]
+    ]:
+        """Ask candidates for their space; return it, their problems, and their moves.
 
-        Each is by the names of the nodes; what they have received are the ids at the sources.
+        Each is by the names of the nodes.
         """
         limit = asyncio.Semaphore(_AT_ONCE)
         rooms, problems = dict[str, Mapping[str, Room]](), dict[str, str]()
-        received = defaultdict[str, set[str]](set)
+        moves_by_node = dict[str, Sequence[carver.NodeMove]]()
 
         async def ask(name: str) -> None:
             node = self._nodes.get(name)
@@ -119,13 +135,13 @@ class NodeInventory:
                         problems[name] = f"takes no new volumes: {problem}"
                     else:
                         moves = await self._moves(node)
-                        received[name] = {move.received for move in moves.moves}
+                        moves_by_node[name] = moves.moves
                         rooms[name] = await self._rooms(node, moves.classes, classes)
                 except (Exception, asyncio.CancelledError) as error:
                     problems[name] = f"does not say how much space it has: {_text(error)}"
 
         await asyncio.gather(*map(ask, asked))
-        return rooms, problems, received
+        return rooms, problems, moves_by_node
 
     async def _rooms(
         self, node: Node, offered: Iterable[carver.MoveClass], classes: Sequence[str]

@@ -84,6 +84,7 @@ class Node:
     `created` is the Node's creationTimestamp. `problem` says why Carver on the node cannot receive
     volumes; empty if it can. `rooms` has the space for each device class of the evacuated volumes
     that the node has. `is_evacuated` is whether an evacuation of the node itself was requested.
+    `left` has what volumes of the evacuated node have left on the node, from which they came.
     `has_label` is whether the Node has Carver's topology label, without which no pod with a volume
     of Carver's is placed on it.
     """
@@ -98,6 +99,17 @@ class Node:
     has_label: bool = True
     problem: str = ""
     rooms: Mapping[str, Room] = field(default_factory=dict)
+    left: "Sequence[Volume]" = ()
+
+    def has_space_of(self, volume: "PlannedVolume") -> bool:
+        """Return whether a volume that comes back takes the place of what it has left here."""
+        name = ids.readable_name(volume.volume_id)
+        return any(
+            ids.readable_name(one.volume_id) == name
+            and one.device_class == volume.device_class
+            and one.size_bytes >= volume.size_bytes
+            for one in self.left
+        )
 
 
 @dataclass(frozen=True)
@@ -770,9 +782,8 @@ class _State:
         shares = defaultdict[str, Fraction](Fraction)
         for volume in draft.volumes:
             room = node.rooms.get(volume.device_class)
-            if room is None or (
-                volume.move and volume.move.has_space and volume.move.node == node.name
-            ):
+            has_space = volume.move and volume.move.has_space and volume.move.node == node.name
+            if room is None or has_space or node.has_space_of(volume):
                 continue
             # Count a pool without space as one of a byte, which no volume fits into.
             shares[room.pool] += Fraction(_rounded(volume.size_bytes, room), room.free_bytes or 1)

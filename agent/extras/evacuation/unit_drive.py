@@ -26,7 +26,7 @@ from agent.extras.evacuation.move_notes import MoveNote, NotedVolume
 from agent.extras.evacuation.plan import PlannedVolume, Unit
 from agent.extras.evacuation.progress import Stage
 from agent.extras.kubernetes.rebinding import Place, Rebinding
-from agent.extras.transfer.move import Approach, Move, is_own, is_receiving, is_usable
+from agent.extras.transfer.move import ABSENT, Approach, Move, is_own, is_receiving, is_usable
 from agent.extras.transfer.move import Progress as StreamProgress
 
 _log = logging.getLogger(__name__)
@@ -92,6 +92,8 @@ class UnitDrive:
         self._context, self._source, self.unit = context, source, unit
         self._wish, self._cordon = wish, cordon
         self._shown = shown_node or source
+        # Since when no pod has used the volumes, of a monotonic clock; None while one does.
+        self._unused_seconds: float | None = None
         # Whether the drive is to end; set when it has begun.
         self._is_ending: Callable[[], bool] = lambda: False
         # At how many looks each pod used the volumes, by its UID; how many of these pods were made
@@ -106,7 +108,7 @@ class UnitDrive:
             for planned in unit.volumes
         ]
 
-    def _move_of(self, planned: PlannedVolume) -> Move:
+    def _move_of(self, planned: PlannedVolume, replaces: str = "") -> Move:
         volume_id = planned.volume_id
 
         def show(progress: StreamProgress) -> None:
@@ -117,6 +119,7 @@ class UnitDrive:
             self._source,
             self.unit.target,
             device_class=planned.device_class,
+            replaces=replaces,
             tell=lambda text: _log.info("%s: %s", volume_id, text),
             show=show,
             is_wanted=lambda: not self._is_ending(),
@@ -165,6 +168,7 @@ class UnitDrive:
         for volume in self._volumes:
             self._require(drive)
             self._note_target(volume)
+            self._forget_left(volume)
             self._rebind(drive, volume, places)
         self._enter(Stage.MOVED)
 
@@ -178,8 +182,9 @@ class UnitDrive:
     def _note(self) -> None:
         """Note the move at each PersistentVolume, and clear the way on the target.
 
-        What is left on the target of an earlier move of a volume by an evacuation is deleted: the
-        target cannot have the volume twice. So is what it has received by a move that was undone.
+        What is left on the target of an earlier move of a volume by an evacuation is replaced, or
+        deleted: the target cannot have the volume twice. What it has received by a move that was
+        undone is deleted.
         """
         notes = self._context.notes
         for volume in self._volumes:
@@ -190,13 +195,43 @@ class UnitDrive:
                 continue
             if noted.is_rebinding:
                 raise errors.NotMoved(volume_id, "its claim is still being rebound after a move")
+            notes.ensure(noted.name, MoveNote(self._source, volume_id, self.unit.target))
             if not volume.is_handed_over:
+                _remove_undone(volume.move, volume_id)
                 for note in noted.left:
                     if note.source == self.unit.target:
-                        erase(self._context, note, noted)
-                        notes.remove(noted.name, note)
-                _remove_undone(volume.move, volume_id)
-            notes.ensure(noted.name, MoveNote(self._source, volume_id, self.unit.target))
+                        self._clear(volume, note, noted)
+
+    def _clear(self, volume: _Moving, note: MoveNote, noted: NotedVolume) -> None:
+        """Have what is left on the target by an earlier move be replaced by this one, or erase it.
+
+        It is replaced, so that only what differs is sent, if both nodes say that this is possible,
+        and if this move is the way back of that one. The note stays then, as long as it is under
+        quarantine. Does nothing if it is gone, or if it is being replaced already.
+        """
+        planned, context = volume.planned, self._context
+        earlier = context.moves.move(note.volume_id, note.source, note.target)
+        there_state = volume.move.destination.status()
+        if there_state["state"] == ABSENT or is_receiving(there_state):
+            return
+        if (replaces := there_state["replaceable"]) and note.target == self._source:
+            is_same_class = there_state["device_class"] == planned.device_class
+            move = self._move_of(planned, replaces)
+            if is_same_class and move.source.begin(self.unit.target).replaces == replaces:
+                earlier.source.drop(())
+                volume.move = move
+                return
+        erase(context, note, noted)
+        context.notes.remove(noted.name, note)
+
+    def _forget_left(self, volume: _Moving) -> None:
+        """Remove the note of what was left on the target: it is the volume itself by now."""
+        planned, notes = volume.planned, self._context.notes
+        owner = planned.persistent_volume
+        noted = notes.find(owner.name) if owner is not None else None
+        if noted is not None and noted.handle == planned.volume_id:
+            left = [note for note in noted.left if note.source == self.unit.target]
+            notes.remove(noted.name, *left)
 
     def _note_target(self, volume: _Moving) -> None:
         """Note again where a volume went that was handed over, before the note is copied.
@@ -306,7 +341,11 @@ class UnitDrive:
             self._require(drive)
             why, pods = self._why_target_waits(), self._users()
             if not (why or pods):
+                if self._unused_seconds is None:
+                    self._unused_seconds = self._context.monotonic()
                 return True
+            if pods and not self._is_handed_over:
+                self._unused_seconds = None
             self._enter(Stage.CAUGHT_UP if why else Stage.EVICTING)
             problem = why or self._evict_all(pods)
             if problem:
@@ -441,17 +480,25 @@ class UnitDrive:
         def report(text: str) -> None:
             context.events.claim(planned, reasons.REBINDING, text)
 
+        rebinding = Rebinding(context.server, planned.volume_id, place)
         try:
-            Rebinding(context.server, planned.volume_id, place).run(
-                lambda _text: not drive.is_ending, report
-            )
+            rebinding.run(lambda _text: not drive.is_ending, report)
         except errors.NotConfirmed:
+            raise Unwanted from None
+        except errors.ClaimEnded as error:
+            # The volume has lost its claim, and no other PersistentVolume is left: it is taken
+            # back as any other whose claim was deleted.
+            _log.info("%s: %s", planned.volume_id, error)
+            rebinding.undo(lambda _text: True, report)
             raise Unwanted from None
         owner = planned.persistent_volume
         if owner is not None:
             subject = context.claim_subject(owner.claim_namespace, owner.claim_name)
             if subject is not None:
                 text = f"its volume moved from {self._source} to {place.node}: {place.handle}"
+                if self._unused_seconds is not None:
+                    seconds = context.monotonic() - self._unused_seconds
+                    text += f"; this took {seconds:.0f} s in which no pod could use it"
                 context.events.of(subject, reasons.MOVED, text)
 
 

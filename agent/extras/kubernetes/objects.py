@@ -355,6 +355,9 @@ _JSON = {"Content-Type": "application/json"}
 # Header of a request that merges a change into an object. In such a change, null removes a field
 # (RFC 7386).
 _MERGE_PATCH = {"Content-Type": "application/merge-patch+json"}
+# The API server's word for a refusal to create an object in a namespace that is being deleted (type
+# NamespaceTerminatingCause of k8s.io/api/core/v1).
+NAMESPACE_TERMINATING = "NamespaceTerminating"
 # Maximum number of characters of the API server's message that an error shows.
 _MOST_CHARACTERS = 1000
 # Pattern of the names of cluster-wide objects, and their maximum number of characters
@@ -395,12 +398,14 @@ class Objects:
                 break
         raise errors.ClusterRefused("GET", path, problem, is_refusal=is_refusal)
 
-    def create(self, path: str, new_object: Object) -> None:
-        """Create an object in the list at a path.
+    def create(self, path: str, new_object: Object, *, is_trial: bool = False) -> None:
+        """Create an object in the list at a path; a trial is only checked, and creates nothing.
 
-        If an object of that name exists, ClusterRefused has the reason AlreadyExists.
+        If an object of that name exists, ClusterRefused has the reason AlreadyExists. It has the
+        reason NAMESPACE_TERMINATING if the object's namespace is being deleted, and NotFound if
+        there is no such namespace.
         """
-        self._write("POST", path, new_object, _JSON)
+        self._write("POST", f"{path}?dryRun=All" if is_trial else path, new_object, _JSON)
 
     def review(self, path: str, review: Object) -> Object:
         """Send a review, such as a SubjectAccessReview, and return the API server's answer."""
@@ -418,6 +423,13 @@ class Objects:
         """Merge a change into an object, whatever its version."""
         self._write("PATCH", path, change, _MERGE_PATCH)
 
+    def replace(self, path: str, new_object: Object) -> None:
+        """Replace an object that still has the resourceVersion that the new one has.
+
+        If the object has another version, ClusterRefused has the reason Conflict.
+        """
+        self._write("PUT", path, new_object, _JSON)
+
     def delete(self, path: str, uid: str) -> None:
         """Request the deletion of an object that has this UID.
 
@@ -434,7 +446,7 @@ class Objects:
             problem = f"{_problem_of(error)}; it may have been done"
             raise errors.ClusterRefused(method, path, problem) from None
         if not http.client.OK <= status < http.client.MULTIPLE_CHOICES:
-            reason = str(answer.get("reason") or "")
+            reason = _reason(answer)
             problem, is_refusal = _refusal(status, answer), _is_final(status)
             raise errors.ClusterRefused(method, path, problem, reason, is_refusal=is_refusal)
         return answer
@@ -492,6 +504,19 @@ def _problem_of(error: Exception) -> str:
     if isinstance(error, Unproved):
         return str(error)
     return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def _reason(answer: Object) -> str:
+    """Return the API's word for a refusal; empty if it gave none.
+
+    That a namespace is being deleted is only a cause of a refusal whose reason is Forbidden.
+    """
+    details = answer.get("details")
+    causes = details.get("causes") if isinstance(details, dict) else None
+    for cause in causes if isinstance(causes, list) else ():
+        if isinstance(cause, dict) and cause.get("reason") == NAMESPACE_TERMINATING:
+            return NAMESPACE_TERMINATING
+    return str(answer.get("reason") or "")
 
 
 def _refusal(status: int, answer: Object) -> str:

@@ -16,6 +16,16 @@ claim. Therefore both objects are created anew:
 All state is kept in the cluster's own objects, so the next step follows from reading them. From the
 first step on, the old PersistentVolume has the policy Retain. The new one has it until its claim is
 bound and the old PersistentVolume is gone.
+
+A claim may be deleted meanwhile by its user, alone or with its namespace:
+
+- If step 4 is refused because the namespace is being deleted or is gone, the rebinding is undone:
+  the old PersistentVolume gets its former policy, without a claim.
+- If the claim is deleted after it was bound to the new PersistentVolume, steps 5 and 6 follow
+  without the claim.
+
+Then the volume is kept or deleted as the former reclaim policy says. A claim that its user deletes
+right before step 3 is made anew once: nothing tells that deletion from the one of step 3.
 """
 
 import hashlib
@@ -30,7 +40,15 @@ from urllib.parse import quote
 
 from agent.core import errors, ids
 from agent.extras.kubernetes.access import Server
-from agent.extras.kubernetes.objects import NODES, VOLUMES, Lists, Object, Objects, claims_of
+from agent.extras.kubernetes.objects import (
+    NAMESPACE_TERMINATING,
+    NODES,
+    VOLUMES,
+    Lists,
+    Object,
+    Objects,
+    claims_of,
+)
 
 _CLAIMS = "persistentvolumeclaims"
 _VOLUME, _CLAIM = "PersistentVolume", "PersistentVolumeClaim"
@@ -49,6 +67,15 @@ _SUFFIX = re.compile(r"-moved-[0-9a-f]{8}$")
 # Maximum number of characters of a PersistentVolume's name before the suffix. A name has at most
 # 253 characters (RFC 1123).
 _MOST_CHARACTERS = 230
+# Why a claim is not made anew, and what to do, as the end of a sentence.
+_ENDED = (
+    "it cannot be made anew, as its namespace is being deleted or is gone: undo the move (`carver"
+    " volume move NAME --undo --kubeconfig FILE`); its volume is then kept or deleted as its"
+    " reclaim policy says"
+)
+# Reasons for which the API server refuses to create a claim in a namespace that is being deleted,
+# or that does not exist.
+_NAMESPACE_ENDED = (NAMESPACE_TERMINATING, "NotFound")
 # Time limit, in seconds, of the wait until a claim is bound, or a deletion has finished.
 _WAIT_SECONDS = 60
 
@@ -116,6 +143,19 @@ class _State:
         return str(_field_at(self.claim or {}, "spec", "volumeName") or "")
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the claim was bound to the new PersistentVolume, and was deleted since.
+
+        Another claim of that name may exist. A rebinding deletes the claim of the old
+        PersistentVolume only, so another did that.
+        """
+        new = self.new_volume or {}
+        bound_uid = _field_at(new, "spec", "claimRef", "uid")
+        claim_uid = _field_at(self.claim or {}, "metadata", "uid")
+        is_another = claim_uid != bound_uid and self.claimed != _name(new)
+        return bound_uid is not None and is_another
+
+    @property
     def confirmed_state(self) -> object:
         """The UIDs and specs of the objects; if they change, the user's confirmation is void."""
         objects = (self.old_volume, self.new_volume, self.claim)
@@ -133,11 +173,13 @@ class _State:
 class _Step:
     """The next step of a rebinding: `question` is asked of the user, `action` takes the step.
 
-    If `question` is empty, the user is not asked, as the last confirmation includes this step.
+    If `question` is empty, the user is not asked, as the last confirmation includes this step. No
+    step follows the one that `is_last`: the objects may be deleted at once then.
     """
 
     question: str
     action: Callable[[], None]
+    is_last: bool = False
 
 
 class Rebinding:
@@ -156,20 +198,27 @@ class Rebinding:
         """Rebind the claim: take the steps that remain, each after the user has confirmed it.
 
         `confirmed` asks the user. `report` is called with the text of each step, and of the result.
-        Raises NotConfirmed if the user declines a step.
+        Raises NotConfirmed if the user declines a step, ClaimEnded if the claim cannot be made anew
+        because its namespace is being deleted.
         """
         state = self._take_steps(self._next, confirmed, report)
         where = f"{_name(state.new_volume or {})}, the volume on {self._place.node}"
-        report(f"the claim {state} is bound to {where}")
+        if state.has_ended:
+            report(f"the claim {state} was deleted meanwhile, which had {where}")
+        else:
+            report(f"the claim {state} is bound to {where}")
 
     def undo(self, confirmed: Callable[[str], bool], report: Callable[[str], None]) -> None:
         """Undo the steps of a rebinding, each after the user has confirmed it.
 
-        This is possible only while the claim has the old PersistentVolume. Raises NotConfirmed if
-        the user declines a step.
+        This is possible only while the claim has the old PersistentVolume, or cannot be made anew
+        (ClaimEnded). Raises NotConfirmed if the user declines a step.
         """
         state = self._take_steps(self._next_undo, confirmed, report)
-        report(f"the claim {state} is as it was, of {_name(state.old_volume or {})}")
+        if _is_present(state.claim, state.old_volume or {}):
+            report(f"the claim {state} is as it was, of {_name(state.old_volume or {})}")
+        else:
+            report(f"{_name(state.old_volume or {})} is as it was; its claim {state} is gone")
 
     def _take_steps(
         self,
@@ -196,6 +245,8 @@ class Rebinding:
                     continue
                 report(f"in Kubernetes: {step.question}")
             step.action()
+            if step.is_last:
+                break
         return state
 
     def _read_state(self) -> _State:
@@ -228,6 +279,8 @@ class Rebinding:
             self._check_new(state, new)
         if old is not None and claim is not None and state.claimed == _name(old):
             return self._next_with_old_volume(state, old, claim)
+        if state.has_ended and new is not None:
+            return self._next_without_claim(state, new)
         if new is not None and _is_going(new):
             raise state.refused(f"{_name(new)} is being deleted")
         if new is None:
@@ -245,8 +298,9 @@ class Rebinding:
         """Return the next step of undoing the rebinding; None if no step is left.
 
         If the claim of the old PersistentVolume was deleted, and there is no new one, only the
-        former reclaim policy is restored. Raises NotRebound if the claim does not have the old
-        PersistentVolume any more, or if the new PersistentVolume is not as a rebinding makes it.
+        former reclaim policy is restored. So it is if the claim cannot be made anew. Raises
+        NotRebound if the claim does not have the old PersistentVolume any more, or if the new
+        PersistentVolume is not as a rebinding makes it.
         """
         old, new, claim = state.old_volume, state.new_volume, state.claim
         if old is not None and new is None and not _is_present(claim, old):
@@ -254,9 +308,10 @@ class Rebinding:
         # Once the claim's deletion has begun, it cannot be stopped: only the new PersistentVolume
         # keeps what the claim is made anew from.
         is_going = claim is not None and new is not None and _is_going(claim)
-        if old is None or claim is None or state.claimed != _name(old) or is_going:
-            why = "it is the moved volume's already, or between both: go on with the move, and then"
-            raise state.refused(f"{why} move the volume back from {self._place.node}")
+        if old is not None and new is not None and claim is None and not state.has_ended:
+            self._require_ended(state, new)
+        elif old is None or claim is None or state.claimed != _name(old) or is_going:
+            raise self._too_late(state, "it is the moved volume's already, or between both")
         if new is not None:
             self._check_new(state, new)
             if _policy(new) != _RETAIN:
@@ -350,17 +405,54 @@ class Rebinding:
             raise state.refused(f"{name} is not for {self._place.node}")
 
     def _recreate_claim(self, state: _State, new_volume: Object) -> _Step:
+        create = partial(self._create_claim, state, self._manifest(state, new_volume))
+        return _Step(f"make the claim {state} anew, for {_name(new_volume)}", create)
+
+    def _create_claim(
+        self, state: _State, manifest: dict[str, Any], *, is_trial: bool = False
+    ) -> None:
+        """Create the claim; a trial creates nothing.
+
+        Raises ClaimEnded if the claim's namespace is being deleted or does not exist.
+        """
+        try:
+            self._objects.create(_path(state.namespace, _CLAIMS), manifest, is_trial=is_trial)
+        except errors.ClusterRefused as error:
+            if error.reason not in _NAMESPACE_ENDED:
+                raise
+            raise errors.ClaimEnded(str(state), _ENDED) from None
+
+    def _require_ended(self, state: _State, new_volume: Object) -> None:
+        """Raise NotRebound if the claim, which does not exist, can be made anew."""
+        try:
+            self._create_claim(state, self._manifest(state, new_volume), is_trial=True)
+        except errors.ClaimEnded:
+            return
+        raise self._too_late(state, "it is gone, and can be made anew")
+
+    def _too_late(self, state: _State, problem: str) -> errors.NotRebound:
+        """Return the error that says that the rebinding cannot be undone any more."""
+        node = self._place.node
+        advice = f"go on with the move, and then move the volume back from {node}"
+        return state.refused(f"{problem}: {advice}")
+
+    def _manifest(self, state: _State, new_volume: Object) -> dict[str, Any]:
+        """Return the manifest of the claim that the new PersistentVolume keeps.
+
+        Raises NotRebound if it keeps none, or that of another claim.
+        """
         name = _name(new_volume)
         try:
-            manifest = json.loads(_annotations(new_volume).get(self._place.claim_key, ""))
+            manifest: dict[str, Any] = json.loads(
+                _annotations(new_volume).get(self._place.claim_key, "")
+            )
             metadata = manifest["metadata"]
             names = (metadata["namespace"], metadata["name"], manifest["spec"]["volumeName"])
         except (KeyError, TypeError, ValueError):
             raise state.refused(f"it is gone; make it anew, with volumeName {name}") from None
         if names != (state.namespace, state.name, name):
             raise state.refused(f"what {name} keeps of it is another's")
-        create = partial(self._objects.create, _path(state.namespace, _CLAIMS), manifest)
-        return _Step(f"make the claim {state} anew, for {name}", create)
+        return manifest
 
     def _end_of(self, state: _State, volume: Object, reason: str) -> _Step:
         """Return the step that deletes a PersistentVolume, or that waits until it is gone."""
@@ -369,16 +461,36 @@ class Rebinding:
         question = f"delete {_VOLUME} {_name(volume)}, {reason}"
         return self._deletion(question, _volume_path(volume), volume)
 
+    def _next_without_claim(self, state: _State, new_volume: Object) -> _Step:
+        """Return the next step after the claim of the new PersistentVolume was deleted.
+
+        Raises NotRebound if no step is left.
+        """
+        if (old := state.old_volume) is not None:
+            return self._end_of_old(state, old)
+        name, annotations = _name(new_volume), _annotations(new_volume)
+        restore = partial(self._restore, new_volume)
+        if policy := annotations.get(self._place.policy_key):
+            what = f"have {name}, whose claim was deleted, be {policy} again, as it was"
+            return _Step(what, restore, is_last=True)
+        if self._place.claim_key not in annotations:
+            raise state.refused(f"it was deleted after {name} was its volume")
+        return _Step("", restore, is_last=True)
+
+    def _end_of_old(self, state: _State, old_volume: Object) -> _Step:
+        """Return the step that deletes the old PersistentVolume, which must be Retain."""
+        name = _name(old_volume)
+        if _policy(old_volume) != _RETAIN:
+            raise state.refused(f"{name} is not Retain any more: have it be so, and call again")
+        return self._end_of(state, old_volume, "an object that no volume goes with")
+
     def _next_with_new_volume(
         self, state: _State, new_volume: Object, claim: Object
     ) -> _Step | None:
         if not _is_bound(new_volume, claim):
             return _Step("", partial(self._await_binding, state, new_volume))
         if (old := state.old_volume) is not None:
-            name = _name(old)
-            if _policy(old) != _RETAIN:
-                raise state.refused(f"{name} is not Retain any more: have it be so, and call again")
-            return self._end_of(state, old, "an object that no volume goes with")
+            return self._end_of_old(state, old)
         name, annotations = _name(new_volume), _annotations(new_volume)
         restore = partial(self._restore, new_volume)
         if policy := annotations.get(self._place.policy_key):

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from agent.core import tag
+from agent.core import ids, tag
 from agent.core.ids import VolumeId
 from agent.extras.orphans import references as cluster
 from agent.extras.orphans.references import References
+from agent.extras.transfer.move import digest_of
 from agent.volumes import backing
 from agent.volumes.records import Snapshot, Volume
 from agent.volumes.report_age import EveryGroup, Fresh
@@ -25,6 +26,9 @@ class Kind(StrEnum):
     """Kinds of orphans, by the names that `carver orphans` prints.
 
     - VOLUME, INLINE: a volume whose claim, or whose pod, is gone.
+    - MOVING: such a volume that also moves to another node.
+    - MOVED: what is left of a volume that was moved to another node, and whose claim is gone.
+    - RECEIVING: what was received of a volume that moves here, and whose claim is gone.
     - HALF_MADE: a volume or a snapshot that is incomplete.
     - WIPING: a deleted volume or snapshot that is not erased yet.
     - STAGING, TARGET: a directory that kubelet made to stage, or to publish, a volume that is gone.
@@ -34,6 +38,9 @@ class Kind(StrEnum):
     """
 
     VOLUME = "volume"
+    MOVING = "moving"
+    MOVED = "moved"
+    RECEIVING = "receiving"
     INLINE = "inline"
     HALF_MADE = "half-made"
     WIPING = "wiping"
@@ -49,6 +56,9 @@ _DELETE = "carver orphans --delete {name} --yes"
 # Remedy for each kind of orphan: a command, or advice for the operator.
 REMEDIES = {
     Kind.VOLUME: _DELETE,
+    Kind.MOVING: "carver volume move {name} --undo",
+    Kind.MOVED: _DELETE,
+    Kind.RECEIVING: _DELETE,
     Kind.INLINE: _DELETE,
     Kind.HALF_MADE: _DELETE,
     Kind.WIPING: "see the log and docs/operations.md: it is removed when it is overwritten",
@@ -76,6 +86,8 @@ class Candidate:
     - `path` is the mount point of the volume, even if nothing is mounted now. Empty if there is
       none.
     - `remedy` replaces the remedy of the candidate's kind, if not empty.
+    - `release` is the digest of the word of the move by which the candidate came about; empty if it
+      is of no move. What another move has in its place is not deleted.
     """
 
     kind: Kind
@@ -85,6 +97,7 @@ class Candidate:
     handle: str = ""
     path: str = ""
     remedy: str = ""
+    release: str = ""
 
     @property
     def key(self) -> str:
@@ -106,29 +119,33 @@ def find_volumes(
     """Yield the volumes and snapshots of this node that nothing in the cluster needs.
 
     - A volume, complete or not, if the cluster has no claim or PersistentVolume with one of its
-      names.
+      names. So are what a move has left here, and what a move has brought here.
     - An inline volume whose pod is not on this node.
     - A deleted volume or snapshot that is not erased yet.
     - A temporary snapshot of a copy that is not in progress, and a snapshot of an incomplete group
       snapshot.
 
-    Volumes that are being received as a stream, and volumes that were moved to another node, are
-    left to the operator.
+    A volume that is received as a stream outside a move is left to the operator: it may be a copy
+    that is kept up to date for long, which no object has to name.
     """
     for volume in fresh_report.volumes():
-        # Skip a volume whose `orphan` is empty. Only the code that ends the volume's state may
-        # remove the volume, such as the code that ends a move to another node.
+        # Skip a volume whose removal is on record: it is among `doomed`, below.
         if not (kind := volume.orphan):
             continue
         if volume.is_ephemeral:
             if _lacks_its_pod(volume, references):
                 yield _inline(volume)
-        elif not references.names(
-            volume.name, volume.own_tags[tag.NAME], volume.own_tags.get(tag.PV, "")
-        ):
-            yield Candidate(
-                Kind(kind), str(volume.id), _uuid(volume), _about(volume), handle=str(volume.id)
+        elif not references.names(*_names_of(volume)):
+            candidate = Candidate(
+                Kind(kind),
+                str(volume.id),
+                _uuid(volume),
+                _about(volume),
+                handle=str(volume.id),
+                release=_release(volume),
             )
+            if candidate.kind is not Kind.RECEIVING or candidate.release:
+                yield candidate
     for volume in fresh_report.doomed():
         why = f"deleted, not overwritten yet, {volume.size_bytes} bytes"
         yield Candidate(Kind.WIPING, str(volume.id), _uuid(volume), why)
@@ -164,6 +181,24 @@ def pod_of(target_path: str) -> str:
     _, pods, inside = target_path.rpartition("/pods/")
     uid, volumes, _ = inside.partition("/volumes/")
     return uid if pods and volumes and "/" not in uid else ""
+
+
+def _names_of(volume: Volume) -> Iterator[str]:
+    """Yield the names by which an object of the cluster may refer to a volume.
+
+    A volume that came by a move may have had another name on the other node, by which its
+    PersistentVolume knows it until the claim is rebound.
+    """
+    own_tags = volume.own_tags
+    yield from (volume.name, own_tags[tag.NAME], own_tags.get(tag.PV, ""))
+    if tag.RECEIVED in own_tags and {tag.RELEASE, tag.RELEASED} & own_tags.keys():
+        yield ids.logical_name(own_tags[tag.RECEIVED])
+
+
+def _release(volume: Volume) -> str:
+    """Return the digest of the word of a volume's move; empty if the volume is in none."""
+    own_tags = volume.own_tags
+    return own_tags.get(tag.RELEASE, "") or digest_of(own_tags.get(tag.MOVE_WORD, ""))
 
 
 def _lacks_its_pod(volume: Volume, references: References) -> bool:
@@ -219,7 +254,13 @@ def _uuid(volume: Volume) -> str:
 
 
 def _about(volume: Volume) -> str:
-    state = ", not complete" if volume.orphan == Kind.HALF_MADE else ""
+    node = volume.own_tags.get(tag.MOVE_TO, "another node")
+    state = {
+        Kind.HALF_MADE: ", not complete",
+        Kind.MOVING: f", moves to {node}",
+        Kind.MOVED: f", was moved to {node}, and is what is left here",
+        Kind.RECEIVING: ", received by a move that has not ended",
+    }.get(Kind(volume.orphan), "")
     return f"{volume.size_bytes} bytes{state}{_of_claim(volume.claim)}"
 
 

@@ -13,6 +13,11 @@ from agent.extras.orphans.candidates import Candidate, Kind
 from agent.extras.orphans.look import Orphan, OrphanSearch
 from agent.settings.settings import Config
 from mount.kernel import Kernel
+from proto.carver_pb2 import MoveRequest
+from proto.carver_pb2_grpc import TransferStub
+
+# Beginnings of the remedies that `delete` carries out.
+_DELETIONS = ("carver orphans --delete ", "carver controller orphans --delete ")
 
 
 def show(orphans: Sequence[Orphan], grace_seconds: int, *, as_json: bool) -> None:
@@ -53,6 +58,9 @@ def delete(
 ) -> None:
     """Delete the orphan of a name, by the CSI calls that a cluster would make.
 
+    What a move has left or brought here is deleted by the call that ends the move; the node refuses
+    if the volume is in another move by then.
+
     The orphans are searched for again first. If the orphan is a directory of kubelet's, the
     directory is removed after the CSI call. `kernel` is the kernel of this node; None if the orphan
     cannot be a directory on this node.
@@ -80,8 +88,8 @@ def delete(
 def _sure(orphans: Sequence[Orphan], name: str, grace_seconds: int) -> Candidate:
     """Return the candidate of a name if Carver may delete that candidate; raise NoOrphan otherwise.
 
-    Carver may delete a candidate that was found for the grace period, and whose remedy is one of
-    Carver's commands.
+    Carver may delete a candidate that was found for the grace period, and whose remedy is `carver
+    orphans --delete` or that of the controller.
     """
     for orphan in orphans:
         if orphan.candidate.name != name:
@@ -89,8 +97,8 @@ def _sure(orphans: Sequence[Orphan], name: str, grace_seconds: int) -> Candidate
         if not orphan.is_sure:
             seen_text = f"it was seen for {_duration(orphan.seen_seconds)}"
             raise errors.NoOrphan(name, f"{seen_text}, and counts after {_duration(grace_seconds)}")
-        if not orphan.candidate.full_remedy.startswith("carver "):
-            raise errors.NoOrphan(name, f"that is not Carver's; {orphan.candidate.full_remedy}")
+        if not orphan.candidate.full_remedy.startswith(_DELETIONS):
+            raise errors.NoOrphan(name, f"--delete cannot; {orphan.candidate.full_remedy}")
         return orphan.candidate
     raise errors.NoOrphan(name, "it is not an orphan; list them for those that are")
 
@@ -98,6 +106,11 @@ def _sure(orphans: Sequence[Orphan], name: str, grace_seconds: int) -> Candidate
 def _call(client: Client, candidate: Candidate) -> None:
     if candidate.kind in (Kind.VOLUME, Kind.HALF_MADE):
         client.delete(candidate.handle)
+    elif candidate.kind in (Kind.MOVED, Kind.RECEIVING):
+        transfer = client.stub(TransferStub)
+        request = MoveRequest(volume_id=candidate.handle, release=candidate.release)
+        end = transfer.FinishMove if candidate.kind is Kind.MOVED else transfer.AbortReceive
+        end(request)
     elif candidate.kind is Kind.STAGING and candidate.handle:
         client.unstage(candidate.handle, candidate.path)
     elif candidate.kind in (Kind.INLINE, Kind.TARGET):

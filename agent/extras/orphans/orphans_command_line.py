@@ -14,10 +14,10 @@ def add(command_line: CommandLine) -> None:
         "orphans",
         help="list orphaned volumes and objects; delete one by name",
         description="List orphans: volumes that no PersistentVolume names, inline volumes of pods"
-        " that are gone, volumes left half-made, directories without a volume, objects of nodes"
-        " that are gone, claims that wait for one. An orphan counts when it was seen twice, a"
-        " grace period apart. Reads the cluster's API and changes nothing there. The exit code is 1"
-        " if the cluster or LVM does not answer.",
+        " that are gone, what moves have left, volumes left half-made, directories without a"
+        " volume, objects of nodes that are gone, claims that wait for one. An orphan counts when"
+        " it was seen twice, a grace period apart. Reads the cluster's API and changes nothing"
+        " there. The exit code is 1 if the cluster or LVM does not answer.",
     )
     orphans.add_argument("--json", action="store_true", help="as JSON")
     orphans.add_argument("--delete", metavar="NAME", help="delete the orphan of that name")

@@ -119,11 +119,14 @@ def apply(
     record: Callable[[int], None],
     note: Callable[[Extent], None] = lambda _part: None,
     tell: Callable[[int], None] = lambda _offset_bytes: None,
+    is_compared: bool = False,
 ) -> None:
     """Apply a whole stream to a device; return when all data of the stream are on the disk.
 
     Only data whose digest was verified are written.
 
+    - With `is_compared`, the stream leaves out what is on the device already, so nothing is
+      written to ranges without a frame.
     - `record` is called every RECORD_SECONDS with the offset up to which the stream is on the disk,
       if that has changed, and before BadStream is raised. A stream that is cut off can continue at
       that offset.
@@ -158,7 +161,8 @@ def apply(
 
     record_at = time.monotonic() + RECORD_SECONDS
     try:
-        for frame in form.ordered(write, _parts(noted(), target, header)):
+        kept_bytes = header.size_bytes if is_compared else header.base_size_bytes
+        for frame in form.ordered(write, _parts(noted(), target, header, kept_bytes)):
             written_bytes = frame.end_bytes
             tell(min(written_bytes, header.size_bytes))
             if time.monotonic() >= record_at:
@@ -172,17 +176,20 @@ def apply(
     device.flush()
 
 
-def _parts(frames: Iterable[Frame], target: Target, header: Header) -> Iterator[Frame]:
+def _parts(
+    frames: Iterable[Frame], target: Target, header: Header, kept_bytes: int
+) -> Iterator[Frame]:
     """Yield the frames to write, and frames of zeroes for ranges that may hold old data.
 
     In a stream of a whole volume, any range without a frame may hold old data. In an increment,
-    only the range by which the volume grew since the base may hold old data.
+    only the range by which the volume grew since the base may hold old data. `kept_bytes` is the
+    offset up to which a range without a frame is as it should be.
 
     If the device reads as zeroes where it was never written (`Target.blank`), no zeroes are written
     for ranges without a frame. In a stream of a whole volume, the frames of zeroes are then left
     out as well. Frames of zeroes are split into frames of at most `_ZERO_BYTES`.
     """
-    offset = max(header.offset_bytes, header.base_size_bytes)
+    offset = max(header.offset_bytes, kept_bytes)
     for frame in frames:
         yield from _zeroes(offset, frame.offset_bytes, target)
         if not frame.is_zeroes:

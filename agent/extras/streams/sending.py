@@ -60,6 +60,25 @@ _MOST_ZEROES_BYTES = 64 << 20
 # One piece of zeroes, with which data are compared. It is a bytearray, because a bytearray is
 # compared with a memoryview by memcmp(3); two memoryviews are compared byte by byte.
 _ZEROES = bytearray(PIECE_BYTES)
+# Length of the digest of a piece in bytes, that of a SHA-256, and the digest of a piece of zeroes.
+DIGEST_BYTES = 32
+_OF_ZEROES = bytes(DIGEST_BYTES)
+# Function that returns the digests of the next so many pieces of the volume that a stream is for,
+# as one text of bytes (`digests_of`).
+Digests = Callable[[int], bytes]
+
+
+class _Piece(NamedTuple):
+    """A range of a device that is read at once.
+
+    If the range was never written, `is_written` is False: it is all zeroes and need not be read.
+    `digests` has the digests of the same pieces of the volume that the stream is for. A piece that
+    is equal there is left out of the stream. Without digests, each piece is sent.
+    """
+
+    extent: Extent
+    is_written: bool = True
+    digests: bytes = b""
 
 
 class _Part(NamedTuple):
@@ -79,11 +98,14 @@ def send(
     prove: Callable[[], None] = lambda: None,
     note: Callable[[Extent], None] = lambda _part: None,
     tell: Callable[[int], None] = lambda _offset_bytes: None,
+    digests: Digests | None = None,
 ) -> Totals:
     """Write a stream of a device's sorted ranges; return the counts in the stream's end mark.
 
     The stream covers the device from the offset in the header to the size in the header.
 
+    - With `digests`, the stream has only pieces of PIECE_BYTES that differ from those with these
+      digests, also pieces of zeroes outside of the ranges.
     - `note` is called with each range of that part, `tell` with the offset up to which the device
       was read.
     - `prove` is called after all data were read, before the end mark is written. `prove` raises an
@@ -92,23 +114,30 @@ def send(
     Raises OSError if the device cannot be read, and what `prove` and `write` raise.
     """
 
-    def read(piece: tuple[Extent, memoryview]) -> list[_Part]:
-        extent, buffer = piece
+    def read(work: tuple[_Piece, memoryview]) -> tuple[int, list[_Part]]:
+        piece, buffer = work
+        extent = piece.extent
         data = buffer[: extent.length_bytes]
-        device.read_into(extent.offset_bytes, data)
+        if piece.is_written:
+            device.read_into(extent.offset_bytes, data)
+        else:
+            data[:] = bytes(len(data))
         packed_parts = []
-        for run, is_zero in _parts(extent, data):
+        for run, is_zero in _parts(extent, data, piece.digests):
             start = run.offset_bytes - extent.offset_bytes
             run_data = data[start : start + run.length_bytes]
             packed_parts.append(
                 _Part(run, None if is_zero else form.pack(run_data, compress=compress))
             )
-        return packed_parts
+        return extent.end_bytes, packed_parts
 
     writer = Writer(write, header)
     zeroes = Extent(0, 0)
-    pieces = form.with_memory(_pieces(extents, header, note), READ_BYTES)
-    for parts in form.ordered(read, pieces):
+    if digests is None:
+        pieces = _pieces(extents, header, note)
+    else:
+        pieces = _compared_pieces(extents, header, digests)
+    for end_bytes, parts in form.ordered(read, form.with_memory(pieces, READ_BYTES)):
         for extent, packed in parts:
             is_next = extent.offset_bytes == zeroes.end_bytes
             if packed is None and is_next and zeroes.length_bytes < _MOST_ZEROES_BYTES:
@@ -118,7 +147,7 @@ def send(
                 zeroes = extent if packed is None else Extent(0, 0)
             if packed is not None:
                 writer.data(extent.offset_bytes, extent.length_bytes, packed)
-            tell(extent.end_bytes)
+        tell(end_bytes)
     _put(writer, zeroes)
     prove()
     writer.end()
@@ -139,20 +168,59 @@ def pieces_of(start: int, end: int, most_bytes: int) -> Iterator[Extent]:
         start += length
 
 
-def _parts(extent: Extent, data: memoryview) -> Iterator[tuple[Extent, bool]]:
+def _parts(extent: Extent, data: memoryview, digests: bytes) -> Iterator[tuple[Extent, bool]]:
     """Split a range that was read into runs that are all zeroes, and runs that are not.
 
     Yields each run, and whether the run is all zeroes. `data` has the contents of the range.
+    Without the pieces whose digests are in `digests`, unless that is empty.
     """
     offset = extent.offset_bytes
+    pieces = list(pieces_of(offset, extent.end_bytes, PIECE_BYTES))
 
-    def is_zero(piece: Extent) -> bool:
-        return is_zeroes(data[piece.offset_bytes - offset : piece.end_bytes - offset])
+    def data_of(piece: Extent) -> memoryview:
+        return data[piece.offset_bytes - offset : piece.end_bytes - offset]
 
-    for zero, extents in groupby(pieces_of(offset, extent.end_bytes, PIECE_BYTES), is_zero):
-        run = list(extents)
+    def is_zero(numbered: tuple[int, Extent]) -> bool | None:
+        """Return whether a piece is all zeroes; None if it is equal where the stream goes."""
+        number, piece = numbered
+        if not digests:
+            return is_zeroes(data_of(piece))
+        digest = _digest_of(data_of(piece))
+        if digest == digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]:
+            return None
+        return digest == _OF_ZEROES
+
+    for zero, numbered in groupby(enumerate(pieces), is_zero):
+        if zero is None:
+            continue
+        run = [piece for _, piece in numbered]
         start = run[0].offset_bytes
         yield Extent(start, run[-1].end_bytes - start), zero
+
+
+def _digest_of(piece: memoryview) -> bytes:
+    """Return the digest of a piece of a device: its SHA-256, or _OF_ZEROES if it is all zeroes."""
+    return _OF_ZEROES if is_zeroes(piece) else hashlib.sha256(piece).digest()
+
+
+def digests_of(device: Opened, start_bytes: int, end_bytes: int) -> Iterator[bytes]:
+    """Read a range of a device; yield the digests of its pieces of PIECE_BYTES, in their order.
+
+    A digest has DIGEST_BYTES. The digests of a read of at most READ_BYTES are yielded as one text
+    of bytes. The range is read in parallel. Raises OSError if the device cannot be read.
+    """
+
+    def digests(read: tuple[Extent, memoryview]) -> bytes:
+        extent, buffer = read
+        start = extent.offset_bytes
+        device.read_into(start, buffer[: extent.length_bytes])
+        return b"".join(
+            _digest_of(buffer[piece.offset_bytes - start : piece.end_bytes - start])
+            for piece in pieces_of(start, extent.end_bytes, PIECE_BYTES)
+        )
+
+    reads = pieces_of(start_bytes, end_bytes, READ_BYTES)
+    return form.ordered(digests, form.with_memory(reads, READ_BYTES))
 
 
 def _put(writer: Writer, zeroes: Extent) -> None:
@@ -162,7 +230,7 @@ def _put(writer: Writer, zeroes: Extent) -> None:
 
 def _pieces(
     extents: Iterable[Extent], header: Header, note: Callable[[Extent], None]
-) -> Iterator[Extent]:
+) -> Iterator[_Piece]:
     """Split the part of the ranges that a stream covers into reads of at most READ_BYTES.
 
     The stream covers the device from the offset in its header to the size in its header. `note` is
@@ -170,7 +238,27 @@ def _pieces(
     """
     for extent in clipped(extents, header.offset_bytes, header.size_bytes):
         note(extent)
-        yield from pieces_of(extent.offset_bytes, extent.end_bytes, READ_BYTES)
+        yield from map(_Piece, pieces_of(extent.offset_bytes, extent.end_bytes, READ_BYTES))
+
+
+def _compared_pieces(
+    extents: Iterable[Extent], header: Header, digests: Digests
+) -> Iterator[_Piece]:
+    """Split all that a stream covers into reads of at most READ_BYTES, each with its digests.
+
+    A read that none of the ranges touches, and that is all zeroes on the other side, too, is left
+    out.
+    """
+    ranges = merged(clipped(extents, header.offset_bytes, header.size_bytes))
+    written = next(ranges, None)
+    for extent in pieces_of(header.offset_bytes, header.size_bytes, READ_BYTES):
+        count = sum(1 for _ in pieces_of(extent.offset_bytes, extent.end_bytes, PIECE_BYTES))
+        theirs = digests(count)
+        while written is not None and written.end_bytes <= extent.offset_bytes:
+            written = next(ranges, None)
+        is_written = written is not None and written.offset_bytes < extent.end_bytes
+        if is_written or any(theirs):
+            yield _Piece(extent, is_written, theirs)
 
 
 def of(

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, padding, rsa
 from cryptography.x509.oid import ExtensionOID
 
 from agent.core import errors
-from agent.extras.controller.certificates import Certificates, controller_name
+from agent.extras.tls.certificates import Certificates, controller_name
 from proto import carver_pb2 as carver
 
 # Longest time from the beginning of a grant's validity to its end, in seconds.

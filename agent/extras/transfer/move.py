@@ -257,9 +257,13 @@ class Move:
 
     `tell` is called with a line of text at each step. `advice` has what to do in case of trouble,
     as the end of a sentence: its reader may be one who called a command, or who looks at what the
-    controller does by itself. The methods raise NodeRefused if the other node cannot be reached or
-    refuses a call, grpc.RpcError if the node that has the volume refuses a call, and NotMoved if
-    the move cannot go on by itself.
+    controller does by itself. `replaces` is the digest of the word of an earlier move, by which the
+    volume came from the other node. What it left there is replaced, and only what differs from that
+    is sent. The source and the destination have to know that digest, too.
+
+    The methods raise NodeRefused if the other node cannot be reached or refuses a call,
+    grpc.RpcError if the node that has the volume refuses a call, and NotMoved if the move cannot go
+    on by itself.
 
     Use one object for one move, by one thread at a time: it remembers which snapshot was found
     equal on both nodes. A new object compares both copies once before the last round.
@@ -272,8 +276,10 @@ class Move:
         volume_id: str,
         tell: Callable[[str], None],
         advice: Mapping[Trouble, str] = MappingProxyType({}),
+        replaces: str = "",
     ) -> None:
         self.source, self.destination = source, destination
+        self._replaces = replaces
         self._advice = advice
         self._volume_id = volume_id
         self._tell = tell
@@ -456,7 +462,9 @@ class Move:
         node has another volume of that name, or if the contents differ.
         """
         there_state, own_snapshots = self.destination.status(), self.source.snapshots()
-        if there_state["state"] != ABSENT and there_state["release"] != release:
+        is_replaceable = bool(self._replaces) and there_state["replaceable"] == self._replaces
+        is_other = there_state["state"] != ABSENT and there_state["release"] != release
+        if is_other and not is_replaceable:
             raise self._refused(
                 f"{self.destination.node} has another volume {self.destination.name!r}",
                 Trouble.NAME_TAKEN,
@@ -471,7 +479,9 @@ class Move:
                 own_snapshots[there_state["into"]], base_id, release, there_state["offset_bytes"]
             )
             return ""
-        if there_state["into"] or not has_base:
+        # What an earlier move left there is compared anew with any snapshot.
+        is_compared = is_replaceable or bool(there_state.get("replaces"))
+        if (there_state["into"] and not is_compared) or not has_base:
             # A snapshot of this move was lost, for example because its COW store was full. Remove
             # what the other node has received, and begin anew.
             self._tell("cannot continue from what was sent; sending all of it again")
@@ -479,7 +489,7 @@ class Move:
             return ""
         self.source.drop((base_id,))
         if not base_id:
-            self._tell("sending all of it")
+            self._tell("sending what differs" if is_compared else "sending all of it")
             self._send(self._take(), "", release)
             return ""
         if self._verifies and base_id != self._proved:

@@ -9,6 +9,9 @@ this node say which node the volume belongs to:
 The other node can finish its volume only with a secret word. This node reveals the word only while
 its own volume is in the state `moved`, and so cannot be used. Therefore the volume can never be
 used on both nodes at once.
+
+While a move is under way the volume is not deleted: these tags alone say which node has received a
+part of it (`Call.DELETE` in agent/volumes/volume_states.py).
 """
 
 import hmac
@@ -63,10 +66,15 @@ class Mover:
             raise errors.NoSuchVolume(name)
         return self._state(volume)
 
-    def begin(self, volume_id: str, node: str) -> carver.MoveState:
+    def begin(self, volume_id: str, node: str, replaces: str = "") -> carver.MoveState:
         """Record that a volume moves to a node, with a new secret word; idempotent.
 
-        The volume can be used as before. Raises NotMoved if the volume already moves to another
+        The volume can be used as before. With `replaces`, the digest of the word of the move by
+        which the volume came, that word is forgotten, by one more command: that move can then not
+        be taken back any more, and what it left on the other node may be overwritten. The state
+        says so. A digest of another move changes nothing.
+
+        Raises NotMoved if the volume already moves to another
         node, NoSuchVolume, and the error of `Fresh.usable` if the volume's state forbids a move.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
@@ -80,6 +88,11 @@ class Mover:
                 fresh_report.usable(volume_id, Call.MANAGE)
                 word = secrets.token_hex(_WORD_BYTES)
                 self._mark(volume, {tag.MOVE_TO: node, tag.MOVE_WORD: word})
+                volume = self._volume(volume_id)
+            released = volume.own_tags.get(tag.RELEASED, "")
+            is_own = volume.ended_by is EndedBy.CALLER
+            if is_own and replaces and hmac.compare_digest(digest_of(released), replaces):
+                self._mark(volume, {tag.RELEASE: replaces}, removed_keys=(tag.RELEASED,))
                 volume = self._volume(volume_id)
         return self._state(volume)
 
@@ -123,7 +136,7 @@ class Mover:
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._moving(volume_id)
-            if _is_gone(volume):
+            if is_gone(volume):
                 return self._state(volume)
             if volume.ended_by is not EndedBy.CALLER:
                 raise errors.NotMoved(volume_id, "it is not this node's any more")
@@ -161,19 +174,21 @@ class Mover:
         that is not needed: the word of a move was revealed to no other node before the volume was
         handed over, so what that node has can never be finished.
 
-        Raises NotMoved if what is left of the volume on this node is being deleted; with `release`,
-        the digest of a move's word, also if the volume is in another move; with `only_begun`, also
-        if the volume was handed over.
+        Raises NotMoved if what is left of the volume on this node is being deleted, or replaced by
+        a volume that is received; with `release`, the digest of a move's word, also if the volume
+        is in another move; with `only_begun`, also if the volume was handed over.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._volume(volume_id)
-            if _is_going(volume):
+            if is_going(volume):
                 raise errors.NotMoved(volume_id, "what is left of it here is being deleted")
+            if volume.ended_by is EndedBy.RECEIVER:
+                raise errors.NotMoved(volume_id, "it is received from another node")
             if tag.MOVE_TO in volume.own_tags:
                 _require_move(volume, release)
-                if only_begun and _is_gone(volume):
+                if only_begun and is_gone(volume):
                     raise errors.NotMoved(volume_id, "it was handed over by now")
-                new_tags = volume_states.tags_for(EndedBy.CALLER) if _is_gone(volume) else {}
+                new_tags = volume_states.tags_for(EndedBy.CALLER) if is_gone(volume) else {}
                 self._mark(volume, new_tags, removed_keys=(tag.MOVE_TO, tag.MOVE_WORD))
             self._holds.remove_note(volume_id)
 
@@ -189,7 +204,7 @@ class Mover:
                 volume = self._volume(volume_id)
             except errors.NoSuchVolume:
                 return
-            if not (_is_gone(volume) or volume.is_doomed):
+            if not (is_gone(volume) or volume.is_doomed):
                 raise errors.NotMoved(volume_id, "it is still this node's")
             _require_move(volume, release)
             if kept_snapshots := volume.kept_snapshots:
@@ -198,14 +213,14 @@ class Mover:
                 )
             # Set the tag that forbids an undo before the first byte is erased. A later undo would
             # take back an incomplete volume.
-            if not _is_going(volume):
+            if not is_going(volume):
                 self._mark(volume, {tag.MOVE_ENDED: volume_states.word_of(EndedBy.ERASER)})
         self._deleter.delete(volume_id, is_own=False)
         self._holds.remove_note(volume_id)
 
     def _recall(self, volume_id: str) -> None:
         try:
-            is_moved = _is_gone(self._volume(volume_id))
+            is_moved = is_gone(self._volume(volume_id))
         except Exception:
             # It is unknown whether the tags were set, so the volume cannot be used until its move
             # is undone, or the notes are made anew from tags (`Holds.resume`).
@@ -232,11 +247,12 @@ class Mover:
         mount_points = users.mount_paths(self._kernel, self._activator, volume.backing)
         return carver.MoveState(
             volume_id=str(volume.id),
-            state=volume_states.word_of(EndedBy.ERASER if _is_going(volume) else volume.ended_by),
+            state=volume_states.word_of(EndedBy.ERASER if is_going(volume) else volume.ended_by),
             node=own_tags.get(tag.MOVE_TO, ""),
             release=digest_of(word),
-            word=word if _is_gone(volume) else "",
+            word=word if is_gone(volume) else "",
             in_use=bool(mount_points) or self._activator.is_open(volume),
+            replaces=own_tags.get(tag.RELEASE, "") if volume.ended_by is EndedBy.CALLER else "",
             **{key: own_tags.get(key, "") for key in (tag.PV, tag.PVC, tag.NAMESPACE)},
         )
 
@@ -268,11 +284,11 @@ def _require_move(volume: Volume, release: str) -> None:
         raise errors.NotMoved(str(volume.id), "it is in another move by now; read its state again")
 
 
-def _is_gone(volume: Volume) -> bool:
+def is_gone(volume: Volume) -> bool:
     """Return whether a volume was moved to another node and is kept until the move is final."""
     return volume.ended_by is EndedBy.MOVER
 
 
-def _is_going(volume: Volume) -> bool:
+def is_going(volume: Volume) -> bool:
     """Return whether a volume is being deleted on this node, and so may be incomplete."""
-    return volume.is_doomed or (_is_gone(volume) and tag.MOVE_ENDED in volume.own_tags)
+    return volume.is_doomed or (is_gone(volume) and tag.MOVE_ENDED in volume.own_tags)

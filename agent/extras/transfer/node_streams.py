@@ -1,7 +1,8 @@
 """Streams from node to node, for moves that the cluster's controller drives: the service's side.
 
-The controller calls Pull on the node that a volume moves to. That node calls Send on the node that
-has the volume, and shows the controller's grant there (grants.py). Both services do what the
+The controller calls Pull on the node that a volume moves to. That node calls Send, or SendDiffering
+where it still has what the volume left there earlier (comparison.py), on the node that has the
+volume, and shows the controller's grant there (grants.py). Both services do what the
 commands `carver volume receive` and `carver snapshot send` do, by the same functions: each is a
 client of its own service, and takes I/O slots as a command does.
 
@@ -24,6 +25,7 @@ from agent.core import errors, ids
 from agent.csi.client import Client
 from agent.daemon.server import Service
 from agent.extras.streams.form import Totals
+from agent.extras.transfer.comparison import OwnDigests, TheirDigests
 from agent.extras.transfer.move import prefix_of
 from agent.extras.transfer.moving import Mover
 from mount.block_io import Bytes, Opened
@@ -48,8 +50,6 @@ _FREE_SECONDS = 5.0
 # Time limit, in seconds, for which a call that ends early waits for its thread. A thread that reads
 # a disk that hangs is left alone, and still counts towards MOST_AT_ONCE.
 _END_SECONDS = 10.0
-# Key in gRPC's ServicerContext.auth_context() of the names in the peer's certificate.
-_NAMES = "x509_subject_alternative_name"
 
 
 class _Limit:
@@ -167,10 +167,11 @@ class _Job(Generic[T]):
         """Keep the progress of an action, which the call reports."""
         self.size_bytes, self.done_bytes = size, start
 
-        def tell(offset_bytes: int) -> None:
-            self.done_bytes = offset_bytes
+        yield self.reached
 
-        yield tell
+    def reached(self, offset_bytes: int) -> None:
+        """Note up to which offset the stream has got; a smaller offset than before is ignored."""
+        self.done_bytes = max(self.done_bytes, min(offset_bytes, self.size_bytes))
 
 
 class NodeStreams:
@@ -206,6 +207,32 @@ class NodeStreams:
     ) -> Generator[carver.SendPart, None, None]:
         """Send a snapshot of a volume that moves to the node that calls.
 
+        Raises the errors of `_send`.
+        """
+        yield from self._send(request, context)
+
+    def send_differing(
+        self, requests: Iterator[carver.SendRequest], context: grpc.ServicerContext
+    ) -> Generator[carver.SendPart, None, None]:
+        """Send the parts of a snapshot that differ from the volume of the node that calls.
+
+        The first request is that of `send`; the others have the digests of that volume. Raises the
+        errors of `_send`; BadField if the request names a base, or a request has a wrong number of
+        digests; BadStream if there are too few of them.
+        """
+        request = next(requests)
+        if request.base_snapshot_id:
+            raise errors.BadField("base_snapshot_id", "must be empty: blocks are compared instead")
+        yield from self._send(request, context, requests)
+
+    def _send(
+        self,
+        request: carver.SendRequest,
+        context: grpc.ServicerContext,
+        digests: Iterator[carver.SendRequest] | None = None,
+    ) -> Generator[carver.SendPart, None, None]:
+        """Send a snapshot, or only what differs by the other node's `digests`.
+
         Raises NotGranted unless the caller is that node, and shows a grant of the controller's;
         TooManyStreams if MOST_AT_ONCE calls are under way. Also raises the errors of
         `Outgoing.send`.
@@ -229,7 +256,8 @@ class NodeStreams:
                     offset_bytes=request.offset_bytes,
                     release=request.release,
                     note=parts.add,
-                    display=job.display,
+                    display=job.display if digests is None else _reported(job, messages),
+                    digests=None if digests is None else TheirDigests(digests, messages.flush),
                 )
                 messages.flush()
                 if request.verify:
@@ -302,8 +330,8 @@ class NodeStreams:
     def _pull(
         self, request: carver.PullRequest, job: _Job[carver.PullProgress]
     ) -> carver.PullProgress:
-        from agent.extras.controller import certificates
         from agent.extras.streams.reading import Reader
+        from agent.extras.tls import certificates
         from agent.extras.transfer import streams_command
 
         source = request.source
@@ -320,19 +348,25 @@ class NodeStreams:
                 certificates.options(server_name),
             )
             closing.callback(channel.close)
-            call = TransferStub(channel).Send(
-                carver.SendRequest(
-                    snapshot_id=source.snapshot_id,
-                    base_snapshot_id=source.base_snapshot_id,
-                    release=request.release,
-                    offset_bytes=request.offset_bytes,
-                    verify=request.verify,
-                    grant=request.grant,
-                )
+            state = _received(verbs, request.name)
+            send_request = carver.SendRequest(
+                snapshot_id=source.snapshot_id,
+                base_snapshot_id=source.base_snapshot_id,
+                release=request.release,
+                offset_bytes=request.offset_bytes,
+                verify=request.verify,
+                grant=request.grant,
             )
+            comparison: OwnDigests | None = None
+            if replaces := _replaced(request, state):
+                comparison = OwnDigests(send_request, replaces)
+                call = TransferStub(channel).SendDiffering(iter(comparison))
+                closing.callback(comparison.close)
+            else:
+                call = TransferStub(channel).Send(send_request)
             closing.callback(call.cancel)
             job.cancels(call.cancel)
-            incoming = _Incoming(call, job.checked_there)
+            incoming = _Incoming(call, job.checked_there, job.reached)
             parts = closing.enter_context(streams_command.opened_spool(verbs))
             try:
                 # A BufferedReader reads as much as is asked for, as a file does.
@@ -340,7 +374,6 @@ class NodeStreams:
                 reader = Reader(stream)
                 job.totals = reader.totals
                 _require_asked(request, reader.header)
-                state = _received(verbs, request.name)
                 if state.chain == reader.header.chain:
                     # An earlier call has received all of it: its answer was lost, or another
                     # controller made it. The rest of the stream is not read.
@@ -356,6 +389,7 @@ class NodeStreams:
                     parts if request.verify else None,
                     job.display,
                     job.checked,
+                    comparison,
                 )
                 if stream.read(1):
                     raise errors.BadStream("further bytes follow its end mark")
@@ -364,7 +398,8 @@ class NodeStreams:
                 job.check()
                 if (problem := incoming.problem) is not None:
                     why = f"{problem.code().name}: {problem.details()}"
-                    raise errors.NodeRefused(source.node, "Send", why) from None
+                    method = "Send" if comparison is None else "SendDiffering"
+                    raise errors.NodeRefused(source.node, method, why) from None
                 raise
             return carver.PullProgress(
                 done_bytes=job.size_bytes,
@@ -388,7 +423,7 @@ class NodeStreams:
         2. The volume must move to that node, by the tags on this node.
         3. The snapshots must be those of that move.
         """
-        from agent.extras.controller import certificates
+        from agent.extras.tls import certificates
         from agent.extras.transfer import grants
 
         if self._certificates is None:
@@ -397,8 +432,8 @@ class NodeStreams:
         grant = grants.checked(
             request.grant, self._certificates(), config.driver_name, config.node_id
         )
-        peer_names = context.auth_context().get(_NAMES, ())
-        if certificates.node_name(grant.target, config.driver_name).encode() not in peer_names:
+        target_name = certificates.node_name(grant.target, config.driver_name)
+        if target_name not in certificates.peer_names(context):
             raise errors.NotGranted(f"the grant is for node {grant.target!r}")
         move = self._mover.status(grant.volume_id)
         if move.volume_id != grant.volume_id or move.node != grant.target:
@@ -442,6 +477,39 @@ def _received(verbs: Any, name: str) -> carver.ReceiveState:
     """Return the state of the volume of a name here."""
     request = carver.NameRequest(name=name)
     return cast(carver.ReceiveState, verbs.caller.stub(TransferStub).ReceiveStatus(request))
+
+
+def _replaced(request: carver.PullRequest, state: carver.ReceiveState) -> str:
+    """Return the digest of the earlier move whose rest here becomes, or is, the received volume.
+
+    Empty if the stream is not to be compared with what is here. `state` is the state of the volume
+    here.
+    """
+    if state.replaces:
+        return state.replaces
+    return request.replaces if request.replaces == state.replaceable else ""
+
+
+def _reported(job: _Job[Any], messages: "_Messages") -> Any:
+    """Make a display that also reports to the other node how far the comparison is."""
+
+    def report(offset_bytes: int) -> None:
+        messages.flush()
+        job.put(carver.SendPart(reached_bytes=offset_bytes))
+
+    tell_other = _at_intervals(report)
+
+    @contextmanager
+    def display(action: str, start: int, size: int) -> Iterator[Callable[[int], None]]:
+        with job.display(action, start, size) as tell:
+
+            def tell_both(offset_bytes: int) -> None:
+                tell(offset_bytes)
+                tell_other(offset_bytes)
+
+            yield tell_both
+
+    return display
 
 
 def _next(job: _Job[Any], context: grpc.ServicerContext) -> carver.SendPart | None:
@@ -517,11 +585,16 @@ class _Incoming(io.RawIOBase):
 
     If the call fails, the file ends there, and `problem` has the error: what was received before
     is then recorded, as where a pipe is closed. `checked` is called with the offset up to which
-    the other node has read again for its checksum.
+    the other node has read again for its checksum, `reached` with that up to which it has compared.
     """
 
-    def __init__(self, messages: Iterator[carver.SendPart], checked: Callable[[int], None]) -> None:
-        self._messages, self._checked = messages, checked
+    def __init__(
+        self,
+        messages: Iterator[carver.SendPart],
+        checked: Callable[[int], None],
+        reached: Callable[[int], None],
+    ) -> None:
+        self._messages, self._checked, self._reached = messages, checked, reached
         self._part = memoryview(b"")
         # The checksum in the last message that was read; empty if it had none.
         self.sha256 = ""
@@ -545,6 +618,8 @@ class _Incoming(io.RawIOBase):
             self.sha256 = message.sha256
             if message.checked_bytes:
                 self._checked(message.checked_bytes)
+            if message.reached_bytes:
+                self._reached(message.reached_bytes)
         room = memoryview(buffer)
         length = min(len(room), len(self._part))
         room[:length] = self._part[:length]

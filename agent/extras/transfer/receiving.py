@@ -10,6 +10,11 @@ Each stream brings the volume from one chain to the next:
 A stream that was cut off continues at the offset in the volume's tags; everything before that
 offset is on the disk.
 
+A volume that moved away may come back while what it left here is still there, under quarantine. By
+one command that becomes a volume that is being received. Its first stream is whole, but has only
+the blocks that differ from what is on the disk (`tag.REPLACES`). If the stream is cut off, or its
+snapshot is lost, the blocks are compared again.
+
 Finishing checks the file system. The check may write to the volume, which then no longer holds what
 its chain says. So a tag that forbids further streams is set before the check.
 """
@@ -25,6 +30,7 @@ from agent.core.ids import VolumeId
 from agent.extras.streams.form import Header
 from agent.extras.transfer import stream_descriptions
 from agent.extras.transfer.move import digest_of
+from agent.extras.transfer.moving import is_going, is_gone
 from agent.operations import block_sizes, clone, modify
 from agent.operations.delete import VolumeDeleter
 from agent.operations.remove_pool import PoolRemover
@@ -34,7 +40,7 @@ from agent.volumes.allocation import pool_name
 from agent.volumes.context import Context
 from agent.volumes.records import Volume
 from agent.volumes.volume_states import EndedBy
-from lvm import layout, names, report, volumes
+from lvm import layout, names, report, tuning, volumes
 from lvm.active_devices import Device
 from lvm.tuning import PLAIN, Tuning
 from lvm.volumes import New
@@ -42,7 +48,19 @@ from mount import filesystem, luks
 from proto import carver_pb2 as carver
 
 # Keys of the tags that are removed from a received volume when the volume is finished.
-_COMING = (tag.CHAIN, tag.CONTENT, tag.INTO, tag.OFFSET, tag.RELEASE, tag.FINISHING)
+_COMING = (
+    *(tag.CHAIN, tag.CONTENT, tag.INTO, tag.OFFSET, tag.RELEASE, tag.FINISHING),
+    tag.REPLACES,
+)
+# Keys of the tags that stay as they are when what a volume left becomes a volume that is received:
+# they describe the logical volume, and not its contents. A mutable parameter is then set to that of
+# the stream.
+_OF_LOGICAL_VOLUME = frozenset(
+    (
+        *(tag.NAME, tag.CLASS, tag.LAYOUT, tag.CACHE, tag.SIZE, tag.NEEDS, tuning.OWN_MAXIMUM),
+        *(setting.tag for setting in tuning.SETTINGS if setting.tag),
+    )
+)
 # Value of the tag FINISHING of a volume that can only be removed: the volume was finished and then
 # withdrawn, or its removal has begun.
 _WITHDRAWN = "withdrawn"
@@ -81,8 +99,14 @@ class Receiver:
         missing_groups = fresh_report.named_groups - fresh_report.groups.keys()
         return carver.ReceiveState(state="absent", missing_group=min(missing_groups, default=""))
 
-    def begin(self, name: str, device_class: str, header: Header) -> carver.ReceiveState:
+    def begin(
+        self, name: str, device_class: str, header: Header, replaces: str = ""
+    ) -> carver.ReceiveState:
         """Create or grow the volume for a stream; return the volume's state.
+
+        With `replaces`, the digest of an earlier move's word, what the volume left here by that
+        move becomes the volume that is received. Running one more command, it then can only be
+        completed by the move of the stream, or be removed.
 
         The state has the offset up to which the stream was received already. If the volume already
         holds the chain of the stream, only mutable parameters are changed, and the stream need not
@@ -90,9 +114,10 @@ class Receiver:
         the class has to be created.
 
         Raises NotAllowed if no class has the name `device_class`; NotReceived if the stream does
-        not fit what the volume holds; Incompatible if a volume of that name exists and is not being
-        received; OperationPending if the volume is being erased; VolumeInUse if another stream is
-        being applied; NoRoom if the volume group has too few free extents.
+        not fit what the volume holds, or cannot replace it; Incompatible if a volume of that name
+        exists and is not being received; OperationPending if the volume is being erased;
+        VolumeInUse if another stream is being applied; NoRoom if the volume group has too few free
+        extents.
         """
         chosen_class = self._configuration.now.device_class(device_class)
         if chosen_class is None:
@@ -100,13 +125,15 @@ class Receiver:
             raise errors.NotAllowed("class", device_class, class_names)
 
         def begin() -> carver.ReceiveState:
-            return self._begin(chosen_class, name, header)
+            return self._begin(chosen_class, name, header, replaces)
 
         return self._pool_remover.retry_holding(
             chosen_class.group, pool_name(chosen_class.name), begin
         )
 
-    def _begin(self, device_class: DeviceClass, name: str, header: Header) -> carver.ReceiveState:
+    def _begin(
+        self, device_class: DeviceClass, name: str, header: Header, replaces: str
+    ) -> carver.ReceiveState:
         self._reports.await_others(device_class.group)
         with self._volume_groups.hold(device_class.group):
             fresh_report = self._mender.mend(device_class.group)
@@ -115,6 +142,8 @@ class Receiver:
             if volume is None:
                 return self._make(fresh_report, device_class, name, header)
             if volume.group.name == device_class.group:
+                if replaces and is_gone(volume):
+                    volume = self._replace(volume, device_class, name, header, replaces)
                 return self._go_on(volume, name, header)
         # The volume is in the volume group of another class, into which an earlier stream was
         # received.
@@ -148,7 +177,7 @@ class Receiver:
                 return
             self._require_into(volume, header.chain)
             new_tags = {tag.CHAIN: header.chain, tag.CONTENT: str(header.size_bytes)}
-            self._mark(volume, new_tags, removed_keys=(tag.INTO, tag.OFFSET))
+            self._mark(volume, new_tags, removed_keys=(tag.INTO, tag.OFFSET, tag.REPLACES))
 
     def open(self, volume_id: str) -> None:
         """Activate a volume that is being received, so that its device can be read.
@@ -227,6 +256,9 @@ class Receiver:
             volume = fresh_report.volume(volume_id)
             if _is_coming(volume):
                 return
+            if tag.RELEASE in volume.own_tags:
+                why = "it was to replace what it left on the other node; move it back instead"
+                raise errors.NotReceived(volume_id, why)
             released = volume.own_tags.get(tag.RELEASED, "")
             if tag.RECEIVED not in volume.own_tags or not hmac.compare_digest(released, release):
                 raise errors.NotReceived(volume_id, "it did not come by this move")
@@ -287,6 +319,41 @@ class Receiver:
         )
         return _state(volume)
 
+    def _replace(
+        self,
+        volume: Volume,
+        device_class: DeviceClass,
+        name: str,
+        header: Header,
+        replaces: str,
+    ) -> Volume:
+        """Have what a volume left here become a volume that is being received; return its record.
+
+        The digest `replaces` is that of the move by which the volume left. All tags but those of
+        the logical volume become those of a new volume for the stream, by one command. Raises
+        NotReceived if it left by another move, cannot be replaced or is of another class, and if
+        the stream needs a base; VolumeInUse if it is in use.
+        """
+        if not hmac.compare_digest(_replaceable(volume), replaces):
+            raise errors.NotReceived(name, "what is left of it here cannot be replaced")
+        if volume.own_tags.get(tag.CLASS) != device_class.name or not header.is_whole:
+            why = f"what is left of it here takes whole streams of class {device_class.name} only"
+            raise errors.NotReceived(name, why)
+        users.require_unused(self._kernel, self._activator, volume)
+        of_new_volume = stream_descriptions.tags_of(
+            name, device_class, header, volume.size_bytes, volume.group
+        )
+        new_tags = {
+            key: value
+            for key, value in of_new_volume.items()
+            # `_go_on` notes the stream.
+            if key not in _OF_LOGICAL_VOLUME and key not in (tag.INTO, tag.OFFSET)
+        }
+        new_tags[tag.REPLACES] = replaces
+        removed_keys = volume.own_tags.keys() - new_tags.keys() - _OF_LOGICAL_VOLUME
+        self._holds.note_receiving(str(volume.id))
+        return self._mark(volume, new_tags, removed_keys=tuple(sorted(removed_keys)))
+
     def _go_on(self, volume: Volume, name: str, header: Header) -> carver.ReceiveState:
         if volume.is_doomed:
             raise errors.OperationPending(f"{volume.id} (being erased)")
@@ -344,11 +411,14 @@ class Receiver:
             base_id = header.base_snapshot_id or "it is a whole one"
             why = f"the stream continues {header.base_chain or 'nothing'} ({base_id}), it holds"
             raise errors.NotReceived(name, f"{why} {chain or 'nothing whole'}")
-        if into and into != header.chain:
+        is_same = into == header.chain
+        # Before a stream is applied to what another move left, all of that is compared. So it does
+        # not matter what another stream has changed.
+        if into and not is_same and tag.REPLACES not in own_tags:
             why = f"a stream to {into} was begun; send that again, or end it with --abort"
             raise errors.NotReceived(name, why)
-        if header.offset_bytes > (volume.offset_bytes if into else 0):
-            received = f"after byte {volume.offset_bytes}, up to which it was received"
+        if header.offset_bytes > (offset_bytes := volume.offset_bytes if is_same else 0):
+            received = f"after byte {offset_bytes}, up to which it was received"
             why = f"the stream begins at byte {header.offset_bytes}, {received}"
             raise errors.NotReceived(name, why)
 
@@ -466,9 +536,26 @@ def _state(volume: Volume) -> carver.ReceiveState:
         offset_bytes=volume.offset_bytes,
         received=own_tags.get(tag.RECEIVED, ""),
         finishing=tag.FINISHING in own_tags,
-        blank=volume.is_thin,
+        # Old contents may be anywhere in what another move left.
+        blank=volume.is_thin and tag.REPLACES not in own_tags,
         release=_release_of(volume),
+        replaceable=_replaceable(volume),
+        replaces=own_tags.get(tag.REPLACES, "") if _is_coming(volume) else "",
+        device_class=own_tags.get(tag.CLASS, ""),
     )
+
+
+def _replaceable(volume: Volume) -> str:
+    """Return the digest of the word of the move by which a volume left this node.
+
+    Empty unless what is left of it here can become a volume that is received: it is whole, and has
+    no copy-on-write snapshots, which would be lost when it is written.
+    """
+    if not is_gone(volume) or is_going(volume):
+        return ""
+    if volume.kept_snapshots or volume.missing_disks:
+        return ""
+    return digest_of(volume.own_tags.get(tag.MOVE_WORD, ""))
 
 
 def _release_of(volume: Volume) -> str:

@@ -10,12 +10,12 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BufferedIOBase
 from itertools import chain
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -119,8 +119,11 @@ class Outgoing:
         compress: bool = False,
         note: Callable[[Extent], None] = lambda _part: None,
         display: Display = shown_as_text,
+        digests: sending.Digests | None = None,
     ) -> dict[str, Any]:
         """Send the snapshot from an offset on; return a summary of what was sent.
+
+        With `digests`, those of the other node's volume, only pieces that differ are sent.
 
         If the header names a base, the stream is an increment. An increment has all blocks that
         were written since the base; with `compare`, it has only the blocks that differ. An
@@ -156,6 +159,7 @@ class Outgoing:
                 prove=self._prove,
                 note=note,
                 tell=tell,
+                digests=digests,
             )
             tell(header.size_bytes)
         return {
@@ -406,6 +410,22 @@ def receive(
     return {**status(verbs, name), **({"verified": verified} if verify else {})}
 
 
+class Comparison(Protocol):
+    """Gives the sender of a stream the digests of the volume that the stream is for.
+
+    `replaces` is the digest of the earlier move that left that volume here.
+    """
+
+    @property
+    def replaces(self) -> str:
+        """The digest of the word of the earlier move."""
+
+    def begun(
+        self, device: Opened, start_bytes: int, end_bytes: int
+    ) -> AbstractContextManager[None]:
+        """Read a range of the volume during the `with`, and give the digests of its pieces."""
+
+
 def opened_spool(verbs: VolumeVerbs) -> AbstractContextManager[Spool]:
     """Open a spool for the ranges of a stream's parts; the spool is deleted when it is closed."""
     return comparing.opened(verbs.settings.endpoint.parent)
@@ -419,20 +439,27 @@ def receive_one(
     parts: Spool | None,
     display: Display,
     checked: Callable[[int], None] = lambda _offset_bytes: None,
+    comparison: Comparison | None = None,
 ) -> str:
     """Apply one stream to a volume; return the checksum of the stream's parts.
 
-    The ranges of the parts are added to the spool `parts`. `checked` is called with the offset
-    up to which the parts were read again for the checksum. The checksum is empty if `parts` is
-    None, and if the volume held the stream already.
+    With `comparison`, the stream leaves out what the volume has already, and its sender needs the
+    digests of the volume to go on. The ranges of the parts are added to the spool `parts`.
+    `checked` is called with the offset up to which the parts were read again for the checksum. The
+    checksum is empty if `parts` is None, and if the volume held the stream already.
     """
     header = reader.header
     text = form.text_of(header).decode()
     transfer = _transfer(verbs)
+    replaces = comparison.replaces if comparison else ""
     state = transfer.BeginReceive(
-        carver.BeginReceiveRequest(name=name, device_class=device_class, header=text)
+        carver.BeginReceiveRequest(
+            name=name, device_class=device_class, header=text, replaces=replaces
+        )
     )
     volume_id = state.volume_id
+    if comparison is not None and not state.replaces:
+        raise errors.NotReceived(name, "another stream was received meanwhile")
     if state.chain == header.chain:
         # The volume holds this stream already. Read the stream to its end all the same, so that its
         # sender does not fail.
@@ -459,10 +486,19 @@ def receive_one(
         with (
             display(f"receiving {name}", start, end) as tell,
             paced(verbs.caller, volume_id, RECEIVE, device) as paced_device,
+            paced(verbs.caller, volume_id, CHECKSUM, device) as compared_device,
+            comparison.begun(compared_device, start, end) if comparison else nullcontext(),
         ):
             target = Target(paced_device, kernel.device_size_bytes(path), state.blank)
             note = (lambda _part: None) if parts is None else parts.add
-            reading.apply(reader, target, record=record, note=note, tell=tell)
+            reading.apply(
+                reader,
+                target,
+                record=record,
+                note=note,
+                tell=tell,
+                is_compared=comparison is not None,
+            )
             tell(end)
         transfer.EndReceive(carver.EndReceiveRequest(volume_id=volume_id, header=text))
         if parts is None:

@@ -34,7 +34,7 @@ from proto import carver_pb2_grpc
 
 # Maximum length of a string in a request, in characters. A stream's header is such a string.
 _MAX_CHARACTERS = 64 << 10
-# RPCs that controllers may call over TLS, and the one that other nodes may call, where the setting
+# RPCs that controllers may call over TLS, and those that other nodes may call, where the setting
 # `evacuation` is true. All others are served on the unix socket only.
 OF_CONTROLLER = frozenset(
     {
@@ -43,7 +43,7 @@ OF_CONTROLLER = frozenset(
         *("ReceiveStatus", "FinishReceive", "WithdrawReceive", "AbortReceive", "Pull"),
     }
 )
-OF_NODES = frozenset({"Send"})
+OF_NODES = frozenset({"Send", "SendDiffering"})
 _Context = grpc.ServicerContext
 _Ranges = Generator[carver.RangesResponse, None, None]
 
@@ -158,7 +158,9 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         _require(request, "name", "header")
         header = form.header_of(request.header)
         with self._locks.hold(names.logical_volume(ids.VOLUME_PREFIX, request.name)):
-            return self._receiver.begin(request.name, request.device_class, header)
+            return self._receiver.begin(
+                request.name, request.device_class, header, request.replaces
+            )
 
     def RecordReceive(self, request: carver.RecordReceiveRequest, context: _Context) -> Empty:
         with self._held(request, "into"):
@@ -198,7 +200,7 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
 
     def BeginMove(self, request: carver.BeginMoveRequest, context: _Context) -> carver.MoveState:
         with self._held(request, "node"):
-            return self._mover.begin(request.volume_id, request.node)
+            return self._mover.begin(request.volume_id, request.node, request.replaces)
 
     def HoldMove(
         self, request: carver.HoldMoveRequest, context: _Context
@@ -244,6 +246,11 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
         self, request: carver.SendRequest, context: _Context
     ) -> Generator[carver.SendPart, None, None]:
         return self._node_streams.send(request, context)
+
+    def SendDiffering(
+        self, requests: Iterator[carver.SendRequest], context: _Context
+    ) -> Generator[carver.SendPart, None, None]:
+        return self._node_streams.send_differing(requests, context)
 
     def Checksum(
         self, request: carver.ChecksumRequest, context: _Context

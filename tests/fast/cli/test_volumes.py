@@ -19,12 +19,16 @@ from fast.cli.conftest import Shell
 from agent.cli import terminal, volume_verbs
 from agent.core import errors
 from agent.csi.client import Client
+from agent.csi.operator import Operator
 from agent.daemon.server import Service
+from agent.extras.transfer import transfer_service
 from agent.requests.parameters import MUTABLE
 from agent.settings.classes import DeviceClass
 from lvm.report import Group
 from mount import table
 from mount.filesystem import FILE_SYSTEMS
+from proto import carver_pb2 as carver
+from proto import carver_pb2_grpc
 
 MIB = 1 << 20
 
@@ -50,6 +54,27 @@ def all_confirmed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(terminal, "confirmed", yes)
     return asked
+
+
+@pytest.fixture
+def older(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the service, started after this, repair as that of 0.2.0: whatever differs, unasked."""
+    add, repair = carver_pb2_grpc.add_OperatorServicer_to_server, Operator.RepairVolume
+    calls = carver.DESCRIPTOR.services_by_name["Operator"].methods_by_name
+    known = frozenset(set(calls) - {"RepairAsConfirmed"})
+
+    def repair_unasked(
+        self: Operator, request: carver.RepairVolumeRequest, context: grpc.ServicerContext
+    ) -> carver.Progress:
+        request.differing_images = True
+        return repair(self, request, context)
+
+    def add_known(operator: Operator, server: grpc.Server) -> None:
+        allowed: Any = transfer_service._Allowed(server, known)
+        add(operator, allowed)
+
+    monkeypatch.setattr(Operator, "RepairVolume", repair_unasked)
+    monkeypatch.setattr(carver_pb2_grpc, "add_OperatorServicer_to_server", add_known)
 
 
 def test_a_volume_s_life_by_hand(shell: Shell, fake: FakeHost, client: Client) -> None:
@@ -279,6 +304,23 @@ class TestOfARaid:
         assert "overwrite" in question
         assert "is whole" in shell("repair db --yes")
         assert not volume.health
+
+    @pytest.mark.parametrize("option", ["", " --yes"])
+    def test_an_older_service_that_overwrites_unasked_is_not_asked_to_repair(
+        self,
+        older: None,
+        shell: Shell,
+        fake: FakeHost,
+        refused: list[str],
+        option: str,
+    ) -> None:
+        """A service of 0.2.0 that is not restarted yet after an upgrade."""
+        shell("create db --size 64MiB --class raid")
+        volume = fake.lvm2.groups["data"].volumes["vol-db"]
+        volume.health = "mismatches exist"
+        assert "the command and the service of the same version" in shell(f"repair db{option}", 1)
+        assert volume.health
+        assert refused == []
 
     def test_the_repair_goes_on_once_it_is_confirmed(
         self, shell: Shell, fake: FakeHost, monkeypatch: pytest.MonkeyPatch

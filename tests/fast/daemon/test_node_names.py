@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agent.core import ids
 from agent.csi.client import Client, block
-from agent.extras.controller import certificates
+from agent.extras.tls import certificates
 from agent.settings.settings import TOPOLOGY_KEY, Config
 from proto import csi_pb2 as csi
 

@@ -17,10 +17,24 @@ from typing import Protocol
 import kubernetes_validate
 import manifest
 import pytest
-from cluster import checks, installation, lab_checks, lying, objects, run, site
-from cluster.kubectl import Kubectl, Object, Refused
+from cluster import (
+    checks,
+    installation,
+    lab_checks,
+    lying,
+    nodes,
+    objects,
+    releasing,
+    removal,
+    run,
+    site,
+)
+from cluster.kubectl import Kubectl, Object, Refused, path
 from fakes import cluster as fake_cluster
 from fakes.cluster import DRIVER, FakeCluster, FakeLab, Key
+
+from agent.extras.controller import enrolment
+from agent.extras.evacuation import lost_claims
 
 PROGRAM = Path(run.__file__)
 REFUSED = 'Error from server (Forbidden): pods is forbidden: User "x" cannot'
@@ -182,6 +196,19 @@ def test_without_a_lab_no_check_touches_a_machine(
         ("gap", "evacuation", "lines of evacuation-db-0 are not all there, or not in order"),
         ("left behind", "evacuation", "not within 20 s: the writers of one run elsewhere"),
         ("never erased", "evacuation", "not within 20 s: what was left is erased"),
+        ("released soon", "released-claim", "is not what it was: 870 s after three was deleted"),
+        ("both released", "released-claim", "on one is not what it was: data-released-claim-db-0"),
+        ("never released", "released-claim", "claim data-released-claim-db-0 is released and made"),
+        ("not kept", "released-claim", "of the released claim is not kept"),
+        ("not retained", "released-claim", "of the released claim is Delete, not Retain"),
+        ("no note", "released-claim", "has no note that it was Delete"),
+        ("not empty", "released-claim", "goes on where it was on three: its volume was not empty"),
+        ("unsaid", "released-claim", "data-released-claim-db-0 says ReleasedOnNodeLoss"),
+        (
+            "gap",
+            "released-claim",
+            "lines of released-claim-db-0 are not all there, or not in order",
+        ),
     ],
 )
 def test_a_failed_check_gives_the_lab_back_as_it_was(
@@ -193,7 +220,9 @@ def test_a_failed_check_gives_the_lab_back_as_it_was(
     assert note in printed
     assert cluster.off == set()
     words = [word for word, _ in lab.done]
-    assert words.count("off") == words.count("on")
+    removed = {node for word, node in lab.done if word == "remove"}
+    off, on = ([it for word, it in lab.done if word == power] for power in ("off", "on"))
+    assert [node for node in off if node not in removed] == on
     assert [node for word, node in lab.done if word == "install"][-1:] in ([], [""])
     assert words.count("pause") == words.count("resume")
     assert [one for one in words if one.startswith("clock")][-1:] in ([], ["clock 0"])
@@ -206,6 +235,24 @@ def test_a_failed_check_gives_the_lab_back_as_it_was(
     ]
     assert kept_from == []
     assert not [key for key in cluster.objects if key[2].endswith("-liar")]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "check"),
+    [
+        *(("never ready", "added-node"), ("never released", "released-claim")),
+        *(("not retained", "released-claim"), ("no note", "released-claim")),
+    ],
+)
+def test_a_check_that_fails_on_an_added_node_leaves_nothing(
+    cluster: FakeCluster, lab: FakeLab, tried: Tried, wrong: str, check: str
+) -> None:
+    cluster.wrong.add(wrong)
+    printed = tried(run.WRONG, "--lab", "--only", check)
+    assert outcomes(printed) == {check: "FAILED", "removed": "passed"}
+    # The node is not asked what it holds, once it is removed.
+    assert "says what it holds" not in printed
+    assert left(cluster) == []
 
 
 @pytest.mark.parametrize(
@@ -540,7 +587,11 @@ def test_after_an_interrupt_at_any_call_nothing_is_left(
 
 
 @pytest.mark.parametrize(
-    "check", ["lying-node", "quiet-node", "cloned-group", "evacuation", "evacuation-interrupted"]
+    "check",
+    [
+        *("lying-node", "quiet-node", "cloned-group", "evacuation", "evacuation-interrupted"),
+        "released-claim",
+    ],
 )
 def test_after_an_interrupt_at_any_call_the_lab_is_as_it_was(tmp_path: Path, check: str) -> None:
     moment = 1
@@ -556,6 +607,43 @@ def test_after_an_interrupt_at_any_call_the_lab_is_as_it_was(tmp_path: Path, che
         assert left(cluster) == [], f"at call {moment}: {cluster.commands[moment - 1]}"
         assert sorted(cluster.carver_nodes()) == ["one", "two"]
         moment += 23
+
+
+@pytest.mark.parametrize(
+    ("change", "is_removed"),
+    [
+        ({}, True),
+        ({"node": "one"}, False),
+        ({"node": "a-long-name"}, False),
+        ({"node": "away"}, False),
+        ({"node": ""}, False),
+        ({"namespace": "of-another"}, False),
+        ({"claim": "data-of-another-check-db-0"}, False),
+    ],
+)
+def test_of_a_removed_node_nothing_is_left_but_what_is_another_s_stays(
+    cluster: FakeCluster, change: dict[str, str], is_removed: bool
+) -> None:
+    """Only an object whose disks are gone may be removed without the deletion of its volume."""
+    label = {fake_cluster.TOPOLOGY: "a-long-name"}
+    cluster.objects["nodes", "", "two"]["metadata"]["labels"] = label
+    kubectl = Kubectl(cluster.execute)
+    place = replace(installation.find(kubectl, DRIVER), nodes=("one", "two", "away"))
+    here = site.Site(kubectl, place, "abcdef", "released-claim", 512, 20, Clock())
+    of = {"node": "three", "namespace": here.namespace, "claim": "data-released-claim-db-0"}
+    of |= change
+    terms = [{"matchExpressions": [{"key": fake_cluster.TOPOLOGY, "values": [of["node"]]}]}]
+    spec: Object = {"claimRef": {"namespace": of["namespace"], "name": of["claim"]}}
+    spec["persistentVolumeReclaimPolicy"] = "Delete"
+    if of["node"]:
+        spec["nodeAffinity"] = {"required": {"nodeSelectorTerms": terms}}
+    cluster._add("PersistentVolume", "pvc-1", spec=spec)
+    about = cluster.objects["persistentvolumes", "", "pvc-1"]["metadata"]
+    about["finalizers"] = ["kubernetes.io/pv-protection"]
+    removal.clear(here) if is_removed else removal._forget_volumes(here)
+    kubectl.all("persistentvolumes")
+    assert (("persistentvolumes", "", "pvc-1") not in cluster.objects) is is_removed
+    assert spec["persistentVolumeReclaimPolicy"] == ("Retain" if is_removed else "Delete")
 
 
 @pytest.mark.parametrize("words", ["apply", "exec", "cordon two", "drain two", "delete pods"])
@@ -682,6 +770,28 @@ def test_all_objects_fit_the_schema_of_kubernetes(cluster: FakeCluster, tried: T
             }
         else:
             kubernetes_validate.validate(one, "1.37", strict=True)
+
+
+@pytest.mark.parametrize("check", ["evacuation", "released-claim"])
+def test_the_stateful_sets_of_the_lab_fit_the_schema_of_kubernetes(
+    cluster: FakeCluster, lab: FakeLab, check: str, tried: Tried
+) -> None:
+    tried(run.WELL, "--lab", "--only", check)
+    [made] = [one for one in cluster.applied if one["kind"] == "StatefulSet"]
+    kubernetes_validate.validate(made, "1.37", strict=True)
+    pods = made["spec"]["template"]["metadata"]["labels"]
+    assert made["spec"]["selector"]["matchLabels"] == pods
+    terms = path(
+        made["spec"]["template"]["spec"],
+        *("affinity", "podAntiAffinity", "requiredDuringSchedulingIgnoredDuringExecution"),
+        default=[],
+    )
+    assert [one["labelSelector"]["matchLabels"] for one in terms] in ([], [pods])
+
+
+def test_the_checks_wait_for_the_graces_that_carver_has() -> None:
+    assert nodes.FORGOTTEN_SECONDS == enrolment._DELETED_SECONDS
+    assert releasing.GRACE_SECONDS == lost_claims.GRACE_SECONDS
 
 
 def test_what_takes_carver_s_place_is_a_pod_like_carver_s(cluster: FakeCluster) -> None:

@@ -29,7 +29,7 @@ from manifest import (
     the,
 )
 
-from agent.extras.controller import certificates
+from agent.extras.tls import certificates
 from agent.requests.requests import ModifyVolume
 from agent.settings import settings
 from proto import csi_pb2 as csi

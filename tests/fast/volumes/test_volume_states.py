@@ -37,6 +37,7 @@ BESIDE = {
     State.MOVED: {"moveTo": "there", "moveWord": "word"},
     State.DELETED: {},
     State.INLINE: {"ephemeral": "true"},
+    State.MOVING: {"moveTo": "there", "moveWord": "word"},
     State.HELD: {"moveTo": "there", "moveWord": "word"},
     State.HALF_MADE: {},
 }
@@ -46,6 +47,8 @@ CODES = {
     Outcome.REFUSED: "FAILED_PRECONDITION",
     Outcome.NOT_OWN: "FAILED_PRECONDITION",
 }
+# States that no tag `state` records.
+UNTAGGED = (State.INLINE, State.MOVING, State.HELD, State.HALF_MADE, State.READY)
 # lvm2 refuses to use a RAID that it never made; no row has to.
 MET = [
     (state, call)
@@ -89,7 +92,7 @@ class Stand:
         changes = ["--addtag", "carver.adopted=old"]
         for key, value in BESIDE[state].items():
             changes += ["--addtag", f"carver.{key}={value}"]
-        if state not in (State.INLINE, State.HELD, State.HALF_MADE, State.READY):
+        if state not in UNTAGGED:
             changes += ["--deltag", "carver.state=ready", "--addtag", f"carver.state={state}"]
         self._fake.lvm("lvchange", *changes, "--", "data/vol-v")
         if state is State.INLINE:
@@ -129,6 +132,9 @@ class Stand:
             case Call.MANAGE:
                 return partial(client.volume, one)
             case Call.ADOPT:
+                asked = carver.AdoptVolumeRequest(group="data", logical_volume="old", block=True)
+                return partial(client.adopt, asked)
+            case Call.UNDO_ADOPT:
                 asked = carver.AdoptVolumeRequest(group="data", logical_volume="old", dry_run=True)
                 return partial(client.undo_adopt, asked)
 
@@ -165,8 +171,8 @@ def test_a_volume_is_seen_as_the_table_says(stand: Stand, state: State) -> None:
     stand.put(state)
     row, volume = STATES[state], stand.found()
     assert [one.volume_id for one in stand.client.volumes()] == [stand.volume_id] * row.is_listed
-    # Nothing in the record of one that is held tells it from one that is ready.
-    assert volume_states.of(volume)[0] is (State.READY if state is State.HELD else state)
+    # Nothing in the record of one that is held tells it from one that moves.
+    assert volume_states.of(volume)[0] is (State.MOVING if state is State.HELD else state)
     assert volume.orphan == row.orphan
     # What a process notes at its start; a hold ends with its process.
     noted = stand.service.context.holds.resume(stand.service.reports)
@@ -181,3 +187,12 @@ def test_the_calls_for_health_do_as_its_use(stand: Stand, state: State) -> None:
     else:
         with expect.code(code):
             stand.client.volume_health(stand.volume_id)
+
+
+@pytest.mark.parametrize("call", [Call.DELETE, Call.UNDO_ADOPT], ids=lambda one: one.name)
+def test_what_removes_a_moving_volume_says_how_the_move_is_ended(stand: Stand, call: Call) -> None:
+    stand.put(State.MOVING)
+    before = stand.found().own_tags
+    with expect.code("FAILED_PRECONDITION", "it moves to there", "move NAME --undo"):
+        stand.call_of(call)()
+    assert stand.found().own_tags == before

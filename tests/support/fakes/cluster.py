@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from cluster.checks import is_ready
 from cluster.kubectl import Answer, Object, path
 from cluster.objects import WITHOUT_CARVER
 
@@ -24,6 +25,8 @@ SERVER = "https://fake:6443"
 DRIVER, TOPOLOGY = "lvm.csi.carver", "topology.lvm.csi.carver/node"
 # The annotation of a Node that asks for its evacuation.
 EVACUATE = f"evacuate.{DRIVER}/request"
+# The start of annotations about the release of claims of lost nodes.
+_RELEASE = f"release.{DRIVER}"
 IMAGE = "localhost/carver:0.1.0"
 _MIB = 1 << 20
 _STUBS = {
@@ -62,6 +65,8 @@ _EVERYONE = {"verbs": ["create"], "apiGroups": ["authorization.k8s.io"], "resour
 _START_STEPS = 6
 # A volume is sent for so many looks before its pod is evicted, and its copy kept for so many.
 _SENDING_STEPS, _GRACE_STEPS = 12, 20
+# A claim of a lost node is released after a pod has waited for it for so many looks.
+_RELEASE_STEPS = 20
 # The authority's Secret and ConfigMap.
 _AUTHORITY = "carver-controller"
 # No node has room for so much.
@@ -112,6 +117,11 @@ class FakeCluster:
         self._claimed: dict[str, str] = {}
         # Whether the controller evacuates nodes.
         self.evacuates = False
+        # Whether claims of lost nodes are released; for how many looks a pod has waited for each;
+        # and the PersistentVolumes of those that are released and not in use again.
+        self.releases = False
+        self._waited: dict[Key, int] = {}
+        self._released: dict[Key, str] = {}
         # For how many looks volumes have been sent to another node.
         self._sent: dict[str, int] = {}
         # By the id of a volume that was moved: its node, its claim, and when it is erased there.
@@ -285,8 +295,12 @@ class FakeCluster:
         return 0, json.dumps(asked | {"status": {"allowed": not is_refused}}), ""
 
     def _do_patch(self, words: list[str], options: dict[str, str], _: str) -> tuple[int, str, str]:
-        one = self.objects[self._kind(words[0]), options["namespace"], words[1]]
-        one["spec"] |= json.loads(options["patch"])["spec"]
+        one = self.objects[self._kind(words[0]), options.get("namespace", ""), words[1]]
+        change = json.loads(options["patch"])
+        one["spec"] |= change["spec"]
+        if "finalizers" in change.get("metadata", {}):
+            assert change["metadata"] == {"finalizers": None}
+            one["metadata"].pop("finalizers", None)
         return 0, "patched", ""
 
     def _do_delete(self, words: list[str], options: dict[str, str], _: str) -> tuple[int, str, str]:
@@ -582,6 +596,7 @@ class FakeCluster:
 
     def _step(self) -> None:
         self.steps += 1
+        self._collect_pods()
         for key, one in list(self.objects.items()):
             self._ages[key] = self._ages.get(key, 0) + 1
             if "deletionTimestamp" in one["metadata"]:
@@ -589,6 +604,7 @@ class FakeCluster:
         self._serve()
         self._keep_authority()
         self._erase_copies()
+        self._release_claims()
         for key, one in list(self.objects.items()):
             going_on = getattr(self, f"_go_on_{key[0]}", None)
             if going_on is not None and self._ages.get(key, 0) > 1 and key in self.objects:
@@ -603,8 +619,9 @@ class FakeCluster:
             if any(name in self._claims(it) for it in self._pods(namespace)):
                 return
             volume = one["spec"].get("volumeName")
-            if volume and ("persistentvolumes", "", volume) in self.objects:
-                self.objects["persistentvolumes", "", volume]["metadata"]["deletionTimestamp"] = "1"
+            bound = self.objects.get(("persistentvolumes", "", volume))
+            if bound and bound["spec"]["persistentVolumeReclaimPolicy"] == "Delete":
+                bound["metadata"]["deletionTimestamp"] = "1"
         if kind == "namespaces" and any(it[1] == name for it in self.objects):
             for it, other in self.objects.items():
                 if it[1] == name:
@@ -620,7 +637,8 @@ class FakeCluster:
             content = f"snapcontent-{one['metadata']['uid']}"
             self.objects.pop(("volumesnapshotcontents", "", content), None)
             self.held.pop(content, None)
-        if kind == "persistentvolumes" and not self._deletes(name):
+        needs_deletion = kind == "persistentvolumes" and "finalizers" in one["metadata"]
+        if needs_deletion and not self._deletes(name):
             return
         if kind == "pods" and "inline kept" not in self.wrong:
             self.held.pop(f"csi-{one['metadata']['uid']}", None)
@@ -629,8 +647,8 @@ class FakeCluster:
 
     def _deletes(self, volume: str) -> bool:
         """Whether DeleteVolume of a PersistentVolume succeeds, and what comes of it."""
-        node = self.held.get(volume, ("", 0))[0]
-        if node and node not in self.carver_nodes():
+        node = self._node_of(volume)
+        if node not in self.carver_nodes():
             # It is on the node still, which was deleted.
             silent = any(self._is_away(one) for one in self.carver_nodes())
             if "forgotten soon" in self.wrong:
@@ -656,17 +674,19 @@ class FakeCluster:
                 never = "never enrolled" in self.wrong
                 self._enrolled = self.steps + (1 << 30 if never else _START_STEPS)
 
+    def _collect_pods(self) -> None:
+        """Remove pods of nodes that were deleted, as Kubernetes does."""
+        for one in self._pods(""):
+            node = one["spec"].get("nodeName")
+            if node and ("nodes", "", node) not in self.objects:
+                one["metadata"]["deletionTimestamp"] = "now"
+
     def _serve(self) -> None:
         """Carver has a controller, and a pod on each node that is not tainted, as installed."""
         self._serve_controller()
         if ("daemonsets", "carver-system", "carver-node") not in self.objects:
             return
-        there = self.carver_nodes()
-        for one in self._pods("carver-system"):
-            of_node = one["metadata"]["labels"] == {"app": "carver"}
-            if of_node and one["spec"]["nodeName"] not in there:
-                one["metadata"]["deletionTimestamp"] = "now"
-        there = [it for it in there if not self._is_tainted(it)]
+        there = [it for it in self.carver_nodes() if not self._is_tainted(it)]
         own_pods = self._pods("carver-system")
         pods = {it["spec"].get("nodeName") for it in own_pods if not self._lies(it)}
         spec = self.objects["daemonsets", "carver-system", "carver-node"]["spec"]
@@ -723,7 +743,8 @@ class FakeCluster:
             ]
             for waiting in unbound:
                 about = self.objects["persistentvolumeclaims", key[1], waiting]["metadata"]
-                about["annotations"] = {"volume.kubernetes.io/selected-node": node}
+                selected = {"volume.kubernetes.io/selected-node": node}
+                about["annotations"] = about.get("annotations", {}) | selected
             lies = self._liar_on(node) if unbound else None
             if lies is not None and not lies["as_other"] and "believed" not in self.wrong:
                 self._refuse(key, node, unbound[0])
@@ -782,6 +803,8 @@ class FakeCluster:
                 if ("persistentvolumeclaims", key[1], claim) not in self.objects:
                     of_claim = template["spec"]
                     self._add("PersistentVolumeClaim", claim, key[1], labels, spec=of_claim)
+                    made = self.objects["persistentvolumeclaims", key[1], claim]
+                    made["metadata"]["annotations"] = template["metadata"]["annotations"]
                 volumes.append({"name": volume, "persistentVolumeClaim": {"claimName": claim}})
             self._add("Pod", name, key[1], pod["metadata"]["labels"], spec=pod["spec"])
 
@@ -823,8 +846,8 @@ class FakeCluster:
         self._claimed[new] = self._claimed.pop(old)
         self.copies_left |= [left]
         del self.objects["persistentvolumes", "", old]
-        self._add_volume(new, place)
         claim["spec"]["volumeName"], claim["metadata"]["uid"] = new, self._uid()
+        self._add_volume(new, place)
         log = self.root / new / "files" / "log"
         if "last line lost" in self.wrong:
             log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
@@ -834,6 +857,45 @@ class FakeCluster:
         if self.evacuates:
             every = self.copies_left.items()
             self.copies_left = {handle: it for handle, it in every if it[2] > self.steps}
+
+    def _release_claims(self) -> None:
+        """Release claims of deleted nodes, a while after a pod began to wait for them."""
+        for key, claim in list(self.objects.items()) if self.releases else ():
+            if key[0] != "persistentvolumeclaims":
+                continue
+            users = [it for it in self._pods(key[1]) if key[2] in self._claims(it)]
+            if key in self._released and any(map(is_ready, users)):
+                self._event(key, "Normal", "ReplacedOnNodeLoss", "it is in use")
+                del self._released[key]
+            allows = path(claim, "metadata", "annotations", f"{_RELEASE}/on-node-loss") == "true"
+            volume = claim["spec"].get("volumeName")
+            is_lost = volume and self._node_of(volume) not in self.carver_nodes()
+            if not (allows and is_lost and users) or "nodeName" in users[0]["spec"]:
+                continue
+            self._waited[key] = self._waited.get(key, 0) + 1
+            if self._waited[key] > _RELEASE_STEPS or "released soon" in self.wrong:
+                self._release(key)
+
+    def _release(self, key: Key) -> None:
+        """Release a claim: the PersistentVolume is kept, and its pod is made anew with a claim."""
+        if "never released" in self.wrong:
+            return
+        also = [it for it in self.objects if it[:2] == key[:2] and "both released" in self.wrong]
+        for one in dict.fromkeys((key, *also)):
+            claim = self.objects.pop(one)
+            volume = self._released[one] = claim["spec"]["volumeName"]
+            of = self.objects["persistentvolumes", "", volume]
+            if "not retained" not in self.wrong:
+                of["spec"]["persistentVolumeReclaimPolicy"] = "Retain"
+            note = {f"{_RELEASE}/reclaim-policy": "Delete", f"{_RELEASE}/claim": "{}"}
+            of["metadata"]["annotations"] = {} if "no note" in self.wrong else note
+            self._event(("persistentvolumes", "", volume), "Warning", "KeptOnNodeLoss", "Retain")
+            if "unsaid" not in self.wrong:
+                self._event(one, "Warning", "ReleasedOnNodeLoss", "the claim is deleted")
+            if "not kept" in self.wrong:
+                del self.objects["persistentvolumes", "", volume]
+            for pod in [it for it in self._pods(key[1]) if one[2] in self._claims(it)]:
+                del self.objects["pods", key[1], pod["metadata"]["name"]]
 
     def _go_on_persistentvolumeclaims(self, key: Key, claim: Object) -> None:
         volume = claim["spec"].get("volumeName")
@@ -862,7 +924,7 @@ class FakeCluster:
         elif wanted > has and "never grows" not in self.wrong:
             status["conditions"] = []
             status["capacity"] = {"storage": f"{wanted}Mi"}
-            if not has or "small inside" not in self.wrong:
+            if volume in self.held and (not has or "small inside" not in self.wrong):
                 self.held[volume] = (self.held[volume][0], wanted)
 
     def _go_on_volumegroupsnapshots(self, key: Key, one: Object) -> None:
@@ -924,12 +986,17 @@ class FakeCluster:
             found = [it for it in found if it not in contested]
             if not found:
                 return "", "1 node(s) did not have enough free storage"
+        apart = path(pod["spec"], "affinity", "podAntiAffinity", terms[2], 0, default={})
+        if wanted := path(apart, "labelSelector", "matchLabels"):
+            alike = [it for it in self._pods(key[1]) if wanted.items() <= _labels(it).items()]
+            busy = {it["spec"].get("nodeName") for it in alike}
+            found = [it for it in found if it not in busy]
         if "apart" in self.wrong and len(self._claims(pod)) > 1:
             return "", "2 node(s) didn't match PersistentVolume's node affinity"
         for name in self._claims(pod):
             claim = self.objects["persistentvolumeclaims", key[1], name]
             if volume := claim["spec"].get("volumeName"):
-                found = [it for it in found if it == self.held[volume][0]]
+                found = [it for it in found if it == self._node_of(volume)]
             others = [it for it in self._pods(key[1]) if it is not pod and "nodeName" in it["spec"]]
             once = claim["spec"]["accessModes"] == ["ReadWriteOncePod"] and "once" not in self.wrong
             if once and any(name in self._claims(it) for it in others):
@@ -974,6 +1041,9 @@ class FakeCluster:
             size = int(claim["spec"]["resources"]["requests"]["storage"].removesuffix("Mi"))
             self._make(volume, node, size, block=claim["spec"]["volumeMode"] == "Block")
             self._claimed[volume] = f"{namespace}/{name}"
+            old = self._released.get(("persistentvolumeclaims", namespace, name))
+            if old and "not empty" in self.wrong:
+                shutil.copytree(self.root / old, self.root / volume, dirs_exist_ok=True)
             if "no object" in self.wrong:
                 del claim["spec"]["volumeName"], pod["spec"]["nodeName"]
                 self.wrong.add("never scheduled")
@@ -986,14 +1056,24 @@ class FakeCluster:
     def _add_volume(self, name: str, claim: Key) -> None:
         """Have a PersistentVolume of a claim for what a node holds."""
         node, size = self.held[name]
+        of = self.objects[claim]["metadata"]
         key = {"key": TOPOLOGY, "operator": "In", "values": [node]}
         spec: Object = {
             "csi": {"driver": DRIVER, "volumeHandle": self._handle(name)},
-            "claimRef": {"namespace": claim[1], "name": claim[2]},
+            "claimRef": {"namespace": claim[1], "name": claim[2], "uid": of["uid"]},
+            "persistentVolumeReclaimPolicy": "Delete",
             "capacity": {"storage": f"{size}Mi"},
             "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [key]}]}},
         }
         self._add("PersistentVolume", name, spec=spec)
+        made = self.objects["persistentvolumes", "", name]
+        made["metadata"]["finalizers"] = ["kubernetes.io/pv-protection"]
+
+    def _node_of(self, volume: str) -> str:
+        """The node that a PersistentVolume names; empty where there is no such object."""
+        affinity = ("spec", "nodeAffinity", "required", "nodeSelectorTerms")
+        values = (*affinity, 0, "matchExpressions", 0, "values", 0)
+        return str(path(self.objects.get(("persistentvolumes", "", volume)), *values, default=""))
 
     def _handle(self, name: str) -> str:
         """The id of a volume or snapshot; a volume that was moved is in its new node's group."""
@@ -1079,10 +1159,11 @@ class FakeCluster:
 
     def _event(self, key: Key, sort: str, reason: str, message: str, number: str = "") -> None:
         kinds = {"pods": "Pod", "persistentvolumeclaims": "PersistentVolumeClaim"}
+        kinds |= {"persistentvolumes": "PersistentVolume"}
         of = {"kind": kinds[key[0]], "name": key[2]}
         event: Object = {"type": sort, "reason": reason, "message": message, "involvedObject": of}
         name = f"{key[2]}.{reason}{number}"
-        self._add("Event", name, key[1], count=3, lastTimestamp="1", **event)
+        self._add("Event", name, key[1] or "default", count=3, lastTimestamp="1", **event)
 
     def _add(
         self,
@@ -1184,7 +1265,8 @@ class FakeLab:
     def install_values(self, names: Sequence[str]) -> None:
         self.done.append(("install", " ".join(names)))
         self.values = [*names]
-        self.cluster.forgets = "forgetting" in names
+        self.cluster.releases = "releasing" in names
+        self.cluster.forgets = "forgetting" in names or self.cluster.releases
         self.cluster.evacuates = "evacuation" in names
         if "sidecars" in names and "mode stays" not in self.cluster.wrong:
             self.central = self.cluster.distribute()
@@ -1196,6 +1278,10 @@ class FakeLab:
         self.cluster.copies.pop(name, None)
         self.cluster.objects.pop(("nodes", "", name), None)
         self.cluster.objects.pop(("csinodes", "", name), None)
+        self.cluster.off.discard(name)
+        # Its disks go with it.
+        held = self.cluster.held.items()
+        self.cluster.held = {one: it for one, it in held if it[0] != name}
 
 
 def _logical(name: str) -> str:
@@ -1205,6 +1291,10 @@ def _logical(name: str) -> str:
 
 def _group_of(snapshot: Object) -> str:
     return str(path(snapshot, "status", "volumeGroupSnapshotName", default=""))
+
+
+def _labels(one: Object) -> dict[str, str]:
+    return dict(one["metadata"]["labels"])
 
 
 def _matches(term: Object, node: str) -> bool:

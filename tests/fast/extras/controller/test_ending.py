@@ -15,7 +15,7 @@ from authority import Authority
 from simulated import SimulatedNode, uuid_of
 
 from agent.core import sockets
-from agent.extras.controller import certificates
+from agent.extras.tls import certificates
 from agent.settings.settings import DRIVER_NAME
 from proto import csi_pb2 as csi
 

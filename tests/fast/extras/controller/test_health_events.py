@@ -26,11 +26,12 @@ from simulated import SimulatedNode, uuid_of
 
 from agent.core import errors
 from agent.csi.client import block
-from agent.extras.controller import certificates, controller_process, health_events, nodes, routes
+from agent.extras.controller import controller_process, health_events, nodes, routes
 from agent.extras.controller.controller_process import ClusterController, Files
 from agent.extras.controller.health_events import HealthEvents
 from agent.extras.kubernetes.access import Server
 from agent.extras.kubernetes.objects import Lists, Objects
+from agent.extras.tls import certificates
 from agent.groups import volume_group
 from agent.operations import diagnosis
 from agent.settings.settings import DRIVER_NAME, TOPOLOGY_KEY, Config

@@ -23,12 +23,13 @@ from simulated import SimulatedNode, name_of, uuid_of
 from agent.core import errors
 from agent.core.ids import VolumeId
 from agent.csi.client import of_snapshot
-from agent.extras.controller import certificates, lists, nodes, placement, routes
+from agent.extras.controller import lists, nodes, placement, routes
 from agent.extras.controller.answer_rules import Asked, Row
 from agent.extras.controller.controller_metrics import Metrics
 from agent.extras.controller.controller_process import ClusterController, Files
 from agent.extras.controller.membership import Record, Serving
 from agent.extras.controller.node_answers import Answers
+from agent.extras.tls import certificates
 from agent.settings.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi

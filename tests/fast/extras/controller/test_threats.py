@@ -23,6 +23,7 @@ FILES = {
     "lost_claims": "tests/fast/extras/evacuation/test_lost_claims.py",
     "membership": "tests/fast/extras/controller/test_membership.py",
     "node_moves": "tests/fast/extras/transfer/test_node_moves.py",
+    "moves_back": "tests/fast/extras/transfer/test_moves_back.py",
     "nodes": "tests/fast/extras/controller/test_nodes.py",
     "process": "tests/fast/daemon/test_process.py",
     "transfer_rules": "tests/fast/extras/controller/test_transfer_rules.py",
@@ -231,10 +232,11 @@ TESTS = {
         "node_moves: the_controller_may_call_what_a_move_needs",
         "node_moves: without_the_setting_nothing_is_served",
     ),
-    "All but one of these calls need the controller's certificate": (
+    "All but two of these calls need the controller's certificate": (
         "node_moves: a_node_s_key_without_a_grant_may_call_nothing",
     ),
-    "`Send` needs the certificate of the other node, and a": (
+    "They need the certificate of the other node, and a": (
+        "moves_back: differences_are_sent_by_the_grant_of_a_stream",
         "grants: a_grant_says_who_may_read_what",
         "grants: a_grant_is_refused",
         "grants: whatever_byte_is_altered_a_grant_is_refused",
@@ -254,7 +256,20 @@ TESTS = {
         "node_moves: a_volume_of_another_node_is_not_moved",
         "transfer_rules: a_lie_is_refused_by_the_field_that_gives_it_away",
     ),
-    "hold up the moves of other nodes": ("node_moves: few_streams_go_on_at_the_same_time",),
+    "have what a volume left on another node be overwritten": (
+        "moves_back: what_is_left_is_replaced_by_the_way_back_only",
+        "moves_back: a_word_that_is_not_meant_is_not_forgotten",
+        "transfer_rules: only_what_moved_is_replaceable_and_only_what_is_received_replaces",
+    ),
+    "A request has 32 KiB at most": (
+        "moves_back: differences_are_sent_by_the_grant_of_a_stream",
+        "moves_back: digests_are_as_many_as_blocks_and_few_at_a_time",
+        "moves_back: a_caller_without_a_first_request_is_ended_and_holds_up_no_other",
+    ),
+    "hold up the moves of other nodes": (
+        "node_moves: few_streams_go_on_at_the_same_time",
+        "moves_back: a_caller_without_a_first_request_is_ended_and_holds_up_no_other",
+    ),
     "evict a pod, cordon a node": (
         "chart: claims_go_only_by_the_rights_of_evacuation_and_release",
     ),
@@ -313,7 +328,10 @@ FURTHER = {
         "Root on a node can write that node's own Node",
         "Such a user can delete the claim",
     ),
-    "`Send` needs the certificate of the other node, and a": ("By the remaining one, `Send`",),
+    "They need the certificate of the other node, and a": (
+        "By the remaining ones, `Send`",
+        "For `SendDiffering` the other node also sends",
+    ),
     "A node whose key is stolen can keep claims from being released": (
         "Such a node cannot have a claim released",
     ),

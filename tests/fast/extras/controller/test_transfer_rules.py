@@ -92,6 +92,7 @@ HONEST: dict[str, list[tuple[Any, Any]]] = {
         (carver.NameRequest(name=VOLUME), moving(state="wiping", word=WORD)),
         (carver.NameRequest(name=VOLUME), moving(state="wiping")),
         (carver.NameRequest(name=VOLUME), carver.MoveState(volume_id=VOLUME, state="ready")),
+        (carver.NameRequest(name=VOLUME), moving(replaces=OTHER)),
     ],
     "BeginMove": [(carver.BeginMoveRequest(volume_id=VOLUME, node="node-b"), moving())],
     "CommitMove": [(COMMIT, moving(state="moved", word=WORD))],
@@ -114,6 +115,8 @@ HONEST: dict[str, list[tuple[Any, Any]]] = {
     ],
     "ReceiveStatus": [
         (carver.NameRequest(name="db"), received()),
+        (carver.NameRequest(name="db"), received(replaces=OTHER, chain="", device_class="fast")),
+        (carver.NameRequest(name="db"), received(state="moved", into="", replaceable=OTHER)),
         (carver.NameRequest(name="db"), received(state="ready", chain="", into="")),
         (carver.NameRequest(name="db"), carver.ReceiveState(state="absent")),
     ],
@@ -192,6 +195,7 @@ LIES = [
     ("MoveStatus", "pv", "x" * 254),
     ("MoveStatus", "pvc", "x" * 254),
     ("MoveStatus", "namespace", "x" * 254),
+    ("MoveStatus", "replaces", "none"),
     ("BeginMove", "volume_id", f"{FOREIGN}/vol-db"),
     ("BeginMove", "node", "node-c"),
     ("CommitMove", "volume_id", ""),
@@ -221,6 +225,11 @@ LIES = [
     ("ReceiveStatus", "received", "x" * 513),
     ("ReceiveStatus", "release", "no"),
     ("ReceiveStatus", "missing_group", "x" * 513),
+    ("ReceiveStatus", "replaceable", "none"),
+    # Of a volume that is received nothing is left by a move.
+    ("ReceiveStatus", "replaceable", CHAIN),
+    ("ReceiveStatus", "replaces", "none"),
+    ("ReceiveStatus", "device_class", "x" * 254),
     ("Pull", "done_bytes", (1 << 30) + 1),
     ("Pull", "size_bytes", (8 << 60) + 1),
     ("Pull", "checked_bytes", (2 << 30) + 1),
@@ -262,6 +271,21 @@ def test_each_field_with_a_rule_has_a_lie() -> None:
     tried |= {("Pull", name) for method, name in tried if method == "ReceiveStatus"}
     free = {("Pull", "finishing"), ("Pull", "blank")}
     assert ruled - free == tried & ruled
+
+
+@pytest.mark.parametrize("field", ["replaceable", "replaces"])
+@pytest.mark.parametrize("state", ["receiving", "moved", "ready", "wiping", "copying", "absent"])
+def test_only_what_moved_is_replaceable_and_only_what_is_received_replaces(
+    state: str, field: str
+) -> None:
+    answer = received(state=state, volume_id="" if state == "absent" else VOLUME)
+    setattr(answer, field, OTHER)
+    request = carver.NameRequest(name="db")
+    if (state, field) in (("moved", "replaceable"), ("receiving", "replaces")):
+        assert judged("ReceiveStatus", request, answer) == answer
+        return
+    with pytest.raises(Untrue, match=field):
+        judged("ReceiveStatus", request, answer)
 
 
 @pytest.mark.parametrize("word", ["", "guess", WORD])

@@ -13,8 +13,10 @@ from csi_client import Client
 from evacuating import KEY, Api, Site, annotation
 
 from agent.cli import main
+from agent.extras.evacuation.evacuation_calls import text_of_progress
 from agent.extras.evacuation.evacuation_request import Annotations, NoSuchNode, Request
-from agent.extras.evacuation.progress import Stage
+from agent.extras.evacuation.plan import Plan, PlannedVolume, Unit
+from agent.extras.evacuation.progress import Progress, Stage
 from agent.settings.settings import DRIVER_NAME
 from proto import carver_pb2 as carver
 from proto.carver_pb2_grpc import EvacuationStub
@@ -206,6 +208,29 @@ def test_evacuations_show_stages_rates_and_problems(run: Run, site: Site) -> Non
     (moved,) = [one for one in node["units"] if one["stage"] == "moved"]
     assert moved["seconds_left"] == 0
     assert "seconds_left" not in node
+
+
+def test_evacuations_show_what_another_controller_has_published(run: Run, site: Site) -> None:
+    site.progress.begin(NODE, "evacuate", site.view.plan(NODE, Request()))
+    site.progress.problem(NODE, "node-00002 does not answer")
+    shown = run("evacuations", "--json")
+    site.other_text = text_of_progress(site.progress)
+    site.progress.end(NODE, forget=True)
+    assert run("evacuations", "--json") == shown
+    site.other_text = "{"
+    words = ("evacuations", "--endpoint", str(site.config.endpoint))
+    assert "another controller has published cannot be read" in main_error(run, *words)
+
+
+def test_published_progress_fits_into_an_annotation() -> None:
+    """Of very many units only the nodes are published."""
+    units = [Unit((PlannedVolume(f"data@x/vol-{n}", 1, "fast"),), (), "b") for n in range(2000)]
+    progress = Progress()
+    progress.begin(NODE, "evacuate", Plan(NODE, tuple(units)))
+    progress.problem(NODE, "node-00002 does not answer")
+    text = text_of_progress(progress)
+    assert len(text) < 1000
+    assert json.loads(text)["nodes"][0]["problem"] == "node-00002 does not answer"
 
 
 @pytest.mark.parametrize(

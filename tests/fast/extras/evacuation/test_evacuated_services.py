@@ -224,6 +224,12 @@ class Operator:
         )
 
 
+def uuids(node: Node) -> dict[str, str]:
+    """The UUIDs of the logical volumes of a node's volumes."""
+    found = node.service.reports.fresh(node.group).group(node.group)
+    return {name: found.volume(name).uuid for name in node.names() if name.startswith("vol-")}
+
+
 @pytest.mark.timeout(600)
 def test_services_are_evacuated_and_the_evacuation_is_undone(two: Cluster, kube: Locked) -> None:
     operator = Operator(two, kube)
@@ -237,8 +243,11 @@ def test_services_are_evacuated_and_the_evacuation_is_undone(two: Cluster, kube:
         assert {kube.place_of(claim) for claim in kube.lines} == {"b"}
         assert two.nodes["a"].client.volumes() == []
         assert len(two.nodes["a"].names()) == 3
+        left = uuids(two.nodes["a"])
         kube.request("a", '"undo"')
         operator.run(lambda: operator.are_on("a"))
+        # Each came back to what it had left there.
+        assert uuids(two.nodes["a"]) == left
         kube.request("a", None)
         operator.ahead = 2 * 86400.0
         operator.run(lambda: two.nodes["b"].names() == set())

@@ -1,23 +1,19 @@
 """The evacuator, step by step, on a cluster in memory."""
 
-from dataclasses import replace
-from pathlib import Path
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-import api_server
 import evacuation_histories as histories
 import pytest
 from evacuation_histories import History, View
 from moving_model import Snapshot
-from one_evacuation import calls, cluster, evacuate, run_until, said
+from one_evacuation import ONE, calls, cluster, evacuate, run_until, said
 
 from agent.core import tag
-from agent.extras.controller import controller_process
-from agent.extras.controller.controller_process import ClusterController, Files
 from agent.extras.evacuation import evacuator
-from agent.extras.evacuation.evacuator import EvacuatorTask
 from agent.extras.evacuation.progress import Stage
 from agent.extras.kubernetes.access import Server
-from agent.settings.settings import Config
 
 # Calls of nodes and writes of the API server at which an evacuation is interrupted.
 STAGES = (
@@ -40,6 +36,11 @@ def test_all_volumes_move_with_their_pods() -> None:
         reasons = {reason for reason, _, _ in history.kube.said}
         assert {"EvacuationStarted", "VolumeMoving", "ClaimRebinding"} <= reasons
         assert {"VolumeMoved", "EvacuationFinished"} <= reasons
+        for text in said(history, "VolumeMoved"):
+            stop = re.search(r"; this took (\d+) s in which no pod could use it$", text)
+            # A stream takes at most 20 s here.
+            assert stop is not None
+            assert int(stop[1]) < 60
         # The grace is counted from the new PersistentVolume on.
         history.ahead = histories.GRACE_SECONDS - 3600.0
         history.run(1200.0)
@@ -142,7 +143,7 @@ def test_all_pods_that_use_a_claim_are_evicted() -> None:
 
 
 def test_members_of_a_group_snapshot_move_together_and_their_snapshots_stay() -> None:
-    replicas = {f"db-{number}": {f"data-db-{number}": "thin"} for number in range(2)}
+    replicas = {f"db-{number}": {f"data-db-{number}": "linear"} for number in range(2)}
     with cluster(replicas) as history:
         service = history.services["a"]
         for number in range(2):
@@ -247,6 +248,192 @@ def test_an_evacuation_is_undone_after_its_end() -> None:
         history.kube.request("a", '"undo"')
         history.settle(lambda: history.is_settled(left="b") or history.is_settled(left="c"))
         assert len(history.kube.lines["data-db-0"]) > written
+        # What was left was brought up to date.
+        assert history.services["a"].replaced == 1
+        assert not said(history, "QuarantineEnded")
+
+
+TWO: Mapping[str, Mapping[str, str]] = {"db-0": {"data-db-0": "linear", "log-db-0": "thin"}}
+
+
+@contextmanager
+def moved(
+    replicas: Mapping[str, Mapping[str, str]] = TWO, *, policy: str = "Delete", seed: str = "one"
+) -> Iterator[History]:
+    """A cluster whose volumes were moved from node a to node b, and are used there."""
+    with cluster(replicas, policy=policy, seed=seed) as history:
+        controller = evacuate(history, '{"to": ["b"]}')
+        history.settle(lambda: history.is_settled(left="a"))
+        history.run(300.0)
+        history.kill(controller)
+        yield history
+
+
+def require_moved_back(history: History) -> None:
+    """The volumes come back to node a, and nothing is left elsewhere after the time of grace."""
+    history.settle(lambda: history.is_settled(left="b"))
+    assert {history.kube.place_of(one) for one in history.kube.lines} == {"a"}
+    history.settle(lambda: history.left_over(quarantined=True))
+    history.ahead = 2 * histories.GRACE_SECONDS
+    history.settle(lambda: history.left_over(quarantined=False))
+
+
+def test_a_controller_that_is_killed_anywhere_in_a_move_back_is_continued() -> None:
+    number, is_over = 0, False
+    while not is_over:
+        with moved(seed=f"kill {number}") as history:
+            steps = [0]
+
+            def called(_node: str, _name: str, steps: list[int] = steps) -> None:
+                steps[0] += 1
+
+            history.moves.called = called
+            history.kube.request("a", '"undo"')
+            controller = history.start()
+            begun = len(history.kube.writes)
+
+            def is_there(
+                history: History = history, steps: list[int] = steps, begun: int = begun
+            ) -> bool:
+                return steps[0] + len(history.kube.writes) - begun >= number  # noqa: B023
+
+            history.run(1800.0, is_there)
+            is_over = not is_there()
+            history.kill(controller)
+            history.start()
+            if number % 2:
+                # Two at once.
+                history.start()
+            require_moved_back(history)
+            assert history.services["a"].replaced == 2
+            assert not {text for text in said(history, "QuarantineEnded") if "@aaaa" in text}
+        number += 3
+    assert number > 60
+
+
+@pytest.mark.parametrize("node", ["a", "b"])
+@pytest.mark.parametrize("stage", ["begin", "take", "Pull", "hold", "commit", "FinishReceive"])
+def test_a_node_that_restarts_in_a_move_back_loses_nothing(stage: str, node: str) -> None:
+    with moved() as history:
+        history.kube.request("a", '"undo"')
+        history.start()
+        run_until(history, stage)
+        history.services[node].restart()
+        require_moved_back(history)
+        assert history.services["a"].replaced == 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_move_back_is_given_up_at_each_stage(stage: str) -> None:
+    """By evacuating the node again: what is not rebound stays where it is."""
+    with moved() as history:
+        history.kube.request("a", '"undo"')
+        history.start()
+        run_until(history, stage)
+        history.kube.request("a", "{}")
+        history.kube.uncordon("b")
+        history.settle(lambda: history.is_settled(left="a"))
+        history.settle(lambda: history.left_over(quarantined=True))
+        history.kube.request("a", '"undo"')
+        history.settle(lambda: history.is_settled(left="b") or history.is_settled(left="c"))
+        history.ahead = 2 * histories.GRACE_SECONDS
+        history.settle(lambda: history.left_over(quarantined=False))
+
+
+@pytest.mark.parametrize("stage", ["begin", "take", "Pull", "hold", "commit", "FinishReceive"])
+def test_nothing_is_left_of_a_claim_that_is_deleted_in_a_move_back(stage: str) -> None:
+    replicas = {"db-0": {"data-db-0": "linear"}, "db-1": {"data-db-1": "linear"}}
+    with moved(replicas) as history:
+        history.kube.request("a", '"undo"')
+        history.start()
+        run_until(history, stage)
+        history.kube.abandon("db-0")
+
+        def volumes() -> str:
+            """What is usable, or coming, of the claim; a copy under quarantine has no owner."""
+            found = [
+                str(one)
+                for service in history.services.values()
+                for name, one in service.volumes.items()
+                if "data-db-0" in name and one.state != tag.MOVED
+            ]
+            return ", ".join(found)
+
+        history.settle(volumes)
+        history.settle(lambda: history.is_settled(left="b"))
+
+
+@pytest.mark.parametrize("stage", ["begin", "Pull", "FinishReceive"])
+def test_a_volume_that_is_kept_without_its_claim_holds_up_no_move_back(stage: str) -> None:
+    replicas = {"db-0": {"data-db-0": "linear"}, "db-1": {"data-db-1": "linear"}}
+    with moved(replicas, policy="Retain") as history:
+        history.kube.request("a", '"undo"')
+        controller = history.start()
+        run_until(history, stage)
+        history.kube.abandon("db-0")
+        history.settle(lambda: "" if history.kube.place_of("data-db-1") == "a" else "on b")
+        history.run(1200.0)
+        [volume] = (
+            one
+            for service in history.services.values()
+            for name, one in service.volumes.items()
+            if "data-db-0" in name and one.is_usable
+        )
+        assert (volume.move_to, volume.snapshots) == ("", {})
+        [shown] = controller.progress.snapshot()
+        assert shown.is_complete
+        writes = len(history.kube.writes)
+        history.run(3600.0)
+        assert len(history.kube.writes) == writes
+
+
+def test_a_volume_comes_back_to_a_node_without_other_space() -> None:
+    with moved() as history:
+        history.services["a"].free_bytes = 0
+        history.kube.request("a", '"undo"')
+        history.start()
+        require_moved_back(history)
+
+
+@pytest.mark.parametrize("older", ["a", "b"])
+def test_all_is_sent_back_if_a_node_is_older(older: str) -> None:
+    with moved() as history:
+        history.services[older].is_older = True
+        history.kube.request("a", '"undo"')
+        history.start()
+        require_moved_back(history)
+        assert history.services["a"].replaced == 0
+        assert len(said(history, "QuarantineEnded")) >= 2
+
+
+def test_a_move_back_to_a_volume_with_snapshots_waits_until_they_are_deleted() -> None:
+    with moved(ONE) as history:
+        [left] = history.services["a"].volumes.values()
+        left.snapshots[f"{history.services['a'].group}/snap-kept"] = Snapshot((), 0)
+        history.kube.request("a", '"undo"')
+        controller = history.start()
+        history.run(1200.0)
+        assert history.kube.place_of("data-db-0") == "b"
+        [unit] = controller.progress.snapshot()[0].units
+        assert "snapshots" in unit.problem
+        left.snapshots.clear()
+        require_moved_back(history)
+
+
+def test_a_volume_that_has_moved_on_is_sent_back_as_a_whole() -> None:
+    """What it left on its first node is of the move before the last."""
+    with moved(ONE) as history:
+        history.kube.request("a", None)
+        history.kube.uncordon("a")
+        history.kube.request("b", '{"to": ["c"]}')
+        history.start()
+        history.settle(lambda: history.is_settled(left="b"))
+        history.kube.request("c", '{"to": ["a"]}')
+        history.settle(lambda: history.is_settled(left="c"))
+        assert history.kube.place_of("data-db-0") == "a"
+        assert history.services["a"].replaced == 0
+        history.ahead = 2 * histories.GRACE_SECONDS
+        history.settle(lambda: history.left_over(quarantined=False))
 
 
 @pytest.mark.parametrize("text", ['"stop"', None])
@@ -300,6 +487,70 @@ def test_nothing_is_left_of_a_claim_that_is_deleted_before_it_is_rebound(
         history.settle(lambda: history.is_settled(left="a" if request_text == "{}" else ""))
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("policy", ["Delete", "Retain"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_volumes_of_a_namespace_that_is_deleted_follow_their_reclaim_policy(
+    stage: str, policy: str, is_killed: bool
+) -> None:
+    """No claim can be made anew there. What was rebound leaves its copy under quarantine."""
+    with cluster({"db-0": {"data-db-0": "thin"}}, policy=policy) as history:
+        controller = evacuate(history)
+        run_until(history, stage)
+        if is_killed:
+            history.kill(controller)
+        history.kube.end_namespace()
+        if is_killed:
+            history.run(600.0)
+            history.start()
+
+        def unsettled() -> str:
+            volumes = history.kube.all("persistentvolumes")
+            if len(volumes) != (policy == "Retain"):
+                return f"{volumes}"
+            for volume in volumes:
+                annotations = volume["metadata"]["annotations"]
+                if any(key.startswith("move.") for key in annotations):
+                    return f"{annotations}"
+            return "" if controller.evacuator.is_idle or is_killed else "busy"
+
+        history.settle(unsettled)
+        history.run(600.0)
+        assert not unsettled()
+        states = [
+            one.state for service in history.services.values() for one in service.volumes.values()
+        ]
+        usable = [state for state in states if state == tag.READY]
+        assert len(usable) == (policy == "Retain"), states
+        assert set(states) <= {tag.READY, tag.MOVED}, states
+        writes = len(history.kube.writes)
+        history.run(3600.0)
+        later = history.kube.writes[writes:]
+        # The Event about what stays is renewed.
+        assert [write for write in later if "/events" not in write] == []
+        assert len(later) <= 4
+
+
+@pytest.mark.parametrize("layout", ["linear", "thin"])
+@pytest.mark.parametrize("stage", ["begin", "take", "Pull", "hold"])
+def test_another_controller_takes_back_a_volume_whose_claim_was_deleted(
+    stage: str, layout: str
+) -> None:
+    """The deletion waits for that: what the target has received would stay otherwise."""
+    replicas = {"db-0": {"data-db-0": layout}, "db-1": {"data-db-1": "linear"}}
+    with cluster(replicas) as history:
+        controller = evacuate(history)
+        run_until(history, stage)
+        history.kill(controller)
+        history.kube.abandon("db-0")
+        history.run(600.0)
+        assert "data-db-0" in gone(history, "data-db-0")
+        history.start()
+        history.settle(lambda: gone(history, "data-db-0"))
+        history.settle(lambda: history.is_settled(left="a"))
+        assert not history.left_over(quarantined=True)
+
+
 def test_what_an_undo_could_not_remove_does_not_hold_up_the_next_move() -> None:
     with cluster() as history:
         evacuate(history, '{"to": ["b"]}')
@@ -337,7 +588,9 @@ def test_a_volume_moves_to_a_node_where_its_copy_is_under_quarantine() -> None:
         history.kube.request("b", '{"to": ["a"]}')
         history.settle(lambda: history.is_settled(left="b"))
         assert history.kube.place_of("data-db-0") == "a"
-        assert "erased" in said(history, "QuarantineEnded")[0]
+        # What was left there was not erased, but brought up to date.
+        assert not said(history, "QuarantineEnded")
+        assert history.services["a"].replaced == 1
         history.ahead = 2 * histories.GRACE_SECONDS
         history.settle(lambda: history.left_over(quarantined=False))
 
@@ -379,24 +632,3 @@ def test_a_controller_that_is_killed_anywhere_is_continued() -> None:
             assert not history.left_over(quarantined=True)
         number += 3
     assert number > 60
-
-
-@pytest.mark.parametrize("evacuation", [False, True])
-def test_the_task_begins_only_where_it_is_set(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, evacuation: bool
-) -> None:
-    monkeypatch.setattr(Files, "_read", lambda _self: None)
-    monkeypatch.setattr(Files, "certificates", None, raising=False)
-    file = api_server.kubeconfig(tmp_path / "kubeconfig", "http://127.0.0.1:1")
-    own = replace(
-        config,
-        kubeconfig=file,
-        evacuation=evacuation,
-        nodes_file=tmp_path / "nodes",
-        tls_directory=tmp_path,
-    )
-    controller = ClusterController(own, Files(own))
-    own = replace(own, nodes_file=None)
-    handlers, task = controller_process.evacuation(own, controller)
-    assert len(handlers) == 1
-    assert isinstance(task, EvacuatorTask) is evacuation

@@ -3,26 +3,20 @@
 import asyncio
 import json
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import api_server
 import pytest
 from evacuating import Site
 from member_histories import FIRST, GRACE, History
 from simulated import uuid_of
 
-from agent.core import errors, ids, tag
+from agent.core import ids, tag
 from agent.core.ids import VolumeId
-from agent.daemon.extra import Extra
-from agent.extras.controller import controller_process
-from agent.extras.controller.membership import Record
 from agent.extras.evacuation.claim_owners import Volume
 from agent.extras.evacuation.lost_claims import LostClaimsTask
 from agent.extras.transfer.move import ABSENT
-from agent.settings.settings import DRIVER_NAME, Config
+from agent.settings.settings import DRIVER_NAME
 from proto import carver_pb2 as carver
 
 VOLUME = VolumeId("data", FIRST, f"vol-pvc-{FIRST}")
@@ -167,16 +161,3 @@ def test_a_look_asks_in_the_loop_of_the_nodes(history: History) -> None:
             task.stop()
 
     assert asyncio.run(looks()) == "it is on node a"
-
-
-def test_the_task_runs_only_where_it_is_wanted_and_nodes_are_forgotten(
-    config: Config, history: History, tmp_path: Path
-) -> None:
-    kubeconfig = api_server.kubeconfig(tmp_path / "kubeconfig", "http://127.0.0.1:9")
-    off = replace(config, kubeconfig=kubeconfig)
-    assert type(controller_process.lost_claims(off, history.known, history.record)) is Extra
-    wanted = replace(off, release_lost_claims=True)
-    made = controller_process.lost_claims(wanted, history.known, history.record)
-    assert isinstance(made, LostClaimsTask)
-    with pytest.raises(errors.BadConfig, match="needs forget_deleted_nodes"):
-        controller_process.lost_claims(wanted, history.known, Record())

@@ -10,23 +10,34 @@ from typing import Any
 import chosen
 import clustered
 import configured
+import expect
+import grpc
 import histories
 import pytest
 from baton import Baton
 from clustered import Cluster
 from fakes.host import FakeHost
-from moving_model import ModelMoves, Service
+from moving_model import ModelMoves, Refusal, Service
+from nodes import Node
 
 from agent.core import ids
 from agent.extras.controller.node_moves import NodeFailed
-from agent.extras.transfer.move import Differ, Move
+from agent.extras.transfer.move import Differ, Move, is_own
 
 CALLS = (
     *("begin", "begin", "take", "take", "send", "send", "send", "more", "more", "hold", "hold"),
     *("renew", "release", "commit", "commit", "undo", "finish", "finish there", "finish there"),
     *("withdraw", "abort", "drop", "compare", "use", "unuse", "restart", "restart there"),
-    *("elsewhere", "undo begun", "undo other", "finish other", "abort other"),
+    *("elsewhere", "undo begun", "undo other", "finish other", "abort other", "delete"),
 )
+# Calls of the move of what arrived back to where it came from, once it was begun by `turn`.
+CALLS_BACK = (
+    *("begin", "begin", "take", "take", "send", "send", "send", "more", "hold", "hold"),
+    *("commit", "commit", "undo", "finish", "finish there", "finish there", "withdraw", "abort"),
+    *("drop", "compare"),
+)
+# What leads to a volume that is the other node's.
+HANDED_OVER = ("begin", "take", "send", "hold", "take", "more", "commit", "drop", "finish there")
 # Digest of the word of another move than those of the test.
 OTHER = "ab" * 32
 
@@ -51,8 +62,12 @@ class Side:
         self.token = self.word = self.problem = ""
         self.use: Callable[[], None] = lambda: None
         self.unuse: Callable[[], None] = lambda: None
+        self.delete: Callable[[], str] = str
         self.restart: Callable[[], None] = lambda: None
         self.restart_there: Callable[[], None] = lambda: None
+        # Makes the move back that replaces what the move with this digest left.
+        self.turn: Callable[[str, str], Move]
+        self.back: Side | None = None
 
     def call(self, name: str, which: int) -> str:
         """What comes of a call, in words that are the same for model and service."""
@@ -60,6 +75,9 @@ class Side:
             return f"{name}: {self._call(name, which)}"
         except NodeFailed as error:
             self.problem = str(error)
+            if name.endswith("compare"):
+                # Both nodes are asked at once, and either may refuse first.
+                return f"{name}: refused"
             return f"{name}: {error.code().name}"
         except Differ:
             return f"{name}: differ"
@@ -69,9 +87,16 @@ class Side:
 
     def _call(self, name: str, which: int) -> Any:
         source, there = self.move.source, self.move.destination
+        if name.startswith("back "):
+            return self.back and self.back._call(name.removeprefix("back "), which)
         match name:
+            case "turn":
+                found = there.status()
+                if is_own(found) and self.release:
+                    self.back = self.back or Side(self.turn(found["volume_id"], self.release))
             case "begin":
-                return _state(source.begin("b"))
+                state = source.begin(there.node)
+                return f"{_state(state)} {bool(state.replaces)}"
             case "elsewhere":
                 return _state(source.begin("c"))
             case "take":
@@ -113,6 +138,9 @@ class Side:
                 there.abort("")
             case "abort other":
                 there.abort(OTHER)
+            case "delete":
+                # Not before the move begins: nothing would be left to be compared.
+                return self.delete() if self.release else ""
             case "use":
                 self.use()
             case "unuse":
@@ -142,15 +170,28 @@ class Side:
         except NodeFailed as error:
             own = error.code().name
         there = self.move.destination.status()
-        taken = ["none" if there[key] == "" else "some" for key in ("chain", "into")]
+        keys = ("chain", "into", "replaces", "replaceable")
+        taken = ["none" if there[key] == "" else "some" for key in keys]
         is_own = bool(there["release"]) and bool(own) and there["release"] == self._own_release()
-        return own, f"{there['state']} {taken} {there['finishing']} {is_own}"
+        back = self.back.states() if self.back else ""
+        return own, f"{there['state']} {taken} {there['finishing']} {is_own} {back}"
 
     def _own_release(self) -> str:
         try:
             return self.release
         except NodeFailed:
             return "?"
+
+
+def _code(call: Callable[[], object]) -> str:
+    """Name of the code of a call that is refused; empty for one that succeeds."""
+    try:
+        call()
+    except Refusal as error:
+        return error.code.name
+    except grpc.RpcError as error:
+        return error.code().name
+    return ""
 
 
 def _state(state: Any) -> str:
@@ -172,9 +213,15 @@ def _compare(two: Cluster, layout: str, chance: random.Random, seed: str, name: 
     disk.deactivate()
     real = Side(two.controller.moves.move(disk.id, "a", "b", device_class=layout))
     services = {one: Service(one, number, lambda: 0.0) for number, one in enumerate("abc")}
-    volume = services["a"].make(name, "linear")
-    modelled = Side(
-        ModelMoves(services, Baton(chance)).move(volume.volume_id, "a", "b", device_class="linear")
+    kind = "thin" if layout == "thin" else "linear"
+    volume = services["a"].make(name, kind)
+    moves = ModelMoves(services, Baton(chance))
+    modelled = Side(moves.move(volume.volume_id, "a", "b", device_class=kind))
+    modelled.turn = lambda volume_id, replaces: moves.move(
+        volume_id, "b", "a", device_class=kind, replaces=replaces
+    )
+    real.turn = lambda volume_id, replaces: two.controller.moves.move(
+        volume_id, "b", "a", device_class=layout, replaces=replaces
     )
     with ExitStack() as ending:
 
@@ -188,18 +235,40 @@ def _compare(two: Cluster, layout: str, chance: random.Random, seed: str, name: 
                 volume.users.add("pod")
 
         real.use, real.unuse = use, ending.close
+        real.delete = lambda: _code(lambda: a.client.delete(disk.id))
+        modelled.delete = lambda: _code(lambda: services["a"].delete(volume.volume_id))
         real.restart = lambda: _restart(two, "a", disk)
         real.restart_there = lambda: _restart(two, "b")
         modelled.use, modelled.unuse = use_modelled, volume.users.clear
         modelled.restart, modelled.restart_there = services["a"].restart, services["b"].restart
         played: list[str] = []
-        for _ in range(30):
-            call, which = chance.choice(CALLS), chance.getrandbits(8)
+        for call in _drawn(chance):
+            which = chance.getrandbits(8)
             expected = modelled.call(call, which)
+            # A node closes a snapshot only after the end of its stream was seen.
+            expect.soon(lambda: not any(map(_streams, two.nodes.values())))
             found = real.call(call, which)
             played.append(found)
             assert found == expected, (seed, played, real.problem)
             assert real.states() == modelled.states(), (seed, played)
+
+
+def _streams(node: Node) -> int:
+    """The number of a node's streams."""
+    transfer: Any = node.service.extras["transfer"]
+    return len(transfer._node_streams._jobs)
+
+
+def _drawn(chance: random.Random) -> Iterator[str]:
+    """The calls of a history, of which every other one has a move back."""
+    if chance.random() < 0.5:
+        yield from (chance.choice(CALLS) for _ in range(30))
+        return
+    yield from HANDED_OVER
+    yield "turn"
+    for _ in range(30):
+        is_back = chance.random() < 0.8
+        yield f"back {chance.choice(CALLS_BACK)}" if is_back else chance.choice(CALLS)
 
 
 def _restart(two: Cluster, name: str, disk: histories.Disk | None = None) -> None:

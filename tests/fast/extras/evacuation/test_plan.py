@@ -445,6 +445,25 @@ def test_of_equal_nodes_the_oldest_is_taken(cluster: Cluster) -> None:
 # Moves under way
 
 
+@pytest.mark.parametrize(
+    ("left", "fits"),
+    [
+        (Volume("data@bbbbbbbb/vol-one", 10 * GIB, "fast"), True),
+        (Volume("data@bbbbbbbb/vol-one", 20 * GIB, "fast"), True),
+        # It has grown since, is of another class by now, or is another volume.
+        (Volume("data@bbbbbbbb/vol-one", 9 * GIB, "fast"), False),
+        (Volume("data@bbbbbbbb/vol-one", 10 * GIB, "slow"), False),
+        (Volume("data@bbbbbbbb/vol-two", 10 * GIB, "fast"), False),
+    ],
+)
+def test_what_a_volume_has_left_on_a_node_is_space_for_it(
+    cluster: Cluster, left: Volume, fits: bool
+) -> None:
+    cluster.nodes = [node(SOURCE), node("b", 1, left=(left,))]
+    cluster.volume("one", 10)
+    assert targets(plan(cluster.view)) == ({"one": "b"} if fits else {})
+
+
 def test_a_move_to_a_node_that_is_not_named_any_more_goes_on_and_is_noted(
     cluster: Cluster,
 ) -> None:

@@ -85,7 +85,15 @@ def test_a_volume_is_followed_through_its_move(two: Cluster, view: ClusterView, 
     made = view.plan("a")
     assert (made.going, made.staying) == ((), ())
     assert [one.volume_id for one in made.moved] == [disk.id]
+    # It could come back to what it has left, which has its size.
+    [there] = two.nodes["b"].client.volumes()
+    api.claimed(there.volume_id, "db", "b")
+    (unit,) = view.plan("b").going
+    (planned,) = unit.volumes
+    left = {node.name: node.left for node in view.view("b").nodes}
+    assert [(one.volume_id, one.size_bytes) for one in left["a"]] == [(disk.id, planned.size_bytes)]
     moving.finish()
+    assert not any(node.left for node in view.view("b").nodes)
     assert view.plan("a").moved == ()
 
 

@@ -228,6 +228,108 @@ def test_a_rebinding_killed_at_any_request_is_continued(tmp_path: Path, done: bo
             return
 
 
+ENDS: dict[str, Callable[[Cluster], None]] = {
+    "its namespace is being deleted": lambda cluster: cluster.end_namespace(is_gone=False),
+    "its namespace is gone": lambda cluster: cluster.end_namespace(is_gone=True),
+    "its user deletes it": Cluster.end_claim,
+}
+
+
+def end(cluster: Cluster) -> None:
+    """What drives a rebinding whose claim was deleted: it goes on, or undoes what was done."""
+    try:
+        run(cluster)
+    except errors.NotRebound:
+        # Without a PersistentVolume nothing is left to be undone.
+        with suppress(errors.NotRebound):
+            rebinding(cluster).undo(yes, ignore)
+    cluster.settle()
+
+
+@pytest.mark.parametrize("policy", ["Delete", "Retain"])
+@pytest.mark.parametrize("ending", ENDS)
+@pytest.mark.parametrize("lag", [0, 3])
+@pytest.mark.parametrize("at", range(7))
+def test_a_volume_whose_claim_is_deleted_between_steps_follows_its_reclaim_policy(
+    at: int, lag: int, ending: str, policy: str
+) -> None:
+    with api_server.running(Cluster(policy=policy)) as cluster:
+        with suppress(errors.NotConfirmed):
+            # One that is Retain before needs no first step.
+            run(cluster, times(at if policy == "Delete" else max(0, at - 1)))
+        cluster.settle()
+        cluster.lag = lag
+        ENDS[ending](cluster)
+        end(cluster)
+        if "user" in ending and at in (2, 3):
+            # Nothing tells this deletion from that of the rebinding itself: it is made anew once.
+            assert cluster.deleted == []
+            assert cluster.claim["status"]["phase"] == "Bound"
+            cluster.end_claim()
+            end(cluster)
+        assert cluster.objects[CLAIMS] == []
+        # The rebinding is undone, or was too far for that.
+        kept = WAS if at < 4 and ("user" not in ending or at < 2) else IS
+        if policy == "Delete":
+            assert (cluster.deleted, cluster.volumes) == ([kept], {})
+        else:
+            [volume] = cluster.objects[VOLUMES]
+            assert (cluster.deleted, volume["spec"]["csi"]["volumeHandle"]) == ([], kept)
+            assert volume["spec"]["persistentVolumeReclaimPolicy"] == "Retain"
+            assert not any(key.startswith("move.") for key in volume["metadata"]["annotations"])
+        # No step is left, so nothing is repeated.
+        writes = len(cluster.writes)
+        with suppress(errors.NotRebound):
+            run(cluster)
+        assert len(cluster.writes) == writes
+
+
+@pytest.mark.parametrize("ending", ["its namespace is being deleted", "its namespace is gone"])
+def test_a_claim_whose_namespace_ended_is_named_with_what_to_do(
+    cluster: Cluster, ending: str
+) -> None:
+    run_until(cluster, 3)
+    ENDS[ending](cluster)
+    for _ in range(2):
+        with pytest.raises(errors.ClaimEnded, match=r"shop/data: .*--undo --kubeconfig"):
+            run(cluster)
+    require_safe(cluster)
+
+
+@pytest.mark.parametrize("failure", [nothing_done, refused])
+def test_a_refusal_for_another_reason_is_no_proof_that_a_claim_has_ended(
+    cluster: Cluster, failure: binding.Failure
+) -> None:
+    run_until(cluster, 3)
+    cluster.failures[len(cluster.writes)] = failure
+    with pytest.raises(errors.ClusterRefused):
+        run(cluster)
+    cluster.namespace_ended = failure(lambda: (200, {}))
+    with pytest.raises(errors.ClusterRefused):
+        rebinding(cluster).undo(yes, ignore)
+    cluster.namespace_ended = None
+    with pytest.raises(errors.NotRebound, match="can be made anew"):
+        rebinding(cluster).undo(yes, ignore)
+    run(cluster)
+    require_moved(cluster)
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_another_claim_of_the_name_does_not_hold_up_a_volume_whose_claim_was_deleted(
+    cluster: Cluster, is_bound: bool
+) -> None:
+    run_until(cluster, 4)
+    cluster.settle()
+    cluster.end_claim()
+    cluster.settle()
+    assert cluster.objects[CLAIMS] == []
+    spec: Object = {"storageClassName": "fast", **({"volumeName": "pvc-9"} if is_bound else {})}
+    cluster._made(CLAIMS, {"metadata": {"name": "data", "namespace": "shop"}, "spec": spec})
+    end(cluster)
+    assert (cluster.deleted, cluster.volumes) == ([IS], {})
+    assert cluster.claim["spec"] == spec
+
+
 def test_an_incomplete_list_changes_nothing(cluster: Cluster) -> None:
     cluster.lie(VOLUMES, *[api_server.changed(lambda one: one.update(items=None))] * 3)
     with pytest.raises(errors.ClusterSilent, match="nothing was changed"):
@@ -396,7 +498,7 @@ def test_a_claim_changed_by_hand_is_named(cluster: Cluster) -> None:
         run(cluster)
     volume["spec"]["claimRef"]["name"] = "data"
     cluster.objects[CLAIMS].clear()
-    with pytest.raises(errors.NotRebound, match="volumeName"):
+    with pytest.raises(errors.NotRebound, match="it was deleted"):
         run(cluster)
 
 

@@ -39,6 +39,7 @@ from agent.extras.orphans import references
 from agent.extras.orphans.candidates import Kind
 from agent.extras.orphans.look import Clock, Finder, History, Orphan, OrphanWatch
 from agent.extras.orphans.orphans_service import Orphans
+from agent.extras.transfer.move import digest_of
 from agent.settings import settings
 from agent.settings.configuration import Configuration
 from agent.settings.settings import Config
@@ -185,6 +186,97 @@ def test_a_deleted_volume_that_is_not_erased_is_reported(node: Node) -> None:
     with pytest.raises(errors.NoOrphan, match="docs/operations"):
         node.delete(lost)
     assert node.volumes() == {"vol-pvc-1"}
+
+
+# Tags of a volume that moves, or has moved, or is received; by the kind of an orphan, if it is one.
+WORD, OTHER_WORD = "secret", "another"
+OF_MOVES: dict[str, tuple[Kind | None, dict[str, str]]] = {
+    "moves": (Kind.MOVING, {"state": "ready", "moveTo": "b", "moveWord": WORD}),
+    "has moved": (Kind.MOVED, {"state": "moved", "moveTo": "b", "moveWord": WORD}),
+    "comes by a move": (
+        Kind.RECEIVING,
+        {"state": "receiving", "received": "data@00000002/vol-was", "release": digest_of(WORD)},
+    ),
+    "came by a move": (
+        Kind.VOLUME,
+        {"state": "ready", "received": "data@00000002/vol-was", "released": WORD},
+    ),
+    "was restored from a stream": (
+        Kind.VOLUME,
+        {"state": "ready", "received": "data@00000002/vol-was"},
+    ),
+    "is kept up to date by streams": (
+        None,
+        {"state": "receiving", "received": "data@00000002/vol-was", "chain": "a"},
+    ),
+}
+
+
+def retag(node: Node, old_tags: dict[str, str], new_tags: dict[str, str]) -> None:
+    volumes.mark(node.host.lvm, "data", "vol-pvc-1", old_tags=old_tags, new_tags=new_tags)
+
+
+@pytest.mark.parametrize("what", OF_MOVES)
+@pytest.mark.parametrize("named", ["", "data@00000001/vol-pvc-1", "data@00000002/vol-was"])
+def test_what_a_move_leaves_is_an_orphan_if_no_object_names_the_volume_on_any_node(
+    node: Node, named: str, what: str
+) -> None:
+    kind, new_tags = OF_MOVES[what]
+    volume = node.volume("pvc-1")
+    retag(node, {"state": "ready"}, new_tags)
+    if named:
+        node.named(named, "pvc-1-moved" if "pvc" in named else "was")
+    is_by_move = {"release", "released"} & new_tags.keys()
+    is_named = "pvc" in named or bool("was" in named and is_by_move)
+    expected = {} if is_named or kind is None else {volume: kind}
+    assert node.after_a_grace() == expected
+    # The remedy of one that moves is the end of its move.
+    if expected and kind is Kind.MOVING:
+        [found] = node.look()
+        assert found.candidate.full_remedy.startswith(f"carver volume move {volume} --undo")
+        with pytest.raises(errors.NoOrphan, match="--undo"):
+            node.delete(volume)
+    elif expected:
+        node.delete(volume)
+    else:
+        with pytest.raises(errors.NoOrphan):
+            node.delete(volume)
+    is_deleted = bool(expected) and kind is not Kind.MOVING
+    assert node.volumes() == (set() if is_deleted else {"vol-pvc-1"})
+
+
+@pytest.mark.parametrize("what", ["has moved", "comes by a move"])
+def test_what_another_move_has_left_since_is_not_deleted(node: Node, what: str) -> None:
+    volume = node.volume("pvc-1")
+    retag(node, {"state": "ready"}, OF_MOVES[what][1])
+    assert node.after_a_grace() == {volume: OF_MOVES[what][0]}
+    key, old, new = (
+        ("moveWord", WORD, OTHER_WORD)
+        if what == "has moved"
+        else ("release", digest_of(WORD), digest_of(OTHER_WORD))
+    )
+
+    class Finding:
+        """A search right after which another move begins."""
+
+        def search(self) -> list[Orphan]:
+            found = node.look()
+            retag(node, {key: old}, {key: new})
+            return found
+
+    with pytest.raises(errors.CallRefused, match="another move"):
+        orphans.delete(node.config, node.host.kernel, Finding(), volume, confirmed=True)
+    assert node.volumes() == {"vol-pvc-1"}
+
+
+def test_what_is_left_of_a_volume_is_kept_while_it_has_snapshots(node: Node) -> None:
+    volume = node.volume("pvc-1")
+    node.client.snapshot("monday", volume)
+    retag(node, {"state": "ready"}, OF_MOVES["has moved"][1])
+    assert node.after_a_grace() == {volume: Kind.MOVED}
+    with pytest.raises(errors.CallRefused, match="snap-monday"):
+        node.delete(volume)
+    assert "vol-pvc-1" in node.volumes()
 
 
 def test_an_unreferenced_copy_is_half_made(node: Node) -> None:

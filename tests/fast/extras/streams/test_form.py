@@ -116,6 +116,56 @@ def test_the_growth_of_a_volume_arrives_too() -> None:
     assert applied(stream, before) == content.ljust(SIZE, b"\0")
 
 
+def _digests(content: bytes, start: int, end: int) -> sending.Digests:
+    """What gives the digests of a device's pieces, any number at a time."""
+    every = b"".join(sending.digests_of(Memory(content), start, end))
+    left = io.BytesIO(every)
+    return lambda count: left.read(count * sending.DIGEST_BYTES)
+
+
+@given(
+    st.randoms(use_true_random=False),
+    st.integers(1, 9 * MIB // 512).map(lambda sectors: 512 * sectors),
+    st.booleans(),
+)
+def test_of_two_contents_only_the_pieces_that_differ_are_sent(
+    chance: random.Random, size: int, is_sparse: bool
+) -> None:
+    here, there, written = bytearray(size), bytearray(size), []
+    for extent in sending.pieces_of(0, size, sending.PIECE_BYTES):
+        at, end = extent.offset_bytes, extent.end_bytes
+        kinds = [chance.choice((b"\0", b"x", b"x", b"y")) for _ in range(2)]
+        for content, kind in zip((here, there), kinds, strict=True):
+            content[at:end] = kind * (end - at)
+        if any(here[at:end]) or not is_sparse:
+            written.append(extent)
+    offset = chance.choice((0, chance.randrange(0, size, 512)))
+    there[:offset] = here[:offset]
+    header = replace(WHOLE, size_bytes=size, offset_bytes=offset)
+    out = io.BytesIO()
+    sending.send(
+        out.write,
+        header,
+        Memory(bytes(here)),
+        written,
+        digests=_digests(bytes(there), offset, size),
+    )
+    frames = list(Reader(io.BytesIO(out.getvalue())).frames())
+    for extent in sending.pieces_of(offset, size, sending.PIECE_BYTES):
+        span = slice(extent.offset_bytes, extent.end_bytes)
+        is_named = any(
+            one.offset_bytes < extent.end_bytes and extent.offset_bytes < one.end_bytes
+            for one in frames
+        )
+        assert is_named == (here[span] != there[span])
+    # The other device is larger, and has something behind the end.
+    device = Memory(bytes(there) + b"old" * 1024)
+    target = Target(device, len(device.content), blank=False)
+    reader = Reader(io.BytesIO(out.getvalue()))
+    reading.apply(reader, target, record=ignored, is_compared=True)
+    assert device.flushed == bytes(here) + bytes(3 * 1024)
+
+
 def test_a_recorded_offset_is_on_the_disk() -> None:
     content = noise(SIZE)
     device = Memory(bytes(SIZE))

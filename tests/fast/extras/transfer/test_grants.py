@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core import errors
-from agent.extras.controller.certificates import Certificates, controller_name, node_name
+from agent.extras.tls.certificates import Certificates, controller_name, node_name
 from agent.extras.transfer import grants
 from proto import carver_pb2 as carver
 

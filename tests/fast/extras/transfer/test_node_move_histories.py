@@ -1,7 +1,8 @@
 """Random histories of moves that the controller drives: calls cut off, services that die.
 
 At each moment at most one node lists the volume as its own. Whatever was cut off, another `Move`
-continues, and in the end one node has all that was written.
+continues, and in the end one node has all that was written. Then the volume is used there, and
+moves back to what it has left on its first node.
 """
 
 import random
@@ -53,6 +54,9 @@ class History:
         self.looks_left = self.chance.randint(0, 4)
         self.events = self.chance.randint(0, 6)
         self._open = ExitStack()
+        # The digest of the word of the move that left what a move back replaces, and whether what
+        # was left is removed by now.
+        self.replaces, self.is_removed = "", False
         # Parts of the present stream until its line is cut or a service dies, and which.
         self._parts_left, self._end = -1, ""
         self._dead: set[str] = set()
@@ -156,7 +160,7 @@ class History:
         self.two.write_nodes()
         self.two.loop.run(self.two.controller.look())
         self.two.ask()
-        if name == "a":
+        if name == self.source.config.node_id:
             self.disk.client, self.disk.service = node.client, node.service
 
     # What must be so.
@@ -200,7 +204,18 @@ class History:
     # The move.
 
     def move(self) -> Move:
-        return self.two.controller.moves.move(self.disk.id, "a", "b", device_class=self.layout)
+        return self.two.controller.moves.move(
+            self.disk.id,
+            self.source.config.node_id,
+            self.target.config.node_id,
+            device_class=self.layout,
+            replaces=self.replaces,
+            tell=self.note,
+        )
+
+    def note(self, text: str) -> None:
+        """Note whether the move removes what is on the target."""
+        self.is_removed = self.is_removed or "sending all of it again" in text
 
     def run(self) -> None:
         """Move the volume, and sometimes back before its claim would be rebound."""
@@ -243,16 +258,53 @@ class History:
         with suppress(errors.NotMoved):
             self.move().undo(confirmed=lambda _question: True, is_nowhere=lambda _question: False)
         self.is_quiet = True
-        assert self.target.names() == set(), self.seed
+        if self.replaces and not self.is_removed:
+            # What was left there is under quarantine still, or is removed.
+            self.is_removed = not self.target.names()
+            if not self.is_removed:
+                assert self.move().destination.status()["replaceable"] == self.replaces
+        else:
+            assert self.target.names() == set(), self.seed
         if not self.looks_left and not self.disk.is_sealed:
             self.require_held(self.source)
             self.source.host.deactivate(self.source.group, "vol-db")
         if not self.looks_left:
+            # As thirty seconds later: the answer to a hold may have been lost.
+            self.source.service.context.holds._held.clear()
             self.require_usable(self.source)
+        self.is_quiet = False
+
+    def turn_round(self) -> None:
+        """Have the volume be used where it is now, for a move back."""
+        self.is_quiet = True
+        self.require_held(self.target)
+        self.target.host.deactivate(self.target.group, "vol-db")
+        for one in list(self.disk.snapshots):
+            self.source.client.delete_snapshot(one)
+        self.disk.snapshots.clear()
+        self.disk.written_at.clear()
+        self.replaces, self.is_removed = self.move().source.state().release, False
+        self.uuid = _uuid(self.source)
+        self.source, self.target = self.target, self.source
+        node, disk = self.source, self.disk
+        [disk.volume] = node.client.volumes()
+        disk.client, disk.service, disk.host = node.client, node.service, node.host
+        disk.id, disk.group = disk.volume.volume_id, node.group
+        if disk.is_sealed:
+            # To open it may write at its ends.
+            disk.held[:] = disk.read(disk.id)
+        self.looks_left, self.events = self.chance.randint(0, 4), self.chance.randint(0, 6)
+        histories.write_some(disk, self.chance)
+        if not self.looks_left:
+            disk.deactivate()
+            self.note_held()
         self.is_quiet = False
 
     def end(self) -> None:
         self.is_quiet = True
+        if self.replaces and not self.is_removed:
+            # It was used, and not made anew.
+            assert _uuid(self.target) == self.uuid, self.seed
         # To open a volume with a key may write at its ends: so it is looked at before.
         self.require_held(self.target)
         self.target.host.deactivate(self.target.group, "vol-db")
@@ -264,6 +316,11 @@ class History:
         self.target.host.deactivate(self.target.group, "vol-db")
         self.target.client.delete(moved.volume_id)
         assert (self.source.names(), self.target.names()) == (set(), set()), self.seed
+
+
+def _uuid(node: Node) -> str:
+    """The UUID of the volume's logical volume on a node."""
+    return node.service.reports.fresh(node.group).group(node.group).volume("vol-db").uuid
 
 
 @pytest.fixture
@@ -324,5 +381,7 @@ def test_random_histories_leave_one_whole_volume(
     for number in range(asked["histories"]):
         history = History(two, clock, f"{asked['seed']} {layout} {number}", layout)
         present.append(history)
+        history.run()
+        history.turn_round()
         history.run()
         history.end()

@@ -20,18 +20,18 @@ import grpc
 import histories
 import nodes
 import pytest
-from clustered import Cluster
+from clustered import Cluster, channel
 from fakes.host import FakeHost
 from nodes import Node, volume_of, write
 from relay import Relay
 
 from agent.core import errors, tag
 from agent.csi.client import block
-from agent.extras.controller import certificates
-from agent.extras.controller.certificates import Certificates
 from agent.extras.controller.controller_metrics import Metrics
 from agent.extras.controller.node_moves import NodeFailed
 from agent.extras.streams import form, reading
+from agent.extras.tls import certificates
+from agent.extras.tls.certificates import Certificates
 from agent.extras.transfer import grants, node_streams
 from agent.extras.transfer.move import Move, Progress
 from agent.extras.transfer.moving import Mover
@@ -255,16 +255,6 @@ def _blind(look: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Who may call
-
-
-@contextmanager
-def channel(two: Cluster, who: str, to: str = "a") -> Iterator[grpc.Channel]:
-    """A connection to a node, by who has the certificate in that directory."""
-    shown = Certificates.read(two.directory / who)
-    name = certificates.node_name(to, two.config.driver_name)
-    options = certificates.options(name)
-    with grpc.secure_channel(two.address(to), shown.for_client(), options) as made:
-        yield made
 
 
 def code_of(call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:

@@ -10,9 +10,11 @@ topology segment in place of the name. That segment ends with a digest of the no
 
 import logging
 import ssl
-from collections.abc import Callable, Collection, Iterable, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -75,6 +77,8 @@ SERVER_OPTIONS = (
 _MOST_NAME_CHARACTERS = 255
 # Maximum size, in bytes, of a request that any node may send to another node.
 _MOST_REQUEST_BYTES = 32 << 10
+# Time limit, in seconds, of the first request of a call of another node in which both sides stream.
+_FIRST_SECONDS = 10.0
 _AUTHORITY, _CERTIFICATE, _KEY = "ca.crt", "tls.crt", "tls.key"
 
 
@@ -93,6 +97,12 @@ def node_name(node_id: str, driver_name: str) -> str:
     if len(name) > _MOST_NAME_CHARACTERS or ids.looks_shortened(node_id):
         name = f"{ids.node_segment(node_id)}.node.{driver_name}"
     return name.lower()
+
+
+def peer_names(context: grpc.ServicerContext) -> Sequence[str]:
+    """Return the names in the certificate of the caller of an RPC; none without a certificate."""
+    names: Iterable[Any] = context.auth_context().get(_NAMES, ())
+    return [name.decode() for name in names]
 
 
 def options(server_name: str) -> Sequence[tuple[str, str | int]]:
@@ -228,6 +238,9 @@ class OnlyFrom(grpc.ServerInterceptor):
             return None
         wire = (handler.request_deserializer, handler.response_serializer)
         if handler_call_details.method in self._checked_otherwise:
+            if handler.stream_stream:
+                exchange = _bounded_exchange(handler.stream_stream)
+                return grpc.stream_stream_rpc_method_handler(exchange, *wire)
             return grpc.unary_stream_rpc_method_handler(_bounded(handler.unary_stream), *wire)
         if handler.unary_stream:
             return grpc.unary_stream_rpc_method_handler(self._checked(handler.unary_stream), *wire)
@@ -237,13 +250,13 @@ class OnlyFrom(grpc.ServerInterceptor):
         # Copy the handler's attributes: one of them says in which pool of threads the handler runs.
         @wraps(behaviour)
         def call(request: Any, context: grpc.ServicerContext) -> Any:
-            names: Iterable[Any] = context.auth_context().get(_NAMES, ())
-            if self._name.encode() not in names:
-                peer_names = ", ".join(name.decode() for name in names) or "none"
+            names = peer_names(context)
+            if self._name not in names:
+                shown_names = ", ".join(names) or "none"
                 context.abort(
                     grpc.StatusCode.PERMISSION_DENIED,
                     f"only {self._name} may call this node; the certificate's names are:"
-                    f" {peer_names}",
+                    f" {shown_names}",
                 )
             return behaviour(request, context)
 
@@ -253,12 +266,39 @@ class OnlyFrom(grpc.ServerInterceptor):
 def _bounded(behaviour: Any) -> Callable[..., Any]:
     @wraps(behaviour)
     def call(request: Any, context: grpc.ServicerContext) -> Any:
-        if request.ByteSize() > _MOST_REQUEST_BYTES:
-            why = f"a request has at most {_MOST_REQUEST_BYTES} bytes"
-            context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
+        _require_bounded(request, context)
         return behaviour(request, context)
 
     return call
+
+
+def _bounded_exchange(behaviour: Any) -> Callable[..., Any]:
+    """Bound the first request of a call in which both sides stream, and the wait for it.
+
+    The caller has shown no grant by then, so nothing but a thread waits. The handler bounds further
+    requests.
+    """
+
+    @wraps(behaviour)
+    def exchange(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
+        timer = threading.Timer(_FIRST_SECONDS, context.cancel)
+        timer.daemon = True
+        timer.start()
+        try:
+            first_request = next(requests, None)
+        finally:
+            timer.cancel()
+        if first_request is not None:
+            _require_bounded(first_request, context)
+            yield from behaviour(chain([first_request], requests), context)
+
+    return exchange
+
+
+def _require_bounded(request: Any, context: grpc.ServicerContext) -> None:
+    if request.ByteSize() > _MOST_REQUEST_BYTES:
+        why = f"a request has at most {_MOST_REQUEST_BYTES} bytes"
+        context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
 
 
 def read_pem(path: Path) -> bytes:

@@ -1,0 +1,1 @@
+"""Mutual TLS between the controller and the nodes."""
