@@ -1118,20 +1118,24 @@ class MoveRequest(_message.Message):
 
     VOLUME_ID_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    ONLY_BEGUN_FIELD_NUMBER: _builtins.int
     volume_id: _builtins.str
     release: _builtins.str
     """Optional: the SHA-256 of the word of the move that is meant. If the volume is in another move by
     now, the call is refused, and nothing is changed.
     """
+    only_begun: _builtins.bool
+    """Of UndoMove: refuse the call if the volume was handed over."""
     def __init__(
         self,
         *,
         volume_id: _builtins.str = ...,
         release: _builtins.str = ...,
+        only_begun: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["release", b"release", "volume_id", b"volume_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["only_begun", b"only_begun", "release", b"release", "volume_id", b"volume_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

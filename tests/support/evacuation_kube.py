@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from baton import Baton
 from binding import _merged, _refused, terminating
@@ -53,6 +53,8 @@ class Kube:
         # The claims of each replica of the StatefulSet, with their classes.
         self.replicas: dict[str, dict[str, str]] = {}
         self.is_parallel = True
+        # Further fields of the spec in the StatefulSet's template of a pod.
+        self.template: Object = {}
         # The lines that were acknowledged, by claim.
         self.lines: dict[str, list[str]] = {}
         self.policies: dict[str, str] = {}
@@ -129,6 +131,14 @@ class Kube:
             annotations[key] = text
         self.touch(self.node(node))
 
+    def remove_node(self, node: str) -> None:
+        """A Node is deleted, its machine is off, and its pods are collected (podgc)."""
+        del self.objects["nodes"]["", node]
+        self.services[node].is_up = False
+        for key, pod in list(self.objects["pods"].items()):
+            if pod["spec"].get("nodeName") == node:
+                del self.objects["pods"][key]
+
     def uncordon(self, node: str) -> None:
         self.node(node)["spec"].pop("unschedulable", None)
         self.touch(self.node(node))
@@ -194,6 +204,11 @@ class Kube:
         if "dryRun" in asked.query:
             return 201, json.loads(body or b"null")
         status, document = self._answer(method, asked.path, json.loads(body or b"null"))
+        [selector] = parse_qs(asked.query).get("fieldSelector", [""])
+        if selector and "items" in document:
+            name = selector.removeprefix("spec.nodeName=")
+            items = [one for one in document["items"] if one["spec"].get("nodeName") == name]
+            document = {**document, "items": items}
         self.baton.point()
         if fate == "lost after":
             raise ConnectionResetError("the API server was restarted")
@@ -293,7 +308,8 @@ class Kube:
                 ]
                 owner = {"kind": "StatefulSet", "name": "db", "uid": "u", "controller": True}
                 about = {"name": name, "namespace": SHOP, "ownerReferences": [owner]}
-                made = self.make("pods", {"metadata": about, "spec": {"volumes": volumes}})
+                spec = {"volumes": volumes, **self.template}
+                made = self.make("pods", {"metadata": about, "spec": spec})
                 made["status"] = {"phase": "Pending"}
             elif pod["status"]["phase"] == "Pending":
                 for claim in claims:
@@ -312,7 +328,7 @@ class Kube:
         for pod in self.all("pods"):
             if pod["spec"].get("nodeName") or "deletionTimestamp" in pod["metadata"]:
                 continue
-            places = set(self.services)
+            places = {node["metadata"]["name"] for node in self.all("nodes")}
             for claim in _claims(pod):
                 found, volume = self.claim(claim), self.volume_of(claim)
                 # A claim that is being deleted is not scheduled for (volumebinding,
@@ -327,7 +343,8 @@ class Kube:
                     break
                 places &= {_segment(volume)}
             for name in places:
-                if not self.node(name)["spec"].get("unschedulable"):
+                is_cordoned = self.node(name)["spec"].get("unschedulable")
+                if not is_cordoned or {"operator": "Exists"} in pod["spec"].get("tolerations", ()):
                     pod["spec"]["nodeName"] = name
                     self.touch(pod)
 
@@ -338,7 +355,7 @@ class Kube:
         pod = self.baton.chance.choice(pods)
         name, uid = pod["spec"].get("nodeName"), pod["metadata"]["uid"]
         if "deletionTimestamp" in pod["metadata"]:
-            if name and not self.services[name].is_up:
+            if pod["metadata"].get("finalizers") or (name and not self.services[name].is_up):
                 return
             for service in self.services.values():
                 for volume in service.volumes.values():

@@ -250,7 +250,7 @@ class Service:
         volume.state = tag.MOVED
         return self.move_state(volume_id)
 
-    def undo(self, volume_id: str, release: str = "") -> None:
+    def undo(self, volume_id: str, release: str = "", *, only_begun: bool = False) -> None:
         volume = self.find(volume_id)
         if volume.state == tag.MOVED and volume.move_ended:
             raise Refusal(Code.FAILED_PRECONDITION, "it is being deleted")
@@ -258,6 +258,8 @@ class Service:
             raise Refusal(Code.FAILED_PRECONDITION, "it is received")
         if volume.move_to:
             _require_move(volume, release)
+            if only_begun and volume.state == tag.MOVED:
+                raise Refusal(Code.FAILED_PRECONDITION, "it was handed over by now")
             if volume.state == tag.MOVED:
                 volume.state = tag.READY
             volume.move_to = volume.word = ""
@@ -606,8 +608,8 @@ class ModelSource:
     def commit(self, snapshot_id: str, token: str) -> carver.MoveState:
         return self._call("commit", lambda at: at.commit(self._id, snapshot_id, token))
 
-    def undo(self, release: str) -> None:
-        self._call("undo", lambda at: at.undo(self._id, release))
+    def undo(self, release: str, *, only_begun: bool = False) -> None:
+        self._call("undo", lambda at: at.undo(self._id, release, only_begun=only_begun))
 
     def finish(self, release: str) -> None:
         self._call("finish", lambda at: at.finish(self._id, release))

@@ -18,9 +18,9 @@ from api_server import CLAIMS, KINDS, NODES, PODS, VOLUMES, ApiServer, Object
 from binding import _merged
 from enrolled import spec_of
 
-from agent.core.ids import VolumeId
 from agent.extras.controller.membership import ClusterRecord
 from agent.extras.evacuation import release_notes
+from agent.extras.evacuation.claim_owners import Volume
 from agent.extras.evacuation.lost_claims import LostClaims
 from agent.extras.kubernetes import objects
 from agent.extras.kubernetes.access import Server
@@ -398,14 +398,14 @@ class Controller:
             *(self.objects, self.lists, DRIVER_NAME), grace_seconds=FORGET_SECONDS, clock=clock
         )
         self.claims = LostClaims(
-            *(DRIVER_NAME, self.record, self.objects, self.lists, self.why_not_forgotten),
+            *(DRIVER_NAME, self.record, self.objects, self.lists, self.why_not_lost),
             clock=lambda: self.wall,
             monotonic=clock,
         )
 
-    def why_not_forgotten(self, identity: VolumeId) -> str:
+    def why_not_lost(self, volume: Volume) -> str:
         """As `Nodes.owner` has it, where all members have named all their volume groups."""
-        deleted = self.record.deleted(identity, self.clock())
+        deleted = self.record.deleted(volume.identity, self.clock())
         if deleted is None:
             return "its node is there"
         return f"in {deleted.seconds} s" if deleted.seconds else ""

@@ -258,7 +258,7 @@ class SimulatedNode:
         served: dict[str, dict[str, Any]] = {
             "csi.v1.Identity": {"GetPluginInfo": self._info},
             # Its moves and classes are those of `forged`.
-            "carver.v2.Transfer": {"Moves": None},
+            "carver.v2.Transfer": {"Moves": None, "ReceiveStatus": None},
             "csi.v1.Controller": {
                 "GetCapacity": self._capacity,
                 "CreateVolume": self._create,

@@ -447,9 +447,11 @@ class SourceNode:
         )
         return cast(carver.MoveState, self._transfer("CommitMove", request))
 
-    def undo(self, release: str) -> None:
+    def undo(self, release: str, *, only_begun: bool = False) -> None:
         """Make the volume this node's again, and forget the move."""
-        request = carver.MoveRequest(volume_id=self._volume_id, release=release)
+        request = carver.MoveRequest(
+            volume_id=self._volume_id, release=release, only_begun=only_begun
+        )
         self._transfer("UndoMove", request)
 
     def finish(self, release: str) -> None:

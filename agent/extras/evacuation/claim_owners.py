@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from agent.core.ids import VolumeId
-from agent.extras.evacuation import release_notes
+from agent.extras.evacuation import move_notes, release_notes
 from agent.extras.evacuation.release_notes import ReleaseNote
 from agent.extras.kubernetes.objects import Object, claims_of
 from agent.extras.orphans import references
@@ -132,6 +132,7 @@ class Volume:
     - `namespace`, `claim` and `claim_uid` are of the claim in `claimRef`.
     - `former_policy` is the text of the annotation `policy_key`; empty without one.
     - `is_moving` is whether a move of the volume has begun to rebind the claim.
+    - `target` is the node to which an evacuation was moving the volume; empty without a move.
     - `note` is the release of the claim; None if none has begun. `is_unclear` is whether there is a
       note that cannot be parsed.
     """
@@ -150,6 +151,7 @@ class Volume:
     is_bound: bool
     is_going: bool
     is_moving: bool
+    target: str
     note: ReleaseNote | None
     is_unclear: bool
 
@@ -164,6 +166,7 @@ class Volume:
             return None
         annotations = metadata.get("annotations") or {}
         note = ReleaseNote.parse(annotations, driver_name)
+        moves = move_notes.parsed(annotations.get(move_notes.key(driver_name)))
         return cls(
             name=str(metadata["name"]),
             uid=str(metadata["uid"]),
@@ -179,6 +182,7 @@ class Volume:
             is_bound=(volume.get("status") or {}).get("phase") == "Bound",
             is_going="deletionTimestamp" in metadata,
             is_moving=any(str(key).startswith(f"move.{driver_name}/") for key in annotations),
+            target=next((move.target for move in moves if move.volume_id == str(identity)), ""),
             note=note,
             is_unclear=note is None and release_notes.note_key(driver_name) in annotations,
         )

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from agent.core import errors
+from agent.core import errors, ids
 from agent.extras.controller.nodes import Nodes
 from agent.extras.evacuation import evacuation_request
+from agent.extras.evacuation.evacuated_nodes import is_ready
 from agent.extras.evacuation.evacuation_request import BadRequest, Kind, Request
 from agent.extras.evacuation.node_inventory import Inventory, NodeInventory
 from agent.extras.evacuation.plan import Claim, Node, PersistentVolume, Plan, Pod, View, plan
@@ -24,6 +25,7 @@ from agent.extras.evacuation.scheduling import (
     Toleration,
 )
 from agent.extras.kubernetes.objects import NODES, VOLUMES, Lists, Object, claims_of
+from agent.extras.kubernetes.rebinding import is_for_one_node
 
 T = TypeVar("T")
 
@@ -60,6 +62,7 @@ class ClusterView:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._driver_name, self._lists, self._loop = driver_name, lists, loop
+        self._topology_key = ids.topology_key(driver_name)
         self._inventory = NodeInventory(nodes)
 
     def requests(self) -> Sequence[NodeRequest]:
@@ -150,7 +153,6 @@ class ClusterView:
 
     def _node_and_request(self, item: Object) -> tuple[Node, str, Request | BadRequest | None]:
         metadata, spec = item["metadata"], item.get("spec") or {}
-        conditions = (item.get("status") or {}).get("conditions") or ()
         node = Node(
             metadata["name"],
             str(metadata.get("creationTimestamp") or ""),
@@ -159,11 +161,10 @@ class ClusterView:
                 Taint(str(taint["key"]), str(taint["effect"]), str(taint.get("value") or ""))
                 for taint in spec.get("taints") or ()
             ),
-            is_ready=any(
-                condition.get("type") == "Ready" and condition.get("status") == "True"
-                for condition in conditions
-            ),
+            is_ready=is_ready(item),
             is_schedulable=not spec.get("unschedulable"),
+            has_label=(metadata.get("labels") or {}).get(self._topology_key)
+            == ids.node_segment(str(metadata["name"])),
         )
         annotations = metadata.get("annotations") or {}
         return node, metadata["uid"], evacuation_request.of(annotations, self._driver_name)
@@ -191,6 +192,7 @@ class ClusterView:
             str(reference.get("name") or ""),
             str(reference.get("uid") or ""),
             affinity,
+            is_for_one_node=is_for_one_node(spec, self._topology_key),
         )
 
 

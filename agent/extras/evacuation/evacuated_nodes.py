@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agent.extras.evacuation import evacuation_request
-from agent.extras.evacuation.evacuation_request import BadRequest, Request
+from agent.extras.evacuation.evacuation_request import BadRequest, Kind, Request
 from agent.extras.kubernetes.objects import NODES, Lists, Object, Objects
 
 _RECORD = "record"
@@ -22,6 +22,16 @@ class EvacuatedNode:
     is_schedulable: bool
     request: Request | BadRequest | None
     cordoned_for: str = ""
+    is_ready: bool = True
+
+    @property
+    def problem(self) -> str:
+        """Why no pod can be started on the node now, or for long; empty if one can."""
+        if not self.is_ready:
+            return "is not ready"
+        if isinstance(self.request, Request) and self.request.kind is Kind.EVACUATE:
+            return "is being evacuated itself"
+        return "" if self.is_schedulable else "is cordoned"
 
 
 class EvacuatedNodes:
@@ -76,4 +86,14 @@ class EvacuatedNodes:
             not (item.get("spec") or {}).get("unschedulable"),
             evacuation_request.of(annotations, self._driver_name),
             str(annotations.get(self._cordon_key) or ""),
+            is_ready(item),
         )
+
+
+def is_ready(node: Object) -> bool:
+    """Return whether a Node's condition Ready is true."""
+    conditions = (node.get("status") or {}).get("conditions") or ()
+    return any(
+        (condition.get("type"), condition.get("status")) == ("Ready", "True")
+        for condition in conditions
+    )

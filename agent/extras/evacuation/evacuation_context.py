@@ -80,7 +80,7 @@ class Context:
         self.nodes = EvacuatedNodes(self.lists, self.objects, self.driver_name)
         self.notes = MoveNotes(self.lists, self.objects, self.driver_name)
         self.evictions = Evictions(self.lists, self.objects)
-        self.events = EvacuationEvents(self.objects, self.driver_name, self.clock)
+        self.events = EvacuationEvents(self.objects, self.driver_name, self.clock, self.monotonic)
 
     def is_nowhere(self, volume_id: str, source: str) -> bool:
         """Return whether no node but `source` has a volume of the same name, in any state.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from agent.core import errors
 from agent.extras.evacuation.plan import PlannedVolume
-from agent.extras.kubernetes.events import NORMAL, WARNING, Event, Events, Subject
+from agent.extras.kubernetes.events import NORMAL, WARNING, Event, Events, Said, Subject
 from agent.extras.kubernetes.objects import Objects
 
 _log = logging.getLogger(__name__)
@@ -23,23 +23,34 @@ _WARNINGS = frozenset({REFUSED, STAYS, WAITS, OUTRUN, EVICTION_REFUSED})
 _SINGLE = frozenset({REBINDING, MOVED, TAKEN_BACK, ERASED})
 # Maximum number of characters of an Event's text; a note in Kubernetes has at most 1,024.
 _MOST_CHARACTERS = 1000
-# Maximum number of texts that are remembered, so that none is written twice in a row.
-_MOST_REMEMBERED = 10_000
+# Seconds between two Events about a volume that stays, as its reason has numbers that change with
+# each plan, such as the free space of nodes.
+_STAYS_SECONDS = 600.0
 
 
 class EvacuationEvents:
     """Writes Events; one that cannot be written is logged, as no step depends on it.
 
-    Several threads may use one object. `clock` returns the seconds since the epoch.
+    Several threads may use one object. `clock` returns the seconds since the epoch, `monotonic`
+    those of a clock that is never set.
     """
 
-    def __init__(self, objects: Objects, driver_name: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        driver_name: str,
+        clock: Callable[[], float],
+        monotonic: Callable[[], float],
+    ) -> None:
         self._events = Events(objects, driver_name, clock)
         self._lock = threading.Lock()
-        self._last: dict[tuple[Subject, str], str] = {}
+        self._said = Said(monotonic)
 
     def node(self, name: str, reason: str, text: str) -> None:
-        """Write an Event about a Node, unless its last one for this reason has the same text."""
+        """Write an Event about a Node, unless its last one for this reason has the same text.
+
+        The Event of a warning is renewed while it is written again and again, as all others are.
+        """
         # kubectl finds the Events of a Node by the Node's name in the place of a UID.
         self._say(Subject("Node", "", name, name), reason, text)
 
@@ -57,12 +68,12 @@ class EvacuationEvents:
 
     def _say(self, subject: Subject, reason: str, text: str) -> None:
         text = text[:_MOST_CHARACTERS]
+        pause_seconds = _STAYS_SECONDS if reason == STAYS else 0.0
         with self._lock:
-            if self._last.get((subject, reason)) == text:
+            if not self._said.is_due(
+                (subject, reason), text, lasts=reason in _WARNINGS, pause_seconds=pause_seconds
+            ):
                 return
-            if len(self._last) >= _MOST_REMEMBERED:
-                self._last.clear()
-            self._last[subject, reason] = text
         kind = WARNING if reason in _WARNINGS else NORMAL
         # An Event is renewed if it occurs again; those of _SINGLE have one for each text.
         key = f"{reason} {text}" if reason in _SINGLE else reason
@@ -70,3 +81,5 @@ class EvacuationEvents:
             self._events.ensure(subject, Event(kind, reason, text, key), is_new=True)
         except errors.ClusterRefused as error:
             _log.warning("cannot write the Event %s of %s: %s", reason, subject.name, error)
+            with self._lock:
+                self._said.forget((subject, reason))

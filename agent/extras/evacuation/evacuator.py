@@ -27,14 +27,15 @@ from agent.extras.evacuation.evacuated_nodes import EvacuatedNode
 from agent.extras.evacuation.evacuation_context import EXPECTED, Context, text_of
 from agent.extras.evacuation.evacuation_request import BadRequest, Kind, Request
 from agent.extras.evacuation.move_notes import MoveNote, NotedVolume
-from agent.extras.evacuation.plan import Plan, Unit, View, plan
+from agent.extras.evacuation.plan import Plan, PlannedVolume, Unit, View, plan
 from agent.extras.evacuation.progress import AT_ONCE, Progress, Stage
 from agent.extras.evacuation.quarantine import Quarantine
+from agent.extras.evacuation.rebindings import RebindingOfLost, RestOfRebinding
 from agent.extras.evacuation.take_back import TakeBack, VanishedTakeBack
 from agent.extras.evacuation.unit_drive import UnitDrive
 from agent.extras.kubernetes.access import Server
 from agent.extras.kubernetes.objects import Lists
-from agent.extras.kubernetes.rebinding import Place, Rebinding
+from agent.extras.kubernetes.rebinding import Place
 from agent.settings.settings import Config
 from agent.work.background import PeriodicTask
 from mount import command
@@ -46,6 +47,9 @@ _log = logging.getLogger(__name__)
 _LOOK_SECONDS, _FIRST_SECONDS = 10.0, 15.0
 # Seconds between two plans for a node, and between two looks at the notes of all PersistentVolumes.
 _PLAN_SECONDS = 60.0
+# Seconds between two plans for a node that has nothing left to move and on which nothing stays.
+# Each plan lists all pods of the cluster, in many requests.
+_IDLE_SECONDS = 600.0
 # Seconds for which an undo must have been requested before it begins. Another controller, which is
 # ending, may take a step of the evacuation meanwhile.
 _SETTLE_SECONDS = 60.0
@@ -61,6 +65,8 @@ class _Known:
     planned: float = float("-inf")
     drives: list[Drive] = field(default_factory=list)
     is_started: bool = False
+    # Whether the last plan had no volume at all.
+    is_idle: bool = False
 
 
 class Evacuator:
@@ -125,13 +131,16 @@ class Evacuator:
             self._noted_seconds = now
             self._finish_rebindings()
             self._take_back_vanished()
+            self._rebind_handed_over(nodes)
             undone = [name for name, kind in kinds.items() if kind == Kind.UNDO]
             self._end_quarantines(undone)
-        for name in sorted(kinds.keys() | {note.source for note in self._under_way()}):
+        cordons = {node.cordoned_for for node in nodes.values()} - {""}
+        for name in sorted(kinds.keys() | self._known.keys() | cordons):
             node = nodes.get(name)
-            if node is None:
-                continue
             try:
+                if node is None:
+                    self._end_deleted(name, nodes)
+                    continue
                 self._carry_out(node, nodes)
                 self._context.progress.problem(name, self._problem_of(name))
             except EXPECTED as error:
@@ -161,12 +170,14 @@ class Evacuator:
     def _note_kinds(self, kinds: Mapping[str, str], now: float) -> bool:
         """Note what is requested for each node; return whether that has changed."""
         is_changed = False
-        for name, kind in kinds.items():
-            known = self._known.get(name)
+        # A Node that was deleted requests nothing.
+        for name in sorted(kinds.keys() | self._known.keys()):
+            kind, known = kinds.get(name, ""), self._known.get(name)
             if known is None and kind:
                 known = self._known[name] = _Known()
             if known is not None and known.kind != kind:
                 known.kind, known.since, known.planned = kind, now, float("-inf")
+                known.is_idle = False
                 known.is_started, is_changed = False, True
         return is_changed
 
@@ -217,29 +228,47 @@ class Evacuator:
         known = self._known.setdefault(node.name, _Known(since=self._context.monotonic()))
         request = node.request
         if isinstance(request, BadRequest):
-            self._context.progress.begin(node.name, str(Kind.EVACUATE))
-            self._context.progress.problem(node.name, str(request))
+            # The same as stop, so that a claim between both nodes is rebound.
             self._context.events.node(node.name, reasons.REFUSED, str(request))
+            self._complete_only(node, known, Request(Kind.STOP), nodes)
+            self._uncordon(node.name, nodes)
             raise request
         if request is not None and request.kind is Kind.UNDO:
             self._undo(node, known, nodes)
         elif request is not None and request.kind is Kind.EVACUATE:
-            self._evacuate(node, known, request)
+            self._evacuate(node, known, request, nodes)
         else:
-            self._complete_only(node, known, request)
-        self._uncordon(node, nodes)
+            self._complete_only(node, known, request, nodes)
+        self._uncordon(node.name, nodes)
+
+    def _end_deleted(self, name: str, nodes: Mapping[str, EvacuatedNode]) -> None:
+        """Forget the request of a Node that was deleted, and lift the cordons set for it."""
+        drives = self._known.get(name, _Known()).drives
+        for drive in drives:
+            drive.end()
+        if all(drive.is_over for drive in drives):
+            self._uncordon(name, nodes)
+            self._known.pop(name, None)
+            self._context.progress.end(name, forget=True)
 
     def _is_due(self, known: _Known) -> bool:
         now = self._context.monotonic()
-        if now - known.planned < _PLAN_SECONDS:
+        if now - known.planned < (_IDLE_SECONDS if known.is_idle else _PLAN_SECONDS):
             return False
         known.planned = now
         return True
 
     # Evacuating
 
-    def _evacuate(self, node: EvacuatedNode, known: _Known, request: Request) -> None:
-        if node.is_schedulable:
+    def _evacuate(
+        self,
+        node: EvacuatedNode,
+        known: _Known,
+        request: Request,
+        nodes: Mapping[str, EvacuatedNode],
+    ) -> None:
+        # Take over a cordon that was set for the undo of another node, which will not lift it.
+        if node.is_schedulable or node.cordoned_for not in ("", node.name):
             self._context.nodes.cordon(node.name, node.name)
         if not known.is_started:
             text = f"its volumes move to {', '.join(request.to) or 'other nodes'}: {request.text}"
@@ -248,12 +277,11 @@ class Evacuator:
             known.is_started = True
         if not self._is_due(known):
             return
+        known.is_idle = False
         made = self._plan(node.name, request)
         self._context.progress.begin(node.name, str(Kind.EVACUATE), made)
-        for unit in made.staying:
-            for volume in unit.volumes:
-                self._context.events.claim(volume, reasons.STAYS, unit.reason)
         self._drive(node.name, node.name, known, made.going, Kind.EVACUATE)
+        self._say_staying(made.staying)
         coming = [
             (volume, note)
             for volume, note in self._moving()
@@ -263,7 +291,7 @@ class Evacuator:
         if self._context.monotonic() - known.since >= _SETTLE_SECONDS:
             # An undo of this evacuation has begun to move them back, and was given up.
             self._take_back(node.name, known, coming, Kind.EVACUATE)
-        self._take_back_abandoned(node.name, known, made)
+        self._take_back_abandoned(node.name, known, made, nodes)
         is_rebinding = any(
             volume.is_rebinding and note.source == node.name
             for volume in self._noted
@@ -276,11 +304,18 @@ class Evacuator:
             text = f"nothing is left to move; on the node stays: {counted(count, 'volume')}"
             self._context.events.node(node.name, reasons.FINISHED, text)
             self._context.progress.end(node.name)
+            known.is_idle = not made.staying
 
     def _plan(self, name: str, request: Request) -> Plan:
         return plan(self._view(name, request.to), request.to, force=request.force)
 
-    def _complete_only(self, node: EvacuatedNode, known: _Known, request: Request | None) -> None:
+    def _complete_only(
+        self,
+        node: EvacuatedNode,
+        known: _Known,
+        request: Request | None,
+        nodes: Mapping[str, EvacuatedNode],
+    ) -> None:
         """End what may end, and drive units that were handed over in part to their end."""
         kind = str(Kind.STOP)
         if request is not None and not known.is_started:
@@ -304,15 +339,25 @@ class Evacuator:
         if not self._is_due(known):
             return
         made = self._plan(node.name, Request())
-        units = [
-            unit
-            for unit in made.going
-            if any(volume.move and volume.move.is_handed_over for volume in unit.volumes)
-        ]
-        if units:
-            self._context.progress.begin(node.name, kind, Plan(node.name, tuple(units)))
+        units, stuck = (
+            [
+                unit
+                for unit in planned
+                if any(volume.move and volume.move.is_handed_over for volume in unit.volumes)
+            ]
+            for planned in (made.going, made.staying)
+        )
+        if units or stuck:
+            shown = Plan(node.name, tuple(units), tuple(stuck))
+            self._context.progress.begin(node.name, kind, shown)
+        self._say_staying(stuck)
         self._drive(node.name, node.name, known, units, Kind.STOP)
-        self._take_back_abandoned(node.name, known, made)
+        self._take_back_abandoned(node.name, known, made, nodes)
+
+    def _say_staying(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            for volume in unit.volumes:
+                self._context.events.claim(volume, reasons.STAYS, unit.reason)
 
     def _drive(
         self,
@@ -377,16 +422,20 @@ class Evacuator:
         if found is not None and found.is_schedulable:
             self._context.nodes.cordon(name, asking)
 
-    def _uncordon(self, node: EvacuatedNode, nodes: Mapping[str, EvacuatedNode]) -> None:
-        """Lift the cordons that an undo set on other nodes, once it has nothing left to move."""
-        if any(not drive.is_over for drive in self._known.get(node.name, _Known()).drives):
+    def _uncordon(self, name: str, nodes: Mapping[str, EvacuatedNode]) -> None:
+        """Lift the cordons that an undo set on other nodes, once it has nothing left to move.
+
+        `name` is that of the Node whose request it was; the Node may have been deleted since.
+        """
+        if any(not drive.is_over for drive in self._known.get(name, _Known()).drives):
             return
-        if any(note.target == node.name and self._is_move_back(note) for note in self._under_way()):
+        if any(note.target == name and self._is_move_back(note) for note in self._under_way()):
             return
-        if node.request is None and node.cordoned_for == node.name and node.is_schedulable:
-            self._context.nodes.forget(node.name)
+        node = nodes.get(name)
+        if node and node.request is None and node.cordoned_for == name and node.is_schedulable:
+            self._context.nodes.forget(name)
         for other in nodes.values():
-            if other.cordoned_for != node.name or other.name == node.name:
+            if other.cordoned_for != name or other.name == name:
                 continue
             if isinstance(other.request, Request) and other.request.kind is Kind.EVACUATE:
                 continue
@@ -415,7 +464,21 @@ class Evacuator:
                 node=note.source,
             )
             self._others.append(drive)
-            drive.start(_RebindingWork(self._context, note, place).run)
+            drive.start(RestOfRebinding(self._context, note, place).run)
+
+    def _rebind_handed_over(self, nodes: Mapping[str, EvacuatedNode]) -> None:
+        """Rebind the claims of volumes that their targets have, and whose sources were deleted.
+
+        No plan can be made for a source that is not there any more.
+        """
+        for volume, note in self._moving():
+            if note.source in nodes or note.volume_id in self._busy():
+                continue
+            drive = Drive(
+                self._context, note.volume_id, frozenset({note.volume_id}), node=note.target
+            )
+            self._others.append(drive)
+            drive.start(RebindingOfLost(self._context, volume, note).run)
 
     def _end_quarantines(self, undone: Sequence[str]) -> None:
         """End quarantines whose time is over, a few at once, but for nodes that are undone."""
@@ -480,7 +543,7 @@ class Evacuator:
                     self._turn_round(volume, name, known)
         for source, notes in back.items():
             is_left = True
-            self._move_back(name, source, known, notes)
+            self._move_back(name, source, known, notes, nodes)
         if not (is_left or any(not drive.is_over for drive in known.drives)):
             context.events.node(name, reasons.FINISHED, "the evacuation is undone")
             context.progress.end(name)
@@ -517,13 +580,27 @@ class Evacuator:
             known.drives.append(drive)
             drive.start(work.run)
 
-    def _take_back_abandoned(self, name: str, known: _Known, made: Plan) -> None:
-        """Take back volumes whose claim was deleted, so that they can be deleted, too."""
+    def _take_back_abandoned(
+        self, name: str, known: _Known, made: Plan, nodes: Mapping[str, EvacuatedNode]
+    ) -> None:
+        """Take back the moves that cannot go on.
+
+        These are the moves of volumes whose claim was deleted, so that they can be deleted, too;
+        and those to a node that was deleted meanwhile, or is evacuated itself, unless the volume
+        was handed over.
+        """
+
+        def has_no_target(volume: PlannedVolume) -> bool:
+            move = volume.move
+            if move is None or move.is_handed_over:
+                return False
+            return move.node not in nodes or self._kind_of(move.node) == Kind.EVACUATE
+
         abandoned = {
             volume.volume_id
             for unit in made.staying
             for volume in unit.volumes
-            if volume.is_abandoned
+            if volume.is_abandoned or has_no_target(volume)
         }
         going = [(volume, note) for volume, note in self._moving() if note.volume_id in abandoned]
         self._take_back(name, known, going, None)
@@ -566,7 +643,14 @@ class Evacuator:
         known.drives.append(drive)
         drive.start(work)
 
-    def _move_back(self, name: str, source: str, known: _Known, notes: Sequence[MoveNote]) -> None:
+    def _move_back(
+        self,
+        name: str,
+        source: str,
+        known: _Known,
+        notes: Sequence[MoveNote],
+        nodes: Mapping[str, EvacuatedNode],
+    ) -> None:
         """Drive the units of volumes that move back from a node."""
         volume_ids = {note.volume_id for note in notes}
         made = plan(self._view(source, [name]), [name])
@@ -574,11 +658,9 @@ class Evacuator:
         stuck = [unit for unit in made.staying if _ids(unit) & volume_ids]
         shown = Plan(name, tuple(units), tuple(stuck))
         self._context.progress.begin(name, str(Kind.UNDO), shown)
-        for unit in stuck:
-            for volume in unit.volumes:
-                self._context.events.claim(volume, reasons.STAYS, unit.reason)
+        self._say_staying(stuck)
         self._drive(source, name, known, units, Kind.UNDO, cordon=True)
-        self._take_back_abandoned(name, known, made)
+        self._take_back_abandoned(name, known, made, nodes)
 
 
 class _UnitOf(Drive):
@@ -590,21 +672,6 @@ class _UnitOf(Drive):
 
 class _Erasure(Drive):
     """The end of a quarantine."""
-
-
-class _RebindingWork:
-    """The last steps of a rebinding; `run` is the work of a Drive."""
-
-    def __init__(self, context: Context, note: MoveNote, place: Place) -> None:
-        self._context, self._note, self._place = context, note, place
-
-    def run(self, drive: Drive) -> None:
-        """Take the steps that are left."""
-        rebinding = Rebinding(self._context.server, self._note.volume_id, self._place)
-        rebinding.run(
-            lambda _text: not drive.is_ending,
-            lambda text: _log.info("%s: %s", self._note.volume_id, text),
-        )
 
 
 def _kind(node: EvacuatedNode) -> str:

@@ -43,20 +43,23 @@ class Evictions:
     def __init__(self, lists: Lists, objects: Objects) -> None:
         self._lists, self._objects = lists, objects
 
-    def users(self, claims: Collection[tuple[str, str]]) -> Sequence[UsingPod]:
+    def users(self, claims: Collection[tuple[str, str]], node: str = "") -> Sequence[UsingPod]:
         """Return the pods that use claims, have a node and have not ended.
 
-        A claim is given by its namespace and name.
+        A claim is given by its namespace and name. With `node`, only the pods on that node are
+        listed, otherwise all pods of the claims' namespaces.
         """
         pods = []
+        # The API server takes an empty selector for none.
+        selector = f"spec.nodeName={node}" if node else ""
         for namespace in sorted({namespace for namespace, _ in claims}):
             path = f"/api/v1/namespaces/{quote(namespace, safe='')}/pods"
-            for pod in self._lists.whole(path, "PodList").items:
-                node = (pod.get("spec") or {}).get("nodeName")
-                if node and any((namespace, name) in claims for name in claims_of(pod)):
+            for pod in self._lists.whole(path, "PodList", fieldSelector=selector).items:
+                place = (pod.get("spec") or {}).get("nodeName")
+                if place and any((namespace, name) in claims for name in claims_of(pod)):
                     metadata = pod["metadata"]
                     is_going = bool(metadata.get("deletionTimestamp"))
-                    found = UsingPod(namespace, metadata["name"], metadata["uid"], node, is_going)
+                    found = UsingPod(namespace, metadata["name"], metadata["uid"], place, is_going)
                     pods.append(found)
         return pods
 

@@ -21,6 +21,7 @@ A claim is released if all of this holds without a break for the grace period:
 
 - The Node object of the volume's node is deleted, and the controller has forgotten the volume by
   its own rule (agent.extras.controller.nodes, Forgotten; the setting `forget_deleted_nodes`).
+- If an evacuation was moving the volume, its target does not have it: else the claim is rebound.
 - A pod waits for the claim, and none that has a node uses it.
 - All other claims of the owner are in use, or wait for their own release
   (agent.extras.evacuation.claim_owners).
@@ -41,17 +42,23 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+import grpc
+
 from agent.core import errors, ids
 from agent.core.ids import VolumeId
 from agent.daemon.extra import Extra
 from agent.extras.controller.membership import Record
-from agent.extras.controller.nodes import Forgotten, Nodes, Refused
+from agent.extras.controller.node_answers import Answers
+from agent.extras.controller.nodes import Forgotten, Nodes, Refused, problem_of
 from agent.extras.evacuation import release_notes
 from agent.extras.evacuation.claim_owners import Choice, Claim, Lost, Namespace, Pod, Volume
+from agent.extras.evacuation.evictions import Evictions, UsingPod
 from agent.extras.evacuation.release_notes import ReleaseNote
-from agent.extras.kubernetes.events import NORMAL, WARNING, Event, Events, Subject
+from agent.extras.kubernetes.events import NORMAL, WARNING, Event, Events, Said, Subject
 from agent.extras.kubernetes.objects import VOLUMES, Keep, Lists, Object, Objects, find_named
+from agent.extras.transfer.move import is_receiving
 from agent.work.background import PeriodicTask
+from proto import carver_pb2 as carver
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +79,10 @@ _FRESH_SECONDS = 60.0
 # Seconds between two looks at all PersistentVolumes while no claim is to be released. In between
 # they are read only after a Node was deleted.
 _EVERY_SECONDS = 600.0
+
+# Time limit, in seconds, of a call to the target of a move.
+_CALL_SECONDS = 10.0
+_RECEIVE_STATUS = "/carver.v2.Transfer/ReceiveStatus"
 
 # Reasons of Events.
 WAITS, KEPT, RELEASED, CANCELLED, REPLACED = (
@@ -122,20 +133,21 @@ class LostClaims:
         record: Record,
         objects: Objects,
         lists: Lists,
-        why_not_forgotten: Callable[[VolumeId], str],
+        why_not_lost: Callable[[Volume], str],
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """Set the clients of the API server, and how the controller says what it has forgotten.
 
-        `record` says which Nodes exist. `why_not_forgotten` returns why a volume does not count as
-        deleted with its node; empty if it does. `clock` returns the seconds since the epoch, for
+        `record` says which Nodes exist. `why_not_lost` returns why a volume does not count as lost
+        with its node; empty if it does. `clock` returns the seconds since the epoch, for
         the times in Events. `monotonic` returns the seconds of a clock that is never set, for all
         intervals.
         """
         self._driver_name, self._topology_key = driver_name, ids.topology_key(driver_name)
         self._record, self._objects, self._lists = record, objects, lists
-        self._why_not_forgotten, self._monotonic = why_not_forgotten, monotonic
+        self._evictions = Evictions(lists, objects)
+        self._why_not_lost, self._monotonic = why_not_lost, monotonic
         self._events = Events(objects, driver_name, clock)
         self._graces: dict[object, _Grace] = {}
         # The topology segments of Nodes in the last look, when all PersistentVolumes are to be read
@@ -143,8 +155,8 @@ class LostClaims:
         self._existing = frozenset[str]()
         self._due = float("-inf")
         self._has_work = False
-        # The Events about claims that wait, by the claims' UIDs: each text is written once.
-        self._said: dict[str, str] = {}
+        # What the Events about claims that wait said, by the claims' UIDs.
+        self._said = Said(monotonic)
 
     def look(self) -> None:
         """Look once at all claims of lost nodes, and take the steps that are due.
@@ -193,7 +205,7 @@ class LostClaims:
 
     @contextmanager
     def _one_of(self, name: str, look: _Look) -> Iterator[None]:
-        """Keep an error about one namespace, so that the others are looked at."""
+        """Keep an error about one namespace, owner or pod, so that the others are looked at."""
         try:
             yield
         except (errors.ClusterRefused, errors.ClusterSilent) as error:
@@ -216,22 +228,30 @@ class LostClaims:
             # Wait for the grace period here, too: another controller may have looked before the
             # node came back, and be about to delete the claim. It acts on what it read within a
             # minute, and until then the data must be kept.
-            if self._is_over(volume.uid, volume.note, look):
-                self._require_fresh(look.began, name)
-                self._withdraw(name, volume)
-        self._go_on(name, namespace)
+            with self._one_of(name, look):
+                if self._is_over(volume.uid, volume.note, look):
+                    self._require_fresh(look.began, name)
+                    self._withdraw(name, volume)
+        self._go_on(name, namespace, look)
         choices = list(namespace.choices())
         for choice in choices:
-            if choice.obstacle:
-                self._say_wait(name, choice, f"it waits: {choice.obstacle}")
-                continue
-            if why := self._why_wait(choice):
-                _log.debug("namespace %s: %s waits: %s", name, choice.owner, why)
-                self._say_wait(name, choice, "once the node has been forgotten for five minutes")
-                continue
-            if self._is_over((name, choice.owner), choice.key, look):
-                self._release(name, choice, existing)
+            with self._one_of(name, look):
+                self._look_at_choice(name, choice, existing, look)
         return bool(choices)
+
+    def _look_at_choice(
+        self, name: str, choice: Choice, existing: frozenset[str], look: _Look
+    ) -> None:
+        """Release the instance of one owner that is to go next, or say what it waits for."""
+        if choice.obstacle:
+            self._say_wait(name, choice, f"it waits: {choice.obstacle}")
+        elif why := self._why_wait(choice):
+            _log.debug("namespace %s: %s waits: %s", name, choice.owner, why)
+            when = "once the node has been forgotten for five minutes"
+            is_moving = any(each.volume.target for each in choice.lost)
+            self._say_wait(name, choice, f"it waits: {why}" if is_moving else when)
+        elif self._is_over((name, choice.owner), choice.key, look):
+            self._release(name, choice, existing)
 
     def _is_over(self, key: object, subject: object, look: _Look) -> bool:
         """Return whether a grace period is over; begin it, or let it go on, if it is not.
@@ -253,8 +273,8 @@ class LostClaims:
             raise errors.ClusterSilent(f"the objects of namespace {name}", problem)
 
     def _why_wait(self, choice: Choice) -> str:
-        """Return why one of a choice's volumes is not forgotten; empty if all are."""
-        reasons = (self._why_not_forgotten(each.volume.identity) for each in choice.lost)
+        """Return why one of a choice's volumes is not lost; empty if all are."""
+        reasons = (self._why_not_lost(each.volume) for each in choice.lost)
         return next(filter(None, reasons), "")
 
     # Reading
@@ -363,25 +383,23 @@ class LostClaims:
         }
         self._objects.change(_volume_path(volume), change, volume.version)
 
-    def _go_on(self, name: str, namespace: Namespace) -> None:
+    def _go_on(self, name: str, namespace: Namespace, look: _Look) -> None:
         """Take the steps that follow the deletion of a claim."""
         waiting: dict[str, Pod] = {}
         for volume in namespace.released:
             if (note := volume.note) is None:
                 continue
-            if (claim := namespace.replacement(volume)) is not None:
-                self._end(volume, note, claim)
-            else:
-                waiting.update((pod.uid, pod) for pod in self._waiting(name, namespace, volume))
+            with self._one_of(name, look):
+                if (claim := namespace.replacement(volume)) is not None:
+                    self._end(volume, note, claim)
+                else:
+                    pods = self._waiting(name, namespace, volume)
+                    waiting.update((pod.uid, pod) for pod in pods)
         for pod in waiting.values():
-            eviction = {
-                "apiVersion": "policy/v1",
-                "kind": "Eviction",
-                "metadata": {"name": pod.name, "namespace": name},
-                "deleteOptions": {"preconditions": {"uid": pod.uid}},
-            }
-            path = f"/api/v1/namespaces/{quote(name, safe='')}/pods/{quote(pod.name, safe='')}"
-            self._objects.create(f"{path}/eviction", eviction)
+            with self._one_of(name, look):
+                using = UsingPod(name, pod.name, pod.uid, pod.node, pod.is_going)
+                if why := self._evictions.evict(using):
+                    _log.info("pod %s cannot be evicted yet: %s", using, why)
 
     def _waiting(self, name: str, namespace: Namespace, volume: Volume) -> Sequence[Pod]:
         """Return the pods that waited for a claim when its release began, and that still wait.
@@ -428,15 +446,16 @@ class LostClaims:
     # Events
 
     def _say_wait(self, name: str, choice: Choice, when: str) -> None:
-        """Write one Event on each of a choice's claims: the claim is to be released, and when."""
+        """Write an Event on each of a choice's claims: the claim is to be released, and when."""
         for each in choice.lost:
             message = (
                 f"node {each.volume.segment}, which has its data, was deleted. The claim is to be"
                 f" released: {when}"
             )
-            if self._said.get(each.claim.uid) != message:
-                self._tell(WARNING, WAITS, message, _claim_subject(name, each.claim))
-                self._said[each.claim.uid] = message
+            if self._said.is_due(each.claim.uid, message) and not self._tell(
+                WARNING, WAITS, message, _claim_subject(name, each.claim)
+            ):
+                self._said.forget(each.claim.uid)
 
     def _tell_kept(self, name: str, choice: Choice, lost: Lost) -> None:
         volume = lost.volume
@@ -447,12 +466,17 @@ class LostClaims:
         )
         self._tell(WARNING, KEPT, message, Subject(_VOLUME, "", volume.name, volume.uid))
 
-    def _tell(self, kind: str, reason: str, message: str, subject: Subject) -> None:
-        """Write an Event. A failure is logged, and does not end the release."""
+    def _tell(self, kind: str, reason: str, message: str, subject: Subject) -> bool:
+        """Write an Event; return whether it was written.
+
+        A failure is logged, and does not end the release.
+        """
         try:
             self._events.ensure(subject, Event(kind, reason, message, reason), is_new=True)
         except (errors.ClusterRefused, errors.ClusterSilent) as error:
             _log.warning("cannot write an Event on %s %s: %s", subject.kind, subject.name, error)
+            return False
+        return True
 
 
 class LostClaimsTask(Extra):
@@ -480,7 +504,7 @@ class LostClaimsTask(Extra):
         self._nodes = nodes
         # The event loop that uses the nodes. It is set by `start`.
         self._loop: asyncio.AbstractEventLoop
-        self._claims = LostClaims(driver_name, record, objects, lists, self._why_not_forgotten)
+        self._claims = LostClaims(driver_name, record, objects, lists, self._why_not_lost)
         self.task = PeriodicTask(
             "claims of lost nodes",
             self._look,
@@ -504,11 +528,17 @@ class LostClaimsTask(Extra):
         except CancelledError:
             _log.debug("a look at the claims of lost nodes was cut off")
 
-    def _why_not_forgotten(self, identity: VolumeId) -> str:
-        asking = self._ask(identity)
+    def _why_not_lost(self, volume: Volume) -> str:
+        asking = self._ask_about(volume)
         return asyncio.run_coroutine_threadsafe(asking, self._loop).result()
 
-    async def _ask(self, identity: VolumeId) -> str:
+    async def _ask_about(self, volume: Volume) -> str:
+        """Return why a volume is not lost: its node is not, or another node has it by a move."""
+        if (why := await self._why_not_forgotten(volume.identity)) or not volume.target:
+            return why
+        return await self._why_moved(volume.identity, volume.target)
+
+    async def _why_not_forgotten(self, identity: VolumeId) -> str:
         """Ask the controller's own rule about a volume, as for a call that deletes the volume."""
         try:
             node = await self._nodes.owner(str(identity), "volume_id")
@@ -517,6 +547,30 @@ class LostClaimsTask(Extra):
         except Refused as error:
             return str(error)
         return f"it is on node {node.name}"
+
+    async def _why_moved(self, identity: VolumeId, target: str) -> str:
+        """Return that the target of a move has a volume as its own; empty if it has not.
+
+        What the target has only received it can never finish while the volume's node is gone.
+        """
+        node = self._nodes.get(target)
+        if node is None:
+            # The target was forgotten, too.
+            return ""
+        request = carver.NameRequest(name=ids.readable_name(str(identity)))
+        data = request.SerializeToString()
+        try:
+            node.require_answering()
+            async with asyncio.timeout(_CALL_SECONDS + 1):
+                _, there = await Answers(self._nodes).of(
+                    node, _RECEIVE_STATUS, request, data, _CALL_SECONDS
+                )
+        except (grpc.aio.AioRpcError, Refused, TimeoutError) as error:
+            why = problem_of(error)
+            return f"node {target}, to which it was moving, does not say whether it has it: {why}"
+        if there.received != str(identity) or is_receiving({"state": there.state}):
+            return ""
+        return f"node {target} has it by a move: its claim is to be rebound to {there.volume_id}"
 
 
 def _is_begun(volume: Volume) -> bool:

@@ -54,6 +54,7 @@ class NotedVolume:
     """
 
     name: str
+    uid: str
     version: str
     handle: str
     created: str
@@ -87,7 +88,7 @@ class MoveNotes:
 
     def __init__(self, lists: Lists, objects: Objects, driver_name: str) -> None:
         self._lists, self._objects, self._driver_name = lists, objects, driver_name
-        self.key = f"evacuate.{driver_name}/moves"
+        self.key = key(driver_name)
 
     def read(self) -> Sequence[NotedVolume]:
         """Return all PersistentVolumes with notes, in the order of their names."""
@@ -145,16 +146,22 @@ class MoveNotes:
         is_own = source.get("driver") == self._driver_name
         return NotedVolume(
             metadata["name"],
+            str(metadata.get("uid") or ""),
             str(metadata.get("resourceVersion") or ""),
             str(source.get("volumeHandle") or ""),
             str(metadata.get("creationTimestamp") or ""),
             f"move.{self._driver_name}/claim" in annotations,
             (item.get("status") or {}).get("phase") == "Bound",
-            _parsed(annotations.get(self.key)) if is_own else (),
+            parsed(annotations.get(self.key)) if is_own else (),
         )
 
 
-def _parsed(text: Any) -> tuple[MoveNote, ...]:
+def key(driver_name: str) -> str:
+    """Return the key of the annotation."""
+    return f"evacuate.{driver_name}/moves"
+
+
+def parsed(text: Any) -> tuple[MoveNote, ...]:
     """Return the notes in a value of the annotation; none for a value that cannot be parsed."""
     if not isinstance(text, str) or len(text) > _MOST_CHARACTERS:
         return ()

@@ -18,7 +18,8 @@ The algorithm:
    If volumes of a unit move to different nodes, those that were handed over are units of their own
    (`_parts`). A volume whose claim is gone or being deleted is a unit of its own, which stays, also
    if it was handed over: its move is taken back (`PlannedVolume.is_abandoned`).
-3. A unit with a move under way keeps the node of that move as its target. If one of its volumes has
+3. A unit with a move under way keeps the node of that move as its target, unless that is
+   evacuated itself. If one of its volumes has
    been handed over, the unit also goes on if step 2 says that it stays: its claims can be used by
    no pod before all are rebound.
 4. For each other unit, find the nodes that may be its target (`_Candidates`): allowed by `--to`,
@@ -52,6 +53,10 @@ _MOST_NAMED = 5
 _DAEMON_SET = "DaemonSet"
 # Prefix of the taints that Kubernetes itself sets on a Node by its state.
 _OF_STATE = "node.kubernetes.io/"
+# Taint of a node that is cordoned. The scheduler's plugin NodeUnschedulable places a pod that
+# tolerates this taint on a cordoned node.
+_CORDONED = Taint("node.kubernetes.io/unschedulable", scheduling.NO_SCHEDULE)
+_EVACUATED = "is being evacuated itself"
 # Maximum number of nodes that are planned for one after the other (step 6 of the module).
 _MOST_PREFIXES = 64
 _GIB, _MIB = 1 << 30, 1 << 20
@@ -80,6 +85,8 @@ class Node:
     volumes; empty if it can. `rooms` has the space for each device class of the evacuated volumes
     that the node has. `is_evacuated` is whether an evacuation of the node itself was requested.
     `left` has what volumes of the evacuated node have left on the node, from which they came.
+    `has_label` is whether the Node has Carver's topology label, without which no pod with a volume
+    of Carver's is placed on it.
     """
 
     name: str
@@ -89,6 +96,7 @@ class Node:
     is_ready: bool = True
     is_schedulable: bool = True
     is_evacuated: bool = False
+    has_label: bool = True
     problem: str = ""
     rooms: Mapping[str, Room] = field(default_factory=dict)
     left: "Sequence[Volume]" = ()
@@ -161,6 +169,8 @@ class PersistentVolume:
     """A PersistentVolume of any driver.
 
     `handle` is the volume's id; empty for another driver's. `claim_*` are the fields of claimRef.
+    `is_for_one_node` is whether its node affinity is the one that Carver gives: a claim can be
+    rebound from no other one.
     """
 
     name: str
@@ -173,6 +183,7 @@ class PersistentVolume:
     claim_name: str = ""
     claim_uid: str = ""
     affinity: NodeAffinity = None
+    is_for_one_node: bool = True
 
 
 @dataclass(frozen=True)
@@ -448,8 +459,7 @@ def _volume_problem(volume: PlannedVolume, names: Sequence[PersistentVolume]) ->
         return f"claim {full_name} is being deleted"
     if claim.volume != owner.name:
         return f"claim {full_name} has another PersistentVolume, {claim.volume or 'none yet'}"
-    terms = owner.affinity or ()
-    if len(terms) != 1 or len(terms[0].labels) != 1 or terms[0].fields:
+    if not owner.is_for_one_node:
         return (
             f"PersistentVolume {owner.name} has another node affinity than Carver gives; move it"
             " by `carver volume move`, and bind its claim by hand"
@@ -495,6 +505,11 @@ def _pod_problem(pod: Pod, node: str, *, force: bool) -> str:
         return (
             f"pod {pod} has no controller that would make it anew after an eviction: end the pod,"
             " or evacuate with --force"
+        )
+    if pod.controller and scheduling.untolerated((_CORDONED,), pod.tolerations) is None:
+        return (
+            f"pod {pod} tolerates the taint {_CORDONED}: after each eviction it would run on {node}"
+            f" again; take that toleration from its {pod.controller}, or scale that to no pods"
         )
     return ""
 
@@ -638,7 +653,7 @@ class _Cluster:
         source = self.nodes.get(view.node)
         self._source_taints = frozenset(source.taints if source else ())
         ranks = {name: rank for rank, name in reversed(list(enumerate(to)))}
-        self.named = bool(to)
+        self.named = frozenset(to)
         # The nodes that may be targets: in the order of `to`, or the oldest first.
         self.candidates = sorted(
             (
@@ -652,17 +667,22 @@ class _Cluster:
     def pin_problem(self, draft: _Draft, state: "_State") -> str:
         """Return why a unit with a move under way stays; empty if it goes on to the same node.
 
-        A node that is not ready, is cordoned or does not answer stays the target: the move waits.
+        A node that is not ready, is cordoned or does not answer stays the target: the move waits. A
+        node that is evacuated itself does not, before the hand-over: nothing would go on there.
         """
         node = self.nodes.get(draft.pin)
         if node is None or draft.pin == self.source:
+            if not draft.is_handed_over:
+                return f"it moves to {draft.pin!r}, which is no other node of the cluster"
             return (
-                f"it moves to {draft.pin!r}, which is no other node of the cluster: finish that"
-                " move, or take it back, by `carver volume move`"
+                f"it was handed over to {draft.pin!r}, which is no other node of the cluster: what"
+                f" is left on {self.source} may be the last copy (docs/operations.md, The other"
+                " node has no such volume any more)"
             )
         if draft.is_handed_over:
             return ""
-        problem = self.pods_problem(draft, node) or state.conflict(draft, node)
+        problem = _EVACUATED if node.is_evacuated else ""
+        problem = problem or self.pods_problem(draft, node) or state.conflict(draft, node)
         if not problem and not node.problem:
             problem = self.class_problem(draft, node) or state.space_problem(draft, node)
         return problem and f"its move to {node.name} was begun, but {node.name} {problem}"
@@ -695,6 +715,8 @@ class _Cluster:
         A unit that no pod uses goes to a node without taints, or with taints that its present node
         has, too: pods that used it tolerate these.
         """
+        if not node.has_label:
+            return "has not the topology label of Carver: does kubelet there know the driver?"
         for pod in draft.pods:
             if pod.is_being_deleted and not pod.controller:
                 continue
@@ -721,7 +743,7 @@ def state_problem(node: Node) -> str:
     if not node.is_schedulable:
         return "is cordoned"
     if node.is_evacuated:
-        return "is being evacuated itself"
+        return _EVACUATED
     return node.problem
 
 
@@ -897,8 +919,8 @@ def _unit(cluster: _Cluster, state: _State, draft: _Draft) -> Unit:
         )
         texts.append(f"{node.name} {problem}")
     if not texts:
-        where = "none of the nodes that were named" if cluster.named else "no other node"
-        return replace(unit, reason=f"{where} is in the cluster")
+        where = "none of the nodes that were named is an" if cluster.named else "there is no "
+        return replace(unit, reason=f"{where}other node of the cluster")
     return replace(unit, reason=f"no node can take it: {_several(texts, '; ')}")
 
 
@@ -906,6 +928,11 @@ def _notes(cluster: _Cluster, draft: _Draft, node: Node) -> Iterator[str]:
     """Yield what an operator should know of a unit that goes to a node."""
     if draft.problem:
         yield f"it goes on, since it was handed over in part, although {draft.problem}"
+    if draft.pin and cluster.named and node.name not in cluster.named:
+        yield (
+            f"its move to {node.name} was begun before, and goes on, although that is not among the"
+            " nodes that were named: take it back by an undo first"
+        )
     if draft.pin and (problem := state_problem(node)):
         yield f"its move waits for {node.name}, which {problem}"
     for volume in draft.volumes:

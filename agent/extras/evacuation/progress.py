@@ -367,7 +367,7 @@ class Progress:
         """
         with self._lock:
             known = self._nodes.setdefault(node, _Node(kind))
-            if known.kind != kind:
+            if known.kind != kind or (plan is not None and plan.going):
                 known.kind, known.is_complete = kind, False
             known.problem = ""
             for unit in (*plan.going, *plan.staying) if plan else ():

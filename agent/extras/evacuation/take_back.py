@@ -52,12 +52,19 @@ class TakeBack:
             self._abort(move)
             self._forget()
             return
-        if own_state.node:
+        # The node itself knows best where the volume goes: another controller may have noted a plan
+        # before its move was refused.
+        target = own_state.node or note.target
+        move = context.moves.move(note.volume_id, note.source, target)
+        if own_state.node and not is_moved(own_state) and context.nodes.find(target) is None:
+            # The target was deleted. It can never finish what it has received.
+            move.take_back(own_state.release, only_begun=True)
+        elif own_state.node:
             there_state = move.destination.status()
             is_theirs = there_state["release"] == own_state.release
             # No claim is rebound before its volume was handed over.
             if is_moved(own_state) and there_state["state"] != ABSENT and is_theirs:
-                place = Place(str(there_state["volume_id"]), note.target, context.driver_name)
+                place = Place(str(there_state["volume_id"]), target, context.driver_name)
                 if not self._undo_rebinding(move, place):
                     return
             move.undo(confirmed=self._is_unused, is_nowhere=self._is_nowhere)

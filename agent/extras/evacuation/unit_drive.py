@@ -13,6 +13,7 @@ can start nowhere before all claims are rebound.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -41,8 +42,12 @@ _FOLLOW_SECONDS = 300.0
 _PAUSE_SECONDS, _EVICTION_SECONDS, _LOOK_SECONDS = 1.0, 10.0, 2.0
 # Seconds between two Events about the progress of a volume.
 _SAID_SECONDS = 600.0
-# Number of looks after which a volume that is in use although no pod uses it is a problem.
+# Number of looks after which it is a problem that a pod has not ended, or that a volume is in use
+# although no pod uses it.
 _MOST_LOOKS = 30
+# Number of pods that may be made anew on the source after an eviction, although it is cordoned,
+# before further ones are evicted only each _FOLLOW_SECONDS.
+_MOST_RETURNS = 3
 
 
 @dataclass
@@ -91,6 +96,13 @@ class UnitDrive:
         self._unused_seconds: float | None = None
         # Whether the drive is to end; set when it has begun.
         self._is_ending: Callable[[], bool] = lambda: False
+        # At how many looks each pod used the volumes, by its UID; how many of these pods were made
+        # since the first look; and when one was evicted last, of a monotonic clock.
+        self._seen = Counter[str]()
+        self._returns = 0
+        self._evicted_seconds = float("-inf")
+        # At how many looks in a row a volume was in use although no pod used it.
+        self._idle_looks = 0
         self._volumes = [
             _Moving(planned, self._move_of(planned), _is_handed_over(planned))
             for planned in unit.volumes
@@ -155,6 +167,7 @@ class UnitDrive:
         self._enter(Stage.REBINDING)
         for volume in self._volumes:
             self._require(drive)
+            self._note_target(volume)
             self._forget_left(volume)
             self._rebind(drive, volume, places)
         self._enter(Stage.MOVED)
@@ -219,6 +232,16 @@ class UnitDrive:
         if noted is not None and noted.handle == planned.volume_id:
             left = [note for note in noted.left if note.source == self.unit.target]
             notes.remove(noted.name, *left)
+
+    def _note_target(self, volume: _Moving) -> None:
+        """Note again where a volume went that was handed over, before the note is copied.
+
+        Another controller may have noted its own plan before its move was refused.
+        """
+        owner, volume_id = volume.planned.persistent_volume, volume.planned.volume_id
+        if owner is not None and owner.handle == volume_id:
+            note = MoveNote(self._source, volume_id, self.unit.target)
+            self._context.notes.ensure(owner.name, note)
 
     # Copying
 
@@ -298,9 +321,11 @@ class UnitDrive:
     def _users(self) -> Sequence[UsingPod]:
         """Return the pods with a node that use the claims, and cannot use them after the move.
 
-        A pod on the target uses a claim that was rebound by an earlier drive.
+        A pod on the target uses a claim that was rebound by an earlier drive. The pods of the whole
+        namespaces are listed only if none on the source uses the claims.
         """
-        pods = self._context.evictions.users(self._claims)
+        evictions = self._context.evictions
+        pods = evictions.users(self._claims, self._source) or evictions.users(self._claims)
         if not self._is_handed_over:
             return pods
         return [pod for pod in pods if pod.node != self.unit.target]
@@ -308,35 +333,80 @@ class UnitDrive:
     def _evict(self, drive: Drive) -> bool:
         """Evict the pods that use the claims, and wait until there are none.
 
-        False if so much time has passed that the volumes are to be copied again first.
+        No pod is evicted while the target can start none. False if so much time has passed that the
+        volumes are to be copied again first.
         """
         self._cordon()
         while True:
             self._require(drive)
-            pods = self._users()
-            if not pods:
+            why, pods = self._why_target_waits(), self._users()
+            if not (why or pods):
                 if self._unused_seconds is None:
                     self._unused_seconds = self._context.monotonic()
                 return True
-            if not self._is_handed_over:
+            if pods and not self._is_handed_over:
                 self._unused_seconds = None
-            self._enter(Stage.EVICTING)
-            refusal = ""
-            for pod in pods:
-                if pod.is_being_deleted:
-                    continue
-                if pod.node != self._source:
-                    raise errors.NotMoved(
-                        self.unit.name, f"pod {pod} on node {pod.node} uses its claim; end that pod"
-                    )
-                if why := self._context.evictions.evict(pod):
-                    refusal = f"pod {pod} cannot be evicted yet: {why}; it is tried again"
-                    self._context.events.of(pod.subject, reasons.EVICTION_REFUSED, refusal)
-            if refusal:
-                self.tell(refusal)
-            drive.wait(_EVICTION_SECONDS if refusal else _LOOK_SECONDS)
+            self._enter(Stage.CAUGHT_UP if why else Stage.EVICTING)
+            problem = why or self._evict_all(pods)
+            if problem:
+                self.tell(problem)
+            drive.wait(_EVICTION_SECONDS if problem else _LOOK_SECONDS)
             if self._is_stale():
                 return False
+
+    def _why_target_waits(self) -> str:
+        """Return why no pod could be started on the target now; empty if one could.
+
+        It may have been cordoned since the move began. Empty also once a volume was handed over: no
+        pod can be started on the source then.
+        """
+        if self._is_handed_over:
+            return ""
+        target = self._context.nodes.find(self.unit.target)
+        problem = "is deleted" if target is None else target.problem
+        return problem and f"the move waits for node {self.unit.target}, which {problem}"
+
+    def _evict_all(self, pods: Sequence[UsingPod]) -> str:
+        """Request the evictions of pods; return what keeps them, empty if they should end soon.
+
+        Raises NotMoved if a pod on another node uses a claim.
+        """
+        problem, now = "", self._context.monotonic()
+        if self._seen:
+            self._returns += sum(pod.uid not in self._seen for pod in pods)
+        is_spared = (
+            self._returns >= _MOST_RETURNS
+            and not self._is_handed_over
+            and now - self._evicted_seconds < _FOLLOW_SECONDS
+        )
+        for pod in pods:
+            self._seen[pod.uid] += 1
+            if pod.is_being_deleted:
+                if self._seen[pod.uid] > _MOST_LOOKS:
+                    problem = (
+                        f"pod {pod} is being deleted, and does not end: see its finalizers, and"
+                        f" whether kubelet on {pod.node} answers"
+                    )
+                continue
+            if pod.node != self._source:
+                raise errors.NotMoved(
+                    self.unit.name, f"pod {pod} on node {pod.node} uses its claim; end that pod"
+                )
+            if self._returns >= _MOST_RETURNS:
+                problem = (
+                    f"pods are made anew on {self._source} after each eviction, although it is"
+                    f" cordoned; now it is pod {pod}: see its tolerations and what sets its"
+                    " nodeName, or scale its controller to no pods. The next one is evicted"
+                    f" {_FOLLOW_SECONDS:.0f} s after the last"
+                )
+            if is_spared:
+                continue
+            if why := self._context.evictions.evict(pod):
+                problem = f"pod {pod} cannot be evicted yet: {why}; it is tried again"
+                self._context.events.of(pod.subject, reasons.EVICTION_REFUSED, problem)
+            else:
+                self._evicted_seconds = now
+        return problem
 
     def _is_stale(self) -> bool:
         """Return whether a volume that is not handed over was last copied a while ago."""
@@ -349,7 +419,7 @@ class UnitDrive:
 
     def _hand_over(self, drive: Drive) -> None:
         """Hand over each volume that is not in use; return if one is still in use after a while."""
-        for look in range(_MOST_LOOKS):
+        for _ in range(_MOST_LOOKS):
             for volume in self._volumes:
                 if not volume.is_handed_over:
                     # Read the request anew right before the step that cannot be taken back so
@@ -357,14 +427,21 @@ class UnitDrive:
                     self._require(drive)
                     self._enter(Stage.HANDING_OVER)
                     volume.is_handed_over = volume.move.hand_over()
-            if all(volume.is_handed_over for volume in self._volumes):
+            waiting = next((one for one in self._volumes if not one.is_handed_over), None)
+            if waiting is None:
                 return
-            if self._users() or self._is_stale():
+            if self._users():
+                self._idle_looks = 0
                 return
-            if look:
+            if self._is_stale():
+                return
+            self._idle_looks += 1
+            if self._idle_looks >= _MOST_LOOKS:
+                volume_id = waiting.planned.volume_id
+                self.tell(f"volume {volume_id} is in use on {self._source}, though no pod uses it")
+                drive.wait(_EVICTION_SECONDS)
+            elif self._idle_looks > 1:
                 drive.wait(_LOOK_SECONDS)
-        waiting = next(one for one in self._volumes if not one.is_handed_over).planned
-        self.tell(f"volume {waiting.volume_id} is in use on {self._source}, though no pod uses it")
 
     def _complete(self, volume: _Moving) -> Place:
         """Finish a volume on the target; return where it is now."""
@@ -439,11 +516,14 @@ def erase(context: Context, note: MoveNote, volume: NotedVolume) -> None:
         return is_own(present) and bool(present["volume_id"] == volume.handle)
 
     try:
-        move.source.state()
+        target = move.source.state().node
     except EXPECTED as error:
         if is_not_found(error):
             return
         raise
+    if target not in ("", note.target):
+        # The node itself knows best where the volume went (_note_target).
+        move = context.moves.move(note.volume_id, note.source, target)
     move.finish(is_elsewhere)
     context.events.node(
         note.source, reasons.ERASED, f"what was left of volume {note.volume_id} is erased"

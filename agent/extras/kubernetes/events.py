@@ -16,6 +16,12 @@ _TIME = "%Y-%m-%dT%H:%M:%SZ"
 # Reason that the API server gives if it refuses to create an object because the object exists.
 _EXISTS = "AlreadyExists"
 
+# Seconds after which the Event of a condition that still holds is written again. The API server
+# deletes an Event an hour after it was written last, by default (kube-apiserver, --event-ttl).
+_RENEW_SECONDS = 1800.0
+# Maximum number of texts that are remembered.
+_MOST_REMEMBERED = 10_000
+
 # Types of Kubernetes Events.
 NORMAL, WARNING = "Normal", "Warning"
 
@@ -47,6 +53,42 @@ class Event:
     message: str
     key: str
     times: int = 1
+
+
+class Said:
+    """What the Events about lasting conditions said last, and when.
+
+    The API server deletes an Event after a while, so what still holds is written again before.
+    `monotonic` returns the seconds of a clock that is never set. The methods must not run
+    concurrently.
+    """
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self._monotonic = monotonic
+        self._last: dict[object, tuple[str, float]] = {}
+
+    def is_due(
+        self, key: object, text: str, *, lasts: bool = True, pause_seconds: float = 0.0
+    ) -> bool:
+        """Return whether a text is to be written, and note that it is.
+
+        It is if it differs from the last one of the key, which was written `pause_seconds` ago or
+        earlier; and, if it `lasts`, each _RENEW_SECONDS.
+        """
+        now = self._monotonic()
+        if (known := self._last.get(key)) is not None:
+            last, written_seconds = known
+            least_seconds = _RENEW_SECONDS if last == text else pause_seconds
+            if now - written_seconds < least_seconds or (last == text and not lasts):
+                return False
+        if len(self._last) >= _MOST_REMEMBERED:
+            self._last.clear()
+        self._last[key] = text, now
+        return True
+
+    def forget(self, key: object) -> None:
+        """Have the next text of the key be written, as the last one could not be."""
+        self._last.pop(key, None)
 
 
 class Events:

@@ -31,7 +31,7 @@ right before step 3 is made anew once: nothing tells that deletion from the one 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from time import sleep
@@ -277,12 +277,12 @@ class Rebinding:
         old, new, claim = state.old_volume, state.new_volume, state.claim
         if new is not None:
             self._check_new(state, new)
-            if _is_going(new):
-                raise state.refused(f"{_name(new)} is being deleted")
         if old is not None and claim is not None and state.claimed == _name(old):
             return self._next_with_old_volume(state, old, claim)
         if state.has_ended and new is not None:
             return self._next_without_claim(state, new)
+        if new is not None and _is_going(new):
+            raise state.refused(f"{_name(new)} is being deleted")
         if new is None:
             problem = (
                 f"it has {state.claimed!r}" if claim else "it is gone, and nothing is kept of it"
@@ -344,12 +344,16 @@ class Rebinding:
             question = f"make {_VOLUME} {_name(expected)}, reserved for {state}, of the volume on"
             make = partial(self._objects.create, VOLUMES, expected)
             return _Step(f"{question} {self._place.node}", make)
-        if not _is_alike(new, expected) or _policy(new) != _RETAIN:
-            why = f"{_name(new)} is not what would be made of {_name(old_volume)} now"
-            raise state.refused(f"{why}: delete that, and call again")
+        if _policy(new) != _RETAIN:
+            raise state.refused(f"{_name(new)} is not Retain: have it be so, and call again")
         if _field_at(new, "spec", "claimRef", "uid") is not None:
             # Kubernetes binds no other claim to it, also none of the same name.
             raise state.refused(f"{_name(new)} is of an earlier claim: delete that, and call again")
+        if _is_going(new) or not _is_alike(new, expected):
+            # The old one was changed since, such as by external-resizer, which writes the capacity
+            # after the volume has grown. Make the new one anew: no claim has it.
+            reason = f"which is not what would be made of {_name(old_volume)} now"
+            return self._end_of(state, new, reason)
         key = self._place.claim_key
         if _annotations(new).get(key) != (manifest := _annotations(expected)[key]):
             change = {"metadata": {"annotations": {key: manifest}}}
@@ -368,8 +372,8 @@ class Rebinding:
         owners = _field_at(claim, "metadata", "ownerReferences") or ()
         if any(owner.get("kind") == "Pod" for owner in owners):
             raise state.refused("it is its pod's, and goes with it")
-        if list(_wanted_labels(old_volume)) != [key]:
-            raise state.refused(f"{name} is not for a node by {key} alone; rebind it by hand")
+        if not is_for_one_node(old_volume["spec"], key):
+            raise state.refused(f"{name} is not for one node by {key} alone; rebind it by hand")
         nodes = self._lists.whole(NODES, "NodeList").items
         segment = self._place.segment
         if segment not in (_field_at(node, "metadata", "labels", key) for node in nodes):
@@ -618,10 +622,21 @@ def _is_present(claim: Object | None, volume: Object) -> bool:
     return claim is not None and bool(claim["metadata"]["uid"] == claim_uid)
 
 
-def _wanted_labels(volume: Object) -> Iterator[str]:
-    for term in _field_at(volume, "spec", "nodeAffinity", "required", "nodeSelectorTerms") or ():
-        for expression in (*(term.get("matchExpressions") or ()), *(term.get("matchFields") or ())):
-            yield str(expression.get("key"))
+def is_for_one_node(spec: Object, topology_key: str) -> bool:
+    """Return whether a PersistentVolume has the node affinity that Carver gives, by its spec.
+
+    That is one term with one expression: one value for the driver's topology label. A rebinding
+    replaces the value, and no other requirement is lost by that.
+    """
+    terms: Any = _field_at(spec, "nodeAffinity", "required", "nodeSelectorTerms") or ()
+    if len(terms) != 1 or terms[0].get("matchFields"):
+        return False
+    expressions: Any = terms[0].get("matchExpressions") or ()
+    return (
+        len(expressions) == 1
+        and (expressions[0].get("key"), expressions[0].get("operator")) == (topology_key, "In")
+        and len(expressions[0].get("values") or ()) == 1
+    )
 
 
 def _annotations(item: Object) -> Mapping[str, str]:

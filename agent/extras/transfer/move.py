@@ -171,10 +171,11 @@ class Source(Protocol):
     def commit(self, snapshot_id: str, token: str) -> carver.MoveState:
         """Record that the volume is the other node's; return the state, with the word."""
 
-    def undo(self, release: str) -> None:
+    def undo(self, release: str, *, only_begun: bool = False) -> None:
         """Make the volume this node's again, and forget the move.
 
-        The node refuses if the volume is in another move than the one with the digest `release`.
+        The node refuses if the volume is in another move than the one with the digest `release`;
+        with `only_begun`, also if the volume was handed over.
         """
 
     def finish(self, release: str) -> None:
@@ -441,16 +442,18 @@ class Move:
         self.take_back(own_state.release)
         self._tell(f"{name} is this node's, and {node} has none of it")
 
-    def take_back(self, release: str) -> None:
+    def take_back(self, release: str, *, only_begun: bool = False) -> None:
         """Make the volume its old node's again, and delete the snapshots of the move.
 
         The other node is not asked. The caller knows that no other node has the volume by the move
-        with the digest `release`. If the volume is in another move by then, its node refuses.
+        with the digest `release`; with `only_begun` the volume's node refuses if the volume was
+        handed over, so nothing need be known of others. If the volume is in another move by then,
+        its node refuses.
         """
         # Delete the snapshots first: their names contain the move's release digest, which the node
         # forgets with the move.
         self.source.drop(())
-        self.source.undo(release)
+        self.source.undo(release, only_begun=only_begun)
 
     def _follow(self, release: str, old_seconds: float) -> str:
         """Do one step towards a base that is at most `old_seconds` old and equal on both nodes.

@@ -129,9 +129,11 @@ class OwnNode:
             )
         )
 
-    def undo(self, release: str) -> None:
+    def undo(self, release: str, *, only_begun: bool = False) -> None:
         """Make the volume this node's again, and forget the move."""
-        self._transfer.UndoMove(carver.MoveRequest(volume_id=self._volume_id, release=release))
+        self._transfer.UndoMove(
+            carver.MoveRequest(volume_id=self._volume_id, release=release, only_begun=only_begun)
+        )
 
     def finish(self, release: str) -> None:
         """Delete what is left of the volume."""

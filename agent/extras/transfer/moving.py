@@ -167,13 +167,16 @@ class Mover:
                 )
             return self._state(self._volume(volume_id))
 
-    def undo(self, volume_id: str, release: str = "") -> None:
+    def undo(self, volume_id: str, release: str = "", *, only_begun: bool = False) -> None:
         """Make a volume this node's again, and forget the move; without a move, nothing is changed.
 
-        The caller has made sure that the other node has nothing of the volume. Raises NotMoved if
-        what is left of the volume on this node is being deleted, or replaced by a volume that is
-        received; with `release`, the digest of a move's word, also if the volume is in another
-        move.
+        The caller has made sure that the other node has nothing of the volume. With `only_begun`
+        that is not needed: the word of a move was revealed to no other node before the volume was
+        handed over, so what that node has can never be finished.
+
+        Raises NotMoved if what is left of the volume on this node is being deleted, or replaced by
+        a volume that is received; with `release`, the digest of a move's word, also if the volume
+        is in another move; with `only_begun`, also if the volume was handed over.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._volume(volume_id)
@@ -183,6 +186,8 @@ class Mover:
                 raise errors.NotMoved(volume_id, "it is received from another node")
             if tag.MOVE_TO in volume.own_tags:
                 _require_move(volume, release)
+                if only_begun and is_gone(volume):
+                    raise errors.NotMoved(volume_id, "it was handed over by now")
                 new_tags = volume_states.tags_for(EndedBy.CALLER) if is_gone(volume) else {}
                 self._mark(volume, new_tags, removed_keys=(tag.MOVE_TO, tag.MOVE_WORD))
             self._holds.remove_note(volume_id)

@@ -222,7 +222,7 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
 
     def UndoMove(self, request: carver.MoveRequest, context: _Context) -> Empty:
         with self._held(request):
-            self._mover.undo(request.volume_id, request.release)
+            self._mover.undo(request.volume_id, request.release, only_begun=request.only_begun)
         return Empty()
 
     def FinishMove(self, request: carver.MoveRequest, context: _Context) -> Empty:

@@ -32,6 +32,9 @@ SINCE_0_2_0 = {
     ("Transfer/AbortReceive", "release"): "commands read the state before, as those of 0.2.0 do",
     ("Transfer/UndoMove", "release"): "commands read the state before, as those of 0.2.0 do",
     ("Transfer/FinishMove", "release"): "commands read the state before, as those of 0.2.0 do",
+    ("Transfer/UndoMove", "only_begun"): "controllers alone set it; 0.2.0 refuses to serve them",
+    ("Transfer/AbortReceive", "only_begun"): "it is of UndoMove; no caller sets it",
+    ("Transfer/FinishMove", "only_begun"): "it is of UndoMove; no caller sets it",
 }
 
 

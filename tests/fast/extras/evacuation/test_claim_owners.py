@@ -38,6 +38,7 @@ def volume(claim_name: str, node: str, **more: Any) -> Volume:
         is_bound=True,
         is_going=False,
         is_moving=False,
+        target="",
         note=None,
         is_unclear=False,
     )

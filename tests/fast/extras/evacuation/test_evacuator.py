@@ -1,13 +1,14 @@
 """The evacuator, step by step, on a cluster in memory."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import evacuation_histories as histories
 import pytest
-from evacuation_histories import Controller, History, View
+from evacuation_histories import History, View
 from moving_model import Snapshot
+from one_evacuation import ONE, calls, cluster, evacuate, run_until, said
 
 from agent.core import tag
 from agent.extras.evacuation import evacuator
@@ -19,61 +20,6 @@ STAGES = (
     *("begin", "take", "Pull", "hold", "commit", "FinishReceive"),
     *("PATCH", "POST volume", "DELETE claim", "DELETE volume"),
 )
-ONE: Mapping[str, Mapping[str, str]] = {"db-0": {"data-db-0": "linear"}}
-
-
-@contextmanager
-def cluster(
-    replicas: Mapping[str, Mapping[str, str]] = ONE, *, policy: str = "Delete", seed: str = "one"
-) -> Iterator[History]:
-    """A cluster with a StatefulSet on node a, whose pods run."""
-    with histories.history(seed, make=False) as history:
-        for name, claims in replicas.items():
-            history.kube.replica(name, claims, "a", policy)
-        history.settle(history.is_settled)
-        yield history
-
-
-def evacuate(history: History, text: str = "{}") -> Controller:
-    history.kube.request("a", text)
-    return history.start()
-
-
-def run_until(history: History, stage: str) -> None:
-    """Let an evacuation go on until a call or a write has been carried out."""
-    seen: list[str] = []
-    history.moves.called = lambda _node, name: seen.append(name)
-    begun = len(history.kube.writes)
-
-    def is_there() -> bool:
-        if " " not in stage and stage != "PATCH":
-            return stage in seen
-        method, _, kind = stage.partition(" ")
-        parts = {"volume": "/persistentvolumes", "claim": "persistentvolumeclaims", "": "/"}
-        return any(
-            write.startswith(method) and parts[kind] in write and "/events" not in write
-            for write in history.kube.writes[begun:]
-        )
-
-    history.run(3600.0, is_there)
-    history.moves.called = lambda _node, _name: None
-    assert is_there(), stage
-
-
-def said(history: History, reason: str) -> list[str]:
-    """The texts of the Events of a reason."""
-    return [text for known, _, text in history.kube.said if known == reason]
-
-
-def calls(history: History, name: str) -> Callable[[], int]:
-    """Count the calls of a name from now on."""
-    count = [0]
-
-    def called(_node: str, known: str) -> None:
-        count[0] += known == name
-
-    history.moves.called = called
-    return lambda: count[0]
 
 
 def test_all_volumes_move_with_their_pods() -> None:
@@ -579,7 +525,10 @@ def test_volumes_of_a_namespace_that_is_deleted_follow_their_reclaim_policy(
         assert set(states) <= {tag.READY, tag.MOVED}, states
         writes = len(history.kube.writes)
         history.run(3600.0)
-        assert len(history.kube.writes) == writes
+        later = history.kube.writes[writes:]
+        # The Event about what stays is renewed.
+        assert [write for write in later if "/events" not in write] == []
+        assert len(later) <= 4
 
 
 @pytest.mark.parametrize("layout", ["linear", "thin"])

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from releasing import Clock, Controller, Killed, Shop
 
 from agent.core import errors
-from agent.core.ids import VolumeId
 from agent.extras.evacuation import lost_claims
+from agent.extras.evacuation.claim_owners import Volume
 from agent.extras.evacuation.release_notes import ReleaseNote, note_key
-from agent.settings.settings import DRIVER_NAME
+from agent.settings.settings import DRIVER_NAME, TOPOLOGY_KEY
 
 WISH = f"release.{DRIVER_NAME}/on-node-loss"
 # For so long a deleted Node's volumes are not forgotten, and then a claim is not released.
@@ -192,9 +192,7 @@ def test_a_node_that_carver_has_not_forgotten_keeps_its_claims(
 ) -> None:
     """Its disks may be in a machine that is silent."""
     lose(site.shop)
-    monkeypatch.setattr(
-        site.controllers[0].claims, "_why_not_forgotten", lambda _id: "node b is silent"
-    )
+    monkeypatch.setattr(site.controllers[0].claims, "_why_not_lost", lambda _id: "node b is silent")
     site.wait(3 * LONG)
     site.require_untouched()
     assert "forgotten for five minutes" in site.shop.message(lost_claims.WAITS)
@@ -204,9 +202,9 @@ def test_a_node_that_is_forgotten_with_a_break_begins_the_grace_anew(site: Site)
     lose(site.shop)
     site.wait(LONG - 60)
     claims = site.controllers[0].claims
-    forgotten, claims._why_not_forgotten = claims._why_not_forgotten, lambda _id: "silent"
+    forgotten, claims._why_not_lost = claims._why_not_lost, lambda _id: "silent"
     site.wait(30)
-    claims._why_not_forgotten = forgotten
+    claims._why_not_lost = forgotten
     site.wait(270)
     site.require_untouched()
     site.wait(300)
@@ -375,9 +373,59 @@ def test_an_instance_waits_while_another_does_not_run(site: Site) -> None:
     site.wait(2 * LONG)
     site.require_untouched()
     assert "is not in use by a ready pod" in shop.message(lost_claims.WAITS)
+    # Its Event is renewed: the API server deletes it after an hour.
+    for _ in range(3):
+        shop.events.clear()
+        site.wait(3600)
+        assert "is not in use by a ready pod" in shop.message(lost_claims.WAITS)
     shop.slow = set()
     site.wait(LONG)
     site.require_whole()
+
+
+def test_an_owner_whose_pod_cannot_be_evicted_holds_up_no_other(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by an admission webhook that refuses all evictions of one application."""
+    shop = site.shop
+    node = {"key": TOPOLOGY_KEY, "operator": "In", "values": ["gone"]}
+    note = ReleaseNote("uid-gone", "Cluster web", "web-1", ("uid-gone",), ("uid-web-1",))
+    shop.add(
+        VOLUMES,
+        "pv-web-1",
+        metadata={"annotations": {note_key(DRIVER_NAME): note.text}},
+        spec={
+            "csi": {"driver": DRIVER_NAME, "volumeHandle": "data@hhhhhhhh/vol-web-1"},
+            "claimRef": {"namespace": "shop", "name": "web-1", "uid": "uid-gone"},
+            "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [node]}]}},
+            "persistentVolumeReclaimPolicy": "Retain",
+        },
+        status={"phase": "Released"},
+    )
+    shop.add(
+        PODS,
+        "web-1",
+        metadata={"namespace": "shop", "uid": "uid-web-1"},
+        spec={
+            "nodeName": "",
+            "volumes": [{"name": "d", "persistentVolumeClaim": {"claimName": "web-1"}}],
+        },
+        status={"phase": "Pending"},
+    )
+    write, refused = shop.write, list[str]()
+
+    def refusing(method: str, path: str, body: Any) -> tuple[int, Any]:
+        if path.endswith("/pods/web-1/eviction"):
+            refused.append(path)
+            return 403, {"kind": "Status", "reason": "Forbidden", "message": "no"}
+        return write(method, path, body)
+
+    monkeypatch.setattr(shop, "write", refusing)
+    lose(shop)
+    site.wait(2 * LONG)
+    assert refused
+    assert shop.released
+    site.require_safe()
 
 
 def test_the_last_copies_are_not_replaced_by_nothing(site: Site) -> None:
@@ -590,15 +638,15 @@ def test_a_list_that_lacks_a_claim_between_the_steps_holds_it_up(site: Site) -> 
 def test_what_was_read_too_long_ago_is_not_acted_on(site: Site) -> None:
     """As by a controller that was stopped between two requests."""
     claims, lose_time = site.controllers[0].claims, [True]
-    asked = claims._why_not_forgotten
+    asked = claims._why_not_lost
 
-    def asking_long(identity: VolumeId) -> str:
+    def asking_long(volume: Volume) -> str:
         if any(one.startswith("PATCH") for one in site.shop.writes) and lose_time:
             lose_time.pop()
             site.clock.now += 90
-        return asked(identity)
+        return asked(volume)
 
-    claims._why_not_forgotten = asking_long
+    claims._why_not_lost = asking_long
     lose(site.shop)
     site.wait(LONG + 30)
     assert not lose_time

@@ -28,7 +28,7 @@ CALLS = (
     *("begin", "begin", "take", "take", "send", "send", "send", "more", "more", "hold", "hold"),
     *("renew", "release", "commit", "commit", "undo", "finish", "finish there", "finish there"),
     *("withdraw", "abort", "drop", "compare", "use", "unuse", "restart", "restart there"),
-    *("elsewhere", "undo other", "finish other", "abort other", "delete"),
+    *("elsewhere", "undo begun", "undo other", "finish other", "abort other", "delete"),
 )
 # Calls of the move of what arrived back to where it came from, once it was begun by `turn`.
 CALLS_BACK = (
@@ -119,6 +119,8 @@ class Side:
                 source.undo("")
             case "finish":
                 source.finish("")
+            case "undo begun":
+                source.undo("", only_begun=True)
             case "undo other":
                 source.undo(OTHER)
             case "finish other":

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from evacuated import GIB, HERE, HOSTNAME, SOURCE, Cluster, handle, node
+from evacuated import GIB, HOSTNAME, SOURCE, Cluster, handle, node
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -119,8 +119,7 @@ def test_a_volume_without_a_persistent_volume_stays(cluster: Cluster) -> None:
         ({"phase": "Released", "reclaim_policy": "Retain"}, "its reclaim policy is Retain"),
         ({"phase": "Available", "claim_uid": ""}, "is Available"),
         ({"claim_uid": "another"}, "claim shop/one, to which .* is gone"),
-        ({"affinity": None}, "another node affinity"),
-        ({"affinity": (*HERE, *HERE)}, "another node affinity"),
+        ({"is_for_one_node": False}, "another node affinity"),
     ],
 )
 def test_a_volume_stays_whose_persistent_volume_could_not_follow(
@@ -230,6 +229,7 @@ def test_by_force_a_pod_without_a_controller_is_evicted_and_that_is_said(cluster
         ({"is_evacuated": True}, "a is being evacuated itself"),
         ({"problem": "does not answer"}, "a does not answer"),
         ({"rooms": {}}, "a has no class fast"),
+        ({"has_label": False}, "a has not the topology label of Carver"),
         ({"rooms": {"fast": Room("g", 9 * GIB)}}, "a has 9.0 GiB left for class fast, of 10.0 GiB"),
         ({"rooms": {"fast": Room("g", 10 * GIB, 4 * GIB)}}, "of 12.0 GiB that it needs"),
         ({"rooms": {"fast": Room("g", 0)}}, "a has 0 MiB left"),
@@ -254,14 +254,14 @@ def test_a_node_that_cannot_take_a_volume_is_named_with_the_reason(
     [
         ({}, "a has the taint k=v:NoSchedule, which pod shop/p does not tolerate"),
         ({"tolerations": (Toleration("k", "Exists"),)}, ""),
-        ({"tolerations": (Toleration("", "Exists"),), "node_selector": {"x": "y"}}, ""),
+        ({"tolerations": (Toleration("k", "Exists"),), "node_selector": {"x": "y"}}, ""),
         (
-            {"tolerations": (Toleration("", "Exists"),), "node_selector": {"x": "z"}},
+            {"tolerations": (Toleration("k", "Exists"),), "node_selector": {"x": "z"}},
             "a has not the labels in the nodeSelector of pod shop/p",
         ),
         (
             {
-                "tolerations": (Toleration("", "Exists"),),
+                "tolerations": (Toleration("k", "Exists"),),
                 "node_affinity": (NodeTerm((), (Requirement("metadata.name", "In", ("b",)),)),),
             },
             "a does not satisfy the node affinity of pod shop/p",
@@ -314,10 +314,10 @@ def test_the_targets_are_bounded(cluster: Cluster) -> None:
     assert targets(plan(cluster.view)) == {"one": "c"}
     assert targets(plan(cluster.view, ["b"])) == {"one": "b"}
     assert reason(plan(cluster.view, [SOURCE]), "one") == (
-        "none of the nodes that were named is in the cluster"
+        "none of the nodes that were named is another node of the cluster"
     )
     cluster.nodes = [node(SOURCE)]
-    assert reason(plan(cluster.view), "one") == "no other node is in the cluster"
+    assert reason(plan(cluster.view), "one") == "there is no other node of the cluster"
 
 
 def test_space_is_subtracted_and_what_does_not_fit_is_named(cluster: Cluster) -> None:
@@ -464,12 +464,25 @@ def test_what_a_volume_has_left_on_a_node_is_space_for_it(
     assert targets(plan(cluster.view)) == ({"one": "b"} if fits else {})
 
 
+def test_a_move_to_a_node_that_is_not_named_any_more_goes_on_and_is_noted(
+    cluster: Cluster,
+) -> None:
+    cluster.volume("one")
+    cluster.moves = [Moving(handle("one"), "a")]
+    (unit,) = plan(cluster.view, ["b"]).going
+    assert unit.target == "a"
+    assert "not among the nodes that were named" in unit.notes[0]
+    (unit,) = plan(cluster.view, ["a"]).going
+    assert not unit.notes
+
+
 def test_a_move_under_way_keeps_its_target_and_its_space_counts_once(cluster: Cluster) -> None:
     cluster.nodes = [node(SOURCE), node("a", 100), node("b", 5, is_schedulable=False)]
     cluster.volume("one", 10)
     cluster.moves = [Moving(handle("one"), "b", has_space=True)]
-    (unit,) = plan(cluster.view, ["a"]).going
+    (unit,) = plan(cluster.view).going
     assert (unit.target, unit.notes) == ("b", ("its move waits for b, which is cordoned",))
+    assert plan(cluster.view, ["a"]).going[0].target == "b"
     cluster.moves = [Moving(handle("one"), "b")]
     assert reason(plan(cluster.view), "one") == (
         "its move to b was begun, but b has 5.0 GiB left for class fast, of 10.0 GiB that it needs"
@@ -558,6 +571,8 @@ def test_a_volume_that_moved_and_that_no_object_names_is_under_quarantine(
 
 # Generated clusters
 
+# Taint of a node that is cordoned.
+CORDONED = Taint("node.kubernetes.io/unschedulable", "NoSchedule")
 APPS = ("db", "web")
 
 
@@ -689,9 +704,36 @@ def require_allowed(unit: Unit, target: Node) -> None:
         assert pod.controller != "DaemonSet"
         assert pod.controller or pod.is_being_deleted
         if pod.controller:
+            assert scheduling.untolerated((CORDONED,), pod.tolerations) is not None
             assert scheduling.untolerated(target.taints, pod.tolerations) is None
             assert pod.node_selector.items() <= target.labels.items()
             assert scheduling.satisfies(pod.node_affinity, target.name, target.labels)
+
+
+@pytest.mark.parametrize(
+    ("toleration", "stays"),
+    [
+        (Toleration("", "Exists"), True),
+        (Toleration("", "Exists", effect="NoSchedule"), True),
+        (Toleration("", "Exists", effect="NoExecute"), False),
+        (Toleration(CORDONED.key, "Exists"), True),
+        (Toleration(CORDONED.key, effect="NoSchedule"), True),
+        (Toleration(CORDONED.key, value="x"), False),
+        (Toleration("k", "Exists"), False),
+    ],
+)
+def test_a_volume_stays_whose_pod_would_be_placed_on_the_cordoned_node_again(
+    cluster: Cluster, toleration: Toleration, *, stays: bool
+) -> None:
+    cluster.volume("one")
+    cluster.pod("p", "one", tolerations=(toleration,))
+    made = plan(cluster.view)
+    assert [bool(made.staying), bool(made.going)] == [stays, not stays]
+    if stays:
+        assert "p tolerates the taint node.kubernetes.io/unschedulable" in reason(made, "one")
+    # A pod that nothing makes anew does not come back.
+    cluster.pods = [replace(pod, controller="") for pod in cluster.pods]
+    assert plan(cluster.view, force=True).going
 
 
 def require_no_conflict(made: Plan, cluster: Cluster) -> None:

@@ -445,10 +445,23 @@ def test_a_change_during_confirmation_is_noticed(cluster: Cluster, what: str, at
     require_safe(cluster)
 
 
-def test_a_volume_that_grew_since_is_not_rebound(cluster: Cluster) -> None:
+def test_a_volume_that_grew_since_is_rebound_with_its_size(cluster: Cluster) -> None:
+    """External-resizer writes the size after the volume has grown, which may take a while."""
     run_until(cluster, 2)
     change(cluster, "grown")
-    with pytest.raises(errors.NotRebound, match="delete that"):
+    capacity = cluster.volume("pvc-1")["spec"]["capacity"]
+    run(cluster)
+    require_moved(cluster)
+    [volume] = cluster.volumes.values()
+    assert volume["spec"]["capacity"] == capacity
+
+
+def test_a_new_volume_that_is_not_kept_is_not_deleted(cluster: Cluster) -> None:
+    run_until(cluster, 2)
+    change(cluster, "grown")
+    [name] = [name for name in cluster.volumes if name != "pvc-1"]
+    cluster.volume(name)["spec"]["persistentVolumeReclaimPolicy"] = "Delete"
+    with pytest.raises(errors.NotRebound, match=f"{name} is not Retain"):
         run(cluster)
     assert len(cluster.writes) == 2
 
