@@ -35,6 +35,17 @@ SINCE_0_2_0 = {
     ("Transfer/UndoMove", "only_begun"): "controllers alone set it; 0.2.0 refuses to serve them",
     ("Transfer/AbortReceive", "only_begun"): "it is of UndoMove; no caller sets it",
     ("Transfer/FinishMove", "only_begun"): "it is of UndoMove; no caller sets it",
+    ("Transfer/BeginMove", "replaces"): (
+        "controllers alone set it, and send all unless the answer confirms it"
+    ),
+    ("Transfer/MoveStatus", "replaces"): "controllers alone go by it: nothing was confirmed",
+    ("Transfer/CommitMove", "replaces"): "no caller reads it",
+    ("Transfer/BeginReceive", "replaces"): "only a service sets it, to itself, for Pull",
+    ("Transfer/BeginReceive", "replaceable"): "no caller reads it",
+    ("Transfer/BeginReceive", "device_class"): "no caller reads it",
+    ("Transfer/ReceiveStatus", "replaces"): "controllers alone go by it: nothing is compared",
+    ("Transfer/ReceiveStatus", "replaceable"): "controllers alone go by it: all is sent",
+    ("Transfer/ReceiveStatus", "device_class"): "controllers alone go by it, beside `replaceable`",
 }
 
 
