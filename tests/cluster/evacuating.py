@@ -136,6 +136,8 @@ def _evacuated(
     words = [word for target in targets for word in ("--to", target)]
     # So the end of the run lets pods onto it, however this check ends.
     site.kubectl("label", "nodes", node, f"{objects.CORDONED}={site.run}", "--overwrite")
+    # A node that was interrupted answers a while after it is ready. The plan leaves it out before.
+    site.until("all nodes answer", lambda: controller.all_answer(site))
     _command(site, "evacuate", node, *words)
     meanwhile(node, targets)
 
