@@ -53,6 +53,7 @@ TESTS = {
         "contract/test_activations.py",
     ),
     "agent/extras/streams": ("fast/extras/streams",),
+    "agent/extras/tls": ("fast/extras/controller", "fast/daemon/test_node_names.py"),
     "agent/extras/transfer": ("fast/extras/transfer",),
     "agent/extras/orphans": ("fast/extras/orphans",),
     "agent/extras/kubernetes": ("fast/extras/kubernetes",),
