@@ -276,7 +276,12 @@ class Kube:
             return _refused(409, "Conflict", "the UID in the precondition does not match")
         is_going = "deletionTimestamp" in pod["metadata"]
         if pod["status"]["phase"] != "Pending" and not is_going and self.refuses():
-            return _refused(429, "TooManyRequests", "it would violate the pod's disruption budget")
+            # As pkg/registry/core/pod/storage/eviction.go of Kubernetes 1.36.3 has it.
+            text = "Cannot evict pod as it would violate the pod's disruption budget."
+            cause = "The disruption budget db needs 3 healthy pods and has 3 currently"
+            status, refusal = _refused(429, "TooManyRequests", text)
+            causes = [{"reason": "DisruptionBudget", "message": cause}]
+            return status, {**refusal, "details": {"causes": causes}}
         pod["metadata"].setdefault("deletionTimestamp", self._time())
         self.touch(pod)
         return 201, {"kind": "Status", "status": "Success"}

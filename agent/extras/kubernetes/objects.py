@@ -520,5 +520,12 @@ def _reason(answer: Object) -> str:
 
 
 def _refusal(status: int, answer: Object) -> str:
-    message = str(answer.get("message") or "")[:_MOST_CHARACTERS]
+    """Return what a refusal says, with its causes (apimachinery, StatusDetails).
+
+    The name of a disruption budget that refuses an eviction is in a cause alone.
+    """
+    details = answer.get("details")
+    causes = details.get("causes") if isinstance(details, dict) else None
+    texts = [answer.get("message"), *(cause.get("message") for cause in causes or ())]
+    message = " ".join(dict.fromkeys(str(text) for text in texts if text))[:_MOST_CHARACTERS]
     return f"it answers {status}: {message}".rstrip(": ")

@@ -102,7 +102,9 @@ def test_a_budget_that_never_yields_is_asked_again_and_the_volume_followed() -> 
         pulls = calls(history, "Pull")
         evacuate(history)
         history.run(7200.0)
-        assert "disruption budget" in said(history, "EvictionRefused")[0]
+        assert (
+            "The disruption budget db needs 3 healthy pods" in said(history, "EvictionRefused")[0]
+        )
         assert not history.is_settled()
         evictions = [one for one in history.kube.writes if one.endswith("/eviction")]
         assert 500 < len(evictions) < 730
