@@ -526,6 +526,11 @@ class TransferStub:
                 request_serializer=proto_dot_carver__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
                 _registered_method=True)
+        self.KeepReceived = channel.unary_unary(
+                '/carver.v2.Transfer/KeepReceived',
+                request_serializer=proto_dot_carver__pb2.VolumeRequest.SerializeToString,
+                response_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+                _registered_method=True)
         self.AbortReceive = channel.unary_unary(
                 '/carver.v2.Transfer/AbortReceive',
                 request_serializer=proto_dot_carver__pb2.MoveRequest.SerializeToString,
@@ -681,6 +686,13 @@ class TransferServicer:
 
     def FinishReceive(self, request, context):
         """Makes what was received a volume of this node.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def KeepReceived(self, request, context):
+        """The same without the word of the move: the node that it came from is lost, with its disks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -851,6 +863,11 @@ def add_TransferServicer_to_server(servicer, server):
             'FinishReceive': grpc.unary_unary_rpc_method_handler(
                     servicer.FinishReceive,
                     request_deserializer=proto_dot_carver__pb2.ReleaseRequest.FromString,
+                    response_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+            ),
+            'KeepReceived': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepReceived,
+                    request_deserializer=proto_dot_carver__pb2.VolumeRequest.FromString,
                     response_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
             ),
             'AbortReceive': grpc.unary_unary_rpc_method_handler(
@@ -1249,6 +1266,33 @@ class Transfer:
             target,
             '/carver.v2.Transfer/FinishReceive',
             proto_dot_carver__pb2.ReleaseRequest.SerializeToString,
+            google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepReceived(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/carver.v2.Transfer/KeepReceived',
+            proto_dot_carver__pb2.VolumeRequest.SerializeToString,
             google_dot_protobuf_dot_empty__pb2.Empty.FromString,
             options,
             channel_credentials,

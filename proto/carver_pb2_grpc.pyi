@@ -146,6 +146,8 @@ class TransferStub:
     """Activates what was received, for reading."""
     FinishReceive: _grpc.UnaryUnaryMultiCallable[_carver_pb2.ReleaseRequest, _empty_pb2.Empty]
     """Makes what was received a volume of this node."""
+    KeepReceived: _grpc.UnaryUnaryMultiCallable[_carver_pb2.VolumeRequest, _empty_pb2.Empty]
+    """The same without the word of the move: the node that it came from is lost, with its disks."""
     AbortReceive: _grpc.UnaryUnaryMultiCallable[_carver_pb2.MoveRequest, _empty_pb2.Empty]
     """Erases and removes what was received."""
     WithdrawReceive: _grpc.UnaryUnaryMultiCallable[_carver_pb2.ReleaseRequest, _empty_pb2.Empty]
@@ -272,6 +274,13 @@ class TransferServicer:
         context: _grpc.ServicerContext,
     ) -> _empty_pb2.Empty:
         """Makes what was received a volume of this node."""
+
+    def KeepReceived(
+        self,
+        request: _carver_pb2.VolumeRequest,
+        context: _grpc.ServicerContext,
+    ) -> _empty_pb2.Empty:
+        """The same without the word of the move: the node that it came from is lost, with its disks."""
 
     def AbortReceive(
         self,

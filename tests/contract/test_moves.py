@@ -17,6 +17,7 @@ from clocks import Clock
 from nodes import LAYOUTS, MIB, SIZE, Node, Stand, usable, volume_of, write
 from real.any import AnyHost
 
+from agent.cli import terminal
 from agent.core import errors, ids, tag
 from agent.csi.client import block, mounted
 from agent.extras.streams import reading
@@ -576,6 +577,80 @@ def test_a_volume_that_may_have_moved_on_is_taken_back_only_on_confirmation(
     third.client.delete(usable(third)[0].volume_id)
     going.undo(confirmed=never, is_nowhere=yes)
     assert usable(here) == [volume]
+
+
+def asked_and_answered(monkeypatch: pytest.MonkeyPatch, answer: bool) -> list[str]:
+    """The questions that an operator is asked, who answers them all alike."""
+    questions: list[str] = []
+
+    def confirmed(question: str) -> bool:
+        questions.append(question)
+        return answer
+
+    monkeypatch.setattr(terminal, "confirmed", confirmed)
+    return questions
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_lost_node_has_handed_over_can_be_kept_without_its_word(
+    here: Node, there: Node, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume = volume_of(here, layout)
+    write(here, "vol-db", random.Random(5))
+    here.client.unstage(volume.volume_id, here.directory / "staging")
+    stand = Stand(there)
+    going = move(here, stand, volume)
+
+    def cut(words: Sequence[str]) -> None:
+        if "--finish" in words:
+            raise Cut
+
+    stand.before = cut
+    with pytest.raises(Cut):
+        going.run()
+    # From here on there is no word: the node is lost right after the hand-over.
+    content = there.content("vol-db")
+    with expect.code("FAILED_PRECONDITION", "has not released it"):
+        streams_command.finish(there.at, "db")
+    questions = asked_and_answered(monkeypatch, answer=False)
+    with pytest.raises(errors.NotConfirmed):
+        streams_command.finish(there.at, "db", is_source_lost=True)
+    assert usable(there) == []
+    assert ["lost for good" in question for question in questions] == [True]
+    asked_and_answered(monkeypatch, answer=True)
+    for _ in range(2):
+        state = streams_command.finish(there.at, "db", is_source_lost=True)
+        assert (state["state"], state["received"]) == ("ready", volume.volume_id)
+        there.restart()
+    [kept] = usable(there)
+    assert kept.volume_id == state["volume_id"]
+    if not layout.startswith("sealed"):
+        assert there.content("vol-db") == content
+    # The node is back after all. Neither side removes what the other has, and nothing that is there
+    # is overwritten.
+    stand.before = lambda _words: None
+    for act in (going.run, going.finish, lambda: going.undo(confirmed=yes, is_nowhere=no)):
+        with pytest.raises(errors.NotMoved):
+            act()
+    assert usable(there) == [kept]
+    assert "vol-db" in here.names()
+    going.undo(confirmed=never, is_nowhere=yes)
+    assert (usable(here), usable(there)) == ([volume], [kept])
+
+
+@pytest.mark.variation
+def test_a_mixture_of_two_moments_is_not_kept(
+    here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand = Stand(there)
+    stand.most_bytes = 1 << 16
+    with pytest.raises((errors.AgentError, grpc.RpcError)):
+        move(here, stand, volume).run()
+    asked_and_answered(monkeypatch, answer=True)
+    assert "vol-db" in there.names()
+    with expect.code("FAILED_PRECONDITION", "its stream is incomplete"):
+        streams_command.finish(there.at, "db", is_source_lost=True)
+    assert usable(there) == []
 
 
 @pytest.mark.variation

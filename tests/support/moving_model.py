@@ -436,15 +436,30 @@ class Service:
             raise Refusal(Code.INVALID_ARGUMENT, "the volume has no id")
         if volume.is_usable and volume.received:
             return
+        volume = self._received_whole(name)
+        if digest(word) != volume.release:
+            raise Refusal(Code.FAILED_PRECONDITION, "its source has not released it")
+        volume.state, volume.released = tag.READY, word
+        volume.chain = volume.release = volume.finishing = ""
+
+    def keep(self, name: str) -> None:
+        """What an operator has done whose other node is lost."""
+        volume = self.volumes.get(name)
+        if volume is None:
+            raise Refusal(Code.INVALID_ARGUMENT, "the volume has no id")
+        if volume.is_usable and volume.received:
+            return
+        volume = self._received_whole(name)
+        volume.state = tag.READY
+        volume.chain = volume.release = volume.finishing = ""
+
+    def _received_whole(self, name: str) -> Volume:
         volume = self._receiving(name)
         if volume.finishing == WITHDRAWN:
             raise Refusal(Code.FAILED_PRECONDITION, "it was withdrawn")
         if volume.into or not (volume.chain or volume.finishing):
             raise Refusal(Code.FAILED_PRECONDITION, "its stream is incomplete")
-        if digest(word) != volume.release:
-            raise Refusal(Code.FAILED_PRECONDITION, "its source has not released it")
-        volume.state, volume.released = tag.READY, word
-        volume.chain = volume.release = volume.finishing = ""
+        return volume
 
     def abort(self, name: str, release: str = "") -> None:
         volume = self.volumes.get(name)

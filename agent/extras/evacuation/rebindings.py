@@ -37,8 +37,9 @@ class RebindingOfLost:
     def run(self, drive: Drive) -> None:
         """Rebind the claim if the target has the volume as its own; else say that it waits.
 
-        That the target has it proves that the source had let it go: only then does the target get
-        the word to finish it.
+        That the target has it proves that the source had let it go, as only then does the target
+        get the word to finish it; or that an operator on the target has said that the source is
+        lost.
         """
         note, context = self._note, self._context
         move = context.moves.move(note.volume_id, note.source, note.target)
@@ -52,6 +53,7 @@ class RebindingOfLost:
             text = (
                 f"node {note.source} was deleted while volume {note.volume_id} moved to"
                 f" {note.target}, which cannot finish what it has received, and keeps it: the move"
-                f" goes on if {note.source} comes back with its disks"
+                f" goes on if {note.source} comes back with its disks; if they are lost, see"
+                " docs/evacuation.md, The source is lost during the move"
             )
             context.events.of(subject, reasons.WAITS, text)

@@ -117,7 +117,9 @@ def finish(verbs: VolumeVerbs, parsed: argparse.Namespace) -> None:
     This is `carver volume receive --finish --kubeconfig`.
     """
     cluster = access.of_file(Path(parsed.kubeconfig))
-    result = streams_command.finish(verbs, parsed.name, parsed.release)
+    result = streams_command.finish(
+        verbs, parsed.name, parsed.release, is_source_lost=parsed.source_is_lost
+    )
     streams_command.show(result, as_json=parsed.json)
     place = Place(result["volume_id"], verbs.settings.node_id, verbs.settings.driver_name)
     rebind(cluster, result["received"], place, yes=parsed.yes)

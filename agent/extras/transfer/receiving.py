@@ -20,7 +20,7 @@ its chain says. So a tag that forbids further streams is set before the check.
 """
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -195,6 +195,17 @@ class Receiver:
         if the volume was withdrawn; VolumeInUse if the volume is in use; and the errors of
         `_check`.
         """
+        self._finish(volume_id, partial(self._require_released, release=release))
+
+    def keep(self, volume_id: str) -> None:
+        """Do as `finish`, without the word of the move by which the volume came.
+
+        An operator says that the node that the volume came from is lost with its disks, so that no
+        node can release it any more. The volume then has what its last whole stream brought.
+        """
+        self._finish(volume_id, lambda _volume: None)
+
+    def _finish(self, volume_id: str, require_released: Callable[[Volume], None]) -> None:
         with self._volume_groups.hold(ids.group_of(volume_id)):
             fresh_report = self._mender.mend(ids.group_of(volume_id))
             volume = fresh_report.volume(volume_id)
@@ -204,7 +215,8 @@ class Receiver:
                 self._holds.remove_note(volume_id)
                 return
             volume = self._receiving(volume_id)
-            self._require_whole(volume, release)
+            self._require_whole(volume)
+            require_released(volume)
             users.require_unused(self._kernel, self._activator, volume)
             device = self._activator.activate(volume)
             if tag.FINISHING not in volume.own_tags:
@@ -422,12 +434,18 @@ class Receiver:
             why = f"the stream begins at byte {header.offset_bytes}, {received}"
             raise errors.NotReceived(name, why)
 
-    def _require_whole(self, volume: Volume, release: str) -> None:
+    @staticmethod
+    def _require_whole(volume: Volume) -> None:
+        """Raise NotReceived unless the volume has all of its last stream."""
         own_tags, name = volume.own_tags, volume.own_tags[tag.NAME]
         if own_tags.get(tag.FINISHING) == _WITHDRAWN:
             raise errors.NotReceived(name, "it was withdrawn, and is only to be removed")
         if tag.INTO in own_tags or not (tag.CHAIN in own_tags or tag.FINISHING in own_tags):
             raise errors.NotReceived(name, "its stream is incomplete; send it again")
+
+    def _require_released(self, volume: Volume, release: str) -> None:
+        """Raise NotReceived unless `release` is the word of the volume's move; record the word."""
+        own_tags, name = volume.own_tags, volume.own_tags[tag.NAME]
         release_digest = own_tags.get(tag.RELEASE, "")
         if release_digest and not hmac.compare_digest(digest_of(release), release_digest):
             why = "its source has not released it; `carver volume move` there does both"

@@ -41,6 +41,12 @@ from proto.carver_pb2_grpc import TransferStub
 
 # Interval at which progress is printed as JSON, in seconds.
 _JSON_SECONDS = 1.0
+# Question before a volume is kept that its source has not released.
+_SOURCE_IS_LOST = (
+    "Is the node that {name} moves from lost for good, with its disks? Then {name} becomes a volume"
+    " of this node, with what the last whole stream brought; what was written later is lost. Keep"
+    " it?"
+)
 
 # Function that shows progress. Its argument is the offset in the volume that was reached, in bytes.
 Tell = Callable[[int], None]
@@ -306,7 +312,7 @@ def received(verbs: VolumeVerbs, parsed: argparse.Namespace, source: BinaryIO) -
     if parsed.checksum:
         return received_checksum(verbs, name, display_of(as_json=parsed.json))
     if parsed.finish:
-        return finish(verbs, name, parsed.release)
+        return finish(verbs, name, parsed.release, is_source_lost=parsed.source_is_lost)
     if parsed.withdraw:
         return withdraw(verbs, name, parsed.release)
     if parsed.abort:
@@ -539,12 +545,22 @@ def received_checksum(
     return {"chain": state["chain"], "sha256": digest}
 
 
-def finish(verbs: VolumeVerbs, name: str, release: str = "") -> dict[str, Any]:
+def finish(
+    verbs: VolumeVerbs, name: str, release: str = "", *, is_source_lost: bool = False
+) -> dict[str, Any]:
     """Check a received volume, make it a volume of this node, and return the volume's state.
 
-    `release` is the secret word of the move by which the volume came; empty without a move.
+    `release` is the secret word of the move by which the volume came; empty without a move. With
+    `is_source_lost` no word is needed, and the operator is asked, whatever the options are. Raises
+    NotConfirmed if the operator declines.
     """
-    _transfer(verbs).FinishReceive(_release(verbs, name, release))
+    if is_source_lost:
+        state = _require_received(verbs, name)
+        if not terminal.confirmed(_SOURCE_IS_LOST.format(name=name)):
+            raise errors.NotConfirmed(name, "kept")
+        _transfer(verbs).KeepReceived(carver.VolumeRequest(volume_id=state["volume_id"]))
+    else:
+        _transfer(verbs).FinishReceive(_release(verbs, name, release))
     return status(verbs, name)
 
 

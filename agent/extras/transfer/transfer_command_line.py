@@ -43,6 +43,12 @@ def _add_receive(verbs: Commands) -> None:
         help="read what was received from the disk again, and show its checksum, as JSON",
     )
     receive.add_argument("--release", default="", help="the word by which its source lets it go")
+    receive.add_argument(
+        "--source-is-lost",
+        action="store_true",
+        help="with --finish: needs no word, as the node that it moves from is lost with its disks"
+        " (asks)",
+    )
     _add_kubeconfig(
         receive, "with --finish: rebind the claim of the stream's volume to it, step by step"
     )
@@ -66,6 +72,8 @@ def _add_kubeconfig(verb: argparse.ArgumentParser, text: str) -> None:
 def _receive(verbs: "VolumeVerbs", parsed: argparse.Namespace) -> None:
     from agent.extras.transfer import streams_command
 
+    if parsed.source_is_lost and not parsed.finish:
+        raise errors.BadField("--source-is-lost", "goes with --finish")
     if not parsed.kubeconfig:
         result = streams_command.received(verbs, parsed, sys.stdin.buffer)
         streams_command.show(result, as_json=parsed.json or parsed.verify)

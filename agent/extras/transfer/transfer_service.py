@@ -182,6 +182,11 @@ class Transfer(Extra, carver_pb2_grpc.TransferServicer):
             self._receiver.finish(request.volume_id, request.release)
         return Empty()
 
+    def KeepReceived(self, request: carver.VolumeRequest, context: _Context) -> Empty:
+        with self._held(request):
+            self._receiver.keep(request.volume_id)
+        return Empty()
+
     def AbortReceive(self, request: carver.MoveRequest, context: _Context) -> Empty:
         with self._held(request):
             self._receiver.abort(request.volume_id, request.release)

@@ -292,8 +292,30 @@ def test_a_claim_follows_its_volume_although_the_source_is_lost(
             history.run(3600.0)
             assert history.services["b"].volumes["pvc-data-db-0"].is_coming
             assert "goes on if a comes back" in said(history, "VolumeMoveWaits")[-1]
-            return
+            # An operator says that it is never back.
+            history.services["b"].keep("pvc-data-db-0")
         history.settle(lambda: history.is_settled(left="a"))
+
+
+@pytest.mark.parametrize("stage", ["take", "hold"])
+def test_what_was_received_before_the_source_was_lost_can_be_kept(stage: str) -> None:
+    with cluster() as history:
+        evacuate(history, '{"to": ["b"]}')
+        run_until(history, stage)
+        received = history.services["b"].volumes.get("pvc-data-db-0")
+        while received is None or not received.chain or received.into:
+            history.run(1.0)
+            received = history.services["b"].volumes.get("pvc-data-db-0")
+        history.kube.remove_node("a")
+        history.run(3600.0)
+        kept = received.content or ()
+        # Its disks are lost, too.
+        history.services["a"].volumes.clear()
+        history.services["b"].keep("pvc-data-db-0")
+        history.settle(
+            lambda: "" if history.kube.place_of("data-db-0") == "b" else "it is not rebound"
+        )
+        assert (received.content or ())[: len(kept)] == kept
 
 
 @pytest.mark.parametrize("text", ["{}", '"undo"', '"stop"'])

@@ -23,12 +23,14 @@ from nodes import Node
 from agent.core import ids
 from agent.extras.controller.node_moves import NodeFailed
 from agent.extras.transfer.move import Differ, Move, is_own
+from proto import carver_pb2 as carver
 
 CALLS = (
     *("begin", "begin", "take", "take", "send", "send", "send", "more", "more", "hold", "hold"),
     *("renew", "release", "commit", "commit", "undo", "finish", "finish there", "finish there"),
     *("withdraw", "abort", "drop", "compare", "use", "unuse", "restart", "restart there"),
     *("elsewhere", "undo begun", "undo other", "finish other", "abort other", "delete"),
+    "keep there",
 )
 # Calls of the move of what arrived back to where it came from, once it was begun by `turn`.
 CALLS_BACK = (
@@ -63,6 +65,7 @@ class Side:
         self.use: Callable[[], None] = lambda: None
         self.unuse: Callable[[], None] = lambda: None
         self.delete: Callable[[], str] = str
+        self.keep: Callable[[], str] = str
         self.restart: Callable[[], None] = lambda: None
         self.restart_there: Callable[[], None] = lambda: None
         # Makes the move back that replaces what the move with this digest left.
@@ -132,6 +135,8 @@ class Side:
                     there.compare(self._snapshot(-1))
             case "finish there":
                 there.finish(self.word or "0123")
+            case "keep there":
+                return self.keep()
             case "withdraw":
                 there.withdraw(self.word or "0123")
             case "abort":
@@ -237,6 +242,8 @@ def _compare(two: Cluster, layout: str, chance: random.Random, seed: str, name: 
         real.use, real.unuse = use, ending.close
         real.delete = lambda: _code(lambda: a.client.delete(disk.id))
         modelled.delete = lambda: _code(lambda: services["a"].delete(volume.volume_id))
+        real.keep = lambda: _code(lambda: keep(two.nodes["b"], name))
+        modelled.keep = lambda: _code(lambda: services["b"].keep(name))
         real.restart = lambda: _restart(two, "a", disk)
         real.restart_there = lambda: _restart(two, "b")
         modelled.use, modelled.unuse = use_modelled, volume.users.clear
@@ -251,6 +258,12 @@ def _compare(two: Cluster, layout: str, chance: random.Random, seed: str, name: 
             played.append(found)
             assert found == expected, (seed, played, real.problem)
             assert real.states() == modelled.states(), (seed, played)
+
+
+def keep(node: Node, name: str) -> None:
+    """Keep what a node has received, as an operator does whose other node is lost."""
+    volume_id = node.transfer.ReceiveStatus(carver.NameRequest(name=name)).volume_id
+    node.transfer.KeepReceived(carver.VolumeRequest(volume_id=volume_id))
 
 
 def _streams(node: Node) -> int:
