@@ -66,6 +66,39 @@ def test_looks_that_take_long_end_all_quarantines(monkeypatch: pytest.MonkeyPatc
         assert len(said(history, "QuarantineEnded")) == 5
 
 
+def test_a_quarantine_is_ended_soon_after_an_answer_was_lost() -> None:
+    with cluster() as history:
+        evacuate(history)
+        history.settle(lambda: history.is_settled(left="a"))
+        lost: list[str] = []
+        is_lost = [False]
+
+        def called(_node: str, call: str) -> None:
+            is_lost[0] = call == "finish" and not lost
+            lost.extend([call] * is_lost[0])
+
+        history.moves.called, history.moves.fails = called, lambda: is_lost[0]
+        history.ahead = histories.GRACE_SECONDS
+        # The evacuator looks for what is to be erased once a minute.
+        history.run(150.0)
+        assert lost
+        assert not history.left_over(quarantined=False)
+
+
+def test_a_quarantine_that_cannot_be_ended_is_tried_seldom() -> None:
+    with cluster() as history:
+        evacuate(history)
+        history.settle(lambda: history.is_settled(left="a"))
+        left = history.services["a"].volumes["pvc-data-db-0"]
+        left.snapshots[f"{history.services['a'].group}/snap-kept"] = Snapshot((), 0, of_move=False)
+        history.ahead = histories.GRACE_SECONDS
+        tried = calls(history, "drop")
+        history.run(6 * 3600.0)
+        assert 35 < tried() < 60
+        left.snapshots.clear()
+        history.settle(lambda: history.left_over(quarantined=False))
+
+
 def test_a_plan_changes_nothing() -> None:
     replicas = {f"db-{number}": {f"data-db-{number}": "linear"} for number in range(50)}
     with cluster(replicas) as history:
