@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from agent.core import errors, ids
 from agent.extras.controller.nodes import Nodes
-from agent.extras.evacuation import evacuation_request
+from agent.extras.evacuation import evacuation_request, move_notes
 from agent.extras.evacuation.evacuated_nodes import is_ready
 from agent.extras.evacuation.evacuation_request import BadRequest, Kind, Request
 from agent.extras.evacuation.node_inventory import Inventory, NodeInventory
@@ -193,7 +193,14 @@ class ClusterView:
             str(reference.get("uid") or ""),
             affinity,
             is_for_one_node=is_for_one_node(spec, self._topology_key),
+            moves_to=self._moves_to(metadata.get("annotations") or {}, source) if is_own else "",
         )
+
+    def _moves_to(self, annotations: Mapping[str, str], source: Mapping[str, str]) -> str:
+        """Return the node to which a volume of Carver's is moved by an evacuation, by its notes."""
+        notes = move_notes.parsed(annotations.get(move_notes.key(self._driver_name)))
+        handle = source["volumeHandle"]
+        return next((note.target for note in notes if note.volume_id == handle), "")
 
 
 def _claim(item: Object) -> Claim:

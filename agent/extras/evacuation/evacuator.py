@@ -505,6 +505,15 @@ class Evacuator:
         """Return whether a move that is under way is driven by the undo of its target."""
         return note.is_back and self._kind_of(note.target) == Kind.UNDO
 
+    def _home_of(self, volume: NotedVolume) -> str:
+        """Return the node to which the undo of an evacuation moves a volume; empty if none does.
+
+        If it left several nodes that are undone, it is the first of them: the volumes of a pod,
+        which were on one node then, are on one node again.
+        """
+        left = (note.source for note in volume.left if not note.is_back)
+        return next((name for name in left if self._kind_of(name) == Kind.UNDO), "")
+
     def _undo(self, node: EvacuatedNode, known: _Known, nodes: Mapping[str, EvacuatedNode]) -> None:
         """Take back what is not rebound, and move back what is."""
         name, context = node.name, self._context
@@ -534,9 +543,7 @@ class Evacuator:
             note = volume.under_way
             if note is not None and note.target == name and note.is_back:
                 back.setdefault(note.source, []).append(note)
-            elif note is None and any(
-                left.source == name and not left.is_back for left in volume.left
-            ):
+            elif note is None and name == self._home_of(volume):
                 # A volume without a claim stays where it is: no claim could follow it.
                 is_left = is_left or volume.is_rebinding or volume.is_bound
                 if volume.is_bound and not volume.is_rebinding:

@@ -24,8 +24,9 @@ The algorithm:
    no pod before all are rebound.
 4. For each other unit, find the nodes that may be its target (`_Candidates`): allowed by `--to`,
    ready, schedulable, served by Carver, with each class of the unit, and allowed to each pod of the
-   unit by taints, node affinity, the node affinity of the pod's other PersistentVolumes, and
-   required anti-affinity. No new volume goes to a node that is being evacuated itself.
+   unit by taints, node affinity, the node affinity of the pod's other PersistentVolumes unless they
+   are moved there, too, and required anti-affinity. No new volume goes to a node that is being
+   evacuated itself.
 5. Assign the units of step 3 first. Then assign the others by several orders: the largest first or
    the smallest first, each to the node that then has the most space for it. Space of a node is
    subtracted per volume group or thin pool (`Room.pool`). Pods that were assigned count as on
@@ -170,7 +171,8 @@ class PersistentVolume:
 
     `handle` is the volume's id; empty for another driver's. `claim_*` are the fields of claimRef.
     `is_for_one_node` is whether its node affinity is the one that Carver gives: a claim can be
-    rebound from no other one.
+    rebound from no other one. `moves_to` is the node to which its volume is moved by an evacuation;
+    empty if it is not.
     """
 
     name: str
@@ -184,6 +186,7 @@ class PersistentVolume:
     claim_uid: str = ""
     affinity: NodeAffinity = None
     is_for_one_node: bool = True
+    moves_to: str = ""
 
 
 @dataclass(frozen=True)
@@ -350,8 +353,8 @@ class _Draft:
     # The pods that the unit's pods exclude from their topology, or that exclude one of them, each
     # with the topology key.
     conflicts: tuple[tuple[Pod, str], ...] = ()
-    # The node affinities of the other PersistentVolumes that the unit's pods use, by their names.
-    other_volumes: tuple[tuple[str, NodeAffinity], ...] = ()
+    # The other PersistentVolumes that the unit's pods use and that have a node affinity.
+    other_volumes: tuple[PersistentVolume, ...] = ()
 
     @property
     def name(self) -> str:
@@ -618,7 +621,7 @@ def _note_neighbours(
             volume.persistent_volume.name for volume in draft.volumes if volume.persistent_volume
         }
         conflicts = dict[tuple[str, str], tuple[Pod, str]]()
-        other_volumes = dict[str, NodeAffinity]()
+        other_volumes = dict[str, PersistentVolume]()
         for pod in draft.pods:
             for other in others if pod.anti_affinity else excluding:
                 if other.uid not in own_uids:
@@ -628,9 +631,9 @@ def _note_neighbours(
                 claim = claims.get((pod.namespace, name))
                 volume = by_name.get(claim.volume) if claim and not claim.is_of_pod else None
                 if volume and volume.name not in own_volumes and volume.affinity is not None:
-                    other_volumes[volume.name] = volume.affinity
+                    other_volumes[volume.name] = volume
         draft.conflicts = tuple(conflicts.values())
-        draft.other_volumes = tuple(sorted(other_volumes.items(), key=lambda pair: pair[0]))
+        draft.other_volumes = tuple(sorted(other_volumes.values(), key=lambda other: other.name))
 
 
 def _excluded_keys(pod: Pod, other: Pod) -> Iterator[str]:
@@ -726,9 +729,10 @@ class _Cluster:
                 return f"has not the labels in the nodeSelector of pod {pod}"
             if not scheduling.satisfies(pod.node_affinity, node.name, node.labels):
                 return f"does not satisfy the node affinity of pod {pod}"
-        for name, affinity in draft.other_volumes:
-            if not scheduling.satisfies(affinity, node.name, node.labels):
-                return f"cannot have PersistentVolume {name}, which its pods use, too"
+        for other in draft.other_volumes:
+            can_have = scheduling.satisfies(other.affinity, node.name, node.labels)
+            if not can_have and other.moves_to != node.name:
+                return f"cannot have PersistentVolume {other.name}, which its pods use, too"
         if not draft.pods:
             for taint in node.taints:
                 if taint.repels and taint not in self._source_taints:

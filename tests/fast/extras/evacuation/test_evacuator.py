@@ -274,6 +274,27 @@ def test_an_evacuation_is_undone_at_each_stage(stage: str, policy: str) -> None:
         history.settle(lambda: history.left_over(quarantined=False))
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("first", "ab")
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_volumes_of_a_pod_are_on_one_node_again_after_two_undos(
+    stage: str, first: str, *, is_late: bool
+) -> None:
+    """Each undo alone would move them to its own node, and an undo may begin between them."""
+    with cluster({"db-0": {"data-db-0": "linear", "log-db-0": "thin"}}) as history:
+        evacuate(history, '{"to": ["b"]}')
+        history.settle(lambda: history.is_settled(left="a"))
+        history.kube.request("b", '{"to": ["c"]}')
+        run_until(history, stage)
+        history.kube.request(first, '"undo"')
+        if is_late:
+            history.run(200.0)
+        history.kube.request("b" if first == "a" else "a", '"undo"')
+        history.settle(lambda: history.is_settled(left="b") or history.is_settled(left="c"))
+        assert {history.kube.place_of(one) for one in history.kube.lines} == {"a"}
+        history.settle(lambda: history.left_over(quarantined=True))
+
+
 def test_an_evacuation_is_undone_after_its_end() -> None:
     with cluster() as history:
         evacuate(history)

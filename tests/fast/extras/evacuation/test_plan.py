@@ -498,6 +498,18 @@ def test_the_other_volumes_of_a_unit_follow_its_move(cluster: Cluster) -> None:
     assert targets(plan(cluster.view)) == {"one": "b", "two": "b"}
 
 
+def test_a_unit_goes_where_its_pod_s_other_volume_is_moved(cluster: Cluster) -> None:
+    cluster.volume("one")
+    cluster.pod("p", "one", "other")
+    cluster.claims.append(Claim("shop", "other", "u1", "pv-other"))
+    elsewhere = (NodeTerm((Requirement("zone", "In", ("west",)),)),)
+    other = PersistentVolume("pv-other", "u2", affinity=elsewhere)
+    cluster.persistent_volumes.append(other)
+    assert "cannot have PersistentVolume pv-other" in reason(plan(cluster.view), "one")
+    cluster.persistent_volumes[-1] = replace(other, moves_to="b")
+    assert targets(plan(cluster.view)) == {"one": "b"}
+
+
 def test_a_unit_that_was_handed_over_in_part_goes_on_whatever_became_of_it(
     cluster: Cluster,
 ) -> None:
