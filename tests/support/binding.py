@@ -37,6 +37,8 @@ class Cluster(ApiServer):
         self.writes: list[str] = []
         # What happens in place of the writes of these numbers.
         self.failures: dict[int, Failure] = {}
+        # How admission control refuses a write.
+        self.policy: Callable[[str, str], tuple[int, Object] | None] = lambda _method, _path: None
         # Requests that the controllers sleep for, after each write.
         self.lag = 0
         # The template by which a claim is recreated, as by a StatefulSet.
@@ -157,8 +159,12 @@ class Cluster(ApiServer):
         self._pass()
         path, _, query = path.partition("?")
         if query:
-            assert (method, query) == ("POST", "dryRun=All")
-            return self._refuse_creation(path, body) or (201, body)
+            assert query == "dryRun=All"
+            assert method in ("POST", "PATCH")
+            return self._admission(method, path, body) or (201, body)
+        if "dryRun" in body:
+            assert (method, body["dryRun"]) == ("DELETE", ["All"])
+            return self._admission(method, path, body) or (200, body)
         number = len(self.writes)
         self.writes.append(f"{method} {path}")
         failure = self.failures.pop(number, None)
@@ -168,9 +174,9 @@ class Cluster(ApiServer):
 
     def _carry_out(self, method: str, path: str, body: Object) -> tuple[int, Object]:
         where, name = self._place(path)
+        if refusal := self._admission(method, path, body):
+            return refusal
         if method == "POST":
-            if refusal := self._refuse_creation(path, body):
-                return refusal
             made = self._made(where, json.loads(json.dumps(body)))
             return 201, made
         if (one := self._find(where, name)) is None:
@@ -183,6 +189,12 @@ class Cluster(ApiServer):
         self.changed(one)
         self._asleep = self.lag
         return 200, one
+
+    def _admission(self, method: str, path: str, body: Object) -> tuple[int, Object] | None:
+        """The refusal of a write, or of its trial."""
+        if problem := self.policy(method, path):
+            return problem
+        return self._refuse_creation(path, body) if method == "POST" else None
 
     def _refuse_creation(self, path: str, body: Object) -> tuple[int, Object] | None:
         where, _ = self._place(path)

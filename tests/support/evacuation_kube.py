@@ -67,6 +67,8 @@ class Kube:
         # Whether an eviction is refused; what becomes of a request; asked each time.
         self.refuses: Callable[[], bool] = lambda: False
         self.is_down = False
+        # Why admission control refuses a write, by its method, path and body; empty if it does not.
+        self.policy: Callable[[str, str, Any], str] = lambda *_: ""
         self.fails: Callable[[], str] = lambda: ""
         self.writes: list[str] = []
         self.said: list[tuple[str, str, str]] = []
@@ -201,9 +203,12 @@ class Kube:
         asked = urlsplit(url)
         if self.is_ending and method == "POST" and f"/{SHOP}/persistentvolumeclaims" in url:
             return terminating()
-        if "dryRun" in asked.query:
-            return 201, json.loads(body or b"null")
-        status, document = self._answer(method, asked.path, json.loads(body or b"null"))
+        sent = json.loads(body or b"null")
+        if method != "GET" and (problem := self.policy(method, asked.path, sent)):
+            return _refused(403, "Forbidden", problem)
+        if "dryRun" in asked.query or (method == "DELETE" and "dryRun" in sent):
+            return 201, sent
+        status, document = self._answer(method, asked.path, sent)
         [selector] = parse_qs(asked.query).get("fieldSelector", [""])
         if selector and "items" in document:
             name = selector.removeprefix("spec.nodeName=")

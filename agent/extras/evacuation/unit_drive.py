@@ -40,6 +40,8 @@ _FOLLOW_SECONDS = 300.0
 # Seconds between two rounds otherwise, so that no loop is hot; until a refused eviction is
 # requested again; and between two looks whether pods have ended and volumes are unused.
 _PAUSE_SECONDS, _EVICTION_SECONDS, _LOOK_SECONDS = 1.0, 10.0, 2.0
+# Seconds until the rebinding of the claims is rehearsed again that the API server would refuse.
+_REHEARSE_SECONDS = 60.0
 # Seconds between two Events about the progress of a volume.
 _SAID_SECONDS = 600.0
 # Number of looks after which it is a problem that a pod has not ended, or that a volume is in use
@@ -101,6 +103,8 @@ class UnitDrive:
         self._seen = Counter[str]()
         self._returns = 0
         self._evicted_seconds = float("-inf")
+        # Why a claim could not be rebound, and when that is asked again, of a monotonic clock.
+        self._claims_problem, self._rehearse_seconds = "", float("-inf")
         # At how many looks in a row a volume was in use although no pod used it.
         self._idle_looks = 0
         self._volumes = [
@@ -333,13 +337,13 @@ class UnitDrive:
     def _evict(self, drive: Drive) -> bool:
         """Evict the pods that use the claims, and wait until there are none.
 
-        No pod is evicted while the target can start none. False if so much time has passed that the
-        volumes are to be copied again first.
+        No pod is evicted while the target can start none, or a claim could not be rebound. False if
+        so much time has passed that the volumes are to be copied again first.
         """
         self._cordon()
         while True:
             self._require(drive)
-            why, pods = self._why_target_waits(), self._users()
+            why, pods = self._why_target_waits() or self._why_claims_stay(), self._users()
             if not (why or pods):
                 if self._unused_seconds is None:
                     self._unused_seconds = self._context.monotonic()
@@ -365,6 +369,30 @@ class UnitDrive:
         target = self._context.nodes.find(self.unit.target)
         problem = "is deleted" if target is None else target.problem
         return problem and f"the move waits for node {self.unit.target}, which {problem}"
+
+    def _why_claims_stay(self) -> str:
+        """Return why a claim could not be rebound after the hand-over; empty if all could.
+
+        Until it is rebound, no pod can use a volume that was handed over.
+        """
+        now = self._context.monotonic()
+        if self._is_handed_over:
+            return ""
+        if now >= self._rehearse_seconds:
+            problems = (self._rehearsal_problem(volume) for volume in self._volumes)
+            self._claims_problem = next(filter(None, problems), "")
+            seconds = _REHEARSE_SECONDS if self._claims_problem else _FOLLOW_SECONDS
+            self._rehearse_seconds = now + seconds
+        return self._claims_problem
+
+    def _rehearsal_problem(self, volume: _Moving) -> str:
+        there_state, context = volume.move.destination.status(), self._context
+        place = Place(str(there_state["volume_id"]), self.unit.target, context.driver_name)
+        try:
+            Rebinding(context.server, volume.planned.volume_id, place).rehearse()
+        except errors.NotRebound as error:
+            return str(error)
+        return ""
 
     def _evict_all(self, pods: Sequence[UsingPod]) -> str:
         """Request the evictions of pods; return what keeps them, empty if they should end soon.

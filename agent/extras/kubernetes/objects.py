@@ -405,19 +405,20 @@ class Objects:
         reason NAMESPACE_TERMINATING if the object's namespace is being deleted, and NotFound if
         there is no such namespace.
         """
-        self._write("POST", f"{path}?dryRun=All" if is_trial else path, new_object, _JSON)
+        self._write("POST", path + _trial(is_trial), new_object, _JSON)
 
     def review(self, path: str, review: Object) -> Object:
         """Send a review, such as a SubjectAccessReview, and return the API server's answer."""
         return self._write("POST", path, review, _JSON)
 
-    def change(self, path: str, change: Object, version: str) -> None:
+    def change(self, path: str, change: Object, version: str, *, is_trial: bool = False) -> None:
         """Merge a change into an object that still has this resourceVersion.
 
-        If the object has another version, ClusterRefused is raised.
+        A trial is only checked, and changes nothing. If the object has another version,
+        ClusterRefused is raised.
         """
         metadata = {**change.get("metadata", {}), "resourceVersion": version}
-        self.merge(path, {**change, "metadata": metadata})
+        self.merge(path + _trial(is_trial), {**change, "metadata": metadata})
 
     def merge(self, path: str, change: Object) -> None:
         """Merge a change into an object, whatever its version."""
@@ -430,13 +431,16 @@ class Objects:
         """
         self._write("PUT", path, new_object, _JSON)
 
-    def delete(self, path: str, uid: str) -> None:
-        """Request the deletion of an object that has this UID.
+    def delete(self, path: str, uid: str, *, is_trial: bool = False) -> None:
+        """Request the deletion of an object that has this UID; a trial is only checked.
 
         If the object has another UID, ClusterRefused is raised. An object with finalizers exists
         until they were removed.
         """
         body = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
+        if is_trial:
+            # The API server ignores the query if there is a body (apiserver, handlers/delete.go).
+            body["dryRun"] = ["All"]
         self._write("DELETE", path, body, _JSON)
 
     def _write(self, method: str, path: str, body: Object, content: Mapping[str, str]) -> Object:
@@ -468,6 +472,10 @@ class Objects:
         if not isinstance(answer, dict):
             raise Unproved(f"it answers {status}, without an object")
         return status, answer
+
+
+def _trial(is_trial: bool) -> str:
+    return "?dryRun=All" if is_trial else ""
 
 
 def find_named(objects: Objects, collection: str, name: str, kind: str) -> Object | None:

@@ -76,6 +76,10 @@ _ENDED = (
 # Reasons for which the API server refuses to create a claim in a namespace that is being deleted,
 # or that does not exist.
 _NAMESPACE_ENDED = (NAMESPACE_TERMINATING, "NotFound")
+# Texts of refusals of a trial that say nothing of the write itself. A webhook may take no part in
+# trials (apiserver, pkg/admission/plugin/webhook/errors). Of a quota, the claim has its share until
+# it is deleted, and the trial wants one more (apiserver, pkg/admission/plugin/resourcequota).
+_NO_TRIAL = ("does not support dry run", "exceeded quota")
 # Time limit, in seconds, of the wait until a claim is bound, or a deletion has finished.
 _WAIT_SECONDS = 60
 
@@ -207,6 +211,27 @@ class Rebinding:
             report(f"the claim {state} was deleted meanwhile, which had {where}")
         else:
             report(f"the claim {state} is bound to {where}")
+
+    def rehearse(self) -> None:
+        """Have the API server check each write of a rebinding that has not begun; change nothing.
+
+        Its admission control may refuse to create or delete an object, and its limits a claim that
+        is too large to be kept in an annotation. Call this before a pod loses the volume. Raises
+        NotRebound if the claim could not be rebound now.
+        """
+        state = self._read_state()
+        old, claim = state.old_volume, state.claim
+        if old is None or claim is None or state.new_volume is not None:
+            return
+        if _is_going(claim) or state.claimed != _name(old):
+            return
+        self._check_old(state, old, claim)
+        expected, objects = _volume_at(self._place, old, claim), self._objects
+        self._try(state, partial(self._retain, old, is_trial=True))
+        self._try(state, partial(objects.create, VOLUMES, expected, is_trial=True))
+        self._try_claim(state, expected)
+        for path, item in ((state.path, claim), (_volume_path(old), old)):
+            self._try(state, partial(objects.delete, path, item["metadata"]["uid"], is_trial=True))
 
     def undo(self, confirmed: Callable[[str], bool], report: Callable[[str], None]) -> None:
         """Undo the steps of a rebinding, each after the user has confirmed it.
@@ -361,7 +386,32 @@ class Rebinding:
         question = f"delete the claim {state}, which is then made anew, for {_name(new)}"
         # Delete the claim now: the old PersistentVolume has the policy Retain, and the new one
         # keeps the claim's manifest.
-        return self._deletion(question, state.path, claim)
+        return _Step(question, partial(self._delete_claim, state, claim, new))
+
+    def _delete_claim(self, state: _State, claim: Object, new_volume: Object) -> None:
+        """Delete the claim, unless the API server would refuse to create it anew."""
+        self._try_claim(state, new_volume)
+        self._objects.delete(state.path, claim["metadata"]["uid"])
+
+    def _try_claim(self, state: _State, new_volume: Object) -> None:
+        """Raise NotRebound if the API server would refuse to create the claim anew.
+
+        The trial has another name, as the claim exists.
+        """
+        manifest = self._manifest(state, new_volume)
+        metadata = {**manifest["metadata"], "name": moved_name(state.name, self._place.handle)}
+        path, trial = _path(state.namespace, _CLAIMS), {**manifest, "metadata": metadata}
+        self._try(state, partial(self._objects.create, path, trial, is_trial=True))
+
+    def _try(self, state: _State, write: Callable[[], None]) -> None:
+        """Raise NotRebound if the API server refuses a trial of a write."""
+        try:
+            write()
+        except errors.ClusterRefused as error:
+            if not error.is_refusal:
+                raise
+            if not any(text in str(error) for text in _NO_TRIAL):
+                raise state.refused(f"{error}; this was a trial, and changed nothing") from None
 
     def _check_old(self, state: _State, old_volume: Object, claim: Object) -> None:
         name, key = _name(old_volume), self._place.topology_key
@@ -389,10 +439,11 @@ class Rebinding:
             if _field_at(pod, "spec", "nodeName") and state.name in claims_of(pod):
                 raise state.refused(f"the pod {_name(pod)} uses it; stop that")
 
-    def _retain(self, old_volume: Object) -> None:
+    def _retain(self, old_volume: Object, *, is_trial: bool = False) -> None:
         annotations = {self._place.policy_key: _policy(old_volume)}
-        change = {"spec": {"persistentVolumeReclaimPolicy": _RETAIN}}
-        self._change(old_volume, {**change, "metadata": {"annotations": annotations}})
+        change: dict[str, Any] = {"spec": {"persistentVolumeReclaimPolicy": _RETAIN}}
+        change["metadata"] = {"annotations": annotations}
+        self._change(old_volume, change, is_trial=is_trial)
 
     # Steps of a rebinding while there is no claim, or the claim has the new PersistentVolume
 
@@ -538,9 +589,9 @@ class Rebinding:
             change["spec"] = {"persistentVolumeReclaimPolicy": policy}
         self._change(volume, change)
 
-    def _change(self, volume: Object, change: Object) -> None:
+    def _change(self, volume: Object, change: Object, *, is_trial: bool = False) -> None:
         version = str(volume["metadata"]["resourceVersion"])
-        self._objects.change(_volume_path(volume), change, version)
+        self._objects.change(_volume_path(volume), change, version, is_trial=is_trial)
 
     def _wait(self, state: _State, condition: Callable[[], bool], reason: str) -> None:
         for _ in range(_WAIT_SECONDS):

@@ -217,6 +217,42 @@ def _without(history: History, user: str) -> Callable[[], None]:
     return act
 
 
+# Admission control
+
+# Writes of a rebinding: method, a part of the path, and a part of the body.
+WRITES = [
+    ("PATCH", "persistentvolumes/", "persistentVolumeReclaimPolicy"),
+    ("POST", "persistentvolumes", ""),
+    ("POST", "persistentvolumeclaims", ""),
+    ("DELETE", "persistentvolumeclaims/log", ""),
+    ("DELETE", "persistentvolumes/", ""),
+]
+
+
+@pytest.mark.parametrize(("method", "part", "text"), WRITES)
+def test_a_pod_runs_on_while_its_claim_could_not_be_rebound(
+    method: str, part: str, text: str
+) -> None:
+    """Whatever admission control refuses is found before the pod is evicted."""
+    with cluster({"db-0": {"data-db-0": "linear", "log-db-0": "thin"}}) as history:
+        [pod] = history.kube.all("pods")
+
+        def policy(asked: str, path: str, body: object) -> str:
+            is_refused = asked == method and part in path and text in json.dumps(body)
+            return "denied by policy" if is_refused else ""
+
+        history.kube.policy = policy
+        evacuate(history)
+        handed_over = calls(history, "commit")
+        history.run(1800.0)
+        assert handed_over() == 0
+        uids = [one["metadata"]["uid"] for one in history.kube.all("pods")]
+        assert uids == [pod["metadata"]["uid"]]
+        assert "denied by policy" in said(history, "VolumeMoveWaits")[-1]
+        history.kube.policy = lambda *_: ""
+        history.settle(lambda: history.is_settled(left="a"))
+
+
 # Nodes that are deleted, and cordons
 
 BEFORE = ("begin", "take", "Pull", "hold")

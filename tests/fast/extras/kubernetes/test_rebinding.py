@@ -228,6 +228,79 @@ def test_a_rebinding_killed_at_any_request_is_continued(tmp_path: Path, done: bo
             return
 
 
+# Writes of a rebinding, as admission control may refuse them: by method and a part of the path.
+WRITES = [
+    ("PATCH", "persistentvolumes/"),
+    ("POST", "persistentvolumes"),
+    ("POST", "persistentvolumeclaims"),
+    ("DELETE", "persistentvolumeclaims/"),
+    ("DELETE", "persistentvolumes/"),
+]
+
+
+def refusing(
+    method: str, part: str, text: str = "denied by policy"
+) -> Callable[[str, str], tuple[int, Object] | None]:
+    """A policy of the API server's admission control."""
+    answer = {"kind": "Status", "reason": "Forbidden", "message": text}
+
+    def policy(asked: str, path: str) -> tuple[int, Object] | None:
+        return (403, answer) if asked == method and part in path else None
+
+    return policy
+
+
+@pytest.mark.parametrize(("method", "part"), WRITES)
+def test_a_rehearsal_finds_each_write_that_would_be_refused_and_changes_nothing(
+    cluster: Cluster, method: str, part: str
+) -> None:
+    before = json.dumps(cluster.objects)
+    rebinding(cluster).rehearse()
+    cluster.policy = refusing(method, part)
+    with pytest.raises(errors.NotRebound, match="denied by policy; this was a trial"):
+        rebinding(cluster).rehearse()
+    assert (json.dumps(cluster.objects), cluster.writes) == (before, [])
+    cluster.policy = lambda _method, _path: None
+    run(cluster)
+    require_moved(cluster)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'admission webhook "claims.example.com" does not support dry run',
+        'persistentvolumeclaims "data" is forbidden: exceeded quota: claims, requested: 1',
+    ],
+)
+def test_what_a_trial_alone_is_refused_for_does_not_matter(cluster: Cluster, text: str) -> None:
+    cluster.policy = refusing("POST", "persistentvolumeclaims", text)
+    rebinding(cluster).rehearse()
+    # The claim is deleted, and its share of the quota is free by then.
+    with pytest.raises(errors.ClusterRefused):
+        run(cluster)
+    cluster.policy = lambda _method, _path: None
+    run(cluster)
+    require_moved(cluster)
+
+
+def test_a_claim_that_could_not_be_made_anew_is_not_deleted(cluster: Cluster) -> None:
+    cluster.policy = refusing("POST", "persistentvolumeclaims")
+    uid = cluster.claim["metadata"]["uid"]
+    with pytest.raises(errors.NotRebound, match="denied by policy"):
+        run(cluster)
+    assert cluster.claim["metadata"]["uid"] == uid
+    assert "deletionTimestamp" not in cluster.claim["metadata"]
+    rebinding(cluster).undo(yes, ignore)
+    require_safe(cluster)
+
+
+@pytest.mark.parametrize("step", range(2, 6))
+def test_a_rebinding_that_has_begun_is_not_rehearsed(cluster: Cluster, step: int) -> None:
+    run_until(cluster, step)
+    cluster.policy = lambda _method, _path: (403, {"kind": "Status", "reason": "Forbidden"})
+    rebinding(cluster).rehearse()
+
+
 ENDS: dict[str, Callable[[Cluster], None]] = {
     "its namespace is being deleted": lambda cluster: cluster.end_namespace(is_gone=False),
     "its namespace is gone": lambda cluster: cluster.end_namespace(is_gone=True),
