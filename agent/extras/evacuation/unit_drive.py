@@ -446,7 +446,14 @@ class UnitDrive:
         )
 
     def _hand_over(self, drive: Drive) -> None:
-        """Hand over each volume that is not in use; return if one is still in use after a while."""
+        """Hand over each volume that is not in use; return if one is still in use after a while.
+
+        None is handed over if a claim could not be rebound by now, as after a VolumeSnapshot of it
+        was begun; `_evict` then says so.
+        """
+        self._rehearse_seconds = float("-inf")
+        if self._why_claims_stay():
+            return
         for _ in range(_MOST_LOOKS):
             for volume in self._volumes:
                 if not volume.is_handed_over:
