@@ -5,11 +5,11 @@ claim. Therefore both objects are created anew:
 
 1. Set the reclaim policy of the old PersistentVolume to Retain, and note the former policy in an
    annotation.
-2. Create the new PersistentVolume. Its reclaim policy is Retain. It is reserved for the claim, so
-   the claim gets it even if a StatefulSet recreates the claim. An annotation has the claim's
-   manifest.
+2. Create the new PersistentVolume. Its reclaim policy is Retain. It is reserved for the claim. An
+   annotation has the claim's manifest.
 3. Delete the claim, and wait until it is gone.
 4. Create the claim anew from the manifest, and wait until it is bound to the new PersistentVolume.
+   If a StatefulSet was faster, write the name of the new PersistentVolume into its claim.
 5. Delete the old PersistentVolume, and wait until it is gone.
 6. Give the new PersistentVolume the former reclaim policy, and remove the annotations.
 
@@ -64,6 +64,9 @@ _BINDING = (
 _OTHERWISE = ("claimRef", "persistentVolumeReclaimPolicy")
 # Pattern of the suffix in the name of a PersistentVolume that was made by a rebinding.
 _SUFFIX = re.compile(r"-moved-[0-9a-f]{8}$")
+# Type of the condition of a claim whose volume has still to be grown on its node, and the beginning
+# of the states that say so in allocatedResourceStatuses (k8s.io/api/core/v1, types.go).
+_RESIZE_PENDING, _NODE_RESIZE = "FileSystemResizePending", "NodeResize"
 # Maximum number of characters of a PersistentVolume's name before the suffix. A name has at most
 # 253 characters (RFC 1123).
 _MOST_CHARACTERS = 230
@@ -76,8 +79,10 @@ _ENDED = (
 # Reasons for which the API server refuses to create a claim in a namespace that is being deleted,
 # or that does not exist.
 _NAMESPACE_ENDED = (NAMESPACE_TERMINATING, "NotFound")
-# Time limit, in seconds, of the wait until a claim is bound, or a deletion has finished.
-_WAIT_SECONDS = 60
+# Time limit, in seconds, of the wait until a claim is bound, or a deletion has finished, and the
+# interval at which that is looked for. It is short, as a StatefulSet recreates a claim at once, and
+# an empty volume may be made for that.
+_WAIT_SECONDS, _LOOK_SECONDS = 60.0, 0.25
 
 
 @dataclass(frozen=True)
@@ -487,6 +492,8 @@ class Rebinding:
     def _next_with_new_volume(
         self, state: _State, new_volume: Object, claim: Object
     ) -> _Step | None:
+        if not state.claimed:
+            return _Step("", partial(self._name_volume, state, new_volume, claim))
         if not _is_bound(new_volume, claim):
             return _Step("", partial(self._await_binding, state, new_volume))
         if (old := state.old_volume) is not None:
@@ -499,6 +506,23 @@ class Rebinding:
             )
             return _Step(question, restore)
         return _Step("", restore) if self._place.claim_key in annotations else None
+
+    def _name_volume(self, state: _State, new_volume: Object, claim: Object) -> None:
+        """Write the new PersistentVolume into a claim that names none.
+
+        The claim is one that a StatefulSet made from its template. Without the name, Kubernetes
+        binds it only if the PersistentVolume is as large as the template asks, and has the
+        template's VolumeAttributesClass; else it has an empty volume made (FindMatchingVolume in
+        k8s.io/component-helpers/storage/volume/pv_helpers.go). The name can be written once.
+        """
+        # Replace the claim, and do not patch it: external-provisioner needs that right, too.
+        named = {**claim, "spec": {**claim["spec"], "volumeName": _name(new_volume)}}
+        try:
+            self._objects.replace(state.path, named)
+        except errors.ClusterRefused as error:
+            # The claim was changed since: it may have been bound.
+            if error.reason != "Conflict":
+                raise
 
     def _await_binding(self, state: _State, new_volume: Object) -> None:
         def is_bound() -> bool:
@@ -543,10 +567,10 @@ class Rebinding:
         self._objects.change(_volume_path(volume), change, version)
 
     def _wait(self, state: _State, condition: Callable[[], bool], reason: str) -> None:
-        for _ in range(_WAIT_SECONDS):
+        for _ in range(int(_WAIT_SECONDS / _LOOK_SECONDS)):
             if condition():
                 return
-            sleep(1.0)
+            sleep(_LOOK_SECONDS)
         raise state.refused(f"{reason}; call again")
 
 
@@ -567,7 +591,25 @@ def _volume_at(place: Place, old_volume: Object, claim: Object) -> dict[str, Any
         "claimRef": {**reference, "namespace": claim["metadata"]["namespace"]},
         "persistentVolumeReclaimPolicy": _RETAIN,
     }
+    if capacity := _capacity_before_growth(claim):
+        volume["spec"]["capacity"] = capacity
     return volume
+
+
+def _capacity_before_growth(claim: Object) -> Object | None:
+    """Return a claim's capacity if its volume has still to be grown on its node; else None.
+
+    The PersistentVolume has the new size by then. A claim gets the capacity of its PersistentVolume
+    when it is bound (updateClaimStatus in pkg/controller/volume/persistentvolume/pv_controller.go),
+    so with the new size nothing would ask the node to grow the volume any more. With the size
+    before, external-resizer begins with the growth again.
+    """
+    growth = str(_field_at(claim, "status", "allocatedResourceStatuses", "storage") or "")
+    is_pending = growth.startswith(_NODE_RESIZE) or any(
+        (condition.get("type"), condition.get("status")) == (_RESIZE_PENDING, "True")
+        for condition in _field_at(claim, "status", "conditions") or ()
+    )
+    return _field_at(claim, "status", "capacity") if is_pending else None
 
 
 def moved_name(old: str, handle: str) -> str:
