@@ -16,7 +16,7 @@ from agent.extras.evacuation.move_notes import MoveNotes
 from agent.extras.evacuation.progress import Progress
 from agent.extras.kubernetes.access import Server
 from agent.extras.kubernetes.events import Subject
-from agent.extras.kubernetes.objects import VOLUMES, Lists, Objects
+from agent.extras.kubernetes.objects import VOLUMES, Lists, Object, Objects
 from agent.extras.transfer.move import ABSENT, Move
 from agent.extras.transfer.move import Progress as StreamProgress
 
@@ -119,10 +119,14 @@ class Context:
             and ids.readable_name(str(source["volumeHandle"])) == name
         }
 
+    def claim(self, namespace: str, name: str) -> Object | None:
+        """Return a claim as it is now; None if it does not exist."""
+        path = f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}"
+        return self.objects.find(path, "PersistentVolumeClaim")
+
     def claim_subject(self, namespace: str, name: str) -> Subject | None:
         """Return the object of Events about a claim as it is now; None if it does not exist."""
-        path = f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}"
-        claim = self.objects.find(path, "PersistentVolumeClaim")
+        claim = self.claim(namespace, name)
         if claim is None:
             return None
         return Subject("PersistentVolumeClaim", namespace, name, str(claim["metadata"]["uid"]))

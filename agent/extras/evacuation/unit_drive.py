@@ -25,6 +25,7 @@ from agent.extras.evacuation.evictions import UsingPod
 from agent.extras.evacuation.move_notes import MoveNote, NotedVolume
 from agent.extras.evacuation.plan import PlannedVolume, Unit
 from agent.extras.evacuation.progress import Stage
+from agent.extras.kubernetes.objects import finalizer_of_work
 from agent.extras.kubernetes.rebinding import Place, Rebinding
 from agent.extras.transfer.move import ABSENT, Approach, Move, is_own, is_receiving, is_usable
 from agent.extras.transfer.move import Progress as StreamProgress
@@ -333,13 +334,13 @@ class UnitDrive:
     def _evict(self, drive: Drive) -> bool:
         """Evict the pods that use the claims, and wait until there are none.
 
-        No pod is evicted while the target can start none. False if so much time has passed that the
-        volumes are to be copied again first.
+        No pod is evicted while the target can start none, or while a claim could not be made anew.
+        False if so much time has passed that the volumes are to be copied again first.
         """
         self._cordon()
         while True:
             self._require(drive)
-            why, pods = self._why_target_waits(), self._users()
+            why, pods = self._why_target_waits() or self._why_claims_wait(), self._users()
             if not (why or pods):
                 if self._unused_seconds is None:
                     self._unused_seconds = self._context.monotonic()
@@ -365,6 +366,22 @@ class UnitDrive:
         target = self._context.nodes.find(self.unit.target)
         problem = "is deleted" if target is None else target.problem
         return problem and f"the move waits for node {self.unit.target}, which {problem}"
+
+    def _why_claims_wait(self) -> str:
+        """Return why a claim could not be made anew now; empty if each could.
+
+        Empty also once a volume was handed over: a copy of it can only be deleted then.
+        """
+        if self._is_handed_over:
+            return ""
+        for namespace, name in sorted(self._claims):
+            claim = self._context.claim(namespace, name)
+            if claim is not None and (finalizer := finalizer_of_work(claim)):
+                return (
+                    f"the move waits until a VolumeSnapshot or a clone of claim {namespace}/{name}"
+                    f" is complete ({finalizer}): see why it is not"
+                )
+        return ""
 
     def _evict_all(self, pods: Sequence[UsingPod]) -> str:
         """Request the evictions of pods; return what keeps them, empty if they should end soon.

@@ -31,6 +31,13 @@ NODES, VOLUMES = "/api/v1/nodes", "/api/v1/persistentvolumes"
 # are in no namespace.
 CONTENTS = "/apis/snapshot.storage.k8s.io/v1/volumesnapshotcontents"
 GROUP_CONTENTS = "/apis/groupsnapshot.storage.k8s.io/v1/volumegroupsnapshotcontents"
+# Finalizers of claims that are removed only once a copy of the claim's volume is complete: a
+# VolumeSnapshot (external-snapshotter, pkg/utils/util.go, PVCFinalizer), or the volume of another
+# claim (external-provisioner, pkg/controller/controller.go, pvcCloneFinalizer).
+OF_WORK = (
+    "snapshot.storage.kubernetes.io/pvc-as-source-protection",
+    "provisioner.storage.kubernetes.io/cloning-protection",
+)
 # Maximum number of objects in a page of a list, and of pods in a page; and the factor by which
 # pages become smaller if one was too large. A page is parsed as a whole, and users may make an
 # object as large as the API server accepts, 1.5 MB. Pods are listed for many calls at once, so
@@ -480,6 +487,15 @@ def find_named(objects: Objects, collection: str, name: str, kind: str) -> Objec
     if len(name) > _MOST_NAME or not _SUBDOMAIN.fullmatch(name):
         return None
     return objects.find(f"{collection}/{name}", kind)
+
+
+def finalizer_of_work(claim: Object) -> str:
+    """Return the finalizer of OF_WORK that a claim has; empty without one.
+
+    If such a claim is deleted, it stays until the copy of its volume is complete, or was deleted.
+    """
+    finalizers = claim["metadata"].get("finalizers") or ()
+    return next((finalizer for finalizer in OF_WORK if finalizer in finalizers), "")
 
 
 def claims_of(pod: Object) -> Iterator[str]:

@@ -48,6 +48,7 @@ from agent.extras.kubernetes.objects import (
     Object,
     Objects,
     claims_of,
+    finalizer_of_work,
 )
 
 _CLAIMS = "persistentvolumeclaims"
@@ -377,6 +378,10 @@ class Rebinding:
         owners = _field_at(claim, "metadata", "ownerReferences") or ()
         if any(owner.get("kind") == "Pod" for owner in owners):
             raise state.refused("it is its pod's, and goes with it")
+        if finalizer := finalizer_of_work(claim):
+            # Once it is deleted, neither could the claim be made anew, nor the copy be completed.
+            why = f"a VolumeSnapshot or a clone of it is not complete ({finalizer}): see why"
+            raise state.refused(why)
         if not is_for_one_node(old_volume["spec"], key):
             raise state.refused(f"{name} is not for one node by {key} alone; rebind it by hand")
         nodes = self._lists.whole(NODES, "NodeList").items

@@ -13,6 +13,7 @@ from api_server import CLAIMS, NODES, VOLUMES, Object
 from binding import DRIVER, KEY, Cluster
 
 from agent.core import errors, ids
+from agent.extras.kubernetes import objects
 from agent.extras.kubernetes.access import Server
 from agent.extras.kubernetes.rebinding import Place, Rebinding
 from agent.extras.transfer import claim_moves
@@ -384,6 +385,27 @@ def test_a_claim_that_is_bound_while_its_volume_is_written_into_it_is_left(
     run(cluster)
     require_moved(cluster)
     assert sum(one.startswith("PUT") for one in cluster.writes) == 1
+
+
+@pytest.mark.parametrize("finalizer", objects.OF_WORK)
+def test_a_claim_that_is_kept_until_a_copy_of_its_volume_is_complete_is_not_deleted(
+    cluster: Cluster, finalizer: str
+) -> None:
+    """The copy would never be complete, as the volume is another node's, nor would the claim go."""
+    cluster.claim["metadata"]["finalizers"].append(finalizer)
+    with pytest.raises(errors.NotRebound, match=finalizer):
+        run(cluster)
+    assert cluster.writes == []
+    cluster.claim["metadata"]["finalizers"].remove(finalizer)
+    run_until(cluster, 2)
+    cluster.claim["metadata"]["finalizers"].append(finalizer)
+    with pytest.raises(errors.NotRebound, match=finalizer):
+        run(cluster)
+    # Nothing is lost: the steps can be undone, and the volume can be taken back.
+    rebinding(cluster).undo(yes, ignore)
+    assert cluster.volume("pvc-1")["spec"]["persistentVolumeReclaimPolicy"] == "Delete"
+    assert list(cluster.volumes) == ["pvc-1"]
+    require_safe(cluster)
 
 
 UNEXPECTED = {
