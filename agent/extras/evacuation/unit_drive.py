@@ -27,7 +27,7 @@ from agent.extras.evacuation.plan import PlannedVolume, Unit
 from agent.extras.evacuation.progress import Stage
 from agent.extras.kubernetes.objects import finalizer_of_work
 from agent.extras.kubernetes.rebinding import Place, Rebinding
-from agent.extras.transfer.move import ABSENT, Approach, Move, is_own, is_receiving, is_usable
+from agent.extras.transfer.move import Approach, Move, is_own, is_receiving, is_usable
 from agent.extras.transfer.move import Progress as StreamProgress
 
 _log = logging.getLogger(__name__)
@@ -208,12 +208,15 @@ class UnitDrive:
 
         It is replaced, so that only what differs is sent, if both nodes say that this is possible,
         and if this move is the way back of that one. The note stays then, as long as it is under
-        quarantine. Does nothing if it is gone, or if it is being replaced already.
+        quarantine. Does nothing if it is being replaced already.
+
+        The target may have it under another name than the volume will have there, as the name of a
+        logical volume with a digest is not that of its copy. It is erased then.
         """
         planned, context = volume.planned, self._context
         earlier = context.moves.move(note.volume_id, note.source, note.target)
         there_state = volume.move.destination.status()
-        if there_state["state"] == ABSENT or is_receiving(there_state):
+        if is_receiving(there_state):
             return
         if (replaces := there_state["replaceable"]) and note.target == self._source:
             is_same_class = there_state["device_class"] == planned.device_class
