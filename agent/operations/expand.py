@@ -173,6 +173,7 @@ class Expander:
         with self._volume_groups.hold(group):
             state = self._mender.mend(group)
             volume = state.usable(request.volume_id, Call.EXPAND)
+            self._conflicts.check(Call.EXPAND, request.volume_id)
             volume.require_header_bytes()
             wanted_bytes = _wanted_bytes(volume, request.size)
             if wanted_bytes > volume.size_bytes:

@@ -30,7 +30,8 @@ def modify(context: Context, request: ModifyVolume) -> None:
     """
     context.limiter.require(request.tuning)
     with context.volume_groups.hold(ids.group_of(request.volume_id)):
-        volume = context.mender.mended_volume(request.volume_id, Call.MANAGE)
+        volume = context.mender.mended_volume(request.volume_id, Call.MODIFY)
+        context.conflicts.check(Call.MODIFY, request.volume_id)
         name = volume.group.name
         bound_kib = context.config.recovery_bound_kib(name)
         tuned = ensure(context.volume_groups.lvm(name), volume, request.tuning, bound_kib)

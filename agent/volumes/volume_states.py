@@ -76,9 +76,10 @@ class Call(StrEnum):
     UNSTAGE = "NodeUnstageVolume"
     DELETE = "DeleteVolume"
     GROW = "a pool or a COW store must grow"
+    MODIFY = "ControllerModifyVolume"
     MANAGE = (
-        "ControllerGetVolume, ValidateVolumeCapabilities, ControllerPublishVolume,"
-        " ControllerModifyVolume; a repair, a comparison, the first begin of a move"
+        "ControllerGetVolume, ValidateVolumeCapabilities, ControllerPublishVolume; a repair, a"
+        " comparison, the first begin of a move"
     )
     ADOPT = "`carver volume adopt` of what was adopted"
     UNDO_ADOPT = "`carver volume adopt --undo`"
@@ -108,7 +109,7 @@ def _calls(**outcomes: Outcome) -> Mapping[Call, Outcome]:
 _NOT_OWN = dict.fromkeys(
     (
         *("CREATE", "COPY_FROM", "SNAPSHOT", "EXPAND", "EXPAND_OTHER"),
-        *("USE", "DELETE", "MANAGE", "ADOPT", "UNDO_ADOPT"),
+        *("USE", "DELETE", "MODIFY", "MANAGE", "ADOPT", "UNDO_ADOPT"),
     ),
     Outcome.NOT_OWN,
 )
@@ -166,6 +167,7 @@ STATES: Mapping[State, StateRow] = MappingProxyType(
                 EXPAND_OTHER=Outcome.ABSENT,
                 USE=Outcome.ABSENT,
                 DELETE=Outcome.JOINS,
+                MODIFY=Outcome.ABSENT,
                 MANAGE=Outcome.ABSENT,
                 ADOPT=Outcome.REFUSED,
                 UNDO_ADOPT=Outcome.REFUSED,
@@ -181,6 +183,7 @@ STATES: Mapping[State, StateRow] = MappingProxyType(
                 EXPAND=Outcome.ABSENT,
                 EXPAND_OTHER=Outcome.ABSENT,
                 USE=Outcome.ABSENT,
+                MODIFY=Outcome.ABSENT,
                 MANAGE=Outcome.ABSENT,
                 ADOPT=Outcome.REFUSED,
                 UNDO_ADOPT=Outcome.REFUSED,
@@ -200,6 +203,7 @@ STATES: Mapping[State, StateRow] = MappingProxyType(
                 EXPAND_OTHER=Outcome.ABORTED,
                 USE=Outcome.ABORTED,
                 DELETE=Outcome.HALTS,
+                MODIFY=Outcome.ABORTED,
                 MANAGE=Outcome.ABORTED,
                 ADOPT=Outcome.REFUSED,
                 UNDO_ADOPT=Outcome.REFUSED,
@@ -241,7 +245,16 @@ STATES: Mapping[State, StateRow] = MappingProxyType(
         State.HELD: StateRow(
             "its last snapshot is sent to another node, by this process alone",
             EndedBy.MOVE,
-            _calls(USE=Outcome.NOT_OWN, DELETE=Outcome.NOT_OWN, UNDO_ADOPT=Outcome.NOT_OWN),
+            # The last stream says what the volume has on the other node: its size and its
+            # parameters, beside its contents. What is changed later would be lost.
+            _calls(
+                EXPAND=Outcome.NOT_OWN,
+                EXPAND_OTHER=Outcome.NOT_OWN,
+                USE=Outcome.NOT_OWN,
+                DELETE=Outcome.NOT_OWN,
+                MODIFY=Outcome.NOT_OWN,
+                UNDO_ADOPT=Outcome.NOT_OWN,
+            ),
             has_tag=False,
             is_listed=True,
             is_callers=True,

@@ -241,6 +241,8 @@ def call_of(node: Node, call: Call, client: Client, staging: Path) -> Callable[[
             return partial(client.delete, one)
         case Call.GROW:
             return partial(node.service.autoextender.step, 0)
+        case Call.MODIFY:
+            return partial(client.modify, one, {"readIOPS": "500"})
         case Call.MANAGE:
             return partial(client.volume, one)
         case Call.ADOPT:

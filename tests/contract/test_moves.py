@@ -224,6 +224,36 @@ def test_the_volume_cannot_be_used_during_the_last_round(
 
 
 @pytest.mark.variation
+@pytest.mark.parametrize("change", ["a parameter", "the size", "the requested size"])
+def test_a_change_during_the_last_round_is_refused_and_not_lost(
+    here: Node, there: Node, change: str
+) -> None:
+    """The other node has what the last stream said; nothing says later what has changed since."""
+    asked = SIZE - MIB // 2
+    volume = here.client.create("db", asked, block(), parameters={"class": "linear"})
+    stand, refused = Stand(there), []
+
+    def make(node: Node, volume_id: str) -> None:
+        if change == "a parameter":
+            node.client.modify(volume_id, {"readAhead": "2MiB"})
+        else:
+            wanted = SIZE if change == "the requested size" else SIZE + 8 * MIB
+            assert node.client.expand(volume_id, wanted).capacity_bytes >= wanted
+
+    def before(words: Sequence[str]) -> None:
+        if is_last(here, words):
+            with expect.code("FAILED_PRECONDITION", "last time"):
+                make(here, volume.volume_id)
+            refused.append(words)
+
+    stand.before = before
+    move(here, stand, volume).run()
+    assert refused
+    [moved] = there.client.volumes()
+    make(there, moved.volume_id)
+
+
+@pytest.mark.variation
 def test_a_hold_that_meets_another_call_is_retried(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,9 @@ class Cluster(ApiServer):
         self.lag = 0
         # The template by which a claim is recreated, as by a StatefulSet.
         self.template: Object | None = None
+        # How many requests a provisioner takes to make a volume, by which no claim was bound.
+        self.provisioner_looks = 20
+        self._unmatched: dict[str, int] = {}
         # The refusal of what is created in the claim's namespace, if that has ended.
         self.namespace_ended: tuple[int, Object] | None = None
         self._asleep = 0
@@ -181,8 +184,8 @@ class Cluster(ApiServer):
             return 201, made
         if (one := self._find(where, name)) is None:
             return _refused(404, "NotFound", f"no {name}")
-        if method == "PATCH":
-            return self._patch(one, body)
+        if method in ("PATCH", "PUT"):
+            return self._change(one, body, is_patch=method == "PATCH")
         if body["preconditions"]["uid"] != one["metadata"]["uid"]:
             return _refused(409, "Conflict", "the UID in the precondition does not match")
         one["metadata"]["deletionTimestamp"] = "now"
@@ -207,12 +210,18 @@ class Cluster(ApiServer):
             return _refused(409, "AlreadyExists", f"{about['name']} already exists")
         return None
 
-    def _patch(self, one: Object, body: Object) -> tuple[int, Object]:
+    def _change(self, one: Object, body: Object, *, is_patch: bool) -> tuple[int, Object]:
         if body["metadata"].pop("resourceVersion") != one["metadata"]["resourceVersion"]:
             return _refused(409, "Conflict", "the object has been modified")
-        merged = _merged(one, body)
+        merged = _merged(one, body) if is_patch else {**one, "spec": body["spec"]}
         if any(merged["spec"].get(key) != one["spec"].get(key) for key in _IMMUTABLE):
             return _refused(422, "Invalid", "spec is immutable after creation")
+        before, after = dict(one["spec"]), dict(merged["spec"])
+        if one["kind"] == "PersistentVolumeClaim" and before != after:
+            # Its volume may be named once (ValidatePersistentVolumeClaimUpdate).
+            after.pop("volumeName")
+            if before != after:
+                return _refused(422, "Invalid", "spec is immutable after creation")
         one |= merged
         self.changed(one)
         self._asleep = self.lag
@@ -262,14 +271,20 @@ class Cluster(ApiServer):
             if wanted in (None, volume["metadata"]["name"]) and is_own:
                 if reference.get("uid") not in (None, about["uid"]):
                     continue
+                if wanted is None and not _is_match(claim["spec"], volume["spec"]):
+                    continue
                 reference["uid"] = about["uid"]
                 claim["spec"]["volumeName"] = volume["metadata"]["name"]
                 claim["status"]["phase"] = volume["status"]["phase"] = "Bound"
+                # As updateClaimStatus in pv_controller.go has it for a claim that becomes Bound.
+                claim["status"]["capacity"] = dict(volume["spec"]["capacity"])
                 self.changed(volume)
                 self.changed(claim)
                 return
         if wanted is None:
-            self.blank.append(about["name"])
+            self._unmatched[about["uid"]] = self._unmatched.get(about["uid"], 0) + 1
+            if self._unmatched[about["uid"]] > self.provisioner_looks:
+                self.blank.append(about["name"])
 
     def _look(self) -> None:
         """Note what could be deleted by a controller, or a person, that comes now."""
@@ -329,6 +344,23 @@ def no_namespace() -> tuple[int, Object]:
     """What is refused in a namespace that does not exist."""
     code, refusal = _refused(404, "NotFound", 'namespaces "shop" not found')
     return code, {**refusal, "details": {"name": "shop", "kind": "namespaces"}}
+
+
+def _is_match(claim: Object, volume: Object) -> bool:
+    """Whether the binder takes a volume for a claim that names none, though it is reserved for it.
+
+    As FindMatchingVolume in k8s.io/component-helpers/storage/volume/pv_helpers.go of Kubernetes
+    1.34 has it. A claim that names the volume is bound to it without these checks (syncUnboundClaim
+    in pkg/controller/volume/persistentvolume/pv_controller.go).
+    """
+    wanted = claim["resources"]["requests"]["storage"]
+    return _gibibytes(volume["capacity"]["storage"]) >= _gibibytes(wanted) and (
+        claim.get("volumeAttributesClassName") == volume.get("volumeAttributesClassName")
+    )
+
+
+def _gibibytes(quantity: str) -> int:
+    return int(quantity.removesuffix("Gi"))
 
 
 def _refused(code: int, reason: str, message: str) -> tuple[int, Object]:

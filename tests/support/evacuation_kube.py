@@ -249,6 +249,8 @@ class Kube:
             return 201, made
         if (one := table.get((namespace, name))) is None:
             return _refused(404, "NotFound", f"no {name}")
+        if method == "PUT":
+            return self._patch(one, {"metadata": body["metadata"], "spec": body["spec"]})
         if method == "PATCH":
             return self._patch(one, body)
         if body["preconditions"]["uid"] != one["metadata"]["uid"]:

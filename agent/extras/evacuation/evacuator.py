@@ -638,8 +638,7 @@ class Evacuator:
             drive.require_wanted()
             if self._wish(name, Kind.UNDO) is not Wish.GO:
                 return
-            back = MoveNote(found.node, found.handle, name, is_back=True)
-            self._context.notes.write(found, [*found.notes, back])
+            self._context.notes.write(found, found.noted_back(note))
 
         drive = Drive(
             self._context,

@@ -10,14 +10,15 @@ started finds out:
   is erased and the entry removed.
 
 The entry of a move back, by which an evacuation is undone, also has `"back": true`. It is not
-undone in its turn.
+undone in its turn. It is written behind the entry of the move that is undone, so the entries behind
+it are those of later moves. When the volume is back, they are undone, too, and get `"back": true`.
 
 Moves by `carver volume move` have no entry, and the evacuation leaves their quarantine alone.
 """
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agent.core.ids import VolumeId
@@ -50,7 +51,8 @@ class NotedVolume:
     """A PersistentVolume with notes of moves.
 
     `created` is its creationTimestamp. `is_rebinding` is whether a rebinding has made it and has
-    not ended. `is_bound` is whether a claim is bound to it.
+    not ended. `is_bound` is whether a claim is bound to it. `claim` is the namespace and the name
+    of its claim; both are empty without one.
     """
 
     name: str
@@ -60,6 +62,7 @@ class NotedVolume:
     created: str
     is_rebinding: bool
     is_bound: bool
+    claim: tuple[str, str]
     notes: tuple[MoveNote, ...]
 
     @property
@@ -78,6 +81,28 @@ class NotedVolume:
     def left(self) -> Sequence[MoveNote]:
         """The notes of the moves by which the volume left other nodes, the oldest first."""
         return [note for note in self.notes if note.volume_id != self.handle]
+
+    def noted_back(self, undone: MoveNote) -> Sequence[MoveNote]:
+        """Return the notes with that of a move back, which undoes the move of the note `undone`."""
+        position = self.notes.index(undone) + 1
+        back = MoveNote(self.node, self.handle, undone.source, is_back=True)
+        return [*self.notes[:position], back, *self.notes[position:]]
+
+    @property
+    def notes_after_move(self) -> Sequence[MoveNote]:
+        """The notes when the move that is under way has ended.
+
+        What the volume had left on that node is the volume itself by then.
+        """
+        if (last := self.under_way) is None:
+            return self.notes
+        position = self.notes.index(last)
+        later = [
+            replace(note, is_back=note.is_back or last.is_back)
+            for note in self.notes[position + 1 :]
+        ]
+        others = (*self.notes[:position], *later)
+        return [*(note for note in others if note.source != last.target), last]
 
 
 class MoveNotes:
@@ -142,7 +167,7 @@ class MoveNotes:
     def _noted(self, item: Object) -> NotedVolume:
         metadata = item["metadata"]
         annotations = metadata.get("annotations") or {}
-        source = item["spec"].get("csi") or {}
+        source, reference = item["spec"].get("csi") or {}, item["spec"].get("claimRef") or {}
         is_own = source.get("driver") == self._driver_name
         return NotedVolume(
             metadata["name"],
@@ -152,6 +177,7 @@ class MoveNotes:
             str(metadata.get("creationTimestamp") or ""),
             f"move.{self._driver_name}/claim" in annotations,
             (item.get("status") or {}).get("phase") == "Bound",
+            (str(reference.get("namespace") or ""), str(reference.get("name") or "")),
             parsed(annotations.get(self.key)) if is_own else (),
         )
 

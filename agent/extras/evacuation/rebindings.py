@@ -21,7 +21,8 @@ class RestOfRebinding:
 
     def run(self, drive: Drive) -> None:
         """Take the steps that are left."""
-        rebinding = Rebinding(self._context.server, self._note.volume_id, self._place)
+        context, note = self._context, self._note
+        rebinding = Rebinding(context.server, note.volume_id, self._place, left_node=note.source)
         rebinding.run(
             lambda _text: not drive.is_ending,
             lambda text: _log.info("%s: %s", self._note.volume_id, text),

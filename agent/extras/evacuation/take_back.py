@@ -88,15 +88,28 @@ class TakeBack:
 
         Returns whether the claim has the old PersistentVolume.
         """
-        rebinding = Rebinding(self._context.server, self._note.volume_id, place)
+        context, note = self._context, self._note
+        rebinding = Rebinding(context.server, note.volume_id, place, left_node=note.source)
         try:
             rebinding.undo(_yes, self._report)
         except errors.NotRebound as error:
             _log.info("the rebinding of %s is completed: %s", self._note.volume_id, error)
             move.complete()
+            self._evict_waiting()
             rebinding.run(_yes, self._report)
             return False
         return True
+
+    def _evict_waiting(self) -> None:
+        """Evict the pods that were placed on the source, where they wait for the volume.
+
+        The claim, which is being deleted, does not end before them.
+        """
+        evictions, volume = self._context.evictions, self._volume
+        claims = [volume.claim] if volume is not None and all(volume.claim) else []
+        for pod in evictions.users(claims, self._note.source):
+            if not pod.is_being_deleted and (why := evictions.evict(pod)):
+                _log.info("pod %s cannot be evicted yet: %s", pod, why)
 
     def _report(self, text: str) -> None:
         _log.info("%s: %s", self._note.volume_id, text)

@@ -14,7 +14,7 @@ can start nowhere before all claims are rebound.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from agent.core import errors
@@ -26,7 +26,7 @@ from agent.extras.evacuation.move_notes import MoveNote, NotedVolume
 from agent.extras.evacuation.plan import PlannedVolume, Unit
 from agent.extras.evacuation.progress import Stage
 from agent.extras.kubernetes.rebinding import Place, Rebinding
-from agent.extras.transfer.move import ABSENT, Approach, Move, is_own, is_receiving, is_usable
+from agent.extras.transfer.move import Approach, Move, is_own, is_receiving, is_usable
 from agent.extras.transfer.move import Progress as StreamProgress
 
 _log = logging.getLogger(__name__)
@@ -159,21 +159,22 @@ class UnitDrive:
             self._copy(drive)
             if self._evict(drive):
                 self._hand_over(drive)
-        places = {
-            volume.planned.volume_id: self._complete(volume) for volume in list(self._volumes)
-        }
-        if not all(volume.is_handed_over for volume in self._volumes):
-            # The copy on the target was lost before it was used; copy it again.
+        completed = [(volume, self._complete(volume)) for volume in self._volumes]
+        places = [(volume, place) for volume, place in completed if place is not None]
+        if len(places) < len(completed):
+            # Copy again what was lost.
             self.run(drive)
             return
-        # A pod may have been placed on the source since, where it waits for its volumes.
-        self._evict(drive)
+        # A pod may have been placed on the source since, where it waits for its volumes, and one
+        # may be placed there after each eviction.
+        if problem := self._evict_all(self._users()):
+            self.tell(problem)
         self._enter(Stage.REBINDING)
-        for volume in self._volumes:
+        for volume, place in places:
             self._require(drive)
             self._note_target(volume)
             self._forget_left(volume)
-            self._rebind(drive, volume, places)
+            self._rebind(drive, volume, place)
         self._enter(Stage.MOVED)
 
     def _require(self, drive: Drive) -> None:
@@ -211,12 +212,15 @@ class UnitDrive:
 
         It is replaced, so that only what differs is sent, if both nodes say that this is possible,
         and if this move is the way back of that one. The note stays then, as long as it is under
-        quarantine. Does nothing if it is gone, or if it is being replaced already.
+        quarantine. Does nothing if it is being replaced already.
+
+        The target may have it under another name than the volume will have there, as the name of a
+        logical volume with a digest is not that of its copy. It is erased then.
         """
         planned, context = volume.planned, self._context
         earlier = context.moves.move(note.volume_id, note.source, note.target)
         there_state = volume.move.destination.status()
-        if there_state["state"] == ABSENT or is_receiving(there_state):
+        if is_receiving(there_state):
             return
         if (replaces := there_state["replaceable"]) and note.target == self._source:
             is_same_class = there_state["device_class"] == planned.device_class
@@ -234,8 +238,9 @@ class UnitDrive:
         owner = planned.persistent_volume
         noted = notes.find(owner.name) if owner is not None else None
         if noted is not None and noted.handle == planned.volume_id:
-            left = [note for note in noted.left if note.source == self.unit.target]
-            notes.remove(noted.name, *left)
+            after_move = noted.notes_after_move
+            if tuple(after_move) != tuple(noted.notes):
+                notes.write(noted, after_move)
 
     def _note_target(self, volume: _Moving) -> None:
         """Note again where a volume went that was handed over, before the note is copied.
@@ -387,8 +392,8 @@ class UnitDrive:
 
     def _rehearsal_problem(self, volume: _Moving) -> str:
         there_state, context = volume.move.destination.status(), self._context
-        place = Place(str(there_state["volume_id"]), self.unit.target, context.driver_name)
         try:
+            place = Place(str(there_state["volume_id"]), self.unit.target, context.driver_name)
             Rebinding(context.server, volume.planned.volume_id, place).rehearse()
         except errors.NotRebound as error:
             return str(error)
@@ -478,15 +483,18 @@ class UnitDrive:
             elif self._idle_looks > 1:
                 drive.wait(_LOOK_SECONDS)
 
-    def _complete(self, volume: _Moving) -> Place:
-        """Finish a volume on the target; return where it is now."""
+    def _complete(self, volume: _Moving) -> Place | None:
+        """Finish a volume on the target; return where it is now, None if it is the source's again.
+
+        That is so if its copy on the target was lost before it was used.
+        """
         try:
             there = volume.move.complete()
         except errors.NotMoved:
             if not self._was_lost(volume):
                 raise
             volume.is_handed_over = False
-            return Place("", self.unit.target, self._context.driver_name)
+            return None
         return Place(str(there["volume_id"]), self.unit.target, self._context.driver_name)
 
     def _was_lost(self, volume: _Moving) -> bool:
@@ -507,15 +515,14 @@ class UnitDrive:
 
     # The claims
 
-    def _rebind(self, drive: Drive, volume: _Moving, places: Mapping[str, Place]) -> None:
+    def _rebind(self, drive: Drive, volume: _Moving, place: Place) -> None:
         """Rebind the claim of a volume, and say where it is by then."""
-        planned, place = volume.planned, places[volume.planned.volume_id]
-        context = self._context
+        planned, context = volume.planned, self._context
 
         def report(text: str) -> None:
             context.events.claim(planned, reasons.REBINDING, text)
 
-        rebinding = Rebinding(context.server, planned.volume_id, place)
+        rebinding = Rebinding(context.server, planned.volume_id, place, left_node=self._source)
         try:
             rebinding.run(lambda _text: not drive.is_ending, report)
         except errors.NotConfirmed:

@@ -5,11 +5,11 @@ claim. Therefore both objects are created anew:
 
 1. Set the reclaim policy of the old PersistentVolume to Retain, and note the former policy in an
    annotation.
-2. Create the new PersistentVolume. Its reclaim policy is Retain. It is reserved for the claim, so
-   the claim gets it even if a StatefulSet recreates the claim. An annotation has the claim's
-   manifest.
+2. Create the new PersistentVolume. Its reclaim policy is Retain. It is reserved for the claim. An
+   annotation has the claim's manifest.
 3. Delete the claim, and wait until it is gone.
 4. Create the claim anew from the manifest, and wait until it is bound to the new PersistentVolume.
+   If a StatefulSet was faster, write the name of the new PersistentVolume into its claim.
 5. Delete the old PersistentVolume, and wait until it is gone.
 6. Give the new PersistentVolume the former reclaim policy, and remove the annotations.
 
@@ -53,6 +53,13 @@ from agent.extras.kubernetes.objects import (
 _CLAIMS = "persistentvolumeclaims"
 _VOLUME, _CLAIM = "PersistentVolume", "PersistentVolumeClaim"
 _RETAIN = "Retain"
+# Finalizers of claims that are removed only once a copy of the claim's volume is complete: a
+# VolumeSnapshot (external-snapshotter, pkg/utils/util.go, PVCFinalizer), or the volume of another
+# claim (external-provisioner, pkg/controller/controller.go, pvcCloneFinalizer).
+OF_WORK = (
+    "snapshot.storage.kubernetes.io/pvc-as-source-protection",
+    "provisioner.storage.kubernetes.io/cloning-protection",
+)
 # Annotations that are not copied to the new objects, as Kubernetes' binder and scheduler set them.
 _BINDING = (
     "pv.kubernetes.io/bind-completed",
@@ -64,6 +71,9 @@ _BINDING = (
 _OTHERWISE = ("claimRef", "persistentVolumeReclaimPolicy")
 # Pattern of the suffix in the name of a PersistentVolume that was made by a rebinding.
 _SUFFIX = re.compile(r"-moved-[0-9a-f]{8}$")
+# Type of the condition of a claim whose volume has still to be grown on its node, and the beginning
+# of the states that say so in allocatedResourceStatuses (k8s.io/api/core/v1, types.go).
+_RESIZE_PENDING, _NODE_RESIZE = "FileSystemResizePending", "NodeResize"
 # Maximum number of characters of a PersistentVolume's name before the suffix. A name has at most
 # 253 characters (RFC 1123).
 _MOST_CHARACTERS = 230
@@ -80,20 +90,28 @@ _NAMESPACE_ENDED = (NAMESPACE_TERMINATING, "NotFound")
 # trials (apiserver, pkg/admission/plugin/webhook/errors). Of a quota, the claim has its share until
 # it is deleted, and the trial wants one more (apiserver, pkg/admission/plugin/resourcequota).
 _NO_TRIAL = ("does not support dry run", "exceeded quota")
-# Time limit, in seconds, of the wait until a claim is bound, or a deletion has finished.
-_WAIT_SECONDS = 60
+# Time limit, in seconds, of the wait until a claim is bound, or a deletion has finished, and the
+# interval at which that is looked for. It is short, as a StatefulSet recreates a claim at once, and
+# an empty volume may be made for that.
+_WAIT_SECONDS, _LOOK_SECONDS = 60.0, 0.25
 
 
 @dataclass(frozen=True)
 class Place:
     """The node to which a volume was moved, and the volume's new id.
 
-    `handle` is the id, `node` the node's name, `driver` the CSI driver's name.
+    `handle` is the id, `node` the node's name, `driver` the CSI driver's name. Raises NotRebound
+    without an id: a node gives none while the volume's group is missing there.
     """
 
     handle: str
     node: str
     driver: str
+
+    def __post_init__(self) -> None:
+        if not self.handle:
+            why = f"node {self.node} does not show the volume's id now; call again"
+            raise errors.NotRebound("of a moved volume", why)
 
     @property
     def topology_key(self) -> str:
@@ -189,14 +207,17 @@ class _Step:
 class Rebinding:
     """The rebinding of one claim to its volume, which was moved to `place`.
 
-    `old_handle` is the volume's id before it was moved. A repeated call of a method goes on where
-    the last call ended. Methods raise NotRebound if the objects do not allow the next step;
-    ClusterRefused, ClusterSilent if the API server refuses or does not answer.
+    `old_handle` is the volume's id before it was moved. `left_node` is the node that it has left
+    for good, so that no pod there can use it; empty if that is not known. A repeated call of a
+    method goes on where the last call ended. Methods raise NotRebound if the objects do not allow
+    the next step; ClusterRefused, ClusterSilent if the API server refuses or does not answer.
     """
 
-    def __init__(self, server: Server, old_handle: str, place: Place) -> None:
+    def __init__(
+        self, server: Server, old_handle: str, place: Place, *, left_node: str = ""
+    ) -> None:
         self._lists, self._objects = Lists(server), Objects(server)
-        self._old_handle, self._place = old_handle, place
+        self._old_handle, self._place, self._left_node = old_handle, place, left_node
 
     def run(self, confirmed: Callable[[str], bool], report: Callable[[str], None]) -> None:
         """Rebind the claim: take the steps that remain, each after the user has confirmed it.
@@ -422,6 +443,11 @@ class Rebinding:
         owners = _field_at(claim, "metadata", "ownerReferences") or ()
         if any(owner.get("kind") == "Pod" for owner in owners):
             raise state.refused("it is its pod's, and goes with it")
+        finalizers = _field_at(claim, "metadata", "finalizers") or ()
+        if finalizer := next((one for one in OF_WORK if one in finalizers), ""):
+            # Once it is deleted, neither could the claim be made anew, nor the copy be completed.
+            why = f"a VolumeSnapshot or a clone of it is not complete ({finalizer}): see why"
+            raise state.refused(why)
         if not is_for_one_node(old_volume["spec"], key):
             raise state.refused(f"{name} is not for one node by {key} alone; rebind it by hand")
         nodes = self._lists.whole(NODES, "NodeList").items
@@ -433,10 +459,13 @@ class Rebinding:
     def _check_unused(self, state: _State) -> None:
         """Raise NotRebound if a pod that has a node uses the claim.
 
-        Kubelet on the pod's node may be about to mount the volume.
+        Kubelet on the pod's node may be about to mount the volume. A pod on the node that the
+        volume has left only keeps the claim from ending until it is evicted itself. The scheduler
+        places no other one for a claim that is being deleted.
         """
         for pod in self._lists.whole(_path(state.namespace, "pods"), "PodList").items:
-            if _field_at(pod, "spec", "nodeName") and state.name in claims_of(pod):
+            node = _field_at(pod, "spec", "nodeName")
+            if node and node != self._left_node and state.name in claims_of(pod):
                 raise state.refused(f"the pod {_name(pod)} uses it; stop that")
 
     def _retain(self, old_volume: Object, *, is_trial: bool = False) -> None:
@@ -538,6 +567,8 @@ class Rebinding:
     def _next_with_new_volume(
         self, state: _State, new_volume: Object, claim: Object
     ) -> _Step | None:
+        if not state.claimed:
+            return _Step("", partial(self._name_volume, state, new_volume, claim))
         if not _is_bound(new_volume, claim):
             return _Step("", partial(self._await_binding, state, new_volume))
         if (old := state.old_volume) is not None:
@@ -550,6 +581,23 @@ class Rebinding:
             )
             return _Step(question, restore)
         return _Step("", restore) if self._place.claim_key in annotations else None
+
+    def _name_volume(self, state: _State, new_volume: Object, claim: Object) -> None:
+        """Write the new PersistentVolume into a claim that names none.
+
+        The claim is one that a StatefulSet made from its template. Without the name, Kubernetes
+        binds it only if the PersistentVolume is as large as the template asks, and has the
+        template's VolumeAttributesClass; else it has an empty volume made (FindMatchingVolume in
+        k8s.io/component-helpers/storage/volume/pv_helpers.go). The name can be written once.
+        """
+        # Replace the claim, and do not patch it: external-provisioner needs that right, too.
+        named = {**claim, "spec": {**claim["spec"], "volumeName": _name(new_volume)}}
+        try:
+            self._objects.replace(state.path, named)
+        except errors.ClusterRefused as error:
+            # The claim was changed since: it may have been bound.
+            if error.reason != "Conflict":
+                raise
 
     def _await_binding(self, state: _State, new_volume: Object) -> None:
         def is_bound() -> bool:
@@ -594,10 +642,10 @@ class Rebinding:
         self._objects.change(_volume_path(volume), change, version, is_trial=is_trial)
 
     def _wait(self, state: _State, condition: Callable[[], bool], reason: str) -> None:
-        for _ in range(_WAIT_SECONDS):
+        for _ in range(int(_WAIT_SECONDS / _LOOK_SECONDS)):
             if condition():
                 return
-            sleep(1.0)
+            sleep(_LOOK_SECONDS)
         raise state.refused(f"{reason}; call again")
 
 
@@ -618,7 +666,25 @@ def _volume_at(place: Place, old_volume: Object, claim: Object) -> dict[str, Any
         "claimRef": {**reference, "namespace": claim["metadata"]["namespace"]},
         "persistentVolumeReclaimPolicy": _RETAIN,
     }
+    if capacity := _capacity_before_growth(claim):
+        volume["spec"]["capacity"] = capacity
     return volume
+
+
+def _capacity_before_growth(claim: Object) -> Object | None:
+    """Return a claim's capacity if its volume has still to be grown on its node; else None.
+
+    The PersistentVolume has the new size by then. A claim gets the capacity of its PersistentVolume
+    when it is bound (updateClaimStatus in pkg/controller/volume/persistentvolume/pv_controller.go),
+    so with the new size nothing would ask the node to grow the volume any more. With the size
+    before, external-resizer begins with the growth again.
+    """
+    growth = str(_field_at(claim, "status", "allocatedResourceStatuses", "storage") or "")
+    is_pending = growth.startswith(_NODE_RESIZE) or any(
+        (condition.get("type"), condition.get("status")) == (_RESIZE_PENDING, "True")
+        for condition in _field_at(claim, "status", "conditions") or ()
+    )
+    return _field_at(claim, "status", "capacity") if is_pending else None
 
 
 def moved_name(old: str, handle: str) -> str:

@@ -618,8 +618,11 @@ class Move:
             raise self._refused(f"it is {node}'s, which does not have it any more", Trouble.LOST)
         if there_state["state"] == tag.MOVED:
             raise self._refused(f"{node} has moved it on", Trouble.ENDED)
-        if there_state["state"] != tag.READY:
+        if not is_own(there_state):
             there_state = self.destination.finish(move.word)
+        if not is_own(there_state):
+            # Its volume group may be missing since then.
+            raise self._refused(f"{node} does not show it after it was finished", Trouble.LOST)
         self.source.drop(())
         self._tell(
             f"{self.destination.name} is {node}'s; what is left on its old node is under quarantine"

@@ -129,6 +129,8 @@ class Stand:
                 return partial(client.delete, one)
             case Call.GROW:
                 return partial(self.service.autoextender.step, 0)
+            case Call.MODIFY:
+                return partial(client.modify, one, {"readIOPS": "500"})
             case Call.MANAGE:
                 return partial(client.volume, one)
             case Call.ADOPT:

@@ -219,7 +219,7 @@ TESTS = {
     "The account may make, change and delete PersistentVolumes": (
         "chart: claims_go_only_by_the_rights_of_evacuation_and_release",
     ),
-    "The account may not change claims, delete or make pods": (
+    "The account may not delete or make pods": (
         "chart: claims_go_only_by_the_rights_of_evacuation_and_release",
         "evacuator: all_volumes_move_with_their_pods",
         "evacuator: a_wrong_annotation_is_refused_and_changes_nothing",

@@ -14,7 +14,7 @@ from binding import DRIVER, KEY, Cluster
 
 from agent.core import errors, ids
 from agent.extras.kubernetes.access import Server
-from agent.extras.kubernetes.rebinding import Place, Rebinding
+from agent.extras.kubernetes.rebinding import OF_WORK, Place, Rebinding
 from agent.extras.transfer import claim_moves
 from proto import carver_pb2 as carver
 
@@ -418,6 +418,68 @@ def test_a_claim_recreated_by_a_statefulset_gets_the_volume(cluster: Cluster) ->
     assert not any(one.startswith("POST /api/v1/namespaces") for one in cluster.writes)
 
 
+@pytest.mark.parametrize("field", ["larger", "another class", "no class"])
+def test_a_claim_recreated_otherwise_than_it_was_gets_no_empty_volume(
+    cluster: Cluster, field: str
+) -> None:
+    """The binder would have a new volume made for it, and its pod would begin anew.
+
+    A StatefulSet's template never changes with its claims: these have grown since, or got another
+    VolumeAttributesClass, or the StatefulSet was made anew with a larger template.
+    """
+    spec = {key: value for key, value in cluster.claim["spec"].items() if key != "volumeName"}
+    cluster.template = {"metadata": {"name": "data", "namespace": "shop"}, "spec": spec}
+    if field == "larger":
+        spec["resources"] = {"requests": {"storage": "2Gi"}}
+    elif field == "another class":
+        spec["volumeAttributesClassName"] = "silver"
+    else:
+        for one in (cluster.claim, cluster.volume("pvc-1")):
+            one["spec"]["volumeAttributesClassName"] = "gold"
+            cluster.changed(one)
+    run(cluster)
+    require_moved(cluster)
+    assert not any(one.startswith("POST /api/v1/namespaces") for one in cluster.writes)
+
+
+def test_a_claim_that_is_bound_while_its_volume_is_written_into_it_is_left(
+    cluster: Cluster,
+) -> None:
+    spec = {key: value for key, value in cluster.claim["spec"].items() if key != "volumeName"}
+    cluster.template = {"metadata": {"name": "data", "namespace": "shop"}, "spec": spec}
+    cluster.lag = 3
+
+    def is_late(_act: object) -> tuple[int, Object]:
+        cluster.settle()
+        return 409, {"kind": "Status", "reason": "Conflict", "message": "it has been modified"}
+
+    cluster.failures[3] = is_late
+    run(cluster)
+    require_moved(cluster)
+    assert sum(one.startswith("PUT") for one in cluster.writes) == 1
+
+
+@pytest.mark.parametrize("finalizer", OF_WORK)
+def test_a_claim_that_is_kept_until_a_copy_of_its_volume_is_complete_is_not_deleted(
+    cluster: Cluster, finalizer: str
+) -> None:
+    """The copy would never be complete, as the volume is another node's, nor would the claim go."""
+    cluster.claim["metadata"]["finalizers"].append(finalizer)
+    with pytest.raises(errors.NotRebound, match=finalizer):
+        run(cluster)
+    assert cluster.writes == []
+    cluster.claim["metadata"]["finalizers"].remove(finalizer)
+    run_until(cluster, 2)
+    cluster.claim["metadata"]["finalizers"].append(finalizer)
+    with pytest.raises(errors.NotRebound, match=finalizer):
+        run(cluster)
+    # Nothing is lost: the steps can be undone, and the volume can be taken back.
+    rebinding(cluster).undo(yes, ignore)
+    assert cluster.volume("pvc-1")["spec"]["persistentVolumeReclaimPolicy"] == "Delete"
+    assert list(cluster.volumes) == ["pvc-1"]
+    require_safe(cluster)
+
+
 UNEXPECTED = {
     "in use": "db-0",
     "unknown node": f"{KEY}=b",
@@ -527,6 +589,37 @@ def test_a_volume_that_grew_since_is_rebound_with_its_size(cluster: Cluster) -> 
     require_moved(cluster)
     [volume] = cluster.volumes.values()
     assert volume["spec"]["capacity"] == capacity
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"conditions": [{"type": "FileSystemResizePending", "status": "True"}]},
+        {"allocatedResourceStatuses": {"storage": "NodeResizePending"}},
+        {"allocatedResourceStatuses": {"storage": "NodeResizeInfeasible"}},
+    ],
+    ids=["condition", "pending", "infeasible"],
+)
+def test_a_claim_whose_node_has_not_grown_its_volume_yet_is_grown_after_the_move(
+    cluster: Cluster, status: Object, lag: int
+) -> None:
+    """The PersistentVolume has the new size already, and what is pending is in the old claim only.
+
+    Kubelet and external-resizer grow a claim again whose capacity is less than it asks for.
+    """
+    cluster.lag = lag
+    claim = cluster.claim
+    claim["spec"]["resources"]["requests"]["storage"] = "2Gi"
+    claim["status"] |= status
+    cluster.changed(claim)
+    change(cluster, "grown")
+    run(cluster)
+    require_moved(cluster)
+    assert cluster.claim["spec"]["resources"]["requests"]["storage"] == "2Gi"
+    assert cluster.claim["status"]["capacity"] == {"storage": "1Gi"}
+    [volume] = cluster.volumes.values()
+    assert volume["spec"]["capacity"] == {"storage": "1Gi"}
 
 
 def test_a_new_volume_that_is_not_kept_is_not_deleted(cluster: Cluster) -> None:
