@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 
+import evacuation_histories as histories
 import pytest
 from evacuation_histories import History
 from evacuation_kube import Object
@@ -352,6 +353,46 @@ def test_what_was_received_before_the_source_was_lost_can_be_kept(stage: str) ->
             lambda: "" if history.kube.place_of("data-db-0") == "b" else "it is not rebound"
         )
         assert (received.content or ())[: len(kept)] == kept
+
+
+@pytest.mark.parametrize("text", [None, "{}", '"undo"'])
+@pytest.mark.parametrize("stage", ["hold", "commit"])
+def test_a_source_that_comes_back_after_all_keeps_what_only_it_has(
+    stage: str, text: str | None
+) -> None:
+    """An operator has said that its disks are lost, and the target has what it had received."""
+    with cluster() as history:
+        evacuate(history, '{"to": ["b"]}')
+        run_until(history, stage)
+        received = history.services["b"].volumes["pvc-data-db-0"]
+        while not received.chain or received.into:
+            history.run(1.0)
+        node = json.loads(json.dumps(history.kube.node("a")))
+        history.kube.remove_node("a")
+        disks = dict(history.services["a"].volumes)
+        history.services["a"].volumes.clear()
+        history.services["b"].keep("pvc-data-db-0")
+        # What was written later is lost.
+        history.kube.lines["data-db-0"] = list(received.content or ())
+        history.kube.check = lambda: None  # type: ignore[method-assign]
+        history.settle(
+            lambda: "" if history.kube.place_of("data-db-0") == "b" else "it is not rebound"
+        )
+        content = disks["pvc-data-db-0"].content
+        history.services["a"].volumes.update(disks)
+        history.services["a"].is_up = True
+        history.kube.make("nodes", node)
+        history.kube.request("a", text)
+        history.ahead = 2 * histories.GRACE_SECONDS
+        history.run(3600.0)
+        if stage == "commit" and text == '"undo"':
+            assert history.kube.place_of("data-db-0") == "a"
+            return
+        assert history.services["b"].volumes["pvc-data-db-0"] is received
+        assert received.is_usable
+        # All that was handed over is on the target.
+        left = history.services["a"].volumes.get("pvc-data-db-0")
+        assert (left and left.content) == (None if stage == "commit" else content)
 
 
 @pytest.mark.parametrize("text", ["{}", '"undo"', '"stop"'])
