@@ -316,7 +316,11 @@ class Evacuator:
         request: Request | None,
         nodes: Mapping[str, EvacuatedNode],
     ) -> None:
-        """End what may end, and drive units that were handed over in part to their end."""
+        """End what may end, and drive units that were handed over in part to their end.
+
+        So are those of a pod whose other volume is on the target, as after an undo that was
+        stopped.
+        """
         kind = str(Kind.STOP)
         if request is not None and not known.is_started:
             self._context.progress.begin(node.name, kind)
@@ -343,7 +347,8 @@ class Evacuator:
             [
                 unit
                 for unit in planned
-                if any(volume.move and volume.move.is_handed_over for volume in unit.volumes)
+                if unit.is_torn
+                or any(volume.move and volume.move.is_handed_over for volume in unit.volumes)
             ]
             for planned in (made.going, made.staying)
         )
@@ -537,7 +542,7 @@ class Evacuator:
             return
         going = [(volume, note) for volume, note in self._moving() if note.source == name]
         is_left = bool(going)
-        self._take_back(name, known, going, Kind.UNDO)
+        turning: list[NotedVolume] = []
         back: dict[str, list[MoveNote]] = {}
         for volume in self._noted:
             note = volume.under_way
@@ -547,7 +552,14 @@ class Evacuator:
                 # A volume without a claim stays where it is: no claim could follow it.
                 is_left = is_left or volume.is_rebinding or volume.is_bound
                 if volume.is_bound and not volume.is_rebinding:
-                    self._turn_round(volume, name, known)
+                    turning.append(volume)
+        self._turn_round(turning, name, known)
+        # Take nothing back before the other volumes of its namespace are noted, of which a pod may
+        # use one, too: if the undo is stopped in between, the notes say where the pod's volumes
+        # are to be (`Unit.is_torn`).
+        noted_first = {volume.claim[0] for volume in turning}
+        going = [(volume, note) for volume, note in going if volume.claim[0] not in noted_first]
+        self._take_back(name, known, going, Kind.UNDO)
         for source, notes in back.items():
             is_left = True
             self._move_back(name, source, known, notes, nodes)
@@ -624,28 +636,34 @@ class Evacuator:
             self._others.append(drive)
             drive.start(VanishedTakeBack(self._context, note).run)
 
-    def _turn_round(self, volume: NotedVolume, name: str, known: _Known) -> None:
-        """Note that a volume moves back to the node `name`."""
-        note = next(left for left in volume.left if left.source == name and not left.is_back)
-        running = sum(not drive.is_over for drive in known.drives)
-        if running >= AT_ONCE or {note.volume_id, volume.handle} & self._busy():
+    def _turn_round(self, volumes: Sequence[NotedVolume], name: str, known: _Known) -> None:
+        """Note that volumes move back to the node `name`."""
+        turned = {
+            volume: next(left for left in volume.left if left.source == name and not left.is_back)
+            for volume in volumes
+        }
+        busy = self._busy()
+        for volume, note in list(turned.items()):
+            if {note.volume_id, volume.handle} & busy:
+                del turned[volume]
+        if not turned:
             return
 
         def work(drive: Drive) -> None:
-            found = self._context.notes.find(volume.name)
-            if found is None or found.handle != volume.handle or note not in found.notes:
-                return
-            drive.require_wanted()
-            if self._wish(name, Kind.UNDO) is not Wish.GO:
-                return
-            self._context.notes.write(found, found.noted_back(note))
+            for volume, note in turned.items():
+                found = self._context.notes.find(volume.name)
+                if found is None or found.handle != volume.handle or note not in found.notes:
+                    continue
+                drive.require_wanted()
+                if self._wish(name, Kind.UNDO) is not Wish.GO:
+                    return
+                if found.under_way is None:
+                    self._context.notes.write(found, found.noted_back(note))
 
-        drive = Drive(
-            self._context,
-            note.volume_id,
-            frozenset({note.volume_id, volume.handle}),
-            node=name,
-        )
+        volume_ids = [
+            one for volume, note in turned.items() for one in (note.volume_id, volume.handle)
+        ]
+        drive = Drive(self._context, volume_ids[0], frozenset(volume_ids), node=name)
         known.drives.append(drive)
         drive.start(work)
 

@@ -265,7 +265,9 @@ class PlannedVolume:
 class Unit:
     """Volumes that move together to the node `target`; they stay if it is empty, for `reason`.
 
-    `pods` are those that use the volumes and have not ended.
+    `pods` are those that use the volumes and have not ended. `is_torn` is whether one of them has
+    another volume that is on the target already, so that it can run nowhere before this unit is
+    there, too.
     """
 
     volumes: tuple[PlannedVolume, ...]
@@ -273,6 +275,7 @@ class Unit:
     target: str = ""
     reason: str = ""
     notes: tuple[str, ...] = ()
+    is_torn: bool = False
 
     @property
     def name(self) -> str:
@@ -911,7 +914,9 @@ def _unit(cluster: _Cluster, state: _State, draft: _Draft) -> Unit:
     target = state.targets.get(draft.name, "")
     unit = Unit(draft.volumes, draft.pods, target)
     if target:
-        return replace(unit, notes=tuple(_notes(cluster, draft, cluster.nodes[target])))
+        node = cluster.nodes[target]
+        notes, is_torn = tuple(_notes(cluster, draft, node)), _is_torn(cluster, draft, node)
+        return replace(unit, notes=notes, is_torn=is_torn)
     if draft.problem:
         return replace(unit, reason=draft.problem)
     texts = []
@@ -926,6 +931,16 @@ def _unit(cluster: _Cluster, state: _State, draft: _Draft) -> Unit:
         where = "none of the nodes that were named is an" if cluster.named else "there is no "
         return replace(unit, reason=f"{where}other node of the cluster")
     return replace(unit, reason=f"no node can take it: {_several(texts, '; ')}")
+
+
+def _is_torn(cluster: _Cluster, draft: _Draft, target: Node) -> bool:
+    """Return whether a pod of the unit has another volume that the target has, not the source."""
+    source = cluster.nodes.get(cluster.source)
+    return any(
+        scheduling.satisfies(other.affinity, target.name, target.labels)
+        and not (source and scheduling.satisfies(other.affinity, source.name, source.labels))
+        for other in draft.other_volumes
+    )
 
 
 def _notes(cluster: _Cluster, draft: _Draft, node: Node) -> Iterator[str]:

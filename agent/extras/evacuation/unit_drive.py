@@ -181,7 +181,8 @@ class UnitDrive:
         """Raise Unwanted if the unit is not to be moved on."""
         drive.require_wanted()
         wish = self._wish()
-        if wish is Wish.END or (wish is Wish.ONLY_IF_HANDED_OVER and not self._is_handed_over):
+        can_stop = not (self._is_handed_over or self.unit.is_torn)
+        if wish is Wish.END or (wish is Wish.ONLY_IF_HANDED_OVER and can_stop):
             raise Unwanted
 
     def _note(self) -> None:

@@ -296,6 +296,25 @@ def test_the_volumes_of_a_pod_are_on_one_node_again_after_two_undos(
         history.settle(lambda: history.left_over(quarantined=True))
 
 
+@pytest.mark.parametrize("text", ['"stop"', None])
+@pytest.mark.parametrize("seconds", range(60, 200, 10))
+@pytest.mark.parametrize("stage", ["POST volume", "DELETE claim", "DELETE volume"])
+def test_a_pod_runs_also_after_an_undo_that_was_stopped(
+    stage: str, seconds: int, text: str | None
+) -> None:
+    """One of its volumes may have been taken back, and the other one be on the way."""
+    with cluster({"db-0": {"data-db-0": "linear", "log-db-0": "thin"}}) as history:
+        evacuate(history, '{"to": ["c"]}')
+        run_until(history, stage)
+        history.kube.request("a", '"undo"')
+        history.run(float(seconds))
+        history.kube.request("a", text)
+        for node in "abc":
+            history.kube.uncordon(node)
+        history.settle(lambda: history.is_settled(left="a") and history.is_settled(left="c"))
+        assert len({history.kube.place_of(one) for one in history.kube.lines}) == 1
+
+
 @pytest.mark.parametrize("text", ["{}", '"stop"', '"undo"', None])
 @pytest.mark.parametrize("stage", ["commit", "FinishReceive", "POST volume", "DELETE claim"])
 def test_a_claim_is_rebound_although_its_pod_is_placed_on_the_source_at_once(
