@@ -283,6 +283,19 @@ def test_what_a_trial_alone_is_refused_for_does_not_matter(cluster: Cluster, tex
     require_moved(cluster)
 
 
+@pytest.mark.parametrize(("method", "part"), WRITES)
+def test_an_object_that_is_changed_during_its_trial_does_not_matter(
+    cluster: Cluster, method: str, part: str
+) -> None:
+    answer = {"kind": "Status", "reason": "Conflict", "message": "the object has been modified"}
+
+    def policy(asked: str, path: str) -> tuple[int, Object] | None:
+        return (409, answer) if asked == method and part in path else None
+
+    cluster.policy = policy
+    rebinding(cluster).rehearse()
+
+
 def test_a_claim_that_could_not_be_made_anew_is_not_deleted(cluster: Cluster) -> None:
     cluster.policy = refusing("POST", "persistentvolumeclaims")
     uid = cluster.claim["metadata"]["uid"]
