@@ -431,25 +431,23 @@ class Service:
         volume.replaces = ""
 
     def finish_receive(self, name: str, word: str) -> None:
-        volume = self.volumes.get(name)
-        if volume is None:
-            raise Refusal(Code.INVALID_ARGUMENT, "the volume has no id")
-        if volume.is_usable and volume.received:
-            return
-        volume = self._received_whole(name)
-        if digest(word) != volume.release:
-            raise Refusal(Code.FAILED_PRECONDITION, "its source has not released it")
-        volume.state, volume.released = tag.READY, word
-        volume.chain = volume.release = volume.finishing = ""
+        self._finish_receive(name, word)
 
     def keep(self, name: str) -> None:
         """What an operator has done whose other node is lost."""
+        self._finish_receive(name, None)
+
+    def _finish_receive(self, name: str, word: str | None) -> None:
         volume = self.volumes.get(name)
         if volume is None:
             raise Refusal(Code.INVALID_ARGUMENT, "the volume has no id")
         if volume.is_usable and volume.received:
             return
         volume = self._received_whole(name)
+        if word is not None:
+            if digest(word) != volume.release:
+                raise Refusal(Code.FAILED_PRECONDITION, "its source has not released it")
+            volume.released = word
         volume.state = tag.READY
         volume.chain = volume.release = volume.finishing = ""
 

@@ -166,7 +166,6 @@ class Volume:
             return None
         annotations = metadata.get("annotations") or {}
         note = ReleaseNote.parse(annotations, driver_name)
-        moves = move_notes.parsed(annotations.get(move_notes.key(driver_name)))
         return cls(
             name=str(metadata["name"]),
             uid=str(metadata["uid"]),
@@ -182,7 +181,7 @@ class Volume:
             is_bound=(volume.get("status") or {}).get("phase") == "Bound",
             is_going="deletionTimestamp" in metadata,
             is_moving=any(str(key).startswith(f"move.{driver_name}/") for key in annotations),
-            target=next((move.target for move in moves if move.volume_id == str(identity)), ""),
+            target=move_notes.target_of(annotations, driver_name, str(identity)),
             note=note,
             is_unclear=note is None and release_notes.note_key(driver_name) in annotations,
         )

@@ -180,10 +180,12 @@ class ClusterView:
         affinity = _affinity((spec.get("nodeAffinity") or {}).get("required"))
         if affinity is None and not is_own:
             return None
+        handle = str(source["volumeHandle"]) if is_own else ""
+        annotations = metadata.get("annotations") or {}
         return PersistentVolume(
             metadata["name"],
             metadata["uid"],
-            str(source["volumeHandle"]) if is_own else "",
+            handle,
             str((item.get("status") or {}).get("phase") or ""),
             bool(metadata.get("deletionTimestamp")),
             # The API server sets the policy, Retain by default (api/core/v1, defaults.go).
@@ -193,14 +195,8 @@ class ClusterView:
             str(reference.get("uid") or ""),
             affinity,
             is_for_one_node=is_for_one_node(spec, self._topology_key),
-            moves_to=self._moves_to(metadata.get("annotations") or {}, source) if is_own else "",
+            moves_to=move_notes.target_of(annotations, self._driver_name, handle) if is_own else "",
         )
-
-    def _moves_to(self, annotations: Mapping[str, str], source: Mapping[str, str]) -> str:
-        """Return the node to which a volume of Carver's is moved by an evacuation, by its notes."""
-        notes = move_notes.parsed(annotations.get(move_notes.key(self._driver_name)))
-        handle = source["volumeHandle"]
-        return next((note.target for note in notes if note.volume_id == handle), "")
 
 
 def _claim(item: Object) -> Claim:

@@ -17,7 +17,7 @@ Moves by `carver volume move` have no entry, and the evacuation leaves their qua
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,7 +68,7 @@ class NotedVolume:
     @property
     def under_way(self) -> MoveNote | None:
         """The note of the move away from where the volume is; None without one."""
-        return next((note for note in self.notes if note.volume_id == self.handle), None)
+        return under_way(self.notes, self.handle)
 
     @property
     def node(self) -> str:
@@ -180,6 +180,17 @@ class MoveNotes:
             (str(reference.get("namespace") or ""), str(reference.get("name") or "")),
             parsed(annotations.get(self.key)) if is_own else (),
         )
+
+
+def under_way(notes: Iterable[MoveNote], handle: str) -> MoveNote | None:
+    """Return the note of the move away from where a volume with this id is; None without one."""
+    return next((note for note in notes if note.volume_id == handle), None)
+
+
+def target_of(annotations: Mapping[str, str], driver_name: str, handle: str) -> str:
+    """Return the node to which a volume moves, by its PersistentVolume's notes; empty if none."""
+    note = under_way(parsed(annotations.get(key(driver_name))), handle)
+    return note.target if note is not None else ""
 
 
 def key(driver_name: str) -> str:

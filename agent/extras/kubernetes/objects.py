@@ -519,21 +519,23 @@ def _reason(answer: Object) -> str:
 
     That a namespace is being deleted is only a cause of a refusal whose reason is Forbidden.
     """
-    details = answer.get("details")
-    causes = details.get("causes") if isinstance(details, dict) else None
-    for cause in causes if isinstance(causes, list) else ():
-        if isinstance(cause, dict) and cause.get("reason") == NAMESPACE_TERMINATING:
-            return NAMESPACE_TERMINATING
+    if any(cause.get("reason") == NAMESPACE_TERMINATING for cause in _causes(answer)):
+        return NAMESPACE_TERMINATING
     return str(answer.get("reason") or "")
 
 
+def _causes(answer: Object) -> Sequence[Object]:
+    """Return the causes of a refusal (apimachinery, StatusDetails); none if it gives none."""
+    details = answer.get("details")
+    causes = details.get("causes") if isinstance(details, dict) else None
+    return [one for one in causes if isinstance(one, dict)] if isinstance(causes, list) else []
+
+
 def _refusal(status: int, answer: Object) -> str:
-    """Return what a refusal says, with its causes (apimachinery, StatusDetails).
+    """Return what a refusal says, with its causes.
 
     The name of a disruption budget that refuses an eviction is in a cause alone.
     """
-    details = answer.get("details")
-    causes = details.get("causes") if isinstance(details, dict) else None
-    texts = [answer.get("message"), *(cause.get("message") for cause in causes or ())]
+    texts = [answer.get("message"), *(cause.get("message") for cause in _causes(answer))]
     message = " ".join(dict.fromkeys(str(text) for text in texts if text))[:_MOST_CHARACTERS]
     return f"it answers {status}: {message}".rstrip(": ")

@@ -91,9 +91,11 @@ _NAMESPACE_ENDED = (NAMESPACE_TERMINATING, "NotFound")
 # it is deleted, and the trial wants one more (apiserver, pkg/admission/plugin/resourcequota).
 _NO_TRIAL = ("does not support dry run", "exceeded quota")
 # Time limit, in seconds, of the wait until a claim is bound, or a deletion has finished, and the
-# interval at which that is looked for. It is short, as a StatefulSet recreates a claim at once, and
-# an empty volume may be made for that.
-_WAIT_SECONDS, _LOOK_SECONDS = 60.0, 0.25
+# interval at which that is looked for.
+_WAIT_SECONDS, _LOOK_SECONDS = 60.0, 1.0
+# The interval at which the end of a claim is looked for. It is short, as a StatefulSet recreates a
+# claim at once, and an empty volume may be made for that.
+_CLAIM_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
@@ -472,8 +474,10 @@ class Rebinding:
 
     def _retain(self, old_volume: Object, *, is_trial: bool = False) -> None:
         annotations = {self._place.policy_key: _policy(old_volume)}
-        change: dict[str, Any] = {"spec": {"persistentVolumeReclaimPolicy": _RETAIN}}
-        change["metadata"] = {"annotations": annotations}
+        change = {
+            "spec": {"persistentVolumeReclaimPolicy": _RETAIN},
+            "metadata": {"annotations": annotations},
+        }
         self._change(old_volume, change, is_trial=is_trial)
 
     # Steps of a rebinding while there is no claim, or the claim has the new PersistentVolume
@@ -623,7 +627,9 @@ class Rebinding:
             or "nothing that it names"
         )
         subject = "it" if is_claim else _name(terminating)
-        self._wait(state, is_gone, f"{subject} is not gone yet, kept by {finalizers}")
+        interval_seconds = _CLAIM_SECONDS if is_claim else _LOOK_SECONDS
+        reason = f"{subject} is not gone yet, kept by {finalizers}"
+        self._wait(state, is_gone, reason, interval_seconds)
 
     def _deletion(self, question: str, path: str, item: Object) -> _Step:
         return _Step(question, partial(self._objects.delete, path, item["metadata"]["uid"]))
@@ -643,11 +649,17 @@ class Rebinding:
         version = str(volume["metadata"]["resourceVersion"])
         self._objects.change(_volume_path(volume), change, version, is_trial=is_trial)
 
-    def _wait(self, state: _State, condition: Callable[[], bool], reason: str) -> None:
-        for _ in range(int(_WAIT_SECONDS / _LOOK_SECONDS)):
+    def _wait(
+        self,
+        state: _State,
+        condition: Callable[[], bool],
+        reason: str,
+        interval_seconds: float = _LOOK_SECONDS,
+    ) -> None:
+        for _ in range(int(_WAIT_SECONDS / interval_seconds)):
             if condition():
                 return
-            sleep(_LOOK_SECONDS)
+            sleep(interval_seconds)
         raise state.refused(f"{reason}; call again")
 
 

@@ -561,11 +561,8 @@ def finish(
         _transfer(verbs).KeepReceived(carver.VolumeRequest(volume_id=state["volume_id"]))
     else:
         _transfer(verbs).FinishReceive(_release(verbs, name, release))
-    state = status(verbs, name)
-    if state["state"] == ABSENT:
-        # It is finished, and its volume group is missing since then.
-        raise errors.NoSuchVolume(name)
-    return state
+    # Its volume group may be missing since then.
+    return _require_received(verbs, name)
 
 
 def withdraw(verbs: VolumeVerbs, name: str, release: str) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def test_all_volumes_move_with_their_pods() -> None:
             stop = re.search(r"; this took (\d+) s in which no pod could use it$", text)
             # A stream takes at most 20 s here.
             assert stop is not None
-            assert int(stop[1]) < 120
+            assert int(stop[1]) < 60
         # The grace is counted from the new PersistentVolume on.
         history.ahead = histories.GRACE_SECONDS - 3600.0
         history.run(1200.0)
